@@ -1,0 +1,413 @@
+"""What this book adds to Sphinx: its ledger, its status page, measured times and launch buttons.
+
+Pages leave their claims and their times in the executed notebooks; the tables made from them are
+filled in when pages are written, so that they report this very build, cached pages included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import quote
+
+from docutils import nodes
+from jupyter_cache import get_cache
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
+from execute import CACHE, RECORD, read_page
+
+logger = logging.getLogger(__name__)
+ROOT = Path(__file__).parents[1]
+WORDS_PER_MINUTE = 200
+SECONDS_PER_FORMULA = 15
+SECONDS_PER_CELL = 20
+
+# Names of other libraries in docstrings, and where their documentation is.
+TORCH = "https://docs.pytorch.org/docs/stable/"
+EXTERNAL = {
+    "torch.Tensor": TORCH + "tensors.html",
+    "Tensor": TORCH + "tensors.html",
+    "torch.nn.Module": TORCH + "generated/torch.nn.Module.html",
+    "nn.Module": TORCH + "generated/torch.nn.Module.html",
+    "torch.nn.modules.module.Module": TORCH + "generated/torch.nn.Module.html",
+    "torch.device": TORCH + "tensor_attributes.html#torch.device",
+    "torch.nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
+    "nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
+}
+
+
+# --- what the executed pages say -----------------------------------------------------------------
+
+
+def chapters(app) -> list[str]:
+    """Return the numbered chapters, in the book's order."""
+    return sorted(doc for doc in app.env.found_docs if re.match(r"book/\d\d_", doc))
+
+
+@lru_cache
+def executed(path: Path) -> dict:
+    """Return a page as a notebook with the outputs of its execution."""
+    notebook = read_page(path)
+    if notebook is None:  # a page without code
+        return {"cells": []}
+    cache = get_cache(CACHE)
+    record = cache.match_cache_notebook(notebook)
+    return cache.get_cache_bundle(record.pk).nb
+
+
+def claims_of(app) -> list[tuple[str, dict]]:
+    """Return all claims of all executed pages as (page, claim)."""
+    return [
+        (doc, output["metadata"][OUTPUT_KEY])
+        for doc in chapters(app)
+        for cell in executed(Path(app.env.doc2path(doc)))["cells"]
+        for output in cell.get("outputs", [])
+        if OUTPUT_KEY in output.get("metadata", {})
+    ]
+
+
+def run_seconds(app, doc: str) -> float | None:
+    """Return how long the page took to execute."""
+    data = getattr(app.env, "nb_metadata", {}).get(doc, {}).get("exec_data")
+    return data["runtime"] if data else None
+
+
+def read_minutes(doctree) -> int:
+    """Estimate the time to read a page: its words, its formulas and its visible code."""
+    words = sum(len(p.astext().split()) for p in doctree.findall(nodes.paragraph))
+    formulas = len(list(doctree.findall(nodes.math_block)))
+    cells = len([c for c in doctree.findall(nodes.container) if "cell_input" in c["classes"]])
+    seconds = SECONDS_PER_FORMULA * formulas + SECONDS_PER_CELL * cells
+    return max(1, round(words / WORDS_PER_MINUTE + seconds / 60))
+
+
+# --- directives and roles ------------------------------------------------------------------------
+
+
+class Pending(nodes.General, nodes.Element):
+    """Stands for something that is known only when pages are written."""
+
+
+class PendingInline(nodes.Inline, nodes.TextElement):
+    """The same, within a line of text."""
+
+
+class Table(SphinxDirective):
+    """``{ledger}``, ``{errata}`` and ``{status}``: tables made from the executed pages."""
+
+    def run(self):
+        """Leave a placeholder."""
+        self.env.metadata[self.env.docname]["always_write"] = True
+        return [Pending(kind=self.name)]
+
+
+class Measured(SphinxRole):
+    """``{measured}`read```, ``cpu`` and ``gpu``: this page's own times."""
+
+    def run(self):
+        """Leave a placeholder."""
+        if self.text not in ("read", "cpu", "gpu"):
+            message = self.inliner.reporter.error(f"measured: unknown quantity {self.text!r}")
+            return [], [message]
+        return [PendingInline(kind=self.text)], []
+
+
+def _fill_in(app, doctree, doc):
+    makers = {"ledger": ledger_table, "errata": errata_list, "status": status_table}
+    for node in list(doctree.findall(Pending)):
+        node.replace_self(makers[node["kind"]](app, doc))
+    for node in list(doctree.findall(PendingInline)):
+        text = measured(app, doc, node["kind"])
+        node.replace_self(nodes.inline("", text, classes=["da-measured"]))
+
+
+def measured(app, doc: str, kind: str) -> str:
+    """Return one of a page's times as text."""
+    if kind == "read":
+        return f"{read_minutes(app.env.get_doctree(doc))} min to read"
+    if kind == "cpu":
+        seconds = run_seconds(app, doc)
+        return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
+    results = ROOT / "benchmarks" / "results" / f"pages_{doc.rpartition('/')[2]}.json"
+    if not results.exists():
+        return "not measured on a GPU yet"
+    data = json.loads(results.read_text("utf8"))
+    return f"{data['seconds']:.0f} s on {data['device']}"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: list[list], classes: list[str]) -> nodes.table:
+    """Build a docutils table; a cell is text or a list of inline nodes."""
+    group = nodes.tgroup(cols=len(header))
+    group += [nodes.colspec(colwidth=1) for _ in header]
+    for part, content in ((nodes.thead(), [header]), (nodes.tbody(), rows)):
+        for row in content:
+            part += nodes.row("", *(nodes.entry("", _paragraph(cell)) for cell in row))
+        group += part
+    return nodes.table("", group, classes=classes)
+
+
+def _paragraph(cell) -> nodes.paragraph:
+    return nodes.paragraph("", "", *([nodes.Text(cell)] if isinstance(cell, str) else cell))
+
+
+def link(app, source: str, target: str, anchor: str, text: str) -> nodes.reference:
+    """Link from one page to a place on another."""
+    uri = app.builder.get_relative_uri(source, target) + f"#{anchor}"
+    return nodes.reference("", text, internal=True, refuri=uri)
+
+
+def page_title(app, doc: str) -> str:
+    """Return a page's title."""
+    return app.env.titles[doc].astext()
+
+
+def places(app, doc: str, item: str, claims) -> list:
+    """Return links to all checks of one item."""
+    nodes_ = []
+    for page, claim in claims:
+        if claim["item"] == item:
+            chapter, number = int(page[5:7]), claim["anchor"].rpartition("-")[2]
+            nodes_ += [nodes.Text(", ")] if nodes_ else []
+            nodes_.append(link(app, doc, page, claim["anchor"], f"ch. {chapter}, check {number}"))
+    return nodes_
+
+
+def ledger_table(app, doc: str):
+    """Return the whole ledger: one table a paper, a line on coverage before it."""
+    claims = claims_of(app)
+    rows = ledger(claims)
+    verdicts = [rows[item]["verdict"] for item in inventory() if item in rows]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
+    parts = [_paragraph(f"{len(rows)} of {len(inventory())} items have a verdict: {counts}.")]
+    for paper in sorted({item[:3] for item in inventory()}):
+        items = [item for item in inventory() if item.startswith(paper)]
+        done = sum(item in rows for item in items)
+        title = f"Paper {paper}: {done} of {len(items)} items"
+        section = nodes.section("", nodes.title("", title), ids=[f"paper-{paper}"])
+        section += table(
+            ["item", "what the machine says", "check, margin / mutant", "place"],
+            [_ledger_row(app, doc, item, rows, claims) for item in items],
+            ["da-ledger"],
+        )
+        parts.append(section)
+    return parts
+
+
+def _ledger_row(app, doc, item, rows, claims) -> list:
+    topic = inventory()[item]["topic"]
+    name = [nodes.literal("", item), nodes.Text(f" {topic}")]
+    if item not in rows:
+        return [name, "not reached yet", "", ""]
+    verdict, statement = rows[item]["verdict"], rows[item]["statement"]
+    says = [nodes.strong("", verdict, classes=[f"da-{verdict.replace(' ', '-')}"])]
+    if statement != topic:
+        says.append(nodes.Text(f": {statement}"))
+    checks = [
+        f"{c['kind']} {c['margin']:.1e}"
+        + ("" if c["mutant_margin"] is None else f" / {c['mutant_margin']:.1e}")
+        for c in rows[item]["checks"]
+    ]
+    return [name, says, "; ".join(checks), places(app, doc, item, claims)]
+
+
+def errata_list(app, doc: str):
+    """Return every item that is wrong as printed, with its correction and a link."""
+    claims = claims_of(app)
+    rows = [
+        [
+            [nodes.literal("", item), nodes.Text(f" {inventory()[item]['topic']}")],
+            row["statement"],
+            places(app, doc, item, claims),
+        ]
+        for item, row in ledger(claims).items()
+        if row["verdict"] == "wrong as printed"
+    ]
+    return table(["item", "correction", "place"], rows, ["da-ledger"])
+
+
+def status_table(app, doc: str):
+    """Return measured times, claims and figures of each chapter of this build."""
+    claims = claims_of(app)
+    rows = []
+    for page in chapters(app):
+        doctree = app.env.get_doctree(page)
+        seconds = run_seconds(app, page)
+        rows.append(
+            [
+                [link(app, doc, page, "", page_title(app, page))],
+                f"{read_minutes(doctree)} min",
+                "not executed" if seconds is None else f"{seconds:.1f} s",
+                measured(app, page, "gpu"),
+                str(sum(p == page for p, _ in claims)),
+                str(len(list(doctree.findall(nodes.figure)))),
+            ]
+        )
+    return table(
+        ["chapter", "to read", "to run, CPU", "to run, GPU", "claims", "figures"],
+        rows,
+        ["da-status"],
+    )
+
+
+def _write_ledger(app, error):
+    if error is None and app.builder.format == "html":
+        path = Path(app.outdir).parent / "ledger.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(to_json(ledger(claims_of(app))), "utf8")
+        os.replace(temporary, path)
+        done = len(json.loads(path.read_text("utf8")))
+        logger.info("ledger: %d of %d items have a verdict", done, len(inventory()))
+
+
+# --- what must be read or written again ----------------------------------------------------------
+
+
+def _record() -> dict:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def _outdated(app, env, added, changed, removed):
+    """Name pages whose outputs changed while their text did not, and the reporting pages."""
+    record, seen = _record(), getattr(env, "da_executed", {})
+    stale = [d for d in env.found_docs if record.get(d[5:]) != seen.get(d)]
+    env.da_executed = {d: record.get(d[5:]) for d in env.found_docs}
+    always = [d for d in env.found_docs if env.metadata.get(d, {}).get("always_write")]
+    return [d for d in {*stale, *always} if d not in added]
+
+
+def _merge_environment(app, env, docnames, other):
+    env.da_executed = {**getattr(env, "da_executed", {}), **getattr(other, "da_executed", {})}
+
+
+# --- page furniture ------------------------------------------------------------------------------
+
+
+def repository(committed: bool = False) -> tuple[str, str]:
+    """Return the repository's URL and branch, empty when none is set.
+
+    The environment's BOOK_REPOSITORY_URL goes before pyproject.toml's, unless only what is
+    committed counts.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+    url = project.get("urls", {}).get("Repository", "")
+    if not committed:
+        url = os.environ.get("BOOK_REPOSITORY_URL", url)
+    return url.rstrip("/").removesuffix(".git"), os.environ.get("BOOK_REPOSITORY_BRANCH", "main")
+
+
+def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
+    """Return the links that open a chapter's notebook on a runtime."""
+    notebook = f"notebooks/{name}.ipynb"
+    links = {}
+    if match := re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", url):
+        slug = match[1]
+        colab = "https://colab.research.google.com/github"
+        links["Colab"] = f"{colab}/{slug}/blob/{branch}/{notebook}"
+        links["Binder"] = (
+            f"https://mybinder.org/v2/gh/{slug}/{branch}"
+            f"?urlpath={quote('lab/tree/' + notebook, '')}"
+        )
+    if hub := os.environ.get("BOOK_JUPYTERHUB_URL", "").rstrip("/"):
+        path = quote(f"lab/tree/{url.rpartition('/')[2]}/{notebook}", "")
+        links["JupyterHub"] = (
+            f"{hub}/hub/user-redirect/git-pull?repo={quote(url, '')}&branch={branch}&urlpath={path}"
+        )
+    return links
+
+
+def _furnish(app, pagename, templatename, context, doctree):
+    # sphinx-thebe, which Jupyter Book always loads, declares its constants twice: a script error.
+    scripts = context.get("script_files", [])
+    scripts[:] = [
+        s
+        for s in scripts
+        if "THEBE_JS_URL" not in str(s.attributes.get("body"))
+        and "sphinx-thebe" not in str(s.filename)
+    ]
+    url, branch = repository()
+    if not url:
+        return
+    buttons = context.setdefault("header_buttons", [])
+    if pagename in chapters(app):
+        links = launch_links(url, branch, pagename.rpartition("/")[2])
+        launch = [
+            {
+                "type": "link",
+                "text": name,
+                "tooltip": f"Run this chapter on {name}",
+                "icon": "fas fa-rocket",
+                "url": link,
+            }
+            for name, link in links.items()
+        ]
+        buttons.append(
+            {
+                "type": "group",
+                "tooltip": "Run this chapter",
+                "label": "launch-buttons",
+                "icon": "fas fa-rocket",
+                "buttons": launch,
+            }
+        )
+    buttons.append(
+        {
+            "type": "link",
+            "text": "",
+            "tooltip": "Source repository",
+            "icon": "fab fa-github",
+            "url": url,
+            "label": "repository-button",
+        }
+    )
+
+
+def _no_default_repository(app, config):
+    """Jupyter Book links to its own repository unless told otherwise."""
+    options = config.html_theme_options
+    options.update(
+        repository_url="",
+        use_repository_button=False,
+        use_issues_button=False,
+        use_edit_page_button=False,
+        launch_buttons={},
+    )
+
+
+def _external(app, env, node, content):
+    target = EXTERNAL.get(node.get("reftarget", ""))
+    if target is None:
+        return None
+    return nodes.reference("", "", content, refuri=target, internal=False)
+
+
+def _check_inventory(app):
+    if not inventory():
+        raise ExtensionError("the inventory is empty")
+
+
+def setup(app):
+    """Register everything above."""
+    app.add_node(Pending)
+    app.add_node(PendingInline)
+    for name in ("ledger", "errata", "status"):
+        app.add_directive(name, Table)
+    app.add_role("measured", Measured())
+    app.connect("config-inited", _no_default_repository, priority=900)
+    app.connect("builder-inited", _check_inventory)
+    app.connect("env-get-outdated", _outdated)
+    app.connect("env-merge-info", _merge_environment)
+    app.connect("missing-reference", _external)
+    app.connect("doctree-resolved", _fill_in)
+    app.connect("html-page-context", _furnish, priority=900)
+    app.connect("build-finished", _write_ledger)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

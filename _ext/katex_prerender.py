@@ -1,0 +1,97 @@
+"""Render every formula while the book is built, with KaTeX in an embedded JavaScript engine.
+
+A page then needs no script for its mathematics and works offline. A formula that KaTeX rejects is a
+build warning with file and line, which ``-W`` turns into an error: the build tests all formulas.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import quickjs
+from docutils import nodes
+from sphinx.util import logging
+from sphinx.util.fileutil import copy_asset
+from sphinx.util.math import get_node_equation_number
+
+logger = logging.getLogger(__name__)
+NUMBERED = re.compile(r"\\(begin|end)\{(align|gather|equation|alignat|multline)\}")
+OPTIONS = {"throwOnError": True, "strict": "ignore"}
+
+
+@lru_cache(maxsize=1)
+def _engine(script: Path) -> quickjs.Context:
+    context = quickjs.Context()
+    context.eval(script.read_text(encoding="utf8"))
+    context.eval("var render = s => katex.renderToString(...JSON.parse(s));")
+    return context
+
+
+@lru_cache(maxsize=20_000)
+def _katex(folder: Path, tex: str, display: bool) -> str:
+    arguments = [tex, {**OPTIONS, "displayMode": display}]
+    return _engine(folder / "katex.min.js").get("render")(json.dumps(arguments))
+
+
+def _folder(config) -> Path:
+    return Path(config.katex_path)
+
+
+def _render(translator, node, display: bool) -> str:
+    tex = NUMBERED.sub(r"\\\1{\2*}", node.astext()) if display else node.astext()
+    try:
+        return _katex(_folder(translator.config), tex, display)
+    except quickjs.JSException as error:
+        message = str(error).splitlines()[0]
+        logger.warning("KaTeX: %s", message, location=node, type="katex", subtype="formula")
+        return f'<code class="math-error">{html.escape(tex)}</code>'
+
+
+def visit_math(translator, node):
+    """Write an inline formula."""
+    start = translator.starttag(node, "span", "", CLASS="math notranslate nohighlight")
+    translator.body.append(f"{start}{_render(translator, node, False)}</span>")
+    raise nodes.SkipNode
+
+
+def visit_math_block(translator, node):
+    """Write a displayed formula, numbered when it has a label."""
+    attributes = {"CLASS": "math notranslate nohighlight", "tabindex": "0"}
+    translator.body.append(translator.starttag(node, "div", **attributes))
+    if node.get("number"):
+        number = get_node_equation_number(translator, node)
+        translator.body.append(f'<span class="eqno">({number})')
+        translator.add_permalink_ref(node, "Permalink to this equation")
+        translator.body.append("</span>")
+    translator.body.append(_render(translator, node, True) + "</div>\n")
+    raise nodes.SkipNode
+
+
+def _add_css(app, pagename, templatename, context, doctree):
+    if doctree is not None and any(
+        isinstance(node, (nodes.math, nodes.math_block)) for node in doctree.findall()
+    ):
+        app.add_css_file("katex/katex.min.css")
+
+
+def _copy_assets(app, error):
+    if error is None and app.builder.format == "html":
+        target = Path(app.outdir) / "_static" / "katex"
+        (target / "fonts").mkdir(parents=True, exist_ok=True)
+        copy_asset(str(_folder(app.config) / "katex.min.css"), str(target))
+        for font in (_folder(app.config) / "fonts").glob("*.woff2"):
+            copy_asset(str(font), str(target / "fonts"))
+
+
+def setup(app):
+    """Register the renderer ``katex_prerender``."""
+    default = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
+    app.add_config_value("katex_path", str(default), "html")
+    app.add_html_math_renderer("katex_prerender", (visit_math, None), (visit_math_block, None))
+    app.connect("html-page-context", _add_css)
+    app.connect("build-finished", _copy_assets)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,315 @@
+"""Write each chapter as a plain notebook for JupyterLab, Colab and GitHub, in the same build.
+
+Numbers of theorems, equations and figures, references and citations become text, since those
+readers know none of Sphinx's syntax. Outputs and solutions are left out; a set-up cell is put in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from docutils import nodes
+
+from book import chapters, repository
+
+SETUP = '''\
+# Set-up: installs the package where it is missing (Colab, Kaggle); the runtime keeps its torch.
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+if importlib.util.find_spec("derived_attention") is None:
+    keep = [f"{{p}}=={{importlib.metadata.version(p)}}" for p in ("torch", "numpy")]
+    Path("keep.txt").write_text("\\n".join(keep))
+    %pip install -q -c keep.txt "{requirement}"'''
+SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "topic", "label")
+SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
+
+
+class Writer:
+    """Turn one resolved doctree into notebook cells."""
+
+    def __init__(self, app, doc: str):
+        self.app, self.doc, self.level = app, doc, 0
+        self.cells: list[dict] = []
+        self.text: list[str] = []
+
+    # Cells.
+
+    def notebook(self) -> dict:
+        """Return the whole notebook."""
+        self.blocks(self.app.env.get_and_resolve_doctree(self.doc, self.app.builder))
+        self.flush()
+        first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
+        self.cells.insert(first, code_cell(SETUP.format(requirement=requirement()), {}))
+        for number, cell in enumerate(self.cells):
+            cell["id"] = f"cell-{number:03d}"
+        return {
+            "cells": self.cells,
+            "metadata": {
+                "accelerator": "GPU",
+                "colab": {"provenance": []},
+                "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+                "language_info": {"name": "python"},
+            },
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+
+    def flush(self) -> None:
+        """End the current Markdown cell."""
+        source = "\n\n".join(part for part in self.text if part.strip())
+        self.text = []
+        if source:
+            self.cells.append({"cell_type": "markdown", "metadata": {}, "source": lines(source)})
+
+    def blocks(self, node) -> None:
+        """Write the children of a section or of the document."""
+        for child in node.children:
+            kind = type(child).__name__
+            if kind == "section":
+                self.flush()
+                self.level += 1
+                self.blocks(child)
+                self.level -= 1
+            elif isinstance(child, nodes.title):
+                self.text.append(f"{'#' * self.level} {self.number(node)}{self.inline(child)}")
+            elif isinstance(child, nodes.Element) and "cell" in child.get("classes", []):
+                self.code(child)
+            else:
+                self.text.append(self.block(child))
+
+    def code(self, cell) -> None:
+        """Write a code cell; a figure's caption follows it as text."""
+        self.flush()
+        source = next(n for n in cell.findall(nodes.literal_block)).astext()
+        hidden = "hide-input" in cell.get("cell_metadata", {}).get("tags", [])
+        metadata = {"jupyter": {"source_hidden": True}} if hidden else {}
+        self.cells.append(code_cell(source, metadata))
+        for figure in cell.findall(nodes.figure):
+            for caption in figure.findall(nodes.caption):
+                self.text.append(
+                    f"*{self.label(figure, 'figure', 'Fig.')}.* {self.inline(caption)}"
+                )
+
+    # Blocks.
+
+    def block(self, node) -> str:
+        """Return one block as Markdown."""
+        kind = type(node).__name__
+        if kind in SKIPPED or isinstance(node, nodes.Invisible):
+            return ""
+        method = getattr(self, f"block_{kind}", None)
+        if method:
+            return method(node)
+        if isinstance(node, nodes.Inline) or isinstance(node, nodes.TextElement):
+            return self.inline(node)
+        if "realtype" in node.attributes or node.get("type") == "exercise":
+            return self.theorem(node)
+        if isinstance(node, nodes.Admonition):
+            return quote(self.body(node))
+        return self.body(node)
+
+    def body(self, node) -> str:
+        """Return all children, separated by blank lines."""
+        parts = (self.block(child) for child in node.children)
+        return "\n\n".join(part for part in parts if part.strip())
+
+    def block_container(self, node) -> str:
+        """Return a card or any other box."""
+        if node.get("design_component") == "card-title":
+            return f"**{self.inline(node)}**"
+        return self.body(node)
+
+    def block_paragraph(self, node) -> str:
+        """Return a paragraph, without the dots that separated measured times."""
+        return re.sub(r"(^[\s·]+|[\s·]+$)", "", self.inline(node))
+
+    def block_dropdown_main(self, node) -> str:
+        """Return a box that opens on a click; notebooks know it as HTML's own element."""
+        title, *content = node.children
+        inner = "\n\n".join(filter(None, (self.block(child) for child in content)))
+        return f"<details><summary>{self.inline(title)}</summary>\n\n{inner}\n\n</details>"
+
+    def block_title(self, node) -> str:
+        """Return the title of a box."""
+        return f"**{self.inline(node)}**"
+
+    def block_rubric(self, node) -> str:
+        """Return an unnumbered heading."""
+        return f"**{self.inline(node)}**"
+
+    def block_math_block(self, node) -> str:
+        """Return a displayed formula with its number."""
+        number = self.label(node, "displaymath", "").strip()
+        tag = f" \\tag{{{number}}}" if number else ""
+        return f"$$\n{node.astext().strip()}{tag}\n$$"
+
+    def block_literal_block(self, node) -> str:
+        """Return code that is not run."""
+        return f"```{node.get('language', '')}\n{node.astext()}\n```"
+
+    def block_bullet_list(self, node) -> str:
+        """Return a bullet list."""
+        return "\n".join(indent(self.body(item), "- ") for item in node.children)
+
+    def block_enumerated_list(self, node) -> str:
+        """Return a numbered list."""
+        start = node.get("start", 1)
+        items = enumerate(node.children, start)
+        return "\n".join(indent(self.body(item), f"{number}. ") for number, item in items)
+
+    def block_definition_list(self, node) -> str:
+        """Return terms and their definitions."""
+        parts = []
+        for item in node.children:
+            term, *definitions = item.children
+            text = " ".join(self.body(d) for d in definitions if isinstance(d, nodes.definition))
+            parts.append(f"- **{self.inline(term)}**: {text}")
+        return "\n".join(parts)
+
+    def block_block_quote(self, node) -> str:
+        """Return a quotation."""
+        return quote(self.body(node))
+
+    def block_table(self, node) -> str:
+        """Return a pipe table."""
+        rows = [
+            [" ".join(self.body(entry).split()).replace("|", "\\vert ") for entry in row.children]
+            for row in node.findall(nodes.row)
+        ]
+        rows.insert(1, ["---"] * len(rows[0]))
+        title = [f"**{self.inline(t)}**\n" for t in node.children if isinstance(t, nodes.title)]
+        return "\n".join([*title, *(f"| {' | '.join(row)} |" for row in rows)])
+
+    def block_image(self, node) -> str:
+        """Leave out images of the built site: every figure of a chapter is drawn by a cell."""
+        return ""
+
+    def block_raw(self, node) -> str:
+        """Leave out text written for the HTML page alone."""
+        return ""
+
+    def block_proof_node(self, node) -> str:
+        """Return a proof: the box inside adds nothing."""
+        return "\n\n".join(self.body(box) for box in node.children)
+
+    def theorem(self, node) -> str:
+        """Return a numbered box of sphinx-proof or sphinx-exercise."""
+        kind = node.get("realtype", node.get("type"))
+        title, *rest = node.children
+        name = re.sub(rf"^{kind}", "", self.inline(title).strip(), flags=re.I).strip(" ()")
+        head = self.label(node, kind, kind.capitalize()) + (f" ({name})" if name else "")
+        body = "\n\n".join(filter(None, (self.block(child) for child in rest)))
+        return quote(f"**{head}.**{' ' if body[:1].isalpha() else chr(10) * 2}{body}")
+
+    # Inline text.
+
+    def inline(self, node) -> str:
+        """Return the children of a node as one line of Markdown."""
+        return "".join(self.span(child) for child in node.children)
+
+    def span(self, node) -> str:
+        """Return one inline node as Markdown."""
+        if isinstance(node, nodes.Text):
+            return re.sub(r"([\\*`$<])", r"\\\1", node.astext())
+        if isinstance(node, (nodes.Invisible, nodes.raw)) or type(node).__name__ in SKIPPED:
+            return ""
+        if isinstance(node, nodes.math):
+            return f"${node.astext().strip()}$"
+        if isinstance(node, nodes.literal):
+            return f"`{node.astext()}`"
+        if isinstance(node, nodes.reference):
+            return self.reference(node)
+        if "da-measured" in node.get("classes", []):  # differs from build to build
+            return ""
+        text = self.inline(node)
+        if isinstance(node, nodes.strong):
+            return f"**{text}**"
+        if isinstance(node, nodes.emphasis):
+            return f"*{text}*"
+        return text
+
+    def reference(self, node) -> str:
+        """Return a link to the web or to another chapter; all others become their text."""
+        text, uri = self.inline(node), node.get("refuri", "")
+        if re.match(r"https?:", uri):
+            return f"[{text}]({uri})"
+        page = re.match(r"(?:\.\./book/)?(\d\d_\w+)\.html", uri)
+        return f"[{text}]({page[1]}.ipynb)" if page else text
+
+    # Numbers.
+
+    def number(self, section) -> str:
+        """Return a section's number and a space."""
+        numbers = self.app.env.toc_secnumbers.get(self.doc, {})
+        anchor = "" if self.level == 1 else f"#{section['ids'][0]}"
+        number = numbers.get(anchor)
+        return f"{'.'.join(map(str, number))}. " if number else ""
+
+    def label(self, node, kind: str, name: str) -> str:
+        """Return "Theorem 1.2" and the like; the name alone when there is no number."""
+        numbers = self.app.env.toc_fignumbers.get(self.doc, {}).get(kind, {})
+        found = [numbers[i] for i in node["ids"] if i in numbers]
+        return f"{name} {'.'.join(map(str, found[0]))}" if found else name
+
+
+def requirement() -> str:
+    """Return what pip installs: the package from its repository, or from the index without one."""
+    url, _ = repository(committed=True)
+    return f"derived-attention @ git+{url}" if url else "derived-attention"
+
+
+def code_cell(source: str, metadata: dict) -> dict:
+    """Return a code cell without outputs."""
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": metadata,
+        "outputs": [],
+        "source": lines(source),
+    }
+
+
+def lines(text: str) -> list[str]:
+    """Split text as notebooks store it."""
+    return text.splitlines(keepends=True)
+
+
+def quote(text: str) -> str:
+    """Return text as a block quotation."""
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
+
+
+def indent(text: str, mark: str) -> str:
+    """Return a list item: its first line after the mark, the others under it."""
+    first, *others = text.splitlines() or [""]
+    return "\n".join([mark + first, *(" " * len(mark) + line if line else "" for line in others)])
+
+
+def write_notebooks(app, error) -> None:
+    """Write all chapters that have code, beside the HTML."""
+    if error is not None or app.builder.name != "html":
+        return
+    folder = Path(app.outdir).parent / "notebooks"
+    folder.mkdir(exist_ok=True)
+    names = set()
+    for doc in chapters(app):
+        if getattr(app.env, "nb_metadata", {}).get(doc, {}).get("exec_data") is None:
+            continue
+        path = folder / f"{doc.rpartition('/')[2]}.ipynb"
+        names.add(path.name)
+        text = json.dumps(Writer(app, doc).notebook(), indent=1, ensure_ascii=False) + "\n"
+        if not path.exists() or path.read_text("utf8") != text:
+            path.write_text(text, "utf8")
+    for path in folder.glob("*.ipynb"):
+        if path.name not in names:
+            path.unlink()
+
+
+def setup(app):
+    """Write the notebooks when the build is done."""
+    app.connect("build-finished", write_notebooks)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,351 @@
+"""Train and evaluate a classifier: seeded, device-aware, and safe against a killed runtime.
+
+All randomness of an epoch (the order of the series, dropout) is a function of ``(seed, epoch)``,
+and the learning rate is a function of the step. So a run that resumes after any finished epoch
+takes the same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU
+with the same number of threads; a GPU's kernels may add in another order).
+
+The initial weights are yours. A run is reproducible end to end like this:
+
+    seed_everything(seed)
+    model = SeriesClassifier(data.channels, data.classes, data.length)
+    history = fit(model, data.train, seed=seed)
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from derived_attention import runtime
+from derived_attention.data.series import SeriesSplit
+from derived_attention.runtime import check_seed, digest, write_atomically
+
+WARMUP_STEPS = 30
+CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
+
+History = dict[str, list[float]]
+
+
+def fit(
+    model: nn.Module,
+    train: SeriesSplit,
+    *,
+    epochs: int = 30,
+    batch_size: int = 16,
+    lr: float = 1e-3,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    test: SeriesSplit | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> History:
+    """Minimise the cross-entropy of `model` on `train` with Adam, in place.
+
+    The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
+    clipped to norm 4. The weights after the last epoch are the result: nothing is selected.
+
+    Parameters
+    ----------
+    model : nn.Module
+        ``model(x, padding)`` returns logits (B, classes). It is moved to `device`.
+    train : SeriesSplit
+    epochs, batch_size : int
+    lr : float
+        The highest learning rate.
+    seed : int
+        Decides the order of the series and dropout; not the initial weights, which `model` has.
+        The caller's own random generators are left as they were.
+    device : torch.device or str, optional
+        Where to train; default, where the model is.
+    test : SeriesSplit, optional
+        Evaluated after each epoch, for you to look at. It has no influence on the training.
+    checkpoint : path, optional
+        A file that holds the run after every epoch, replaced atomically. If it exists, training
+        resumes from it; if its run is finished, the trained weights are loaded at once.
+    progress : bool
+        False for no progress bar; see `derived_attention.runtime.progress_wanted`.
+
+    Returns
+    -------
+    dict of list of float
+        Per epoch ``"loss"`` and ``"accuracy"`` (both over the training batches as they came, with
+        dropout) and, given `test`, ``"test_accuracy"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work, before any work. Also for a `checkpoint` that is damaged
+        or belongs to another run; the file is left as it is.
+    FloatingPointError
+        If the loss or the gradient becomes infinite or NaN; names epoch and step.
+
+    Examples
+    --------
+    >>> history = fit(model, data.train, epochs=30, test=data.test)  # doctest: +SKIP
+    >>> history["test_accuracy"][-1], max(history["test_accuracy"])  # doctest: +SKIP
+    """
+    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+    check_settings(**settings)
+    device = check_device(model, device)
+    check_split("train", train, model)
+    if test is not None:
+        check_split("test", test, model)
+
+    optimiser = torch.optim.Adam(model.to(device).parameters())
+    history: History = {"loss": [], "accuracy": []} | ({} if test is None else {"test_accuracy": []})
+    path = None if checkpoint is None else Path(checkpoint)
+    run = {} if path is None else describe_run(model, train, test, settings)
+    if path is not None and path.exists():
+        history = resume(path, run, model, optimiser)
+
+    left = range(len(history["loss"]), epochs)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for epoch in runtime.progress(left, "epochs", progress):
+            loss, accuracy = train_epoch(model, optimiser, train, device, epoch, **settings)
+            history["loss"].append(loss)
+            history["accuracy"].append(accuracy)
+            if test is not None:
+                history["test_accuracy"].append(evaluate(model, test))
+            if path is not None:
+                save(path, run, model, optimiser, history)
+    return history
+
+
+def train_epoch(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    train: SeriesSplit,
+    device: torch.device,
+    epoch: int,
+    *,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+) -> tuple[float, float]:
+    """Take one pass over `train`, in an order of its own; return mean loss and accuracy.
+
+    Raises
+    ------
+    FloatingPointError
+        If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
+    """
+    x, padding, y = (tensor.to(device) for tensor in (train.x, train.padding, train.y))
+    model.train()
+    torch.manual_seed(epoch_seed(seed, epoch))
+    batches = torch.randperm(len(y)).split(batch_size)  # drawn on the CPU: the same everywhere
+    loss_sum, correct = 0.0, 0
+    for batch, rows in enumerate(batches):
+        rate = lr * schedule(epoch * len(batches) + batch, epochs * len(batches))
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        rows = rows.to(device)
+        logits = model(x[rows], padding[rows])  # (B, classes)
+        loss = nn.functional.cross_entropy(logits, y[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        if not torch.isfinite(loss + norm):
+            raise FloatingPointError(
+                f"the loss is {loss.item()} and its gradient has norm {norm.item()} in epoch "
+                f"{epoch + 1}, step {batch + 1} of {len(batches)}; a smaller lr than {lr} may help"
+            )
+        optimiser.step()
+        loss_sum += loss.item() * len(rows)
+        correct += int((logits.argmax(1) == y[rows]).sum())
+    return loss_sum / len(y), correct / len(y)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: linear from 0 to 1, then linear to 0 at `steps`.
+
+    The rise takes `WARMUP_STEPS` steps, or half of a shorter run.
+    """
+    warmup = min(WARMUP_STEPS, max(1, steps // 2))
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of one epoch: unrelated for different ``(seed, epoch)``."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    split: SeriesSplit,
+    *,
+    batch_size: int = 256,
+    device: torch.device | str | None = None,
+) -> float:
+    """Return the accuracy of `model` on `split`, in [0, 1], in evaluation mode.
+
+    Parameters
+    ----------
+    model : nn.Module
+        ``model(x, padding)`` returns logits (B, classes). Its mode is restored.
+    split : SeriesSplit
+    batch_size : int
+        How many series to run at a time; has no influence on the result.
+    device : torch.device or str, optional
+        Where to evaluate; default, where the model is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work, before any work.
+
+    Examples
+    --------
+    >>> accuracy = evaluate(model, data.test)  # doctest: +SKIP
+    """
+    check_count("batch_size", batch_size)
+    device = check_device(model, device)
+    check_split("split", split, model)
+    training, correct = model.training, 0
+    model.to(device).eval()
+    tensors = (tensor.split(batch_size) for tensor in (split.x, split.padding, split.y))
+    for x, padding, y in zip(*tensors, strict=True):
+        predicted = model(x.to(device), padding.to(device)).argmax(1)  # (B,)
+        correct += int((predicted == y.to(device)).sum())
+    model.train(training)
+    return correct / len(split.y)
+
+
+def check_settings(*, epochs: int, batch_size: int, lr: float, seed: int) -> None:
+    """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
+    check_count("epochs", epochs)
+    check_count("batch_size", batch_size)
+    if not isinstance(lr, int | float) or not 0 < lr < math.inf:
+        raise ValueError(f"lr is {lr!r}; expected a positive number")
+    check_seed(seed)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise ValueError unless `count` is an integer of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}; expected an integer of at least 1")
+
+
+def check_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return `device`, by default the model's; raise if there is no such device or model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if device is None:
+        return next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {str(device)!r}, which this machine has not") from error
+    return torch.device(device)
+
+
+def check_split(name: str, split: SeriesSplit, model: nn.Module) -> None:
+    """Raise TypeError or ValueError, naming the tensor, unless `split` can be learned from."""
+    if not isinstance(split, SeriesSplit):
+        raise TypeError(f"{name} is {type(split).__name__}; expected a SeriesSplit")
+    x, padding, y = split.x, split.padding, split.y
+    if x.ndim != 3 or not x.is_floating_point() or len(x) == 0:
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"{name}.x is {found}; expected floats (n, T, C) with n >= 1")
+    if padding.dtype != torch.bool or padding.shape != x.shape[:2]:
+        found = f"{padding.dtype} of shape {tuple(padding.shape)}"
+        raise ValueError(f"{name}.padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
+    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+        found = f"{y.dtype} of shape {tuple(y.shape)}"
+        raise ValueError(f"{name}.y is {found}; expected int64 of shape {tuple(x.shape[:1])}")
+    if not torch.isfinite(x).all():
+        raise ValueError(f"{name}.x holds NaN or infinity; expected finite numbers")
+    classes = getattr(model, "classes", math.inf)
+    if y.min() < 0 or y.max() >= classes:
+        found = f"{int(y.min())} to {int(y.max())}"
+        raise ValueError(f"{name}.y holds {found}; expected classes 0 <= y < {classes}")
+
+
+# A checkpoint is one file of torch.save: tensors, numbers and text, never code. It holds
+#   run:     what was run (settings, model, digests of the data and of the initial weights)
+#   state:   weights, optimiser and history after the last finished epoch
+#   digest:  of all that, because torch.load does not notice a flipped bit
+# The schedule and the random generators need no place in it: they follow from seed and epoch.
+
+
+def describe_run(
+    model: nn.Module, train: SeriesSplit, test: SeriesSplit | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all that decides the result of `fit`, to compare with a checkpoint's."""
+    return settings | {
+        "model": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(model)),
+        "train": digest(train),
+        "test": digest(test),
+        "initial weights": digest(model.state_dict()),
+    }
+
+
+def save(
+    path: Path,
+    run: dict[str, Any],
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    history: History,
+) -> None:
+    """Write the run so far to `path`, atomically."""
+    state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "history": history}
+    buffer = io.BytesIO()
+    torch.save({"run": run, "state": state, "digest": digest(run, state)}, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def resume(
+    path: Path, run: dict[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer
+) -> History:
+    """Load the checkpoint at `path` into model and optimiser; return its history.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged, or belongs to another run than `run`. It is left as it is.
+    """
+    try:
+        saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+        there, state = saved["run"], saved["state"]
+        whole = saved["digest"] == digest(there, state)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive raises almost anything
+        raise ValueError(
+            f"checkpoint {path} is damaged, or no checkpoint of fit; it was left as it is. "
+            "Delete it to train again, or give another path."
+        ) from error
+    if not whole:
+        raise ValueError(
+            f"checkpoint {path} is damaged: its contents do not match its digest; it was left as "
+            "it is. Delete it to train again, or give another path."
+        )
+    start = "initial weights"
+    if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
+        run[start] = there.get(start)
+    changed = [_difference(key, there.get(key), run[key]) for key in run if there.get(key) != run[key]]
+    if changed:
+        raise ValueError(
+            f"checkpoint {path} belongs to another run: {'; '.join(changed)}. It was left as it "
+            "is. Repeat that run exactly, or give another path."
+        )
+    model.load_state_dict(state["model"])
+    optimiser.load_state_dict(state["optimiser"])
+    return state["history"]
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    if key in ("epochs", "batch_size", "lr", "seed"):
+        return f"{key} is {there} there and {here} here"
+    again = " (build the model again, after the same seed)" if key == "initial weights" else ""
+    return f"{key} differ{'' if key.endswith('s') else 's'}{again}"
