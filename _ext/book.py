@@ -80,12 +80,33 @@ def run_seconds(app, doc: str) -> float | None:
 
 
 def read_minutes(doctree) -> int:
-    """Estimate the time to read a page: its words, its formulas and its visible code."""
-    words = sum(len(p.astext().split()) for p in doctree.findall(nodes.paragraph))
-    formulas = len(list(doctree.findall(nodes.math_block)))
-    cells = len([c for c in doctree.findall(nodes.container) if "cell_input" in c["classes"]])
+    """Estimate the time to read a page: what is open to the eye, not what is folded away."""
+    words = formulas = cells = 0
+    for node in doctree.findall():
+        if isinstance(node, (nodes.paragraph, nodes.math_block)) or _is_cell(node):
+            if _folded(node):
+                continue
+            words += len(node.astext().split()) if isinstance(node, nodes.paragraph) else 0
+            formulas += isinstance(node, nodes.math_block)
+            cells += _is_cell(node)
     seconds = SECONDS_PER_FORMULA * formulas + SECONDS_PER_CELL * cells
     return max(1, round(words / WORDS_PER_MINUTE + seconds / 60))
+
+
+def _is_cell(node) -> bool:
+    return isinstance(node, nodes.container) and "cell_input" in node["classes"]
+
+
+def _folded(node) -> bool:
+    """Say whether a node is in a solution, a closed box, or the hidden input of a cell."""
+    while node is not None:
+        classes = node.attributes.get("classes", []) if isinstance(node, nodes.Element) else []
+        if "solution" in classes or node.attributes.get("design_component") == "dropdown":
+            return True
+        if node.attributes.get("hide_mode") in ("input", "all"):
+            return True
+        node = node.parent
+    return False
 
 
 # --- directives and roles ------------------------------------------------------------------------
@@ -100,7 +121,7 @@ class PendingInline(nodes.Inline, nodes.TextElement):
 
 
 class Table(SphinxDirective):
-    """``{ledger}``, ``{errata}`` and ``{status}``: tables made from the executed pages."""
+    """``{ledger}``, ``{errata}``, ``{status}``, ``{coverage}``: made from the executed pages."""
 
     def run(self):
         """Leave a placeholder."""
@@ -120,7 +141,12 @@ class Measured(SphinxRole):
 
 
 def _fill_in(app, doctree, doc):
-    makers = {"ledger": ledger_table, "errata": errata_list, "status": status_table}
+    makers = {
+        "ledger": ledger_table,
+        "errata": errata_list,
+        "status": status_table,
+        "coverage": coverage,
+    }
     for node in list(doctree.findall(Pending)):
         node.replace_self(makers[node["kind"]](app, doc))
     for node in list(doctree.findall(PendingInline)):
@@ -182,13 +208,18 @@ def places(app, doc: str, item: str, claims) -> list:
     return nodes_
 
 
+def coverage(app, doc: str):
+    """Return one line: how many items have a verdict, and which."""
+    verdicts = [row["verdict"] for row in ledger(claims_of(app)).values()]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
+    return _paragraph(f"{len(verdicts)} of {len(inventory())} items have a verdict: {counts}.")
+
+
 def ledger_table(app, doc: str):
     """Return the whole ledger: one table a paper, a line on coverage before it."""
     claims = claims_of(app)
     rows = ledger(claims)
-    verdicts = [rows[item]["verdict"] for item in inventory() if item in rows]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
-    parts = [_paragraph(f"{len(rows)} of {len(inventory())} items have a verdict: {counts}.")]
+    parts = [coverage(app, doc)]
     for paper in sorted({item[:3] for item in inventory()}):
         items = [item for item in inventory() if item.startswith(paper)]
         done = sum(item in rows for item in items)
@@ -334,10 +365,21 @@ def _furnish(app, pagename, templatename, context, doctree):
         if "THEBE_JS_URL" not in str(s.attributes.get("body"))
         and "sphinx-thebe" not in str(s.filename)
     ]
+    buttons = context.setdefault("header_buttons", [])
+    if pagename in chapters(app):
+        notebook = {
+            "type": "link",
+            "text": "notebook (.ipynb)",
+            "tooltip": "Download this chapter as a notebook",
+            "icon": "fas fa-code",
+            "url": context["pathto"](f"notebooks/{pagename.rpartition('/')[2]}.ipynb", 1),
+        }
+        for group in buttons:
+            if group.get("label") == "download-buttons":
+                group["buttons"].insert(0, notebook)
     url, branch = repository()
     if not url:
         return
-    buttons = context.setdefault("header_buttons", [])
     if pagename in chapters(app):
         links = launch_links(url, branch, pagename.rpartition("/")[2])
         launch = [
@@ -399,7 +441,7 @@ def setup(app):
     """Register everything above."""
     app.add_node(Pending)
     app.add_node(PendingInline)
-    for name in ("ledger", "errata", "status"):
+    for name in ("ledger", "errata", "status", "coverage"):
         app.add_directive(name, Table)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)

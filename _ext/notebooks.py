@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 from docutils import nodes
@@ -307,6 +308,7 @@ def write_notebooks(app, error) -> None:
     for path in folder.glob("*.ipynb"):
         if path.name not in names:
             path.unlink()
+    shutil.copytree(folder, Path(app.outdir) / "notebooks", dirs_exist_ok=True)  # for download
 
 
 def setup(app):

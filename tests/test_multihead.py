@@ -426,12 +426,13 @@ def test_a_mechanism_with_parameters_learns_and_saves_them():
 def test_inside_pytorchs_encoder_the_mechanism_is_kept_in_evaluation():
     """nn.TransformerEncoderLayer would replace the layer by fused softmax in evaluation."""
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
+    heads = 4  # PyTorch replaces only layers with an even number of heads
+    encoder = nn.TransformerEncoderLayer(E, heads, 16, batch_first=True).eval()
     x, padding = random(B, N, E), boolean(B, N)
-    softmax = MultiheadAttention(E, H).eval()
+    softmax = MultiheadAttention(E, heads).eval()
     softmax.load_state_dict(encoder.self_attn.state_dict())
     sharp = functools.partial(softmax_attention, scale=5.0)
-    other = MultiheadAttention(E, H, attention=sharp).eval()
+    other = MultiheadAttention(E, heads, attention=sharp).eval()
     other.load_state_dict(encoder.self_attn.state_dict())
     with torch.no_grad():
         expected = encoder(x, src_key_padding_mask=padding)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from derived_attention.attention.checks import check_attention, check_positive
 from derived_attention.attention.softmax import (
     _fused_widths,
+    _open_dead_rows,
     attention_weights,
     causal_mask,
     sdpa,
@@ -142,6 +143,17 @@ def test_fast_equals_reference(leading, name, dv):
     assert_all_close(fast, reference, 1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, N, M), (2, 1, 1, N, M), (1, 3, H, 1, M), (2, 3, 1, N, 1)])
+def test_masks_broadcast_over_many_leading_dimensions(shape):
+    for mask in (boolean(*shape), torch.randn(shape, dtype=torch.float64)):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            fast = output_and_gradients(softmax_attention, qkv((2, 3, H)), attn_mask=mask)
+        reference = output_and_gradients(
+            softmax_attention_reference, qkv((2, 3, H)), attn_mask=mask
+        )
+        assert_all_close(fast, reference, 1e-12)
+
+
 @pytest.mark.parametrize("shape", [(N, M), (M,), (N, 1), (B, 1, N, M), (H, 1, M), (B, H, N, M)])
 def test_gradient_of_a_float_mask(shape):
     def with_mask(form):
@@ -225,6 +237,20 @@ def test_fully_masked_row_gives_zeros(form, dtype, kind, backend):
     torch.testing.assert_close(
         out[:, :, others], expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
+
+
+def test_no_kernel_meets_a_row_of_nothing():
+    """Kernels on other devices give NaN there, so the mask that they get must not have one."""
+    keep = boolean(N, M)
+    keep[2] = False
+    opened, alive = _open_dead_rows(keep, torch.float32)
+    assert bool(opened.any(-1).all()) and torch.equal(opened & alive, keep)
+    bias = torch.randn(N, M).masked_fill(~keep, -math.inf)
+    opened, alive = _open_dead_rows(bias, torch.float32)
+    assert bool(opened.isfinite().any(-1).all()) and torch.equal(
+        opened[alive[:, 0]], bias[alive[:, 0]]
+    )
+    assert alive[:, 0].tolist() == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -327,7 +353,7 @@ def views():
     by_length = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     by_column = [x.detach().mT.contiguous().mT for x in (q, k, v)]
     expanded = [q.detach(), *(x.detach()[:1].expand(2, -1, -1, -1) for x in (k, v))]
-    column = [x.detach()[..., :1] for x in (q, k, v)]
+    column = [x.detach()[..., :1].mT.contiguous().mT for x in (q, k, v)]
     one_row = [torch.randn(2, 1, 8, 160).mT[..., :1, :].double() for _ in range(3)]
     return {
         "contiguous": (q, k, v),

@@ -474,6 +474,8 @@ def _error(left: Any, right: Any, name: str) -> float:
     a, b = _float(left, "left"), _float(right, name)
     if a.shape != b.shape:
         raise ValueError(f"{name} has shape {b.shape}, expected that of left, {a.shape}")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return float("nan")  # neither a claim nor a mutant: both are refused
     return float(np.max(np.abs(a - b)) / max(1.0, float(np.max(np.abs(b)))))
 
 

@@ -1,4 +1,4 @@
-"""Grids of runs: each result is a file as soon as it is there, and a finished run is never repeated.
+"""Grids of runs: each result is stored as soon as it is there, and a finished run is not repeated.
 
 A result is found again by a key: what the function is (its source, and the source and values of
 what it reads from its own page), what it was given, the source of this package, the version of
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 import derived_attention
+from derived_attention import runtime
 from derived_attention.runtime import (
     cache_dir,
     device_name,
     digest,
     profile,
-    progress,
     write_atomically,
 )
 
@@ -40,13 +40,18 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 
+# The package's source as it was when this module was imported: as near as can be to what runs.
+_FOLDER = Path(derived_attention.__file__).parent
+_SOURCES = sorted(_FOLDER.rglob("*.py"))
+PACKAGE = digest([[str(p.relative_to(_FOLDER)), p.read_bytes()] for p in _SOURCES])
+
 
 def run_grid(
     function: Callable[..., Mapping[str, Any]],
     grid: Iterable[Mapping[str, Any]],
     store: str | os.PathLike[str] | None = None,
     *,
-    show_progress: bool = True,
+    progress: bool = True,
 ) -> list[Result]:
     """Call ``function(**config)`` for each config of the grid, or read its stored result.
 
@@ -59,7 +64,7 @@ def run_grid(
         Keyword arguments of each run: values that JSON can hold.
     store : path, optional
         The folder of the results; default, ``cache_dir("runs")``.
-    show_progress : bool
+    progress : bool
         False for no progress bar; see `derived_attention.runtime.progress_wanted`.
 
     Returns
@@ -92,21 +97,22 @@ def run_grid(
         try:
             inspect.signature(function).bind(**config)
         except TypeError as error:
-            raise TypeError(f"grid holds {config}, which {_name(function)} does not take") from error
+            raise TypeError(
+                f"grid holds {config}, which {_name(function)} does not take"
+            ) from error
         _check_json("config", config)
     identity = _identity(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
     results = []
-    for config in progress(configs, function.__name__, show_progress):
-        key = digest(identity, _encode(config))
-        path = folder / f"{key}.json"
-        record = _read(path, key)
-        if record is None:
-            record = _run(function, config, key)
-            text = json.dumps(_encode(record), indent=1, allow_nan=False)
-            write_atomically(path, text.encode())
-        times = {name: record[name] for name in ("seconds", "cpu_seconds")}
-        results.append(times | config | record["result"])
+    with runtime.progress(configs, function.__name__, progress) as bar:
+        for config in bar:
+            key = digest(identity, _to_json(config, sort_keys=True))
+            path = folder / f"{key}.json"
+            if (record := _read(path, key)) is None:
+                write_atomically(path, _to_json(_run(function, config, key)).encode())
+                record = _read(path, key) or {}
+            times = {name: record[name] for name in ("seconds", "cpu_seconds")}
+            results.append(times | config | record["result"])
     return results
 
 
@@ -127,7 +133,8 @@ def summarise(
     -------
     pandas.DataFrame
         Columns ``mean``, ``sd`` (n - 1 in the denominator, NaN for n = 1), ``min``, ``max``,
-        ``n``; the index is the group, in the order of appearance.
+        ``n``; the index is the group, in the order of appearance. One run that is NaN makes the
+        numbers of its group NaN: nothing is left out.
 
     Raises
     ------
@@ -143,10 +150,21 @@ def summarise(
         for result in results:
             if name not in result:
                 raise ValueError(f"no {name!r} in a result; it has {', '.join(result)}")
-    table = pandas.DataFrame([{name: r[name] for name in [*groups, metric]} for r in results])
-    values = table.groupby(by if isinstance(by, str) else groups, sort=False, dropna=False)[metric]
-    summary = values.agg(["mean", "std", "min", "max", "size"])
-    return summary.rename(columns={"std": "sd", "size": "n"})
+    values: dict[tuple, list[float]] = {}
+    for result in results:
+        group = tuple(tuple(v) if isinstance(v := result[g], list) else v for g in groups)
+        values.setdefault(group, []).append(float(result[metric]))
+    rows = [[*group, *_statistics(np.array(values[group]))] for group in values]
+    return pandas.DataFrame(rows, columns=[*groups, *COLUMNS]).set_index(groups)
+
+
+COLUMNS = ("mean", "sd", "min", "max", "n")
+
+
+def _statistics(x: np.ndarray) -> list[float]:
+    with np.errstate(invalid="ignore"):  # a diverged run makes its group's numbers inf or NaN
+        sd = x.std(ddof=1) if len(x) > 1 else math.nan
+    return [x.mean(), sd, x.min(), x.max(), len(x)]
 
 
 def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key: str) -> Result:
@@ -185,16 +203,16 @@ def _read(path: Path, key: str) -> Result | None:
     """Return the record at `path`; None, with a warning where it is damaged, to make it again."""
     try:
         record = _decode(json.loads(path.read_bytes()))
-        if record["key"] != key:
-            raise ValueError("its key is another one")
-        times = [float(record[name]) for name in ("seconds", "cpu_seconds")]
-        return record | {"result": dict(record["result"])} if all(t >= 0 for t in times) else None
+        if record["key"] == key and {"result", "seconds", "cpu_seconds"} <= record.keys():
+            return record
+        problem = "it is the record of something else"
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        message = f"stored run {path.name} is damaged ({error}); it is made again"
-        warnings.warn(message, UserWarning, stacklevel=3)
-        return None
+        problem = str(error)
+    message = f"the stored run {path} is damaged ({problem}); it is made again"
+    warnings.warn(message, UserWarning, stacklevel=3)
+    return None
 
 
 # --- JSON: it has neither infinity nor NaN, and a diverging run has both -------------------------
@@ -217,11 +235,15 @@ def _check_json(name: str, value: Any) -> None:
         )
 
 
+def _to_json(value: Any, **how: Any) -> str:
+    return json.dumps(_encode(value), indent=1, allow_nan=False, **how)
+
+
 def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}
     if isinstance(value, Mapping):
-        return {key: _encode(value[key]) for key in sorted(value)}
+        return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     return value
@@ -246,20 +268,8 @@ def _identity(function: Callable[..., Any]) -> list[Any]:
     """Return everything but the config that decides what ``function(**config)`` returns."""
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"function is {function!r}; expected a function defined by def")
-    return [
-        digest(_trace(function, function.__module__, set(), function.__name__)),
-        package_digest(),
-        torch.__version__,
-        profile(),
-    ]
-
-
-@functools.cache
-def package_digest() -> str:
-    """Return the SHA-256 of the source of `derived_attention`, as it is installed."""
-    folder = Path(derived_attention.__file__).parent
-    files = sorted(folder.rglob("*.py"))
-    return digest({str(path.relative_to(folder)): path.read_bytes() for path in files})
+    source = _trace(function, function.__module__, set(), function.__name__)
+    return [source, PACKAGE, torch.__version__, profile()]
 
 
 def _trace(value: Any, page: str, seen: set[int], name: str) -> Any:
@@ -268,18 +278,18 @@ def _trace(value: Any, page: str, seen: set[int], name: str) -> Any:
     A function or class of another module counts by its name: the package's own source is part of
     the key anyway, and PyTorch's version too.
     """
+    value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
     if isinstance(value, functools.partial):
-        parts = [value.func, list(value.args), value.keywords]
-        return ["partial", *(_trace(part, page, seen, name) for part in parts)]
+        return ["partial", _trace([value.func, value.args, value.keywords], page, seen, name)]
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         full_name = f"{value.__module__}.{value.__qualname__}"
         if value.__module__ != page or id(value) in seen:
             return ["named", full_name]
         seen.add(id(value))
         parts = _class_parts(value) if isinstance(value, type) else _function_parts(value)
-        return [full_name, {key: _trace(parts[key], page, seen, key) for key in parts}]
+        return [full_name, {part: _trace(parts[part], page, seen, part) for part in parts}]
     if isinstance(value, dict):
         return {key: _trace(item, page, seen, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -293,7 +303,7 @@ def _trace(value: Any, page: str, seen: set[int], name: str) -> Any:
         ) from error
 
 
-def _function_parts(function: types.FunctionType) -> dict[str, Any]:
+def _function_parts(function: Any) -> dict[str, Any]:
     """Return source, defaults and closure of a function, and the globals that it reads."""
     try:
         source = inspect.getsource(function)
@@ -301,12 +311,14 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
         raise TypeError(
             f"the source of {_name(function)} is not known; define it in a file or a notebook cell"
         ) from error
-    names = _globals_read(function.__code__)
-    parts = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        parts[name] = cell.cell_contents
-    defaults = {"source": source, "defaults": function.__defaults__ or ()}
-    return parts | {f"<{k}>": v for k, v in defaults.items()} | (function.__kwdefaults__ or {})
+    code, known = function.__code__, function.__globals__
+    closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        "<source>": source,
+        "<defaults>": [function.__defaults__, function.__kwdefaults__],
+        **{name: known[name] for name in _globals_read(code) if name in known},
+        **{name: cell.cell_contents for name, cell in closure},
+    }
 
 
 def _globals_read(code: types.CodeType) -> list[str]:
@@ -323,9 +335,9 @@ def _class_parts(cls: type) -> dict[str, Any]:
     parts: dict[str, Any] = {"<bases>": cls.__bases__}
     for name, member in vars(cls).items():
         member = getattr(member, "fget", None) or getattr(member, "__func__", member)
-        generated = isinstance(member, types.FunctionType) and (
-            member.__code__.co_filename == "<string>"
-        )
-        if not generated and not name.startswith("__") or name in ("__init__", "__call__"):
+        if isinstance(member, types.FunctionType):
+            if member.__code__.co_filename != "<string>":  # where a dataclass writes its methods
+                parts[name] = member
+        elif not name.startswith("__"):
             parts[name] = member
     return parts

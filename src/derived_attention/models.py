@@ -5,9 +5,8 @@ replaces the scaled dot product, a class replaces the layer.*
 
 - A function ``f(q, k, v, *, attn_mask, is_causal, scale)`` works inside `MultiheadAttention`;
   ``functools.partial`` sets keywords of its own.
-- A class (a subclass of ``nn.Module``, or a partial of one) is called as
-  ``attention(dim, heads, dropout=dropout)``, once per layer. Its instances have the ``forward`` of
-  ``nn.MultiheadAttention(batch_first=True)``. Use one where there is something to learn.
+- A class (a subclass of ``nn.Module``, or a partial of one) is called as ``attention(dim, heads)``
+  for each layer, and has the ``forward`` of ``nn.MultiheadAttention(batch_first=True)``.
 """
 
 from __future__ import annotations
@@ -18,48 +17,44 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from derived_attention.attention.softmax import MultiheadAttention, softmax_attention
+from derived_attention.data.series import check_series
+from derived_attention.runtime import check_count
+
+Mechanism = Callable[..., Any]
 
 
-def make_attention(
-    attention: Callable[..., Any], dim: int, heads: int, dropout: float = 0.0
-) -> nn.Module:
-    """Build one attention layer by the rule at the top of this module.
-
-    Raises
-    ------
-    TypeError
-        If `attention` cannot be called, or is a layer already made: all layers would share it.
-    """
+def make_attention(attention: Mechanism, dim: int, heads: int) -> nn.Module:
+    """Build one attention layer by the rule at the top of this module; else raise TypeError."""
     target = attention.func if isinstance(attention, functools.partial) else attention
     if isinstance(target, type) and issubclass(target, nn.Module):
-        return attention(dim, heads, dropout=dropout)
-    if isinstance(target, nn.Module) or not callable(target):
-        raise TypeError(f"attention is {attention!r}; expected a function or a class, not a layer")
-    return MultiheadAttention(dim, heads, dropout=dropout, attention=attention)
+        return attention(dim, heads)
+    if isinstance(target, nn.Module) or not callable(target):  # a module would be shared by layers
+        raise TypeError(f"attention is {attention!r}; expected a function, or a class of modules")
+    return MultiheadAttention(dim, heads, attention=attention)
 
 
 class EncoderLayer(nn.Module):
     """One transformer layer, normalised after each residual by BatchNorm (post-norm).
 
     BatchNorm takes its statistics over batch *and* time, padded steps included, as the reference
-    code of the papers does.
+    code of the papers does. Attention weights are not dropped out: the fused path needs them whole.
     """
 
     def __init__(
-        self, dim: int, heads: int, hidden: int, dropout: float, attention: Callable[..., Any]
+        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
     ) -> None:
         super().__init__()
-        self.attention = make_attention(attention, dim, heads, dropout)
+        self.attention = make_attention(attention, dim, heads)
         self.feedforward = nn.Sequential(
             nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
         )
         self.norm1, self.norm2 = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
         mixed, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
         x = x + self.dropout(mixed)  # (B, T, dim)
@@ -72,7 +67,7 @@ class SeriesClassifier(nn.Module):
     """A transformer encoder that names the class of a multivariate time series.
 
     Linear projection (times √dim), learned positions, encoder layers, GELU, then one linear map of
-    all steps at once, where padded steps count as zero.
+    all steps at once, with zeros where a step is padding.
 
     Parameters
     ----------
@@ -87,8 +82,7 @@ class SeriesClassifier(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        For a size below 1, a `dropout` outside [0, 1), or a wrong `attention`; in the forward
-        pass, for inputs of the wrong shape or type.
+        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type.
 
     Examples
     --------
@@ -107,15 +101,11 @@ class SeriesClassifier(nn.Module):
         layers: int = 2,
         hidden: int = 256,
         dropout: float = 0.1,
-        attention: Callable[..., Any] = softmax_attention,
+        attention: Mechanism = softmax_attention,
     ) -> None:
         super().__init__()
-        sizes = dict(channels=channels, classes=classes, length=length, dim=dim, heads=heads)
-        for name, size in (sizes | dict(layers=layers, hidden=hidden)).items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} is {size!r}; expected an integer of at least 1")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout!r}; expected 0 <= dropout < 1")
+        for name in ("channels", "classes", "length", "dim", "heads", "layers", "hidden"):
+            check_count(name, locals()[name])
         self.channels, self.classes, self.length = channels, classes, length
         self.mechanism = attention
         self.embed = nn.Linear(channels, dim)
@@ -126,12 +116,8 @@ class SeriesClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(length * dim, classes)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits (B, classes) of series `x` (B, T, C).
-
-        `padding` (B, T) is True at padded steps. In evaluation mode the values of `x` there
-        change nothing.
-        """
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return logits (B, classes) of `x` (B, T, C); `padding` (B, T) is True where padded."""
         h = self._embed(x, padding)
         for layer in self.layers:
             h = layer(h, padding)  # (B, T, dim)
@@ -141,42 +127,24 @@ class SeriesClassifier(nn.Module):
         return self.head(h.flatten(1))  # (B, T * dim) -> (B, classes)
 
     @torch.no_grad()
-    def attention_maps(
-        self, x: torch.Tensor, padding: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        """Return, for each layer, the attention weights (B, H, T, T) in evaluation mode.
-
-        Row i of a map holds the weights of query i. The rows of padded queries are there too, and
-        mean nothing.
-        """
+    def attention_maps(self, x: Tensor, padding: Tensor | None = None) -> list[Tensor]:
+        """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing."""
         training, maps = self.training, []
-        self.eval()
-        h = self._embed(x, padding)
-        for layer in self.layers:
-            how = dict(key_padding_mask=padding, need_weights=True, average_attn_weights=False)
-            maps.append(layer.attention(h, h, h, **how)[1])
-            h = layer(h, padding)
-        self.train(training)
+        try:
+            h = self.eval()._embed(x, padding)
+            for layer in self.layers:
+                how = dict(key_padding_mask=padding, average_attn_weights=False)
+                maps.append(layer.get_submodule("attention")(h, h, h, **how)[1])
+                h = layer(h, padding)
+        finally:
+            self.train(training)
         return maps
 
     def extra_repr(self) -> str:
-        """Name the attention, so that two models with equal shapes can be told apart."""
-        return f"mechanism={describe(self.mechanism)}, length={self.length}"
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"mechanism={self.mechanism}, length={self.length}"
 
-    def _embed(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        expected = f"(B, {self.length}, {self.channels})"
-        if x.ndim != 3 or x.shape[1:] != (self.length, self.channels):
-            raise ValueError(f"x has shape {tuple(x.shape)}; expected {expected}")
-        if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
-            found = f"{padding.dtype} of shape {tuple(padding.shape)}"
-            raise ValueError(f"padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_series(x, padding, steps=self.length, channels=self.channels)
         h = self.embed(x) * math.sqrt(self.positions.shape[1])  # (B, T, dim)
         return self.dropout(h + self.positions)
-
-
-def describe(attention: Callable[..., Any]) -> str:
-    """Return the name of an attention function or class, with its own keywords."""
-    if isinstance(attention, functools.partial):
-        keywords = "".join(f", {k}={v!r}" for k, v in sorted(attention.keywords.items()))
-        return f"{describe(attention.func)}{keywords}"
-    return getattr(attention, "__qualname__", type(attention).__qualname__)

@@ -96,8 +96,9 @@ def fade(color: str) -> str:
     """
     rgb = to_rgb(COLORS.get(color, color))
     name = f"fade-{to_hex(rgb)[1:]}"
-    colors = LinearSegmentedColormap.from_list(name, [(*rgb, 0.0), (*rgb, 1.0)])
-    mpl.colormaps.register(colors, force=True)
+    if name not in mpl.colormaps:
+        ends = [(*rgb, 0.0), (*rgb, 1.0)]
+        mpl.colormaps.register(LinearSegmentedColormap.from_list(name, ends))
     return name
 
 
@@ -160,7 +161,7 @@ def show(fig: Figure, alt: str) -> None:
         "overflow:visible;color:var(--pst-color-text-base,inherit);fill:currentColor",
     }
     plt.close(fig)
-    _display(f'<div class="da-fig">{ET.tostring(svg, encoding="unicode")}</div>', alt)
+    _display(f'<div class="da-figure">{ET.tostring(svg, encoding="unicode")}</div>', alt)
 
 
 def _svg(fig: Figure, key: str) -> ET.Element:
@@ -333,18 +334,22 @@ def slider(
         raise ValueError(f"start must be a step from 0 to {len(names) - 1}, got {start}")
     if len(panels) not in _SIZES:
         raise ValueError(f"panels must hold 1, 2 or 3 panels, got {len(panels)}")
-    size, drawn = _SIZES[len(panels)], ""
+    width, height, least, most = _SIZES[len(panels)]
+    if any(isinstance(m, Heat) for p in panels if isinstance(p, Panel) for m in p.marks):
+        height = width  # beside a square map
     moving: list[dict[str, list]] = []
-    for i, panel in enumerate(panels):
-        drawn += _panel(panel, f"panels[{i}]", size, len(names), start, moving)
+    drawn = "".join(
+        _panel(panel, f"panels[{i}]", (width, height), len(names), start, moving)
+        for i, panel in enumerate(panels)
+    )
     data = json.dumps([lines, names, moving], separators=(",", ":"), ensure_ascii=False)
     data = data.replace("<", r"\u003c")  # no text can end the script
     key = hashlib.sha256((drawn + data + alt).encode()).hexdigest()[:8]
     spoken, label, name, line = map(html.escape, (alt, label, names[start], lines[start]))
-    wide = min(42, size[3] * len(panels))
     markup = (
-        f'<div class="da-fig da-slider" data-da="{key}" data-lm-suppress-shortcuts="true" '
-        f'style="max-width:{wide}rem;--da-min:{size[2]}rem;--da-max:{size[3]}rem"><style>{_CSS}</style>'
+        f'<div class="da-figure da-slider" data-da="{key}" data-lm-suppress-shortcuts="true" '
+        f'style="max-width:{min(42, most * len(panels))}rem;--da-min:{least}rem;'
+        f'--da-max:{most}rem"><style>{_CSS}</style>'
         f'<div class="da-panels" role="img" aria-label="{spoken}">{drawn}</div>'
         f'<label class="da-ctl" hidden><span>{label}</span><input type="range" min="0" '
         f'max="{len(names) - 1}" value="{start}" aria-valuetext="{name}" autocomplete="off">'
@@ -381,8 +386,7 @@ _DASH = ' stroke-dasharray="6 4"'
 # Sets, at step k, attribute after attribute of every moving mark; what does not move has 1 frame.
 _SCRIPT = """
 (([text,value,marks])=>{
-for(const root of document.querySelectorAll('.da-slider[data-da="%s"]:not([data-on])')){
-root.dataset.on="";
+for(const root of document.querySelectorAll('.da-slider[data-da="%s"]')){
 const input=root.querySelector("input"),out=root.querySelector("output"),
 groups=root.querySelectorAll("g[data-m]"),at=(frames,k)=>frames[Math.min(k,frames.length-1)],
 draw=()=>{const k=+input.value;
@@ -403,12 +407,13 @@ def _panel(panel: Panel, where: str, size: tuple, steps: int, start: int, moving
     if not isinstance(panel, Panel) or not panel.marks:
         raise TypeError(f"{where} must be a Panel with at least one mark, got {panel!r}")
     loaded = [_load(mark, f"{where}.marks[{i}]", steps) for i, mark in enumerate(panel.marks)]
-    square = any(isinstance(mark, Heat) for mark in panel.marks)
+    maps = [mark for mark in panel.marks if isinstance(mark, Heat)]
+    square, cells = bool(maps), any(mark.extent is None for mark in maps)
     x0, x1 = _limits(panel.xlim, [ends for *_, ends, _ in loaded], square, f"{where}.xlim")
     y0, y1 = _limits(panel.ylim, [ends for *_, ends in loaded], square, f"{where}.ylim")
-    width, height = size[:2]
+    width, height = size
     if square:  # a unit of x is as long as a unit of y, and the drawing as high as that needs
-        height = min(1.0, abs((y1 - y0) / (x1 - x0))) * width
+        height = min(height, width * abs((y1 - y0) / (x1 - x0)))
     with mpl.rc_context({**_SVG, **_STYLE, "font.size": 12.5}):
         fig = Figure(figsize=(width / 72, height / 72), dpi=72)  # a pixel is a drawing unit
         axes = fig.subplots()
@@ -416,7 +421,7 @@ def _panel(panel: Panel, where: str, size: tuple, steps: int, start: int, moving
         axes.set_aspect("equal" if square else "auto")
         axes.grid(not square, axis="y")
         for axis, ticks in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
-            axis.set_major_locator(MaxNLocator(4, integer=square, steps=[1, 2, 2.5, 5, 10]))
+            axis.set_major_locator(MaxNLocator(4, integer=cells, steps=[1, 2, 2.5, 5, 10]))
             if ticks is not None:
                 axis.set_ticks(list(ticks), labels=list(ticks.values()))
         svg = ET.tostring(_svg(fig, where), encoding="unicode")
@@ -450,6 +455,9 @@ def _load(mark: Mark, where: str, steps: int) -> tuple:
         values = _frames(mark.values, 2, steps, f"{where}.values")
         rows, columns = values.shape[1:]
         extent = mark.extent or (-0.5, columns - 0.5, rows - 0.5, -0.5)
+        _limits(extent[:2], [], True, f"{where}.extent")
+        _limits(extent[2:], [], True, f"{where}.extent")
+        _limits(mark.limits or (0, 1), [], True, f"{where}.limits")
         return mark, values, np.array(extent), extent[:2], extent[2:]
     x, y = _frames(mark.x, 1, steps, f"{where}.x"), _frames(mark.y, 1, steps, f"{where}.y")
     if x.shape[1] != y.shape[1]:
@@ -521,7 +529,7 @@ def _draw(mark: Mark, x, y, to_x: Callable, to_y: Callable, start: int, moving: 
     for i, attributes in enumerate(fixed):
         set_ = " ".join(f'{name}="{values[i]}"' for name, values in now.items())
         nodes += f"<{tag} {attributes} {set_}/>"
-    return f"<g{' data-m' * moves}>{nodes}</g>"
+    return "<g" + ' data-m=""' * moves + f">{nodes}</g>"
 
 
 def _pngs(values: np.ndarray, mark: Heat) -> list[str]:

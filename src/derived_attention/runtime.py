@@ -9,6 +9,7 @@ Environment variables that a reader may set:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -16,7 +17,7 @@ import random
 import sys
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,6 +105,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
+def check_count(name: str, count: int) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless `count` is an integer >= 1."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} is {count!r}; expected an integer")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; expected at least 1")
+
+
 def check_seed(seed: int) -> None:
     """Raise TypeError or ValueError unless `seed` is an integer in [0, 2³²)."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -150,8 +159,14 @@ def progress_wanted() -> bool:
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterable[T]:
-    """Iterate over `steps` behind a progress bar that vanishes when it is done.
+_bar_shown = False
+
+
+@contextlib.contextmanager
+def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iterable[T]]:
+    """Give `steps` a progress bar that vanishes at the end, also when an error ends it.
+
+    A bar inside another one is not shown: a notebook without ipywidgets would keep its lines.
 
     Parameters
     ----------
@@ -161,18 +176,31 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterable[T]:
     show : bool
         False for no bar. True shows one only where `progress_wanted` says so.
 
-    Returns
-    -------
+    Yields
+    ------
     iterable
         The same steps.
+
+    Examples
+    --------
+    >>> with progress(range(3), "epochs") as epochs:
+    ...     for epoch in epochs:
+    ...         pass
     """
-    if not (show and progress_wanted()):
-        return steps
+    global _bar_shown
+    if not (show and progress_wanted()) or _bar_shown:
+        yield steps
+        return
     with warnings.catch_warnings():
         # Without ipywidgets tqdm falls back to a text bar, which serves; its warning would stay.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
-    return tqdm(steps, desc=label, leave=False)
+    _bar_shown = True
+    try:
+        with tqdm(steps, desc=label, leave=False) as bar:
+            yield bar
+    finally:
+        _bar_shown = False
 
 
 def cache_dir(kind: str) -> Path:

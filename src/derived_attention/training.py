@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from derived_attention import runtime
-from derived_attention.data.series import SeriesSplit
-from derived_attention.runtime import check_seed, digest, write_atomically
+from derived_attention.data.series import SeriesSplit, check_series
+from derived_attention.runtime import check_count, check_seed, digest, write_atomically
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
@@ -39,7 +39,7 @@ def fit(
     model: nn.Module,
     train: SeriesSplit,
     *,
-    epochs: int = 30,
+    epochs: int = 20,
     batch_size: int = 16,
     lr: float = 1e-3,
     seed: int = 0,
@@ -56,7 +56,8 @@ def fit(
     Parameters
     ----------
     model : nn.Module
-        ``model(x, padding)`` returns logits (B, classes). It is moved to `device`.
+        ``model(x, padding)`` returns logits (B, classes). It is moved to `device`, and comes back
+        in evaluation mode.
     train : SeriesSplit
     epochs, batch_size : int
     lr : float
@@ -90,26 +91,29 @@ def fit(
 
     Examples
     --------
-    >>> history = fit(model, data.train, epochs=30, test=data.test)  # doctest: +SKIP
+    >>> history = fit(model, data.train, test=data.test)  # doctest: +SKIP
     >>> history["test_accuracy"][-1], max(history["test_accuracy"])  # doctest: +SKIP
     """
-    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
-    check_settings(**settings)
+    check_settings(epochs, batch_size, lr, seed)
+    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=float(lr), seed=seed)
     device = check_device(model, device)
     check_split("train", train, model)
     if test is not None:
         check_split("test", test, model)
 
     optimiser = torch.optim.Adam(model.to(device).parameters())
-    history: History = {"loss": [], "accuracy": []} | ({} if test is None else {"test_accuracy": []})
+    history: History = {"loss": [], "accuracy": []}
+    if test is not None:
+        history["test_accuracy"] = []
     path = None if checkpoint is None else Path(checkpoint)
     run = {} if path is None else describe_run(model, train, test, settings)
     if path is not None and path.exists():
         history = resume(path, run, model, optimiser)
 
     left = range(len(history["loss"]), epochs)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for epoch in runtime.progress(left, "epochs", progress):
+    own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with own_generator, runtime.progress(left, "epochs", progress) as bar:
+        for epoch in bar:
             loss, accuracy = train_epoch(model, optimiser, train, device, epoch, **settings)
             history["loss"].append(loss)
             history["accuracy"].append(accuracy)
@@ -117,6 +121,7 @@ def fit(
                 history["test_accuracy"].append(evaluate(model, test))
             if path is not None:
                 save(path, run, model, optimiser, history)
+    model.eval()
     return history
 
 
@@ -221,19 +226,15 @@ def evaluate(
     return correct / len(split.y)
 
 
-def check_settings(*, epochs: int, batch_size: int, lr: float, seed: int) -> None:
+def check_settings(epochs: int, batch_size: int, lr: float, seed: int) -> None:
     """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
     check_count("epochs", epochs)
     check_count("batch_size", batch_size)
-    if not isinstance(lr, int | float) or not 0 < lr < math.inf:
-        raise ValueError(f"lr is {lr!r}; expected a positive number")
+    if not isinstance(lr, int | float):
+        raise TypeError(f"lr is {lr!r}; expected a number")
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr is {lr}; expected a positive number")
     check_seed(seed)
-
-
-def check_count(name: str, count: int) -> None:
-    """Raise ValueError unless `count` is an integer of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} is {count!r}; expected an integer of at least 1")
 
 
 def check_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -253,13 +254,13 @@ def check_split(name: str, split: SeriesSplit, model: nn.Module) -> None:
     """Raise TypeError or ValueError, naming the tensor, unless `split` can be learned from."""
     if not isinstance(split, SeriesSplit):
         raise TypeError(f"{name} is {type(split).__name__}; expected a SeriesSplit")
+    for field, tensor in vars(split).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}.{field} is {type(tensor).__name__}; expected a tensor")
     x, padding, y = split.x, split.padding, split.y
-    if x.ndim != 3 or not x.is_floating_point() or len(x) == 0:
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{name}.x is {found}; expected floats (n, T, C) with n >= 1")
-    if padding.dtype != torch.bool or padding.shape != x.shape[:2]:
-        found = f"{padding.dtype} of shape {tuple(padding.shape)}"
-        raise ValueError(f"{name}.padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
+    check_series(x, padding, of=f"{name}.")
+    if len(x) == 0:
+        raise ValueError(f"{name} is empty; expected at least one series")
     if y.dtype != torch.int64 or y.shape != x.shape[:1]:
         found = f"{y.dtype} of shape {tuple(y.shape)}"
         raise ValueError(f"{name}.y is {found}; expected int64 of shape {tuple(x.shape[:1])}")
@@ -314,26 +315,24 @@ def resume(
     ValueError
         If the file is damaged, or belongs to another run than `run`. It is left as it is.
     """
+    cause: Exception | None = None
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
         there, state = saved["run"], saved["state"]
-        whole = saved["digest"] == digest(there, state)
+        whole = saved["digest"] == digest(there, state) and there.keys() == run.keys()
     except OSError:
         raise
     except Exception as error:  # a damaged archive raises almost anything
-        raise ValueError(
-            f"checkpoint {path} is damaged, or no checkpoint of fit; it was left as it is. "
-            "Delete it to train again, or give another path."
-        ) from error
+        whole, cause = False, error
     if not whole:
         raise ValueError(
-            f"checkpoint {path} is damaged: its contents do not match its digest; it was left as "
-            "it is. Delete it to train again, or give another path."
-        )
+            f"checkpoint {path} is damaged, or is no checkpoint of fit. It was left as it is. "
+            "Delete it to train again, or give another path."
+        ) from cause
     start = "initial weights"
     if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
-        run[start] = there.get(start)
-    changed = [_difference(key, there.get(key), run[key]) for key in run if there.get(key) != run[key]]
+        run[start] = there[start]
+    changed = [_difference(key, there[key], run[key]) for key in run if there[key] != run[key]]
     if changed:
         raise ValueError(
             f"checkpoint {path} belongs to another run: {'; '.join(changed)}. It was left as it "

@@ -248,7 +248,7 @@ class MultiheadAttention(nn.Module):
         Width of the layer, and number of heads H, which divides it.
     dropout : float
         Probability of dropping an attention weight in training. Any value above 0 makes the layer
-        store the (N, M) matrix in training.
+        store the (N, M) matrix in training, at the cost that `need_weights` has in `forward`.
     bias : bool
         Whether the projections have biases.
     kdim, vdim : int, optional

@@ -123,6 +123,31 @@ def load_series(name: str) -> SeriesData:
     )
 
 
+def check_series(
+    x: torch.Tensor,
+    padding: torch.Tensor | None,
+    *,
+    of: str = "",
+    steps: int | None = None,
+    channels: int | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless x is floats (n, T, C) and padding None or bool (n, T).
+
+    `steps` and `channels` are what T and C have to be; `of` goes before the names in a message.
+    """
+    for name, tensor in (("x", x), ("padding", padding)):
+        if not isinstance(tensor, torch.Tensor | None):
+            raise TypeError(f"{of}{name} is {type(tensor).__name__}; expected a tensor")
+    sizes = zip(x.shape[1:], (steps, channels), strict=False)
+    if x.ndim != 3 or not x.is_floating_point() or any(n not in (m, None) for m, n in sizes):
+        expected = f"(n, {steps or 'T'}, {channels or 'C'})"
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"{of}x is {found}; expected floats of shape {expected}")
+    if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
+        found = f"{padding.dtype} of shape {tuple(padding.shape)}"
+        raise ValueError(f"{of}padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
+
+
 def _label_order(label: str) -> tuple[bool, float, str]:
     """Sort numbers as numbers, before words: 2 comes before 10."""
     try:
@@ -160,16 +185,16 @@ def _read(name: str) -> tuple[Cases, Cases]:
     load = aeon.datasets.load_classification
     shipped = Path(aeon.datasets.__file__).parent / "data"
     downloads = cache_dir("series")
-    # The folder is always named: left to itself, aeon creates one in the reader's home.
-    for folder in (shipped, downloads):
-        if name in _sets(folder):
-            return _load_both(load, name, folder)
     if name not in tsc_zenodo:
         near = difflib.get_close_matches(name, tsc_zenodo, n=3) or ["JapaneseVowels"]
         raise ValueError(
             f"name is {name!r}; expected a classification set of the UEA/UCR archive, "
             f"for example {' or '.join(near)}"
         )
+    # The folder is always named: left to itself, aeon creates one in the reader's home.
+    for folder in (shipped, downloads):
+        if name in _sets(folder):
+            return _load_both(load, name, folder)
     return _download(load, name, shipped, downloads)
 
 

@@ -1,0 +1,478 @@
+"""What attention costs, counted and measured, and what its maps look like.
+
+Counts are plain arithmetic: integers give exact integers, sympy symbols give the polynomial.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def attention_flops(queries, keys, dim, value_dim=None, heads=1):
+    r"""Operations of the two products of attention, :math:`QK^\top` and :math:`AV`.
+
+    :math:`2HNM(D + D_v)`: a multiply–add is 2 operations. The softmax between them is counted by
+    `normalisation_flops`, the projections around them by `projection_flops`. A mask saves
+    nothing here; for heads of different lengths, add the counts.
+
+    Parameters
+    ----------
+    queries, keys : int or sympy expression
+        Numbers of queries N and of keys M.
+    dim, value_dim : int or sympy expression
+        Head dimensions D of queries and keys, and Dv of values; Dv = D if not given.
+    heads : int or sympy expression, default 1
+        Number of heads H.
+
+    Returns
+    -------
+    int or sympy expression
+        Floating-point operations.
+    """
+    return 2 * heads * queries * keys * (dim + (dim if value_dim is None else value_dim))
+
+
+def normalisation_flops(queries, keys, heads=1):
+    """Operations of a row-wise softmax: scale, maximum, subtract, exp, sum, divide.
+
+    A row of M scores takes M multiplications by the scale, M − 1 comparisons, M subtractions,
+    M exponentials, M − 1 additions and M divisions: H N (6M − 2). Each counts as 1, although an
+    exponential takes longer than an addition.
+    """
+    return heads * queries * (6 * keys - 2)
+
+
+def projection_flops(length, inputs, outputs):
+    """Operations of a linear map of `length` tokens from `inputs` to `outputs` features.
+
+    2 N (inputs · outputs); adding a bias would be N · outputs more. A layer of attention has
+    four of them: queries, keys, values and output.
+    """
+    return 2 * length * inputs * outputs
+
+
+def moved_bytes(queries, keys, dim, value_dim=None, heads=1, *, itemsize=4, fused=False):
+    """Bytes that attention reads from and writes to memory.
+
+    Q, K, V are read and the output is written once: H (ND + MD + MDv + NDv) numbers. The N×N
+    form also writes the scores, reads them for the softmax, writes the weights and reads them
+    for the product with V: 4HNM numbers more. A fused kernel keeps a tile of scores on chip, so
+    that none of these reach memory. Both are lower bounds: a fused kernel reads K and V again
+    for each block of queries where its cache is too small, and an N×N form in which scale and
+    mask are steps of their own moves the matrix again for each of them.
+
+    Parameters
+    ----------
+    queries, keys, dim, value_dim, heads : int or sympy expression
+        As in `attention_flops`.
+    itemsize : int, default 4
+        Bytes per number: 4 in float32, 2 in bfloat16.
+    fused : bool, default False
+        Whether scores stay on chip.
+    """
+    value_dim = dim if value_dim is None else value_dim
+    once = (queries + keys) * (dim + value_dim)
+    return itemsize * heads * (once if fused else once + 4 * queries * keys)
+
+
+def stored_bytes(queries, keys, heads=1, *, itemsize=4, fused=False):
+    """Bytes that attention holds at its peak, besides inputs and output.
+
+    Scores and weights, 2HNM numbers, in the N×N form; one logarithm of a row sum per query,
+    HN numbers, in the fused form, which recomputes the weights from it in the backward pass.
+    """
+    return itemsize * heads * queries * (1 if fused else 2 * keys)
+
+
+def count_flops(fn: Callable[[], Any]) -> int:
+    """Operations of the matrix products that `fn` runs, counted by PyTorch while it runs.
+
+    A multiply–add is 2 operations; elementwise work, such as a softmax, is not counted, and
+    neither is what a causal mask saves. Backward passes inside `fn` are. PyTorch's counter does
+    not know the fused attention of the CPU, so its counts are added here: 2 products forward, 5
+    backward, where the scores are computed again.
+
+    Parameters
+    ----------
+    fn : callable
+        Called once, without arguments.
+    """
+    aten = torch.ops.aten
+    fused: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _fused_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        fn()
+    return counter.get_total_flops()
+
+
+def _fused_flops(query, key, value, *_, **__) -> int:
+    """Count QKᵀ and AV from the shapes (B, H, N, D), (B, H, M, D), (B, H, M, Dv)."""
+    return attention_flops(query[2], key[2], query[3], value[3], heads=query[0] * query[1])
+
+
+def _fused_backward_flops(grad, query, key, value, *_, **__) -> int:
+    """Count QKᵀ again, and dV, dA, dQ, dK: three products in D and two in Dv."""
+    return _fused_flops(query, key, value) + attention_flops(
+        query[2], key[2], 2 * query[3], value[3], heads=query[0] * query[1]
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and quartiles of repeated calls, in seconds, and the number of calls.
+
+    `ratio` is the median over rounds of this time divided by the first function's time in the
+    same round, so that a slow minute of the machine cancels; 1 for a function timed alone.
+    """
+
+    median: float
+    q1: float
+    q3: float
+    repeats: int
+    ratio: float = 1.0
+
+
+def time_call(
+    fn: Callable[[], Any],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    device: str | torch.device | None = None,
+) -> Timing:
+    """Time `fn()`: median and quartiles over `repeats` calls after `warmup` calls.
+
+    Parameters
+    ----------
+    fn : callable
+        Called without arguments.
+    repeats, warmup : int
+        Calls that are timed, at least 1, and calls before them that are not, at least 0.
+    device : str or torch.device, optional
+        Where `fn` works. CUDA is timed by its own events, everything else by the clock. By
+        default CUDA where there is one.
+
+    Raises
+    ------
+    ValueError
+        If `repeats` or `warmup` is too small.
+    """
+    return compare({"fn": fn}, repeats=repeats, warmup=warmup, device=device)["fn"]
+
+
+def compare(
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    device: str | torch.device | None = None,
+) -> dict[str, Timing]:
+    """Time several functions in one run, a call of each per round.
+
+    Every round starts with another function, so that none has a place of its own in the order.
+    Parameters and errors are those of `time_call`; `functions` must not be empty.
+
+    Returns
+    -------
+    dict of str to Timing
+        In the order of `functions`; each `ratio` is to the first.
+    """
+    if not functions:
+        raise ValueError("functions must hold at least one function, got none")
+    if repeats < 1 or warmup < 0:
+        raise ValueError(
+            f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
+        )
+    names = list(functions)
+    clock = _cuda_seconds if _device(device).type == "cuda" else _cpu_seconds
+    seconds = np.empty((repeats, len(names)))
+    for turn in range(-warmup, repeats):
+        for i in range(len(names)):
+            j = (i + turn) % len(names)
+            taken = clock(functions[names[j]])
+            if turn >= 0:
+                seconds[turn, j] = taken
+    q1, median, q3 = np.quantile(seconds, [0.25, 0.5, 0.75], axis=0)
+    ratio = np.median(seconds / seconds[:, :1], axis=0)
+    return {
+        name: Timing(float(median[j]), float(q1[j]), float(q3[j]), repeats, float(ratio[j]))
+        for j, name in enumerate(names)
+    }
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _cpu_seconds(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(fn: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000.0
+
+
+def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device | None = None) -> int:
+    """Most memory that PyTorch holds during `fn()` beyond what it held before.
+
+    Counts every allocation of PyTorch's allocator on the device, buffers inside fused kernels
+    and the result of `fn` included: on CUDA from its statistics, on the CPU from the profiler's
+    log of allocations. Not counted: inputs that exist already, memory of other libraries, and
+    CPU buffers that worker threads allocate for themselves. A fused CPU kernel has a buffer per
+    thread, so its peak depends on the number of threads, but not on N².
+
+    Parameters
+    ----------
+    fn : callable
+        Called twice without arguments; the first call sets up workspaces and is not counted.
+    device : str or torch.device, optional
+        Where `fn` works, by default CUDA where there is one.
+
+    Returns
+    -------
+    int
+        Bytes, at least 0.
+    """
+    device = _device(device)
+    fn()
+    gc.collect()
+    if device.type != "cuda":
+        with (
+            _quiet_stderr(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log,
+        ):
+            result = fn()
+        return _highest(log)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = fn()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _highest(log: profile) -> int:
+    """Highest running sum of the allocations and releases that the profiler saw on the CPU."""
+    seen: Any = log.profiler
+    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return int(max(np.cumsum([0, *changes])))
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Silence the profiler, which writes tracing lines to the file of standard error."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def machine() -> dict[str, Any]:
+    """Describe where numbers come from: to be stored beside them.
+
+    Returns
+    -------
+    dict
+        ``processor``, ``cores`` (that this process may use), ``threads`` (that PyTorch uses),
+        ``gpu`` and ``driver`` (None without CUDA), ``torch``, ``python``, ``date`` (ISO 8601).
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cuda = torch.cuda.is_available()
+    return {
+        "processor": _processor(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "driver": _driver() if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = [line.partition(":")[2].strip() for line in info if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return answer.strip().splitlines()[0] if answer.strip() else None
+
+
+def head_distance(A) -> Tensor:
+    r"""Mean distance between the attention maps of two heads, per query.
+
+    .. math::
+
+        \binom{H}{2}^{-1} \sum_{g<h} \frac{\lVert A^g - A^h \rVert_F}{\sqrt N}
+
+    The Frobenius norm is divided by √N, so that the distance is the root mean square over the
+    queries of the Euclidean distance between two rows, and lengths can be compared. For rows
+    that sum to 1 it lies between 0 and √2. Papers report head distances without a definition;
+    multiply by √N for plain Frobenius norms. Padding counts like everything else: slice it off
+    first, ``A[:, :n, :n]``.
+
+    Parameters
+    ----------
+    A : Tensor, shape (..., H, N, M)
+        Attention maps of H ≥ 2 heads.
+
+    Returns
+    -------
+    Tensor, shape (...)
+        In float64.
+
+    Raises
+    ------
+    ValueError
+        If `A` has fewer than 3 axes or 2 heads, is empty, or has an entry that is not finite.
+    """
+    A = _maps(A, 3)
+    heads, queries = A.shape[-3:-1]
+    if heads < 2:
+        raise ValueError(f"A must have at least 2 heads, got shape {tuple(A.shape)}")
+    g, h = torch.triu_indices(heads, heads, offset=1)
+    distances = torch.linalg.matrix_norm(A[..., g, :, :] - A[..., h, :, :])  # (..., pairs)
+    return distances.mean(-1) / math.sqrt(queries)
+
+
+def numerical_rank(A, tol: float) -> Tensor:
+    r"""Count the singular values :math:`\sigma_i > \mathrm{tol} \cdot \sigma_1` of each map.
+
+    Parameters
+    ----------
+    A : Tensor, shape (..., N, M)
+        Attention maps. A map of zeros has rank 0.
+    tol : float
+        Between 0 and 1, relative to the largest singular value. Maps computed in float32 carry
+        noise of about 1e-7 times their size.
+
+    Returns
+    -------
+    Tensor of int64, shape (...)
+
+    Raises
+    ------
+    ValueError
+        If `tol` is not between 0 and 1, or `A` has fewer than 2 axes, is empty, or has an entry
+        that is not finite.
+    """
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol must be at least 0 and below 1, got {tol}")
+    sigma = torch.linalg.svdvals(_maps(A, 2))  # (..., min(N, M)), falling
+    return (sigma > tol * sigma[..., :1]).sum(-1)
+
+
+def effective_rank(A) -> Tensor:
+    r"""Exponential of the entropy of the normalised singular values.
+
+    :math:`\exp(-\sum_i p_i \ln p_i)` with :math:`p_i = \sigma_i / \sum_j \sigma_j`, after Roy
+    and Vetterli, *The effective rank: a measure of effective dimensionality*, EUSIPCO 2007. It
+    is r for r equal singular values, and 1 for a map of rank 1; a map of zeros gets 0.
+
+    Parameters
+    ----------
+    A : Tensor, shape (..., N, M)
+        Attention maps.
+
+    Returns
+    -------
+    Tensor, shape (...)
+        In float64.
+
+    Raises
+    ------
+    ValueError
+        As for `head_distance`, but 2 axes are enough.
+    """
+    sigma = torch.linalg.svdvals(_maps(A, 2))
+    total = sigma.sum(-1, keepdim=True)
+    p = sigma / torch.where(total > 0, total, 1.0)
+    return torch.where(total[..., 0] > 0, torch.special.entr(p).sum(-1).exp(), 0.0)
+
+
+def row_entropy(A) -> Tensor:
+    r"""Entropy of each row of attention weights, in nats.
+
+    :math:`-\sum_j a_{ij} \ln a_{ij}`: 0 where a query attends to one key, ln M where it attends
+    to M keys alike. A row of zeros (a fully masked query) gets 0.
+
+    Parameters
+    ----------
+    A : Tensor, shape (..., N, M)
+        Rows of weights at least 0 that sum to 1 (to 1 %, for half precision) or to 0.
+
+    Returns
+    -------
+    Tensor, shape (..., N)
+        In float64.
+
+    Raises
+    ------
+    ValueError
+        If a row is no distribution, or as for `head_distance`, but 2 axes are enough.
+    """
+    A = _maps(A, 2)
+    total = A.sum(-1)
+    odd = (A < 0).any(-1) | ((total - 1).abs() > 0.01) & (total != 0)
+    if odd.any():
+        raise ValueError(
+            "A must have rows of weights at least 0 that sum to 1 or 0, got a row with minimum "
+            f"{A[odd][0].min():.3g} and sum {total[odd][0]:.3g}"
+        )
+    return torch.special.entr(A).sum(-1)
+
+
+def _maps(A, axes: int) -> Tensor:
+    """Return `A` in float64, away from autograd, after its checks."""
+    A = torch.as_tensor(A).detach().double()
+    if A.ndim < axes or A.numel() == 0:
+        raise ValueError(
+            f"A must have at least {axes} axes and an entry, got shape {tuple(A.shape)}"
+        )
+    if not A.isfinite().all():
+        raise ValueError("A must be finite, got an entry that is NaN or infinite")
+    return A

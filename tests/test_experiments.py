@@ -1,0 +1,415 @@
+"""Grids of runs: stored at once, skipped afterwards, never stale, never half."""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from derived_attention import experiments
+from derived_attention.data.series import SeriesSplit
+from derived_attention.experiments import run_grid, summarise
+
+PAGE = """
+import dataclasses, functools, math
+import numpy as np
+import torch
+from derived_attention.attention.softmax import softmax_attention
+from derived_attention.runtime import Run, seed_everything
+
+EPOCHS = 3
+calls = []
+run = Run(torch.device("cpu"), "quick", 0)
+data = torch.zeros(3)
+note = calls.append
+
+def helper(x, factor=2):
+    return factor * x
+
+MECHANISMS = {"softmax": softmax_attention}
+
+class Model:
+    width = 4
+
+    def __init__(self, size):
+        self.size = size
+
+    @property
+    def area(self):
+        return self.width * self.size
+
+    @staticmethod
+    def name():
+        return "model"
+
+def train_once(seed, attention="softmax"):
+    seed_everything(seed)
+    attention in MECHANISMS and run.pick(quick=1, full=2)
+    score = sum(helper(i) for i in range(EPOCHS)) + Model(seed).area + data.sum().item()
+    with open(LOG, "a") as log:
+        log.write("run\\n")
+    return {"accuracy": score + seed / 10, "epochs": [1, 2.5], "note": None}
+"""
+CONFIGS = [{"seed": seed} for seed in range(3)]
+
+
+class Page:
+    """A page of the book: a module that can be edited and read again, as a kernel would."""
+
+    def __init__(self, folder):
+        self.path, self.log, self.store = folder / "page.py", folder / "log", folder / "store"
+        self.log.write_text("")
+
+    def load(self, *edits):
+        text = PAGE.replace("LOG", repr(str(self.log)))
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        self.path.write_text(text)
+        spec = importlib.util.spec_from_file_location("page", self.path)
+        module = importlib.util.module_from_spec(spec)
+        import linecache
+
+        linecache.checkcache()
+        exec(compile(text, str(self.path), "exec"), module.__dict__)
+        return module
+
+    def run(self, *edits, grid=CONFIGS):
+        """Return the results, and how many runs were made for them."""
+        before = len(self.log.read_text().split())
+        results = run_grid(self.load(*edits).train_once, grid, self.store)
+        return results, len(self.log.read_text().split()) - before
+
+    def files(self):
+        return sorted(self.store.rglob("*"))
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
+    monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / "default"))
+    return Page(tmp_path)
+
+
+def test_results_and_skipping(page):
+    first, made = page.run()
+    assert made == 3
+    assert [r["seed"] for r in first] == [0, 1, 2]
+    assert first[1]["accuracy"] == 6 + 4 + 0.1 and first[1]["epochs"] == [1, 2.5]
+    assert first[1]["note"] is None and first[0]["seconds"] >= 0 and first[0]["cpu_seconds"] >= 0
+    assert page.run() == (first, 0)
+    more, made = page.run(grid=[{"seed": 7}, *reversed(CONFIGS), {"seed": 7}])
+    assert made == 1 and more[1:4] == first[::-1] and more[0] == more[4]
+
+
+def test_record_says_how_it_was_made(page):
+    page.run(grid=[{"seed": 1}])
+    (path,) = page.store.rglob("*.json")
+    record = json.loads(path.read_text())
+    assert path.parent.name == "train_once" and record["key"] == path.stem
+    assert record["config"] == {"seed": 1} and record["result"]["accuracy"] == 10.1
+    assert record["profile"] == "quick" and record["function"].endswith("train_once")
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["device"] and record["date"].endswith("+00:00")
+
+
+def test_default_store(page, tmp_path):
+    run_grid(page.load().train_once, [{"seed": 0}])
+    assert len(list((tmp_path / "default" / "train_once").glob("*.json"))) == 1
+
+
+def test_order_of_arguments_and_numpy_numbers_do_not_matter(page):
+    page.run(grid=[{"seed": 1, "attention": "softmax"}])
+    assert page.run(grid=[{"attention": "softmax", "seed": 1}])[1] == 0
+    assert page.run(grid=[{"attention": "linear", "seed": 1}])[1] == 1
+
+
+CHANGES = {
+    "the function": ('"note": None', '"note": 1'),
+    "a constant": ("EPOCHS = 3", "EPOCHS = 4"),
+    "a helper": ("return factor * x", "return x * factor"),
+    "a helper's default": ("factor=2", "factor=3"),
+    "a mechanism": ('{"softmax": softmax_attention}', '{"softmax": helper}'),
+    "a keyword": ('"softmax": soft', '"softmax": functools.partial(helper, x=1), "b": soft'),
+    "a tensor": ("torch.zeros(3)", "torch.zeros(4)"),
+    "a dataclass": ('"quick", 0)', '"quick", 1)'),
+    "a method": ("self.size = size", "self.size = 2 * size"),
+    "a property": ("self.width * self.size", "self.size * self.width"),
+    "a static method": ('return "model"', 'return "other"'),
+    "a class attribute": ("width = 4", "width = 5"),
+    "a base class": ("class Model:", "class Model(Run):"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_noticed(page, what):
+    page.run(grid=[{"seed": 0}])
+    assert page.run(grid=[{"seed": 0}])[1] == 0
+    assert page.run(CHANGES[what], grid=[{"seed": 0}])[1] == 1
+    assert page.run(grid=[{"seed": 0}])[1] == 0  # changed back: the first result is still there
+
+
+def test_what_does_not_matter_is_not_noticed(page):
+    page.run()
+    assert (
+        page.run(("note = calls", "note = calls  # a comment\nunused = 3\nother = calls"))[1] == 0
+    )
+
+
+def test_package_torch_and_profile_are_part_of_the_key(page, monkeypatch):
+    page.run()
+    for change in (
+        lambda patch: patch.setattr(experiments, "PACKAGE", "another source"),
+        lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
+        lambda patch: patch.setenv("DERIVED_ATTENTION_PROFILE", "full"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert page.run()[1] == 3
+        assert page.run()[1] == 0
+
+
+def test_package_digest_covers_every_module(tmp_path):
+    """In a copy of the package, a change of any file changes the digest."""
+    import shutil
+    from pathlib import Path
+
+    copy = tmp_path / "derived_attention"
+    shutil.copytree(Path(experiments.__file__).parent, copy)
+    code = "from derived_attention.experiments import PACKAGE as p, __file__ as f; print(p, f)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def seen():
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+        )
+        return out.stdout.decode().split(" ", 1)
+
+    before = seen()
+    assert before[0] == experiments.PACKAGE and before[1].startswith(str(tmp_path))
+    with open(copy / "attention" / "softmax.py", "a") as file:
+        file.write("# changed\n")
+    assert seen()[0] != before[0]
+
+
+def test_closures_decorators_and_recursion(tmp_path):
+    def make(scale):
+        @functools.cache
+        def again(n):
+            return scale if n == 0 else again(n - 1)
+
+        def function(n):
+            return {"value": again(n) if n else function.__name__ == "function"}
+
+        return function
+
+    grid = [{"n": 3}]
+    assert run_grid(make(2), grid, tmp_path)[0]["value"] == 2
+    assert run_grid(make(5), grid, tmp_path)[0]["value"] == 5
+    assert run_grid(make(2), grid, tmp_path)[0]["value"] == 2
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
+def test_what_cannot_be_compared_is_refused(page):
+    model = torch.nn.Linear(2, 2)
+
+    def reads_a_model(seed):
+        return {"norm": model.weight.norm().item() + seed}
+
+    with pytest.raises(TypeError, match="reads model, a Linear, which cannot be compared"):
+        run_grid(reads_a_model, CONFIGS, page.store)
+    namespace = {}
+    exec("def typed_in(seed):\n    return {'a': seed}", namespace)
+    with pytest.raises(TypeError, match="source of .*typed_in is not known"):
+        run_grid(namespace["typed_in"], CONFIGS, page.store)
+    with pytest.raises(TypeError, match="function is .*; expected a function defined by def"):
+        run_grid(functools.partial(reads_a_model, 1), [{}], page.store)
+    assert page.files() == []
+
+
+def metrics(kind):
+    return {
+        "fine": {"a": 1, "b": np.float64(0.5), "c": [True, None, "x"], "d": {"e": (1, 2)}},
+        "odd": {"a": math.inf, "b": [-math.inf, math.nan]},
+        "tensor": {"a": 1, "loss": torch.tensor(1.0)},
+        "array": {"a": {"maps": [1, np.zeros(2)]}},
+        "float32": {"a": np.float32(1)},
+        "number as key": {"a": {1: 2}},
+        "no dict": 0.5,
+        "argument": {"kind": "again", "a": 1},
+    }[kind]
+
+
+def test_metrics_survive_the_file(tmp_path):
+    fine, odd = first = run_grid(metrics, [{"kind": "fine"}, {"kind": "odd"}], tmp_path)
+    assert (fine["a"], fine["b"], fine["c"], fine["d"]) == (
+        1,
+        0.5,
+        [True, None, "x"],
+        {"e": [1, 2]},
+    )
+    assert odd["a"] == math.inf and odd["b"][0] == -math.inf and math.isnan(odd["b"][1])
+    for path in tmp_path.rglob("*.json"):
+        text = path.read_text()  # strict JSON, which any other program reads
+        json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert str(run_grid(metrics, [{"kind": "fine"}, {"kind": "odd"}], tmp_path)) == str(first)
+
+
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        ("tensor", TypeError, r"result\['loss'\] is torch.Tensor; expected what JSON"),
+        ("array", TypeError, r"result\['a'\]\['maps'\]\[1\] is numpy.ndarray"),
+        ("float32", TypeError, r"result\['a'\] is numpy.float32; .*float\(...\) makes one"),
+        ("number as key", TypeError, r"result\['a'\] has the key 1"),
+        ("no dict", TypeError, "metrics returned float; expected a dict"),
+        ("argument", ValueError, "result has kind, which names an argument"),
+    ],
+)
+def test_wrong_metrics(tmp_path, kind, error, message):
+    with pytest.raises(error, match=message):
+        run_grid(metrics, [{"kind": kind}], tmp_path)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_wrong_grid_before_any_run(page):
+    train_once = page.load().train_once
+    for config, message in (
+        ({"sead": 1}, r"grid holds .*, which .*train_once does not take"),
+        ({}, "does not take"),
+        ({"seed": torch.tensor(1)}, r"config\['seed'\] is torch.Tensor"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            run_grid(train_once, [{"seed": 0}, config], page.store)
+    assert page.log.read_text() == "" and page.files() == []
+    assert run_grid(train_once, [], page.store) == []
+
+
+def test_a_failing_run_loses_nothing(page):
+    grid = [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+    edit = ("seed_everything(seed)", "seed_everything(seed if seed < 2 else -1)")
+    with pytest.raises(ValueError, match="seed is -1"):
+        page.run(edit, grid=grid)
+    assert len(list(page.store.rglob("*.json"))) == 2
+    before = len(page.log.read_text().split())
+    with pytest.raises(ValueError, match="seed is -1"):
+        page.run(edit, grid=grid)
+    assert len(page.log.read_text().split()) == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe", b"{}", b'{"key": "x", "result": {}}', None],
+)
+def test_damaged_record_is_said_and_made_again(page, damage):
+    first, _ = page.run()
+    path = sorted(page.store.rglob("*.json"))[1]
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if damage is None else damage)
+    with pytest.warns(UserWarning, match=f"stored run .*{path.name} is damaged"):
+        again, made = page.run()
+    assert made == 1
+    assert [r["accuracy"] for r in again] == [r["accuracy"] for r in first]
+    assert json.loads(path.read_bytes())["result"] == json.loads(content)["result"]
+    assert page.run()[1] == 0
+    assert all(f.is_dir() or f.suffix == ".json" for f in page.files())
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_experiments import slow
+from derived_attention.experiments import run_grid
+run_grid(slow, [{"seed": i} for i in range(2000)], sys.argv[2])
+"""
+
+
+def slow(seed):
+    return {"value": [seed] * 2000}
+
+
+def test_kill_9_loses_nothing(tmp_path, request):
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", CHILD, str(request.path.parent), str(store)]
+    child = subprocess.Popen(command)
+    while len(list(store.rglob("*.json"))) < 5:
+        assert child.poll() is None, "the grid ended before it could be killed"
+        time.sleep(0.01)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    stamps = {path: path.stat().st_mtime_ns for path in store.rglob("*.json")}
+    assert 5 <= len(stamps) < 2000
+    results = run_grid(slow, [{"seed": i} for i in range(len(stamps) + 3)], store)
+    assert [r["value"][-1] for r in results] == list(range(len(stamps) + 3))
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    assert len(list(store.rglob("*.json"))) == len(stamps) + 3
+
+
+def test_progress(page, monkeypatch, capfd):
+    monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
+    page.run()
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
+    page.run()
+    shown = capfd.readouterr()
+    assert "train_once" in shown.err and shown.out == ""
+
+
+RESULTS = [
+    {"attention": "softmax", "seed": 0, "accuracy": 0.9},
+    {"attention": "softmax", "seed": 1, "accuracy": 0.8},
+    {"attention": "bn", "seed": 0, "accuracy": 1.0},
+    {"attention": "softmax", "seed": 2, "accuracy": 0.4},
+]
+
+
+def test_summarise():
+    table = summarise(RESULTS, by="attention", metric="accuracy")
+    assert list(table.columns) == ["mean", "sd", "min", "max", "n"]
+    assert list(table.index) == ["softmax", "bn"] and table.index.name == "attention"
+    row = table.loc["softmax"]
+    assert row["mean"] == pytest.approx(0.7) and row["n"] == 3
+    assert row["sd"] == pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2))
+    assert (row["min"], row["max"]) == (0.4, 0.9)
+    assert math.isnan(table.loc["bn", "sd"]) and table.loc["bn", "n"] == 1
+    both = summarise(RESULTS, by=["attention", "seed"], metric="accuracy")
+    assert both.loc[("softmax", 1), "mean"] == 0.8 and len(both) == 4
+
+
+@pytest.mark.parametrize("group", [None, [1, 2], 8, "a"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_summarise_does_not_hide_a_diverged_run(group, odd):
+    results = [{"g": group, "m": 1.0}, {"g": group, "m": odd}, {"g": "other", "m": 2.0}]
+    table = summarise(results, by="g", metric="m")
+    assert list(table["n"]) == [2, 1] and list(table["mean"])[1] == 2.0
+    assert str(table["mean"].iloc[0]) == str(odd) and math.isnan(table["sd"].iloc[0])
+
+
+def test_summarise_names_what_is_missing():
+    with pytest.raises(ValueError, match="no 'loss' in a result; it has attention, seed, accuracy"):
+        summarise(RESULTS, by="attention", metric="loss")
+    with pytest.raises(ValueError, match="no 'heads' in a result"):
+        summarise(RESULTS, by=["attention", "heads"], metric="accuracy")
+    with pytest.raises(ValueError, match="results is empty"):
+        summarise([], by="attention", metric="accuracy")
+
+
+def test_a_data_set_is_compared_by_its_values(tmp_path):
+    def make(value):
+        data = SeriesSplit(torch.full((1, 2, 3), value), torch.zeros(1, 2) > 0, torch.zeros(1))
+
+        def function(seed):
+            return {"mean": data.x.mean().item() + seed}
+
+        return function
+
+    values = [run_grid(make(v), [{"seed": 0}], tmp_path)[0]["mean"] for v in (1.0, 2.0, 1.0)]
+    assert values == [1, 2, 1] and len(list(tmp_path.rglob("*.json"))) == 2

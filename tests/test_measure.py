@@ -1,0 +1,355 @@
+"""Costs against independent counts, memory against growth, diagnostics against known answers."""
+
+import math
+
+import numpy as np
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from derived_attention.measure import (
+    Timing,
+    attention_flops,
+    compare,
+    count_flops,
+    effective_rank,
+    head_distance,
+    machine,
+    moved_bytes,
+    normalisation_flops,
+    numerical_rank,
+    peak_bytes,
+    projection_flops,
+    row_entropy,
+    stored_bytes,
+    time_call,
+)
+
+
+def qkv(n=16, m=None, dim=8, value_dim=None, heads=2, batch=1, **options):
+    shapes = [(n, dim), (m or n, dim), (m or n, value_dim or dim)]
+    return [torch.randn(batch, heads, *shape, **options) for shape in shapes]
+
+
+def written_out(q, k, v):
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+# Counts
+
+
+class Counting(float):
+    """A number that counts the operations done with it."""
+
+    done = 0
+
+    def _count(self, value):
+        Counting.done += 1
+        return Counting(value)
+
+    def __mul__(self, other):
+        return self._count(float(self) * float(other))
+
+    def __add__(self, other):
+        return self._count(float(self) + float(other))
+
+    def __sub__(self, other):
+        return self._count(float(self) - float(other))
+
+    def __truediv__(self, other):
+        return self._count(float(self) / float(other))
+
+    def exp(self):
+        return self._count(math.exp(self))
+
+    def larger(self, other):
+        return self._count(max(float(self), float(other)))
+
+
+def loop_product(a, b):
+    """Product of lists of rows by three loops, each sum starting from 0: a multiply–add each."""
+    out = [[Counting(0) for _ in b[0]] for _ in a]
+    for i, row in enumerate(a):
+        for j in range(len(b[0])):
+            for t, entry in enumerate(row):
+                out[i][j] = out[i][j] + entry * b[t][j]
+    return out
+
+
+def loop_softmax(row, scale):
+    row = [entry * scale for entry in row]
+    top = row[0]
+    for entry in row[1:]:
+        top = top.larger(entry)
+    row = [(entry - top).exp() for entry in row]
+    total = row[0]
+    for entry in row[1:]:
+        total = total + entry
+    return [entry / total for entry in row]
+
+
+def counting(rows, columns):
+    return [[Counting(x) for x in row] for row in np.random.default_rng(0).random((rows, columns))]
+
+
+@pytest.mark.parametrize(("n", "m", "d", "dv"), [(3, 5, 2, 4), (1, 1, 1, 1), (4, 2, 3, 1)])
+def test_counts_equal_loops_that_count(n, m, d, dv):
+    q, kt, v = counting(n, d), counting(d, m), counting(m, dv)
+    Counting.done = 0
+    scores = loop_product(q, kt)
+    products = Counting.done
+    weights = [loop_softmax(row, 0.5) for row in scores]
+    softmax = Counting.done - products
+    loop_product(weights, v)
+    products += Counting.done - products - softmax
+    assert products == attention_flops(n, m, d, dv)
+    assert softmax == normalisation_flops(n, m)
+    Counting.done = 0
+    loop_product(counting(n, d), counting(d, dv))
+    assert Counting.done == projection_flops(n, d, dv)
+
+
+@pytest.mark.parametrize("form", [written_out, F.scaled_dot_product_attention])
+@pytest.mark.parametrize("shape", [{}, {"m": 24}, {"heads": 3, "batch": 2, "dim": 4}])
+def test_counts_equal_pytorch_counter(form, shape):
+    q, k, v = qkv(**shape)
+    batch, heads, n, d = q.shape
+    expected = attention_flops(n, k.shape[2], d, v.shape[3], heads=batch * heads)
+    assert count_flops(lambda: form(q, k, v)) == expected > 0
+
+
+def test_values_of_another_width_are_counted():
+    q, k, v = qkv(value_dim=24)
+    assert count_flops(lambda: written_out(q, k, v)) == attention_flops(16, 16, 8, 24, heads=2)
+
+
+def test_projections_equal_pytorch_counter():
+    linear = torch.nn.Linear(8, 24)
+    x = torch.randn(5, 8)
+    assert count_flops(lambda: linear(x)) == projection_flops(5, 8, 24)
+
+
+def test_backward_counts_five_products_fused_and_four_written_out():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    one = attention_flops(16, 16, 8, heads=2) // 2
+    for form, products in ((written_out, 4), (F.scaled_dot_product_attention, 5)):
+        out = form(q, k, v).sum()
+        assert count_flops(out.backward) == products * one
+
+
+def test_counts_take_symbols():
+    n, d = sympy.symbols("N D", positive=True)
+    assert sympy.expand(attention_flops(n, n, d) - 4 * n**2 * d) == 0
+    assert sympy.expand(attention_flops(n, n, d, 2 * d) - 6 * n**2 * d) == 0
+    assert sympy.expand(normalisation_flops(n, n) - 6 * n**2 + 2 * n) == 0
+    assert sympy.expand(projection_flops(n, d, 3 * d) - 6 * n * d**2) == 0
+    fused = moved_bytes(n, n, d, fused=True)
+    assert sympy.expand(moved_bytes(n, n, d) - fused - 16 * n**2) == 0
+    assert sympy.expand(fused - 16 * n * d) == 0
+    assert sympy.limit(stored_bytes(n, n) / stored_bytes(n, n, fused=True) / n, n, sympy.oo) == 2
+
+
+def test_counts_are_exact_integers():
+    flops = attention_flops(10**6, 10**6, 10**3 + 1, heads=7)
+    assert type(flops) is int and flops == 28 * 10**12 * 1001
+    assert type(moved_bytes(3, 5, 2, 4, 2, itemsize=2)) is int
+    assert moved_bytes(3, 5, 2, 4, 2, itemsize=2) == 2 * 2 * (6 + 10 + 20 + 12 + 4 * 15)
+
+
+# Time
+
+
+def test_time_has_ordered_positive_quartiles():
+    calls = []
+    timing = time_call(lambda: calls.append(sum(range(1000))), repeats=7, warmup=2, device="cpu")
+    assert len(calls) == 9
+    assert isinstance(timing, Timing) and timing.repeats == 7 and timing.ratio == 1
+    assert 0 < timing.q1 <= timing.median <= timing.q3 < math.inf
+
+
+def test_compare_interleaves_and_gives_ratios_to_the_first():
+    order = []
+    functions = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = compare(functions, repeats=4, warmup=1, device="cpu")
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 15, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert {turn[0] for turn in rounds} == {"a", "b", "c"}
+    assert list(times) == ["a", "b", "c"] and times["a"].ratio == 1
+    assert all(0 < time.ratio < math.inf for time in times.values())
+
+
+def test_compare_takes_ratios_within_rounds(monkeypatch):
+    """The second function takes 2, 4 and 2 times as long, on a machine that slows down."""
+    seconds = iter([1, 2, 8, 2, 10, 20])  # one two, two one, one two
+    monkeypatch.setattr("derived_attention.measure._cpu_seconds", lambda fn: next(seconds))
+    times = compare({"one": print, "two": print}, repeats=3, warmup=0, device="cpu")
+    assert times["two"].ratio == 2
+    assert (times["one"].q1, times["one"].median, times["one"].q3) == (1.5, 2, 6)
+
+
+@pytest.mark.parametrize("wrong", [{"repeats": 0}, {"warmup": -1}])
+def test_time_refuses_wrong_counts(wrong):
+    with pytest.raises(ValueError, match="repeats must be at least 1"):
+        time_call(print, **wrong)
+    with pytest.raises(ValueError, match="functions must hold"):
+        compare({})
+
+
+# Memory
+
+
+def test_peak_counts_what_lives_at_once():
+    def fn():
+        a = torch.empty(1000)  # 4000 bytes
+        b = torch.empty(2000)  # + 8000
+        del a
+        c = torch.empty(500)  # - 4000 + 2000
+        return b, c
+
+    kept = torch.empty(10_000)
+    assert peak_bytes(fn, device="cpu") == 12_000
+    assert peak_bytes(lambda: kept, device="cpu") == 0
+    assert peak_bytes(lambda: kept + 1, device="cpu") in range(40_000, 40_100)
+
+
+def test_peak_leaves_the_first_call_out():
+    sizes = iter([1000, 10])
+    assert peak_bytes(lambda: torch.empty(next(sizes)), device="cpu") == 40
+    assert next(sizes, None) is None
+
+
+def test_peak_sees_buffers_inside_kernels():
+    """The fused form returns its output and a number per query, and needs a tile of scores."""
+    q, k, v = qkv(n=256, dim=32)
+    peak = peak_bytes(lambda: F.scaled_dot_product_attention(q, k, v), device="cpu")
+    assert peak > q.numel() * 4 + stored_bytes(256, 256, 2, fused=True)
+
+
+def test_memory_of_scores_grows_fourfold_and_of_the_fused_form_does_not():
+    growth = {}
+    for form in (written_out, F.scaled_dot_product_attention):
+        peaks = []
+        for n in (1024, 2048):
+            q, k, v = qkv(n=n, dim=32)
+            peaks.append(peak_bytes(lambda q=q, k=k, v=v, f=form: f(q, k, v), device="cpu"))
+            if form is written_out:  # the count, but for the numbers that hold the scale
+                assert 0 <= peaks[-1] - stored_bytes(n, n, heads=2) < 64
+        growth[form] = peaks[1] / peaks[0]
+    assert growth[written_out] == pytest.approx(4, rel=0.01)
+    assert growth[F.scaled_dot_product_attention] < 2.5
+
+
+def test_memory_of_training_counts_the_backward_pass():
+    q, k, v = (x.requires_grad_() for x in qkv(n=256, dim=32))
+
+    def step():
+        q.grad = k.grad = v.grad = None
+        written_out(q, k, v).sum().backward()
+
+    with torch.no_grad():
+        forward = peak_bytes(lambda: written_out(q, k, v), device="cpu")
+    assert peak_bytes(step, device="cpu") > forward
+
+
+def test_measuring_memory_writes_nothing_and_errors_pass(capfd):
+    peak_bytes(lambda: torch.empty(10), device="cpu")
+    with pytest.raises(RuntimeError, match="shape"):
+        peak_bytes(lambda: torch.empty(2, 3) @ torch.empty(2, 3), device="cpu")
+    print("still here")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("still here\n", "")
+
+
+# The machine
+
+
+def test_machine_can_be_stored_and_names_no_host():
+    import json
+    import platform
+
+    facts = machine()
+    keys = ["processor", "cores", "threads", "gpu", "driver", "torch", "python", "date"]
+    assert list(facts) == keys
+    assert facts["processor"] and facts["cores"] >= 1 and facts["threads"] >= 1
+    assert (facts["gpu"] is None) == (not torch.cuda.is_available())
+    assert len(facts["date"]) == 10
+    assert platform.node() not in json.dumps(facts).split('"')
+
+
+# Maps
+
+
+def test_head_distance_of_known_maps():
+    eye = torch.eye(4)
+    same = torch.stack([eye, eye, eye])
+    assert head_distance(same) == 0
+    # Two permutations without a common entry: every row differs by two ones, so √2.
+    assert head_distance(torch.stack([eye, eye.roll(1, 0)])) == pytest.approx(math.sqrt(2))
+    # Three heads, of which two agree: the pairs have distances 0, √2, √2.
+    three = torch.stack([eye, eye, eye.roll(1, 0)])
+    assert head_distance(three) == pytest.approx(2 * math.sqrt(2) / 3)
+
+
+def test_head_distance_equals_its_definition_and_keeps_batches():
+    A = torch.rand(5, 2, 3, 6, 7, dtype=torch.float64)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    for index in np.ndindex(5, 2):
+        expected = np.mean([np.linalg.norm(A[index][g] - A[index][h]) for g, h in pairs])
+        assert head_distance(A)[index] == pytest.approx(expected / math.sqrt(6), rel=1e-12)
+    assert head_distance(A).shape == (5, 2) and head_distance(A.float()).dtype == torch.float64
+
+
+def test_head_distance_of_repeated_queries_does_not_depend_on_their_number():
+    A = torch.softmax(torch.randn(4, 6, 9, dtype=torch.float64), -1)
+    assert head_distance(A.repeat(1, 10, 1)) == pytest.approx(float(head_distance(A)), rel=1e-12)
+
+
+def test_ranks_of_known_maps():
+    maps = torch.stack([torch.eye(6), torch.full((6, 6), 1 / 6), torch.zeros(6, 6)])
+    assert numerical_rank(maps, 1e-6).tolist() == [6, 1, 0]
+    assert effective_rank(maps).tolist() == pytest.approx([6, 1, 0])
+    assert numerical_rank(torch.diag(torch.tensor([1, 0.1, 0.01])), 0.05) == 2
+    p = torch.tensor([3.0, 1.0]) / 4
+    known = torch.diag(torch.tensor([3.0, 1.0]))
+    assert effective_rank(known) == pytest.approx(float(torch.exp(-(p * p.log()).sum())))
+
+
+def test_rank_of_a_low_rank_map_in_single_precision():
+    A = torch.rand(30, 4) @ torch.rand(4, 20)
+    assert numerical_rank(A, 1e-5) == 4
+    assert 1 < effective_rank(A) < 4
+
+
+def test_row_entropy_of_known_rows():
+    rows = torch.tensor([[1, 0, 0, 0], [0.25] * 4, [0.5, 0.5, 0, 0], [0, 0, 0, 0]])
+    assert row_entropy(rows).tolist() == pytest.approx([0, math.log(4), math.log(2), 0])
+    assert row_entropy(torch.softmax(torch.randn(2, 3, 5, 7), -1).half()).shape == (2, 3, 5)
+
+
+def test_padding_is_sliced_off_by_the_caller():
+    A = torch.zeros(2, 5, 5)
+    A[:, :3, :3] = torch.softmax(torch.randn(2, 3, 3), -1)
+    short = A[:, :3, :3]
+    assert head_distance(A) == pytest.approx(float(head_distance(short)) * math.sqrt(3 / 5))
+    assert effective_rank(A).tolist() == pytest.approx(effective_rank(short).tolist())
+    torch.testing.assert_close(row_entropy(A)[:, :3], row_entropy(short))
+
+
+BAD = [
+    (lambda: head_distance(torch.eye(3)), "at least 3 axes"),
+    (lambda: head_distance(torch.eye(3)[None]), "at least 2 heads"),
+    (lambda: numerical_rank(torch.ones(3), 0.1), "at least 2 axes"),
+    (lambda: numerical_rank(torch.eye(3), 1.0), "tol must be"),
+    (lambda: numerical_rank(torch.eye(3), math.nan), "tol must be"),
+    (lambda: effective_rank(torch.empty(2, 0, 3)), "an entry"),
+    (lambda: effective_rank(torch.full((2, 2), math.nan)), "A must be finite"),
+    (lambda: row_entropy(torch.tensor([[0.5, 0.2]])), "sum 0.7"),
+    (lambda: row_entropy(torch.tensor([[1.5, -0.5]])), "minimum -0.5"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_maps_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,114 @@
+"""The generated notebooks: in step with the pages, plain, without solutions, and they run."""
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+from execute import read_page  # noqa: E402
+
+PAGES = sorted(p for p in (ROOT / "book").glob("[0-9][0-9]_*.md"))
+NAMES = [page.stem for page in PAGES]
+SYNTAX = re.compile(r"\{(eq|prf:ref|numref|cite|cite:t|term|doc|ref|measured)\}`|^:::|^```\{", re.M)
+
+
+def notebook(name):
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    assert path.exists(), f"{path.name} is missing: run make notebooks"
+    return nbformat.read(path, as_version=4)
+
+
+def code(cells):
+    return [cell.source.strip() for cell in cells if cell.cell_type == "code"]
+
+
+def test_every_chapter_has_a_notebook_and_nothing_else_is_there():
+    assert sorted(p.stem for p in (ROOT / "notebooks").iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_in_step_with_its_page(name):
+    built = ROOT / "_build" / "notebooks" / f"{name}.ipynb"
+    assert built.exists(), "the book is not built: run make book"
+    committed = (ROOT / "notebooks" / f"{name}.ipynb").read_text("utf8")
+    assert committed == built.read_text("utf8"), "out of step: run make notebooks"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_valid_and_holds_no_outputs_no_solutions_no_syntax_of_the_site(name):
+    book = notebook(name)
+    nbformat.validate(book)
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None
+        else:
+            assert not SYNTAX.search(cell.source), cell.source
+            assert "Solution to" not in cell.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_code_is_the_page_s_code_less_solutions_after_a_set_up_cell(name):
+    set_up, *cells = code(notebook(name).cells)
+    assert set_up.startswith("# Set-up")
+    page, kept, inside = read_page(ROOT / "book" / f"{name}.md"), [], False
+    for cell in page.cells:
+        if cell.cell_type == "markdown":
+            marks = re.findall(r"solution-(start|end)", cell.source)
+            inside = marks[-1] == "start" if marks else inside
+        elif not inside:
+            kept.append(cell.source.strip())
+    assert cells == kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exercises_are_numbered_and_every_check_waits_for_an_answer(name):
+    book = notebook(name)
+    text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
+    numbers = re.findall(r"\*\*Exercise (\d+)\.(\d+)", text)
+    chapter = str(int(name[:2]))
+    assert numbers == [(chapter, str(i)) for i in range(1, len(numbers) + 1)]
+    assert len(numbers) >= 6
+    checks = [cell for cell in code(book.cells) if re.search(r"^check\(", cell, re.M)]
+    assert checks and all("..." in cell for cell in checks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_from_top_to_bottom_in_an_empty_folder(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
+    book = notebook(name)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(book, timeout=900, resources=resources).execute()
+    text = json.dumps([cell.get("outputs", []) for cell in book.cells])
+    assert "Not attempted yet" in text
+    leftovers = {p.name for p in tmp_path.iterdir()} - {"runs"}
+    assert not leftovers, f"the notebook leaves files behind: {leftovers}"
+
+
+def test_the_set_up_cell_pins_the_torch_of_the_runtime_and_names_the_package(tmp_path, monkeypatch):
+    set_up = code(notebook(NAMES[0]).cells)[0]
+    lines = set_up.splitlines()
+    pip = next(line.strip() for line in lines if "%pip" in line)
+    assert re.fullmatch(
+        r'%pip install -q -c keep\.txt "derived-attention( @ git\+https://\S+)?"', pip
+    )
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    source = set_up.replace(pip, f"commands.append({pip!r})")
+    exec(compile(source, "set-up", "exec"), {"commands": commands})
+    version = importlib.metadata.version("torch")
+    assert commands and f"torch=={version}" in Path("keep.txt").read_text().splitlines()
+    os.unlink("keep.txt")
+
+
+def test_the_package_is_called_what_the_set_up_cell_calls_it():
+    assert importlib.metadata.metadata("derived-attention")["Name"] == "derived-attention"

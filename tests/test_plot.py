@@ -1,0 +1,419 @@
+"""Figures: colours, static SVG, slider fragments, and both in a real browser."""
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ET
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from derived_attention import plot
+from derived_attention.plot import Bars, Heat, Line, Panel, Points
+
+ALT = "The curve falls faster as β grows."
+DARK = ("#121212", "#14181e", "#1e1e1e")  # the book, its theme's default, Jupyter and VS Code
+
+
+@pytest.fixture(autouse=True)
+def clean_matplotlib():
+    with matplotlib.rc_context({"backend": "Agg"}):
+        yield
+    plt.close("all")
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What is displayed, as (HTML, text)."""
+    seen = []
+    monkeypatch.setattr(plot, "_display", lambda markup, alt: seen.append((markup, alt)))
+    return seen
+
+
+def curve(title="β decides"):
+    plot.use_style()
+    fig, axes = plt.subplots()
+    axes.plot([0, 1, 2], [1, 4, 2], "o-", label="a")
+    axes.axhline(2, color="black")
+    axes.set(xlabel="x & y", ylabel="height", title=title)
+    axes.legend()
+    return fig
+
+
+def decay(**changes):
+    x, beta = np.linspace(0, 4, 30), np.linspace(0, 2, 5)
+    panel = Panel([Line(x, np.exp(-np.outer(beta, x)), color="bn", label="exp(−βx)")], xlabel="x")
+    plot.slider(**{"label": "β", "values": beta, "panels": [panel], "alt": ALT, **changes})
+
+
+def frames_of(markup):
+    """The data of a slider: texts, values, moving marks."""
+    return json.loads(re.search(r"draw\(\)\}\}\)\((.*)\)</script>", markup).group(1))
+
+
+# Colours
+
+
+def luminance(color):
+    channels = np.array(to_rgb(color))
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def contrast(a, b):
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_of_a_known_pair():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+@pytest.mark.parametrize("name", plot.COLORS)
+@pytest.mark.parametrize("page", ["#ffffff", *DARK])
+def test_every_color_is_legible_on_light_and_dark(name, page):
+    assert contrast(plot.COLORS[name], page) >= 3
+
+
+def test_colors_and_labels_have_the_same_keys_and_differ():
+    assert plot.COLORS.keys() == plot.LABELS.keys()
+    assert len(set(plot.COLORS.values())) == len(set(plot.LABELS.values())) == len(plot.COLORS)
+    assert set(plot.MAIN) <= plot.COLORS.keys()
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1: what a dichromat sees, in linear RGB.
+SEEN = {
+    "all cones": np.eye(3),
+    "no red": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "no green": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "no blue": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def oklab(color, matrix):
+    channels = np.array(to_rgb(color))
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    cones = np.clip(np.asarray(matrix) @ linear, 0, 1) @ np.transpose(
+        [
+            [0.4122214708, 0.5363325363, 0.0514459929],
+            [0.2119034982, 0.6806995451, 0.1073969566],
+            [0.0883024619, 0.2817188376, 0.6299787005],
+        ]
+    )
+    return np.cbrt(cones) @ np.transpose(
+        [
+            [0.2104542553, 0.7936177850, -0.0040720468],
+            [1.9779984951, -2.4285922050, 0.4505937099],
+            [0.0259040371, 0.7827717662, -0.8086757660],
+        ]
+    )
+
+
+@pytest.mark.parametrize("eye", SEEN)
+def test_main_colors_stay_apart_for_every_reader(eye):
+    """0.02 in OKLab is the least visible difference; green and red of equal lightness get 0.03."""
+    seen = np.array([oklab(plot.COLORS[name], SEEN[eye]) for name in plot.MAIN])
+    apart = np.linalg.norm(seen[:, None] - seen, axis=-1) + np.eye(len(seen))
+    assert apart.min() > (0.1 if eye == "all cones" else 0.06)
+
+
+# Static figures
+
+
+def test_show_displays_one_labelled_svg_and_closes_the_figure(outputs):
+    fig = curve()
+    plot.show(fig, ALT)
+    ((markup, text),) = outputs
+    assert text == ALT
+    assert not plt.fignum_exists(fig.number)
+    root = ET.fromstring(markup)[0]
+    assert (root.tag, root.get("role"), root.get("aria-label")) == ("svg", "img", ALT)
+    assert "width:100%" in root.get("style") and "max-width" in root.get("style")
+    texts = ["".join(node.itertext()) for node in root.iter("text")]
+    assert {"x & y", "height", "β decides", "a"} <= set(texts)
+
+
+def test_static_svg_brings_nothing_from_outside_and_no_font_or_black(outputs):
+    plot.show(curve(), ALT)
+    markup = outputs[0][0]
+    for word in ("<?xml", "<!DOCTYPE", "http", "xmlns", "<style", "<script", "<metadata", "date"):
+        assert word not in markup
+    assert "font-family" not in markup and "DejaVu" not in markup
+    assert "#000000" not in markup and "currentColor" in markup
+    assert "#ffffff" not in markup  # transparent
+
+
+def test_same_figure_same_bytes_and_other_figure_other_ids(outputs):
+    plot.show(curve(), ALT)
+    plot.show(curve(), ALT)
+    plot.show(curve("another"), ALT)
+    first, again, other = (markup for markup, _ in outputs)
+    assert first == again
+    ids = [set(re.findall(r' id="([^"]+)"', markup)) for markup in (first, other)]
+    assert ids[0] and ids[1] and not ids[0] & ids[1]
+    for markup, own in zip((first, other), ids, strict=True):
+        assert set(re.findall(r'(?:href="|url\()#([^")]+)', markup)) == own
+
+
+def test_maps_are_embedded_cell_by_cell_with_a_transparent_end(outputs):
+    plot.use_style()
+    fig, axes = plt.subplots()
+    image = axes.imshow(np.eye(5), cmap=plot.fade("bn"))
+    fig.colorbar(image)
+    plot.show(fig, "The map is the identity.")
+    markup = outputs[0][0]
+    assert markup.count("data:image/png;base64,") == 2  # the map, and the bar as one image
+    assert "image-rendering:pixelated" in markup.replace(" ", "")
+    assert len(markup) < 20_000
+    ends = matplotlib.colormaps[plot.fade("bn")]([0.0, 1.0])
+    assert ends[0][3] == 0 and matplotlib.colors.to_hex(ends[1]) == plot.COLORS["bn"]
+
+
+def test_logarithmic_axes_have_plain_letters(outputs):
+    plot.use_style()
+    fig, axes = plt.subplots()
+    axes.loglog([1e-3, 1e3], [1, 100])
+    plot.show(fig, "Both axes are logarithmic.")
+    texts = ["".join(t.itertext()) for t in ET.fromstring(outputs[0][0]).iter("text")]
+    assert {"10⁻³", "1", "10", "10²"} <= set(texts)
+
+
+@pytest.mark.parametrize("alt", ["", "  ", "A curve", "Curve.", "no end"])
+def test_alt_must_be_a_sentence(alt, outputs):
+    with pytest.raises(ValueError, match="alt must be a sentence"):
+        plot.show(curve(), alt)
+    with pytest.raises(ValueError, match="alt must be a sentence"):
+        decay(alt=alt)
+    assert not outputs
+
+
+def test_wrong_types_are_named():
+    with pytest.raises(TypeError, match="fig must be a Matplotlib figure, got list"):
+        plot.show([], ALT)
+    with pytest.raises(TypeError, match="alt must be a string, got NoneType"):
+        plot.show(curve(), None)
+
+
+def test_output_in_a_notebook_is_html_with_alt_as_text(monkeypatch):
+    formatters = pytest.importorskip("IPython.core.formatters")
+    displayed = []
+    monkeypatch.setattr("IPython.display.display", displayed.append)
+    plot.show(curve(), ALT)
+    data, _ = formatters.DisplayFormatter().format(displayed[0])
+    assert data.keys() == {"text/html", "text/plain"}
+    assert data["text/plain"] == ALT
+    assert data["text/html"].startswith('<div class="da-figure"><svg')
+
+
+# Sliders
+
+
+def test_slider_is_one_element_with_a_native_labelled_control(outputs):
+    decay(start=2)
+    markup, text = outputs[0]
+    assert text == ALT and markup.startswith("<div") and markup.endswith("</div>")
+    assert f'role="img" aria-label="{ALT}"' in markup
+    label = re.search(r"<label .*?</label>", markup).group()
+    assert "<span>β</span>" in label and 'type="range" min="0" max="4" value="2"' in label
+    assert 'aria-valuetext="1"' in label
+    assert '<output aria-live="polite">β = 1</output>' in markup
+    assert "http" not in markup and "@import" not in markup
+    assert len(markup) < 10_000
+
+
+def test_first_frame_is_drawn_by_python_and_equals_the_data(outputs):
+    decay(start=3)
+    markup = outputs[0][0]
+    lines, names, (mark,) = frames_of(markup)
+    assert lines == [f"β = {v}" for v in names] == ["β = 0", "β = 0.5", "β = 1", "β = 1.5", "β = 2"]
+    assert len(mark["x"]) == 1 and len(mark["y"]) == 5  # what does not move is sent once
+    points = " ".join(f"{x},{y}" for x, y in zip(mark["x"][0], mark["y"][3], strict=True))
+    assert f'points="{points}"' in markup
+
+
+def test_marks_lie_where_the_axes_say(outputs):
+    """Points at tick positions must have the coordinates of the tick marks."""
+    points = Points([0, 1], [[0, 1], [0, 2]])
+    panel = Panel([points], xlim=(0, 2), ylim=(0, 2), xticks={0: "", 1: ""}, yticks={1: "", 2: ""})
+    plot.slider("k", [0, 1], [panel], alt=ALT)
+    svg = ET.fromstring(re.search(r"<svg viewBox.*</svg>", outputs[0][0]).group())
+    ticks = [(float(use.get("x")), float(use.get("y"))) for use in svg.iter("use")]
+    (x0, bottom), (x1, _), (left, y1), (_, y2) = ticks
+    (mark,) = frames_of(outputs[0][0])[2]
+    np.testing.assert_allclose(mark["cx"], [[x0, x1]], atol=0.1)
+    np.testing.assert_allclose(mark["cy"], [[bottom, y1], [bottom, y2]], atol=0.1)
+    assert x0 == left < x1 and y2 < y1 < bottom
+
+
+def test_all_marks_move_and_still_ones_cost_nothing(outputs):
+    x = np.arange(4.0)
+    steps = np.arange(3.0)[:, None] + x
+    panels = [
+        Panel([Line(x, steps), Line(x, x, color="currentColor", dashed=True), Bars(x, steps)]),
+        Panel([Points(steps, x, color="#123456"), Points(x, steps)], title="dots"),
+        Panel([Heat(np.stack([np.eye(3) * k for k in range(3)]), label="A"), Points([1], [1])]),
+    ]
+    plot.slider("k", ["a", "b", "c"], panels, alt=ALT, readout=["x", "y", "z"])
+    texts, names, marks = frames_of(outputs[0][0])
+    assert (texts, names) == (["x", "y", "z"], ["a", "b", "c"])
+    keys = [["x", "y"], ["y2"], ["cx", "cy"], ["cx", "cy"], ["href"]]
+    assert [list(mark) for mark in marks] == keys
+    assert outputs[0][0].count('<g data-m="">') == 5
+    assert len({href for (href,) in marks[4]["href"]}) == 3
+
+
+def test_heat_fades_from_transparent_to_the_full_color(outputs):
+    import base64
+    import io
+
+    from PIL import Image
+
+    maps = np.array([[[0.0, 1.0], [2.0, 4.0]], [[4.0, 4.0], [0.0, 0.0]]])
+    plot.slider("k", [1, 2], [Panel([Heat(maps, color="sh")])], alt=ALT)
+    first = frames_of(outputs[0][0])[2][0]["href"][0][0].partition(",")[2]
+    image = np.array(Image.open(io.BytesIO(base64.b64decode(first))))
+    np.testing.assert_array_equal(image[..., 3], [[0, 64], [128, 255]])
+    assert matplotlib.colors.to_hex(image[1, 1, :3] / 255) == plot.COLORS["sh"]
+
+
+def test_no_text_can_end_the_script_or_open_an_element(outputs):
+    evil = '</script><b title="x">&'
+    panel = Panel([Line([0, 1], [[0, 1], [1, 0]], label=evil)], title=evil, xlabel=evil)
+    plot.slider(evil, [0, 1], [panel], alt=f"{evil} ends here.", readout=[evil, evil])
+    markup = outputs[0][0]
+    assert "<b" not in markup and markup.count("</script>") == 1
+    assert frames_of(markup)[0] == [evil, evil]
+
+
+BAD = [
+    ({"values": [1]}, "at least 2, got 1 and 1"),
+    ({"readout": ["one"]}, "got 5 and 1"),
+    ({"start": 5}, "start must be a step from 0 to 4, got 5"),
+    ({"panels": []}, "panels must hold 1, 2 or 3 panels, got 0"),
+    ({"panels": [Panel([Line([0, 1], [[0, 1]] * 4)])]}, r"panels\[0\].marks\[0\].y must have 1 ax"),
+    ({"panels": [Panel([Line([0, 1], [0, 1, 2])])]}, "same length, got 2 and 3"),
+    ({"panels": [Panel([Line([0, 1], [0, np.nan])])]}, r"marks\[0\].y must be finite, got nan"),
+    ({"panels": [Panel([Line([0, np.inf], [0, 1])])]}, r"marks\[0\].x must be finite, got inf"),
+    ({"panels": [Panel([Line([], [])])]}, r"marks\[0\].x must have 1 axes"),
+    ({"panels": [Panel([Line([0, 1], [0, 1], color="blurple")])]}, "got 'blurple'"),
+    ({"panels": [Panel([Bars([[0, 1]] * 5, [0, 1])])]}, r"x must have shape \(n,\)"),
+    ({"panels": [Panel([Heat([1.0, 2.0])])]}, r"marks\[0\].values must have 2 axes"),
+    ({"panels": [Panel([Heat(np.eye(2), limits=(1, 1))])]}, "limits must be two different"),
+    ({"panels": [Panel([Heat(np.eye(2), extent=(0, 0, 1, 2))])]}, "extent must be two different"),
+    ({"panels": [Panel([Line([0, 1], [0, 1])], ylim=(0, np.nan))]}, "ylim must be two different"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_sliders_are_refused_with_the_place(changes, message, outputs):
+    with pytest.raises(ValueError, match=message):
+        decay(**changes)
+    assert not outputs
+
+
+def test_other_classes_are_refused():
+    with pytest.raises(TypeError, match=r"panels\[0\] must be a Panel"):
+        decay(panels=["panel"])
+    with pytest.raises(TypeError, match=r"panels\[0\].marks\[0\] must be a Line"):
+        decay(panels=[Panel(["line"])])
+
+
+# In a browser
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Figures</title>
+<meta name="viewport" content="width=device-width">
+<script>window.before = Object.keys(window).length</script>
+<body style="background:{};color:{};font:16px sans-serif;max-width:40rem;margin:1rem">{}"""
+
+
+def test_sliders_and_figures_in_a_browser(outputs, tmp_path):
+    browser_path = shutil.which("chromium")
+    if browser_path is None:
+        pytest.skip("NO CHROMIUM FOUND: sliders are NOT tested in a browser on this machine")
+    from playwright.sync_api import sync_playwright
+
+    decay(readout=[f"step {k}" for k in range(5)], start=1)
+    maps = np.stack([np.eye(4) * (k + 1) for k in range(3)])
+    panels = [Panel([Heat(maps)], xlabel="key"), Panel([Bars(np.arange(4), maps[:, 0])])]
+    plot.slider("scale", ["one", "two", "three"], panels, alt=ALT)
+    plot.show(curve(), ALT)
+    body = "".join(markup for markup, _ in outputs)
+    (tmp_path / "light.html").write_text(PAGE.format("#fff", "rgb(1, 2, 3)", body), "utf-8")
+    (tmp_path / "dark.html").write_text(PAGE.format("#121212", "rgb(222, 221, 220)", body), "utf-8")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path, args=flags)
+        try:
+            for theme in ("light", "dark"):
+                for width in (390, 1000):
+                    page = browser.new_page(viewport={"width": width, "height": 900})
+                    check_page(page, (tmp_path / f"{theme}.html").as_uri(), theme, width)
+            still = browser.new_context(java_script_enabled=False).new_page()
+            still.goto((tmp_path / "light.html").as_uri())
+            assert not still.locator("input").first.is_visible()
+            assert still.locator("polyline").first.is_visible()
+            assert still.locator("output").first.inner_text() == "step 1"
+        finally:
+            browser.close()
+
+
+def check_page(page, address, theme, width):
+    """Check requests, console, theme, layout, text size and the keyboard on one page."""
+    problems = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda r: r.url.startswith("http") and problems.append(r.url))
+    page.goto(address)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("Object.keys(window).length === window.before + 1")  # `before` itself
+
+    ink = "rgb(1, 2, 3)" if theme == "light" else "rgb(222, 221, 220)"
+    inks = "[...document.querySelectorAll('svg text')].map(node => getComputedStyle(node).fill)"
+    assert set(page.evaluate(inks)) == {ink}
+    sizes = """[...document.querySelectorAll('.da-panels svg text')].map(node => {
+        const m = node.getScreenCTM();
+        return parseFloat(getComputedStyle(node).fontSize) * Math.hypot(m.a, m.b)})"""
+    assert min(page.evaluate(sizes)) >= 11
+    beside = page.locator("[data-da] >> nth=1 >> .da-panels > div").all()
+    tops = [panel.bounding_box()["y"] for panel in beside]
+    assert (tops[0] == tops[1]) == (width > 600)
+
+    first, second = page.locator("input").all()
+    assert first.bounding_box()["height"] >= 24
+    assert page.get_by_role("slider", name="β", exact=True).count() == 1
+    line, still = page.locator("polyline").first, page.locator("line").first
+    output = page.locator("output").first
+    before = (line.get_attribute("points"), still.get_attribute("y2"))
+    first.focus()
+    page.keyboard.press("ArrowRight")
+    assert output.inner_text() == "step 2" and first.get_attribute("aria-valuetext") == "1"
+    assert line.get_attribute("points") != before[0] and still.get_attribute("y2") == before[1]
+    page.keyboard.press("ArrowLeft")
+    assert line.get_attribute("points") == before[0]
+    page.keyboard.press("End")
+    assert output.inner_text() == "step 4"
+    page.keyboard.press("Home")
+    assert output.inner_text() == "step 0"
+    page.keyboard.press("Tab")
+    assert second.evaluate("node => node === document.activeElement")
+    href = page.locator(".da-panels image").get_attribute("href")
+    page.keyboard.press("End")
+    assert second.get_attribute("aria-valuetext") == "three"
+    assert page.locator(".da-panels image").get_attribute("href") != href
+    assert still.get_attribute("y2") != before[1]
+    assert problems == []

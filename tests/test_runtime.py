@@ -1,0 +1,199 @@
+"""Seeds, device, profile, progress bars, safe files."""
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from derived_attention import runtime
+
+
+def test_start_prints_one_line_and_seeds(monkeypatch, capsys):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
+    draws = []
+    for seed in (3, 3, 4):
+        run = runtime.start(seed=seed)
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))  # noqa: NPY002
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(run.device.type)
+    assert "profile quick · torch " in lines[0] and "thread" in lines[0] and "+" not in lines[0]
+    assert run.seed == 4
+
+
+def test_profile_follows_the_environment_and_the_device(monkeypatch):
+    for name, value in (("quick", 1), ("full", 2)):
+        monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", name)
+        assert runtime.start().pick(quick=1, full=2) == value
+    monkeypatch.delenv("DERIVED_ATTENTION_PROFILE")
+    for has_cuda, name in ((False, "quick"), (True, "full")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert runtime.profile() == name
+
+
+def test_wrong_environment_and_seed_are_named(monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "fast")
+    with pytest.raises(ValueError, match="DERIVED_ATTENTION_PROFILE is 'fast'"):
+        runtime.start()
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "yes")
+    with pytest.raises(ValueError, match="DERIVED_ATTENTION_PROGRESS is 'yes'"):
+        runtime.progress_wanted()
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match="seed is"):
+            runtime.seed_everything(seed)
+    for seed in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="seed is"):
+            runtime.seed_everything(seed)
+
+
+def drain(progress):
+    with progress as steps:
+        return list(steps)
+
+
+def test_progress_is_silent_unless_somebody_can_see_it(monkeypatch, capfd):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
+    assert not runtime.progress_wanted()  # pytest captures standard error
+    assert drain(runtime.progress(range(3), "steps")) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Terminal())
+        assert runtime.progress_wanted()
+        patch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
+        assert not runtime.progress_wanted()
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
+    assert drain(runtime.progress(range(3), "steps", show=False)) == [0, 1, 2]
+    assert capfd.readouterr().err == ""
+    assert drain(runtime.progress(range(3), "steps")) == [0, 1, 2]
+    shown = capfd.readouterr().err
+    assert "steps" in shown and "3" in shown
+    assert shown.endswith("\r") and not shown.rsplit("\r", 2)[1].strip()  # wiped at the end
+
+
+def test_bar_is_wiped_after_an_error_and_never_doubled(monkeypatch, capfd):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
+    for _ in range(2):
+        with pytest.raises(KeyError), runtime.progress(range(3), "outer") as steps:
+            for _ in steps:
+                assert drain(runtime.progress(range(2), "inner")) == [0, 1]
+                raise KeyError
+        shown = capfd.readouterr().err
+        assert "outer" in shown and "inner" not in shown and "\n" not in shown
+        assert shown.endswith("\r") and not shown.rsplit("\r", 2)[1].strip()
+
+
+def test_progress_is_wanted_in_a_notebook(monkeypatch):
+    IPython = pytest.importorskip("IPython")
+    monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
+    kernel = type("Shell", (), {"kernel": object()})()
+    monkeypatch.setattr(IPython, "get_ipython", lambda: kernel)
+    assert runtime.progress_wanted()
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("DERIVED_ATTENTION_RUNS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert runtime.cache_dir("runs") == tmp_path / "derived-attention" / "runs"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert runtime.cache_dir("runs").is_absolute()
+    assert runtime.cache_dir("runs").is_relative_to(Path.home())
+    monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / "mine"))
+    assert runtime.cache_dir("runs") == tmp_path / "mine"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_creates_the_folder_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a" / "b"
+    runtime.write_atomically(path, b"one")
+    runtime.write_atomically(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, failing):
+    path = tmp_path / "file"
+    runtime.write_atomically(path, b"old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        runtime.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reader_never_sees_half_a_file(tmp_path):
+    """A process rewrites a file and is killed; whatever is there is one of its versions, whole."""
+    path = tmp_path / "file"
+    code = (
+        "import sys, itertools; from pathlib import Path\n"
+        "from derived_attention.runtime import write_atomically\n"
+        "for i in itertools.cycle(range(250)):\n"
+        "    write_atomically(Path(sys.argv[1]), bytes([i]) * 300_000)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    try:
+        seen = set()
+        while len(seen) < 5:
+            assert writer.poll() is None
+            if path.exists():
+                data = path.read_bytes()
+                assert len(data) == 300_000 and len(set(data)) == 1
+                seen.add(data[0])
+    finally:
+        writer.kill()
+        writer.wait()
+    data = path.read_bytes()
+    assert len(data) == 300_000 and len(set(data)) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: object
+    right: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    left: object
+    right: object
+
+
+def test_digest_tells_values_apart():
+    zero = torch.zeros(2, 3)
+    values = [
+        *(zero, zero.T, zero.double(), zero[:, :2], torch.ones(2, 3), torch.zeros(())),
+        *(torch.zeros(0), torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bfloat16)),
+        *(np.zeros(2), np.zeros(2, dtype=np.float32), np.array(["a", "b"]), np.float32(1)),
+        *(None, True, 1, 1.0, "1", b"1", float("nan"), 1j, (), [[]], {}, {"a": 1}, {"a": 2}),
+        *(["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], torch.device("cpu"), torch.float32),
+        *(Pair(1, 2), Other(1, 2), Pair(2, 1), Pair(zero, 2)),
+    ]
+    digests = [runtime.digest(value) for value in values]
+    assert len(set(digests)) == len(values)
+    assert runtime.digest(1, 2) != runtime.digest(12)
+
+
+def test_digest_depends_on_content_only():
+    x = torch.arange(6.0).view(2, 3)
+    assert runtime.digest(x) == runtime.digest(x.T.contiguous().T)
+    assert runtime.digest({"x": x}) == runtime.digest({"x": x.clone().requires_grad_()})
+    with pytest.raises(TypeError, match="digest of object"):
+        runtime.digest([object()])
+    with pytest.raises(TypeError, match="digest of ndarray"):
+        runtime.digest(np.array([object()]))
