@@ -21,6 +21,8 @@ from sphinx.util.math import get_node_equation_number
 logger = logging.getLogger(__name__)
 NUMBERED = re.compile(r"\\(begin|end)\{(align|gather|equation|alignat|multline)\}")
 OPTIONS = {"throwOnError": True, "strict": "ignore"}
+# The end of an inline formula, and what follows it without a space, such as a full stop.
+END = re.compile(r"((?:</span>){4})<!--math-->([^\s<&]{1,4}(?![^\s<&]))?")
 
 
 @lru_cache(maxsize=1)
@@ -54,14 +56,13 @@ def _render(translator, node, display: bool) -> str:
 def visit_math(translator, node):
     """Write an inline formula."""
     start = translator.starttag(node, "span", "", CLASS="math notranslate nohighlight")
-    translator.body.append(f"{start}{_render(translator, node, False)}</span>")
+    translator.body.append(f"{start}{_render(translator, node, False)}</span><!--math-->")
     raise nodes.SkipNode
 
 
 def visit_math_block(translator, node):
     """Write a displayed formula, numbered when it has a label."""
-    attributes = {"CLASS": "math notranslate nohighlight", "tabindex": "0"}
-    translator.body.append(translator.starttag(node, "div", **attributes))
+    translator.body.append(translator.starttag(node, "div", CLASS="math notranslate nohighlight"))
     if node.get("number"):
         number = get_node_equation_number(translator, node)
         translator.body.append(f'<span class="eqno">({number})')
@@ -71,7 +72,13 @@ def visit_math_block(translator, node):
     raise nodes.SkipNode
 
 
-def _add_css(app, pagename, templatename, context, doctree):
+def _join(end: re.Match) -> str:
+    return f'<span class="da-end">{end[2]}</span>{end[1]}' if end[2] else end[1]
+
+
+def _finish_page(app, pagename, templatename, context, doctree):
+    # Browsers break lines after a formula, even before a full stop: move it into the formula.
+    context["body"] = END.sub(_join, context.get("body", ""))
     if doctree is not None and any(
         isinstance(node, (nodes.math, nodes.math_block)) for node in doctree.findall()
     ):
@@ -92,6 +99,6 @@ def setup(app):
     default = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
     app.add_config_value("katex_path", str(default), "html")
     app.add_html_math_renderer("katex_prerender", (visit_math, None), (visit_math_block, None))
-    app.connect("html-page-context", _add_css)
+    app.connect("html-page-context", _finish_page)
     app.connect("build-finished", _copy_assets)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
