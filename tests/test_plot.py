@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from derived_attention import plot
-from derived_attention.plot import Bars, Heat, Line, Panel, Points
+from derived_attention import plot, sliders
+from derived_attention.sliders import Bars, Heat, Line, Panel, Points
 
 ALT = "The curve falls faster as β grows."
 DARK = ("#121212", "#14181e", "#1e1e1e")  # the book, its theme's default, Jupyter and VS Code
@@ -29,7 +29,8 @@ def clean_matplotlib():
 def outputs(monkeypatch):
     """What is displayed, as (HTML, text)."""
     seen = []
-    monkeypatch.setattr(plot, "_display", lambda markup, alt: seen.append((markup, alt)))
+    for module in (plot, sliders):
+        monkeypatch.setattr(module, "display_markup", lambda *shown: seen.append(shown))
     return seen
 
 
@@ -46,7 +47,7 @@ def curve(title="β decides"):
 def decay(**changes):
     x, beta = np.linspace(0, 4, 30), np.linspace(0, 2, 5)
     panel = Panel([Line(x, np.exp(-np.outer(beta, x)), color="bn", label="exp(−βx)")], xlabel="x")
-    plot.slider(**{"label": "β", "values": beta, "panels": [panel], "alt": ALT, **changes})
+    sliders.slider(**{"label": "β", "values": beta, "panels": [panel], "alt": ALT, **changes})
 
 
 def frames_of(markup):
@@ -250,7 +251,7 @@ def test_marks_lie_where_the_axes_say(outputs):
     """Points at tick positions must have the coordinates of the tick marks."""
     points = Points([0, 1], [[0, 1], [0, 2]])
     panel = Panel([points], xlim=(0, 2), ylim=(0, 2), xticks={0: "", 1: ""}, yticks={1: "", 2: ""})
-    plot.slider("k", [0, 1], [panel], alt=ALT)
+    sliders.slider("k", [0, 1], [panel], alt=ALT)
     svg = ET.fromstring(re.search(r"<svg viewBox.*</svg>", outputs[0][0]).group())
     ticks = [(float(use.get("x")), float(use.get("y"))) for use in svg.iter("use")]
     (x0, bottom), (x1, _), (left, y1), (_, y2) = ticks
@@ -268,7 +269,7 @@ def test_all_marks_move_and_still_ones_cost_nothing(outputs):
         Panel([Points(steps, x, color="#123456"), Points(x, steps)], title="dots"),
         Panel([Heat(np.stack([np.eye(3) * k for k in range(3)]), label="A"), Points([1], [1])]),
     ]
-    plot.slider("k", ["a", "b", "c"], panels, alt=ALT, readout=["x", "y", "z"])
+    sliders.slider("k", ["a", "b", "c"], panels, alt=ALT, readout=["x", "y", "z"])
     texts, names, marks = frames_of(outputs[0][0])
     assert (texts, names) == (["x", "y", "z"], ["a", "b", "c"])
     keys = [["x", "y"], ["y2"], ["cx", "cy"], ["cx", "cy"], ["href"]]
@@ -284,7 +285,7 @@ def test_heat_fades_from_transparent_to_the_full_color(outputs):
     from PIL import Image
 
     maps = np.array([[[0.0, 1.0], [2.0, 4.0]], [[4.0, 4.0], [0.0, 0.0]]])
-    plot.slider("k", [1, 2], [Panel([Heat(maps, color="sh")])], alt=ALT)
+    sliders.slider("k", [1, 2], [Panel([Heat(maps, color="sh")])], alt=ALT)
     first = frames_of(outputs[0][0])[2][0]["href"][0][0].partition(",")[2]
     image = np.array(Image.open(io.BytesIO(base64.b64decode(first))))
     np.testing.assert_array_equal(image[..., 3], [[0, 64], [128, 255]])
@@ -294,7 +295,7 @@ def test_heat_fades_from_transparent_to_the_full_color(outputs):
 def test_no_text_can_end_the_script_or_open_an_element(outputs):
     evil = '</script><b title="x">&'
     panel = Panel([Line([0, 1], [[0, 1], [1, 0]], label=evil)], title=evil, xlabel=evil)
-    plot.slider(evil, [0, 1], [panel], alt=f"{evil} ends here.", readout=[evil, evil])
+    sliders.slider(evil, [0, 1], [panel], alt=f"{evil} ends here.", readout=[evil, evil])
     markup = outputs[0][0]
     assert "<b" not in markup and markup.count("</script>") == 1
     assert frames_of(markup)[0] == [evil, evil]
@@ -350,7 +351,7 @@ def test_sliders_and_figures_in_a_browser(outputs, tmp_path):
     decay(readout=[f"step {k}" for k in range(5)], start=1)
     maps = np.stack([np.eye(4) * (k + 1) for k in range(3)])
     panels = [Panel([Heat(maps)], xlabel="key"), Panel([Bars(np.arange(4), maps[:, 0])])]
-    plot.slider("scale", ["one", "two", "three"], panels, alt=ALT)
+    sliders.slider("scale", ["one", "two", "three"], panels, alt=ALT)
     plot.show(curve(), ALT)
     body = "".join(markup for markup, _ in outputs)
     (tmp_path / "light.html").write_text(PAGE.format("#fff", "rgb(1, 2, 3)", body), "utf-8")

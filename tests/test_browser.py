@@ -1,0 +1,543 @@
+"""The built pages in a real browser, as a reader meets them: on a laptop, on a phone, in the dark.
+
+Every check is a function from a loaded page to a list of problems. `test_defects_are_found` breaks
+a page on purpose and expects each of them to notice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import contextmanager
+from functools import cache, partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+import pytest
+import yaml
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+HTML = ROOT / "_build" / "html"
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update""".split()
+
+
+def toc_pages() -> list[str]:
+    """Return all pages of the table of contents, such as ``book/01_attention``."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
+    parts = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+    return [toc["root"], *parts]
+
+
+PAGES = toc_pages()
+SOLUTION = 'class="solution dropdown'
+every_page = pytest.mark.parametrize("name", PAGES)
+
+
+# --- the book, served and opened -----------------------------------------------------------------
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture(scope="session")
+def built():
+    """Return the folder of the built book."""
+    if not (HTML / "index.html").is_file():
+        pytest.fail(f"there is no book in {HTML.relative_to(ROOT)}: run `make book` first")
+    return HTML
+
+
+@pytest.fixture(scope="session")
+def origins(built):
+    """Serve the book; return its address on the web and its address on the disk."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=built)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"http": f"http://127.0.0.1:{server.server_port}/", "file": built.as_uri() + "/"}
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def web(origins):
+    return origins["http"]
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Start the browser once per worker."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("NO BROWSER: install chromium, or else NOTHING of what readers see is tested")
+    with sync_playwright() as playwright:
+        instance = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield instance
+        instance.close()
+
+
+@pytest.fixture
+def page(browser):
+    """Return an empty page without history, on a laptop in light mode."""
+    size = {"width": 1280, "height": 900}
+    # Reduced motion: else checks would look into the middle of the theme's animations.
+    with browser.new_context(viewport=size, reduced_motion="reduce") as context:
+        context.set_default_timeout(15_000)
+        page = context.new_page()
+        page.emulate_media(color_scheme="light")
+        yield page
+
+
+def report(problems: list[str]) -> None:
+    assert not problems, f"{len(problems)} problems:\n" + "\n".join(dict.fromkeys(problems))
+
+
+@contextmanager
+def watched(page, origin: str):
+    """Collect what goes wrong while a page loads and works."""
+    problems: list[str] = []
+
+    def requested(request):
+        if not request.url.startswith((origin, "data:", "blob:")):
+            problems.append(f"external request: {request.url}")
+
+    def answered(response):
+        if response.status >= 400:
+            problems.append(f"status {response.status}: {response.url}")
+
+    def said(message):
+        if message.type in ("error", "warning"):
+            problems.append(f"console {message.type}: {message.text}")
+
+    page.on("request", requested)
+    page.on("response", answered)
+    page.on("requestfailed", lambda request: problems.append(f"failed request: {request.url}"))
+    page.on("console", said)
+    page.on("pageerror", lambda error: problems.append(f"script error: {error}"))
+    yield problems
+
+
+def settle(page) -> None:
+    """Wait for what comes after loading: fonts and the deferred scripts of the theme."""
+    page.evaluate("document.fonts.ready.then(() => true)")
+    page.wait_for_function("['light', 'dark'].includes(document.documentElement.dataset.theme)")
+
+
+def visit(page, url: str) -> None:
+    page.goto(url)
+    settle(page)
+
+
+def unfold(page) -> None:
+    """Open everything that is folded, so that checks see it."""
+    page.evaluate("""() => {
+        document.querySelectorAll("details").forEach(d => { d.open = true });
+        document.querySelectorAll(".toggle-button-hidden").forEach(b => b.click());
+    }""")
+
+
+@cache
+def source(name: str) -> str:
+    return (HTML / f"{name}.html").read_text("utf8")
+
+
+def first_with(markup: str) -> str:
+    """Return the first page that has some markup; the book must have one."""
+    return next(name for name in PAGES if markup in source(name))
+
+
+# --- checks: each returns a list of problems -----------------------------------------------------
+
+
+def unrendered(page) -> list[str]:
+    """Find formulas that are not typeset, and markup that reached the reader raw."""
+    return page.evaluate(r"""() => {
+        const problems = [], raw = /\$|\\[([]|\{[\w:]+\}`|:::|\|\s*:?[-—]+:?\s*\|/;
+        for (const node of document.querySelectorAll(".math-error"))
+            problems.push("broken formula: " + node.textContent);
+        for (const node of document.querySelectorAll(".math"))
+            if (!node.querySelector(".katex-html")) problems.push("no formula: " + node.outerHTML);
+        const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+        while (walk.nextNode()) {
+            const text = walk.currentNode;
+            if (raw.test(text.data)
+                && !text.parentElement.closest("pre, code, script, style, noscript, .katex"))
+                problems.push("raw markup: " + text.data.trim().slice(0, 120));
+        }
+        if (raw.test(document.title)) problems.push("raw markup in the title: " + document.title);
+        const fonts = [...document.fonts].filter(font => font.family.includes("KaTeX"));
+        const loaded = fonts.filter(font => font.status === "loaded");
+        if (document.querySelector(".katex") && !loaded.length)
+            problems.push("formulas without their fonts");
+        for (const font of fonts)
+            if (font.status === "error") problems.push("font missing: " + font.family);
+        return problems;
+    }""")
+
+
+def nameless_figures(page) -> list[str]:
+    """Find drawings and images that a screen reader cannot describe."""
+    return page.evaluate("""() => {
+        const problems = [], cut = node => node.outerHTML.slice(0, 160);
+        for (const svg of document.querySelectorAll(".bd-article svg"))
+            if (!svg.closest("[role=img], [aria-hidden=true], button"))
+                problems.push("svg without role=img: " + cut(svg));
+        for (const node of document.querySelectorAll(".bd-article [role=img]"))
+            if (!node.closest("[aria-hidden=true]") && !node.getAttribute("aria-label")?.trim())
+                problems.push("role=img without aria-label: " + cut(node));
+        for (const image of document.querySelectorAll("img"))
+            if (!image.alt.trim()) problems.push("img without alt: " + cut(image));
+        for (const figure of document.querySelectorAll(".bd-article figure"))
+            if (!figure.querySelector("figcaption")?.textContent.trim())
+                problems.push("figure without caption: #" + figure.id);
+        return problems;
+    }""")
+
+
+def overflowing(page) -> list[str]:
+    """Find what sticks out of the screen sideways and cannot be scrolled to within its own box."""
+    return page.evaluate("""() => {
+        const root = document.documentElement, width = root.clientWidth, problems = [];
+        const scrolls = node => node && node !== document.body && node !== root
+            && (["auto", "scroll"].includes(getComputedStyle(node).overflowX)
+                || scrolls(node.parentElement));
+        const parts = ".bd-main :not(.katex *, svg *, .tooltip), .bd-main .katex-base";
+        for (const node of document.querySelectorAll(parts)) {
+            const box = node.getBoundingClientRect();
+            if (!box.width || !box.height || (box.right <= width + 1 && box.left >= -1)) continue;
+            if (scrolls(node)) continue;
+            problems.push(`sticks out to ${Math.round(box.left)}…${Math.round(box.right)} of `
+                + `${width} px: ${node.tagName.toLowerCase()}.${node.getAttribute("class")} `
+                + node.textContent.trim().slice(0, 60));
+        }
+        if (root.scrollWidth > width)
+            problems.push(`the page is ${root.scrollWidth} px wide on a screen of ${width} px`);
+        return problems;
+    }""")
+
+
+def unreachable(page) -> list[str]:
+    """Find boxes that scroll sideways, but not by the keyboard."""
+    return page.evaluate("""async () => {
+        await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+        const problems = [];
+        for (const node of document.querySelectorAll(".bd-article :not(.katex *, svg *)"))
+            if (node.scrollWidth > node.clientWidth && node.clientWidth
+                && ["auto", "scroll"].includes(getComputedStyle(node).overflowX)
+                && node.tabIndex < 0 && !node.querySelector("a, button, input, [tabindex='0']"))
+                problems.push("the keyboard cannot scroll " + node.outerHTML.slice(0, 100));
+        return problems;
+    }""")
+
+
+def barriers(page, only: list[str] | None = None) -> list[str]:
+    """Let axe look for serious and critical barriers; `only` names the rules to run.
+
+    Formulas stand as their TeX and drawings as their names: what they are made of is hidden from
+    screen readers anyway, and is most of a page. Of code, ten cells show all its colours.
+    """
+    page.evaluate("""() => {
+        for (const node of document.querySelectorAll(".katex"))
+            node.textContent = node.querySelector("annotation").textContent;
+        for (const node of document.querySelectorAll("[role=img]")) node.textContent = "";
+        for (const node of [...document.querySelectorAll("pre")].slice(10))
+            node.textContent = node.textContent;
+    }""")
+    page.evaluate(AXE.read_text("utf8"))
+    options = {"resultTypes": ["violations"]}
+    options["rules"] = {"scrollable-region-focusable": {"enabled": False}}  # see `unreachable`
+    if only:
+        options["runOnly"] = only
+    result = page.evaluate("options => axe.run(document, options)", options)
+    return [
+        f"axe, {violation['impact']}: {violation['id']}: {node['target']} {node['html'][:160]}"
+        f" {node['failureSummary']}"
+        for violation in result["violations"]
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
+    ]
+
+
+class Links(HTMLParser):
+    """The anchors that a page offers, and the addresses that it refers to."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.resources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids += [found[key] for key in ("id", "name") if found.get(key) and tag != "meta"]
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if tag == "link" and found.get("href") and found.get("rel") != "canonical":
+            self.resources.append(found["href"])
+        if tag in ("script", "img", "iframe", "source", "video", "audio") and found.get("src"):
+            self.resources.append(found["src"])
+
+
+def dead_links(pages: dict[str, Links], name: str) -> list[str]:
+    """Find links of one page that lead to no file, to no anchor, or to an ambiguous one."""
+    problems = []
+    for address in [*pages[name].links, *pages[name].resources]:
+        if urlsplit(address).scheme or address.startswith("//"):
+            continue
+        path, anchor = urldefrag(urljoin(f"/{name}", address))
+        path, anchor = unquote(urlsplit(path).path).lstrip("/"), unquote(anchor)
+        if not (HTML / path).is_file():
+            problems.append(f"{name}: no such file: {address}")
+        elif anchor and path in pages and (times := pages[path].ids.count(anchor)) != 1:
+            problems.append(f"{name}: {times} anchors for {address}")
+    return problems
+
+
+def foreign_resources(pages: dict[str, Links], name: str) -> list[str]:
+    """Find scripts, styles and images from elsewhere, also those that no reader has met yet."""
+    return [
+        f"{name}: loads {address}"
+        for address in pages[name].resources
+        if address.startswith("//") or urlsplit(address).scheme not in ("", "data")
+    ]
+
+
+# --- every page ----------------------------------------------------------------------------------
+
+
+@every_page
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_page_loads_and_is_whole(page, origins, scheme, name):
+    with watched(page, origins[scheme]) as problems:
+        visit(page, f"{origins[scheme]}{name}.html")
+        unfold(page)
+        problems += unrendered(page) + nameless_figures(page) + unreachable(page)
+    report(problems)
+
+
+@every_page
+def test_page_fits_a_phone(page, web, name):
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit(page, f"{web}{name}.html")
+    problems = [f"folded: {found}" for found in overflowing(page)]
+    unfold(page)
+    for width in (390, 320):
+        for scheme in ("light", "dark"):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            found = overflowing(page) + unreachable(page)
+            problems += [f"{width} px, {scheme}: {problem}" for problem in found]
+    report(problems)
+
+
+@every_page
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_has_no_barrier(page, web, scheme, name):
+    """All rules in light mode; in dark mode, on a phone, those whose answer can differ."""
+    only = None
+    if scheme == "dark":
+        page.emulate_media(color_scheme="dark")
+        page.set_viewport_size({"width": 390, "height": 844})
+        only = ["color-contrast", "link-in-text-block", "target-size"]
+    visit(page, f"{web}{name}.html")
+    assert page.get_attribute("html", "data-theme") == scheme
+    unfold(page)
+    report(barriers(page, only))
+
+
+@every_page
+def test_sliders_obey_the_keyboard(page, web, name):
+    if "da-slider" not in source(name):
+        return
+    with watched(page, web) as problems:
+        visit(page, f"{web}{name}.html")
+        for figure in page.locator(".da-slider").all():
+            problems += [f"{name}: {found}" for found in slider_problems(page, figure)]
+    report(problems)
+
+
+def slider_problems(page, figure) -> list[str]:
+    """Turn a slider by its keys; the drawing, the line of text and the spoken value must follow."""
+    knob, seen = figure.locator("input[type=range]"), {}
+    last = knob.get_attribute("max")
+    knob.focus()
+    for key, position in (("Home", "0"), ("ArrowRight", "1"), ("End", last)):
+        page.keyboard.press(key)
+        drawing = figure.locator("g[data-m]").evaluate_all("nodes => nodes.map(n => n.innerHTML)")
+        spoken = knob.get_attribute("aria-valuetext")
+        seen[key] = (drawing, figure.locator("output").inner_text(), spoken)
+        if knob.input_value() != position:
+            return [f"{key} leads to step {knob.input_value()}, not {position}"]
+    what = ("drawing", "line of text", "spoken value")
+    return [
+        f"the {part} does not change between Home and {key}"
+        for i, part in enumerate(what)
+        for key in ("ArrowRight", "End")
+        if seen[key][i] == seen["Home"][i]
+    ]
+
+
+# --- the whole book ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def parsed(built):
+    paths = [path for path in built.rglob("*.html") if "_static" not in path.parts]
+    return {path.relative_to(built).as_posix(): Links(path.read_text("utf8")) for path in paths}
+
+
+def test_every_link_leads_somewhere(parsed):
+    assert {f"{name}.html" for name in PAGES} <= set(parsed)
+    report([found for name in parsed for found in dead_links(parsed, name)])
+
+
+def test_ledger_links_to_its_claims(parsed):
+    claims = [link for link in parsed["book/ledger.html"].links if "#claim-" in link]
+    assert claims, "the ledger links to no claim"
+
+
+def test_nothing_comes_from_elsewhere(parsed):
+    report([found for name in parsed for found in foreign_resources(parsed, name)])
+
+
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_front_door(page, origins, scheme):
+    page.goto(origins[scheme] + "index.html")
+    page.wait_for_url(f"**/{PAGES[0]}.html")
+
+
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_search_finds_a_word(page, origins, scheme):
+    """From any page by Ctrl+K, also without a server."""
+    with watched(page, origins[scheme]) as problems:
+        visit(page, f"{origins[scheme]}{PAGES[0]}.html")
+        page.keyboard.press("Control+k")
+        page.keyboard.type("softmax")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/search.html?q=softmax*")
+        found = page.locator("#search-results li a")
+        found.first.wait_for()
+        targets = {link.get_attribute("href").partition("?")[0] for link in found.all()}
+        assert any(f"{name}.html" in target for target in targets for name in PAGES), targets
+        settle(page)
+    report(problems)
+
+
+def test_theme_switch_is_remembered(page, web):
+    visit(page, f"{web}{PAGES[0]}.html")
+    button = page.locator(".theme-switch-button:visible")
+    for _ in range(3):  # light, dark, system
+        if page.get_attribute("html", "data-theme") == "dark":
+            break
+        button.click()
+    assert page.get_attribute("html", "data-theme") == "dark"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    visit(page, f"{web}{PAGES[1]}.html")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.evaluate("localStorage.clear()")
+    visit(page, f"{web}{PAGES[1]}.html")
+    assert page.get_attribute("html", "data-theme") == "light"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+
+
+def test_solution_opens_by_click_and_by_key(page, web):
+    with watched(page, web) as problems:
+        visit(page, f"{web}{first_with(SOLUTION)}.html")
+        solution = page.locator(".solution").first
+        text, button = solution.locator("section").first, solution.locator(".toggle-button")
+        assert not text.is_visible()
+        solution.locator(".admonition-title").click(position={"x": 60, "y": 10})
+        assert text.is_visible() and button.get_attribute("aria-expanded") == "true"
+        button.click()
+        assert not text.is_visible()
+        for key, visible in (("Enter", True), ("Space", False)):
+            button.press(key)
+            assert text.is_visible() == visible, key
+    report(problems)
+
+
+def test_copy_button_copies_the_cell(page, web):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit(page, f"{web}{first_with('cell_input')}.html")
+    cell = page.locator(".cell_input:visible").first
+    cell.hover()
+    cell.locator("button.copybtn").click()
+    code = cell.locator("pre").inner_text().strip()
+    assert code
+    assert page.evaluate("navigator.clipboard.readText()").strip() == code
+
+
+def test_tab_key_reaches_the_slider(page, web):
+    visit(page, f"{web}{first_with('da-slider')}.html")
+    page.locator(".bd-article").evaluate("node => { node.tabIndex = -1; node.focus() }")
+    focused = "document.activeElement.matches('.da-slider input')"
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        if page.evaluate(focused):
+            return
+    pytest.fail("400 times Tab from the top of the page does not reach the slider")
+
+
+def test_contents_drawer_opens_on_a_phone(page, web):
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit(page, f"{web}{PAGES[0]}.html")
+    link = page.locator(f".bd-sidebar-primary a[href$='{Path(PAGES[1]).name}.html']").first
+    assert not link.is_visible()
+    page.locator(".primary-toggle:visible").click()
+    link.wait_for(state="visible")
+    report(overflowing(page))
+    link.click()
+    page.wait_for_url(f"**/{PAGES[1]}.html")
+
+
+def test_paper_shows_what_the_screen_folds(page, web):
+    """On paper nothing can be opened: solutions and proofs are printed."""
+    visit(page, f"{web}{first_with(SOLUTION)}.html")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    for folded in page.locator(".solution section, details.sd-dropdown .sd-card-body").all():
+        assert folded.is_visible(), folded.inner_html()[:200]
+
+
+# --- the checks themselves -----------------------------------------------------------------------
+
+DEFECTS = {
+    "external request": (None, '<script src="https://example.org/tracker.js"></script>'),
+    "status 404": (None, '<img src="missing.png" alt="Nothing.">'),
+    "console error": (None, "<script>console.error('oops')</script>"),
+    "script error": (None, "<script>undefinedFunction()</script>"),
+    "raw markup": (unrendered, "<p>The price is $x^2$.</p>"),
+    "broken formula": (unrendered, '<code class="math-error">\\frac</code>'),
+    "img without alt": (nameless_figures, '<img src="../_static/favicon.svg">'),
+    "svg without role": (nameless_figures, "<svg></svg>"),
+    "role=img without": (nameless_figures, '<svg role="img" aria-label=" "></svg>'),
+    "sticks out": (overflowing, '<div style="width: 1300px">wide</div>'),
+    "cannot scroll": (unreachable, '<div style="width: 9px; overflow-x: auto">unscrollable</div>'),
+    "color-contrast": (barriers, '<p style="color: #aaa; background: #fff">faint</p>'),
+    "button-name": (barriers, "<button></button>"),
+}
+
+
+@pytest.mark.parametrize("expected", DEFECTS)
+def test_defects_are_found(page, web, expected):
+    check, defect = DEFECTS[expected]
+    broken = source(PAGES[0]).replace("</article>", defect + "</article>")
+    assert defect in broken
+    page.route(f"**/{PAGES[0]}.html", lambda route: route.fulfill(body=broken))
+    with watched(page, web) as problems:
+        visit(page, f"{web}{PAGES[0]}.html")
+        problems += check(page) if check else []
+    assert any(expected in found for found in problems), problems
+
+
+@pytest.mark.parametrize("defect", ["#nowhere", "nowhere.html", "../ledger.html#claim-none-1"])
+def test_dead_links_are_found(parsed, defect):
+    name = f"{PAGES[0]}.html"
+    broken = Links(source(PAGES[0]) + f'<a href="{defect}">there</a>')
+    assert len(dead_links({**parsed, name: broken}, name)) == 1
