@@ -14,10 +14,10 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // What is wider than its place scrolls: let the keyboard reach that, and only that. The theme
   // does so for tables and code, but not for formulas, nor for what is unfolded later.
-  const reach = ({ target }) => {
-    target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1;
-  };
-  const sizes = new ResizeObserver((changes) => changes.forEach(reach));
+  const sizes = new ResizeObserver((changes) => {
+    const boxes = changes.map(({ target }) => [target, target.scrollWidth > target.clientWidth]);
+    for (const [box, scrolls] of boxes) box.tabIndex = scrolls ? 0 : -1;
+  });
   document
     .querySelectorAll(".katex-display, .pst-scrollable-table-container, .cell_output > .output, pre")
     .forEach((box) => sizes.observe(box));
