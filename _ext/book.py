@@ -243,12 +243,15 @@ def _ledger_row(app, doc, item, rows, claims) -> list:
     says = [nodes.strong("", verdict, classes=[f"da-{verdict.replace(' ', '-')}"])]
     if statement != topic:
         says.append(nodes.Text(f": {statement}"))
-    checks = [
-        f"{c['kind']} {c['margin']:.1e}"
-        + ("" if c["mutant_margin"] is None else f" / {c['mutant_margin']:.1e}")
-        for c in rows[item]["checks"]
-    ]
+    checks = [_check_text(check) for check in rows[item]["checks"]]
     return [name, says, "; ".join(checks), places(app, doc, item, claims)]
+
+
+def _check_text(check: dict) -> str:
+    if check["kind"] == "definition":
+        return "shapes"
+    margin = "exact" if check["kind"] == "identity" else f"{check['margin']:.1e}"
+    return f"{check['kind']} {margin} / {check['mutant_margin']:.1e}"
 
 
 def errata_list(app, doc: str):
