@@ -368,6 +368,12 @@ def _furnish(app, pagename, templatename, context, doctree):
         if "THEBE_JS_URL" not in str(s.attributes.get("body"))
         and "sphinx-thebe" not in str(s.filename)
     ]
+    # Scripts wait until the page is there; the search page's need each other at once.
+    for script in scripts:
+        if pagename == "search":
+            script.attributes.pop("defer", None)
+        elif script.filename and "documentation_options" not in str(script.filename):
+            script.attributes["defer"] = "defer"
     buttons = context.setdefault("header_buttons", [])
     if pagename in chapters(app):
         notebook = {

@@ -10,15 +10,29 @@ document.addEventListener("DOMContentLoaded", () => {
   // Buttons are called what they say; references are no list without list items.
   without("aria-label", "summary, .search-button-field");
   without("title", ".theme-switch");
+  // Font Awesome makes elements of the icons' titles, when it gets to it.
+  const untitle = () =>
+    document.querySelectorAll(".theme-switch title").forEach((title) => {
+      title.parentNode.ariaHidden = "true";
+      title.remove();
+    });
+  untitle();
+  document
+    .querySelectorAll(".theme-switch-button")
+    .forEach((box) => new MutationObserver(untitle).observe(box, { childList: true, subtree: true }));
   without("role", ".citation-list");
 
   // What is wider than its place scrolls: let the keyboard reach that, and only that. The theme
   // does so for tables and code, but not for formulas, nor for what is unfolded later.
   const sizes = new ResizeObserver((changes) => {
-    const boxes = changes.map(({ target }) => [target, target.scrollWidth > target.clientWidth]);
-    for (const [box, scrolls] of boxes) box.tabIndex = scrolls ? 0 : -1;
+    const wide = changes.map(({ target }) => target.scrollWidth > target.clientWidth);
+    changes.forEach(({ target }, i) => {
+      if (wide[i] !== (target.tabIndex === 0)) target.tabIndex = wide[i] ? 0 : -1;
+    });
   });
   document
-    .querySelectorAll(".katex-display, .pst-scrollable-table-container, .cell_output > .output, pre")
+    .querySelectorAll(
+      ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre"
+    )
     .forEach((box) => sizes.observe(box));
 });

@@ -6,7 +6,6 @@ a page on purpose and expects each of them to notice.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -17,14 +16,10 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
 import yaml
-from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build" / "html"
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
-    --disable-background-networking --disable-component-update""".split()
 
 
 def toc_pages() -> list[str]:
@@ -36,6 +31,7 @@ def toc_pages() -> list[str]:
 
 PAGES = toc_pages()
 SOLUTION = 'class="solution dropdown'
+SCREENS = ((390, "light"), (390, "dark"), (320, "dark"), (320, "light"), (1280, "light"))
 every_page = pytest.mark.parametrize("name", PAGES)
 
 
@@ -67,18 +63,6 @@ def origins(built):
 @pytest.fixture(scope="session")
 def web(origins):
     return origins["http"]
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """Start the browser once per worker."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("NO BROWSER: install chromium, or else NOTHING of what readers see is tested")
-    with sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield instance
-        instance.close()
 
 
 @pytest.fixture
@@ -221,6 +205,30 @@ def overflowing(page) -> list[str]:
     }""")
 
 
+def stuck_sliders(page) -> list[str]:
+    """Turn each slider by its keys; drawing, line of text and spoken value must follow."""
+    problems = []
+    for number, figure in enumerate(page.locator(".da-slider").all(), 1):
+        knob, seen = figure.locator("input[type=range]"), {}
+        last = knob.get_attribute("max")
+        knob.focus()
+        for key, position in (("Home", "0"), ("ArrowRight", "1"), ("End", last)):
+            page.keyboard.press(key)
+            moving = figure.locator("g[data-m]")
+            drawing = moving.evaluate_all("nodes => nodes.map(node => node.innerHTML)")
+            spoken = knob.get_attribute("aria-valuetext")
+            seen[key] = (drawing, figure.locator("output").inner_text(), spoken)
+            if knob.input_value() != position:
+                problems.append(f"slider {number}: {key} leads to step {knob.input_value()}")
+        problems += [
+            f"slider {number}: its {part} is the same after Home and after {key}"
+            for i, part in enumerate(("drawing", "line of text", "spoken value"))
+            for key in ("ArrowRight", "End")
+            if seen[key][i] == seen["Home"][i]
+        ]
+    return problems
+
+
 def unreachable(page) -> list[str]:
     """Find boxes that scroll sideways, but not by the keyboard."""
     return page.evaluate("""async () => {
@@ -242,9 +250,10 @@ def barriers(page, only: list[str] | None = None) -> list[str]:
     screen readers anyway, and is most of a page. Of code, ten cells show all its colours.
     """
     page.evaluate("""() => {
-        for (const node of document.querySelectorAll(".katex"))
-            node.textContent = node.querySelector("annotation").textContent;
-        for (const node of document.querySelectorAll("[role=img]")) node.textContent = "";
+        for (const tex of document.querySelectorAll("annotation"))
+            tex.closest(".katex").textContent = tex.textContent;
+        for (const node of document.querySelectorAll(".bd-article [role=img]"))
+            node.textContent = "";
         for (const node of [...document.querySelectorAll("pre")].slice(10))
             node.textContent = node.textContent;
     }""")
@@ -311,76 +320,39 @@ def foreign_resources(pages: dict[str, Links], name: str) -> list[str]:
 # --- every page ----------------------------------------------------------------------------------
 
 
+def look(page, width: int, scheme: str) -> None:
+    """Change to another screen, and to light or dark mode."""
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
+
+
 @every_page
-@pytest.mark.parametrize("scheme", ["http", "file"])
-def test_page_loads_and_is_whole(page, origins, scheme, name):
-    with watched(page, origins[scheme]) as problems:
-        visit(page, f"{origins[scheme]}{name}.html")
+def test_page(page, web, name):
+    """A page on phones and on a laptop, by day and by night, with everything on it unfolded."""
+    with watched(page, web) as problems:
+        page.set_viewport_size({"width": 390, "height": 844})
+        visit(page, f"{web}{name}.html")
+        problems += [f"folded: {found}" for found in overflowing(page)]
         unfold(page)
-        problems += unrendered(page) + nameless_figures(page) + unreachable(page)
-    report(problems)
-
-
-@every_page
-def test_page_fits_a_phone(page, web, name):
-    page.set_viewport_size({"width": 390, "height": 844})
-    visit(page, f"{web}{name}.html")
-    problems = [f"folded: {found}" for found in overflowing(page)]
-    unfold(page)
-    for width in (390, 320):
-        for scheme in ("light", "dark"):
-            page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme=scheme)
+        problems += unrendered(page) + nameless_figures(page) + stuck_sliders(page)
+        for width, scheme in SCREENS:
+            look(page, width, scheme)
             found = overflowing(page) + unreachable(page)
             problems += [f"{width} px, {scheme}: {problem}" for problem in found]
+        problems += barriers(page)  # changes the page: last
+        look(page, 390, "dark")
+        problems += barriers(page, ["color-contrast", "link-in-text-block", "target-size"])
     report(problems)
 
 
 @every_page
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_has_no_barrier(page, web, scheme, name):
-    """All rules in light mode; in dark mode, on a phone, those whose answer can differ."""
-    only = None
-    if scheme == "dark":
-        page.emulate_media(color_scheme="dark")
-        page.set_viewport_size({"width": 390, "height": 844})
-        only = ["color-contrast", "link-in-text-block", "target-size"]
-    visit(page, f"{web}{name}.html")
-    assert page.get_attribute("html", "data-theme") == scheme
-    unfold(page)
-    report(barriers(page, only))
-
-
-@every_page
-def test_sliders_obey_the_keyboard(page, web, name):
-    if "da-slider" not in source(name):
-        return
-    with watched(page, web) as problems:
-        visit(page, f"{web}{name}.html")
-        for figure in page.locator(".da-slider").all():
-            problems += [f"{name}: {found}" for found in slider_problems(page, figure)]
+def test_page_from_disk(page, origins, name):
+    with watched(page, origins["file"]) as problems:
+        visit(page, f"{origins['file']}{name}.html")
+        unfold(page)
+        problems += unrendered(page)
     report(problems)
-
-
-def slider_problems(page, figure) -> list[str]:
-    """Turn a slider by its keys; the drawing, the line of text and the spoken value must follow."""
-    knob, seen = figure.locator("input[type=range]"), {}
-    last = knob.get_attribute("max")
-    knob.focus()
-    for key, position in (("Home", "0"), ("ArrowRight", "1"), ("End", last)):
-        page.keyboard.press(key)
-        drawing = figure.locator("g[data-m]").evaluate_all("nodes => nodes.map(n => n.innerHTML)")
-        spoken = knob.get_attribute("aria-valuetext")
-        seen[key] = (drawing, figure.locator("output").inner_text(), spoken)
-        if knob.input_value() != position:
-            return [f"{key} leads to step {knob.input_value()}, not {position}"]
-    what = ("drawing", "line of text", "spoken value")
-    return [
-        f"the {part} does not change between Home and {key}"
-        for i, part in enumerate(what)
-        for key in ("ArrowRight", "End")
-        if seen[key][i] == seen["Home"][i]
-    ]
 
 
 # --- the whole book ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import matplotlib
@@ -218,7 +217,7 @@ def test_output_in_a_notebook_is_html_with_alt_as_text(monkeypatch):
     data, _ = formatters.DisplayFormatter().format(displayed[0])
     assert data.keys() == {"text/html", "text/plain"}
     assert data["text/plain"] == ALT
-    assert data["text/html"].startswith('<div class="da-figure"><svg')
+    assert data["text/html"].startswith('<div class="da-figure"')
 
 
 # Sliders
@@ -342,12 +341,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Figures</t
 <body style="background:{};color:{};font:16px sans-serif;max-width:40rem;margin:1rem">{}"""
 
 
-def test_sliders_and_figures_in_a_browser(outputs, tmp_path):
-    browser_path = shutil.which("chromium")
-    if browser_path is None:
-        pytest.skip("NO CHROMIUM FOUND: sliders are NOT tested in a browser on this machine")
-    from playwright.sync_api import sync_playwright
-
+def test_sliders_and_figures_in_a_browser(outputs, browser, tmp_path):
     decay(readout=[f"step {k}" for k in range(5)], start=1)
     maps = np.stack([np.eye(4) * (k + 1) for k in range(3)])
     panels = [Panel([Heat(maps)], xlabel="key"), Panel([Bars(np.arange(4), maps[:, 0])])]
@@ -356,21 +350,17 @@ def test_sliders_and_figures_in_a_browser(outputs, tmp_path):
     body = "".join(markup for markup, _ in outputs)
     (tmp_path / "light.html").write_text(PAGE.format("#fff", "rgb(1, 2, 3)", body), "utf-8")
     (tmp_path / "dark.html").write_text(PAGE.format("#121212", "rgb(222, 221, 220)", body), "utf-8")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=browser_path, args=flags)
-        try:
-            for theme in ("light", "dark"):
-                for width in (390, 1000):
-                    page = browser.new_page(viewport={"width": width, "height": 900})
-                    check_page(page, (tmp_path / f"{theme}.html").as_uri(), theme, width)
-            still = browser.new_context(java_script_enabled=False).new_page()
-            still.goto((tmp_path / "light.html").as_uri())
-            assert not still.locator("input").first.is_visible()
-            assert still.locator("polyline").first.is_visible()
-            assert still.locator("output").first.inner_text() == "step 1"
-        finally:
-            browser.close()
+    for theme in ("light", "dark"):
+        for width in (390, 1000):
+            with browser.new_context(viewport={"width": width, "height": 900}) as context:
+                address = (tmp_path / f"{theme}.html").as_uri()
+                check_page(context.new_page(), address, theme, width)
+    with browser.new_context(java_script_enabled=False) as context:
+        still = context.new_page()
+        still.goto((tmp_path / "light.html").as_uri())
+        assert not still.locator("input").first.is_visible()
+        assert still.locator("polyline").first.is_visible()
+        assert still.locator("output").first.inner_text() == "step 1"
 
 
 def check_page(page, address, theme, width):

@@ -146,16 +146,19 @@ def show(fig: Figure, alt: str) -> None:
     for mesh in fig.findobj(QuadMesh):
         mesh.set_rasterized(True)  # hundreds of cells as paths are heavy and show seams
     svg = svg_tree(fig, alt)
-    width = 1.4 / 16 * float(svg.attrib["viewBox"].split()[2])  # a point: at most 1.4 pixels
+    points = float(svg.attrib["viewBox"].split()[2])
+    least, most = 0.8 / 16 * points, 1.4 / 16 * points  # a point: 0.8 to 1.4 pixels, in rem
     svg.attrib |= {
         "class": "da-svg",
         "role": "img",
         "aria-label": alt,
-        "style": f"display:block;margin:auto;width:100%;max-width:{width:.1f}rem;height:auto;"
-        "overflow:visible;color:var(--pst-color-text-base,inherit);fill:currentColor",
+        "style": f"display:block;margin:auto;width:100%;min-width:{least:.1f}rem;"
+        f"max-width:{most:.1f}rem;height:auto;overflow:visible;"
+        "color:var(--pst-color-text-base,inherit);fill:currentColor",
     }
     plt.close(fig)
-    display_markup(f'<div class="da-figure">{ET.tostring(svg, encoding="unicode")}</div>', alt)
+    box = '<div class="da-figure" style="overflow:auto hidden">'  # on a phone, wide figures scroll
+    display_markup(f"{box}{ET.tostring(svg, encoding='unicode')}</div>", alt)
 
 
 def svg_tree(fig: Figure, key: str) -> ET.Element:

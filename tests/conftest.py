@@ -1,0 +1,25 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update""".split()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Start the browser once per worker: Playwright allows no second one beside it."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("NO BROWSER: install chromium, or else NOTHING of what readers see is tested")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        instance = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield instance
+        instance.close()
