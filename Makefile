@@ -22,6 +22,7 @@ $(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
 	@# A failed build forgets what it has read, so that its warnings appear again the next time.
 	$(BIN)/jupyter-book build . --quiet -W -n --keep-going >_build/build.log 2>&1 || \
 	  { cat _build/build.log; rm -rf _build/.doctrees; exit 1; }
+	@grep "^ledger:" _build/build.log
 	touch $@
 
 # Everything that can fail: style, types, the book with warnings as errors, and all tests.

@@ -17,13 +17,11 @@ from urllib.parse import quote
 from docutils import nodes
 from jupyter_cache import get_cache
 from sphinx.errors import ExtensionError
-from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
 from execute import CACHE, RECORD, read_page
 
-logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 WORDS_PER_MINUTE = 200
 SECONDS_PER_FORMULA = 15
@@ -300,7 +298,7 @@ def _write_ledger(app, error):
         temporary.write_text(to_json(ledger(claims_of(app))), "utf8")
         os.replace(temporary, path)
         done = len(json.loads(path.read_text("utf8")))
-        logger.info("ledger: %d of %d items have a verdict", done, len(inventory()))
+        print(f"ledger: {done} of {len(inventory())} items have a verdict")
 
 
 # --- what must be read or written again ----------------------------------------------------------

@@ -117,6 +117,31 @@ def check_mask_values(name: str, mask: Tensor) -> None:
         raise ValueError(f"{name} contains {bad}; expected finite numbers or -inf")
 
 
+def check_key_mask(attn_mask: Tensor) -> Tensor:
+    """Check that a mask says the same to every query, and return it as ``(..., 1, M)``.
+
+    For forms whose time and memory stay below N M, where a mask of N M numbers would not. The last
+    size may be 1, as in the mask that came.
+    """
+    mask = torch.atleast_2d(attn_mask)
+    if mask.shape[-2] != 1:
+        raise ValueError(
+            f"attn_mask has shape {tuple(attn_mask.shape)}; expected the size 1 in place of N, as "
+            "in (B, 1, 1, M): this form takes a mask over keys, the same for every query; for any "
+            "other mask use its reference form"
+        )
+    return mask
+
+
+def check_count(name: str, value: int, least: int) -> int:
+    """Check that `value` is a whole Python number, at least `least`, and return it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {_kind(value)}; expected a whole number")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected a whole number, at least {least}")
+    return value
+
+
 def check_positive(name: str, value: float) -> float:
     """Check that `value` is a finite positive Python number and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
