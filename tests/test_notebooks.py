@@ -116,5 +116,21 @@ def test_the_set_up_cell_pins_the_torch_of_the_runtime_and_names_the_package(tmp
     os.unlink("keep.txt")
 
 
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("", "derived-attention"),
+        ("https://github.com/o/r", "derived-attention @ git+https://github.com/o/r"),
+    ],
+)
+def test_the_set_up_cell_installs_from_the_repository_where_there_is_one(
+    url, expected, monkeypatch
+):
+    import notebooks
+
+    monkeypatch.setattr(notebooks, "repository", lambda committed: (url, "main"))
+    assert notebooks.requirement() == expected
+
+
 def test_the_package_is_called_what_the_set_up_cell_calls_it():
     assert importlib.metadata.metadata("derived-attention")["Name"] == "derived-attention"
