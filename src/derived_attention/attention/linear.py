@@ -210,7 +210,8 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
     S = S if state is None else S + state
     # S[c] ends before chunk c. To subtract chunk c from a sum that has it would leave its rounding
     # errors there, and with them a trace of the future.
-    sums = (q @ k.mT).tril() @ v + q @ S[..., :-1, :, :]
+    sums = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
+    sums += q @ S[..., :-1, :, :]
     return sums.flatten(-3, -2)[..., :n, :], S[..., -1:, :, :]
 
 
