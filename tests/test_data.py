@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.data.series import SeriesSplit, check_series, load_series
+from derived_attention.data.series import (
+    TABLE_1,
+    TABLE_8,
+    TABLE_9,
+    SeriesSplit,
+    check_series,
+    check_tokens,
+    load_series,
+)
 
 SHIPPED = Path(aeon.datasets.__file__).parent / "data"
 FACTS = {  # train, test, channels, length, classes, clipped
@@ -119,11 +127,94 @@ def test_name_must_be_text(name):
         load_series(name)
 
 
-@pytest.mark.parametrize("name", ["JapanesseVowels", "", "../JapaneseVowels", "Covid3Month"])
-def test_unknown_name_gives_a_near_one(name):
-    with pytest.raises(ValueError, match=f"name is '{name}'; expected a classification set") as e:
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("JapanesseVowels", "JapaneseVowels"),
+        ("Covid3Months", "Covid3Month"),
+        ("", "JapaneseVowels"),
+        ("../JapaneseVowels", "JapaneseVowels"),
+    ],
+)
+def test_unknown_name_gives_a_near_one(name, near):
+    with pytest.raises(ValueError, match=f"name is '{name}'; expected a classification or") as e:
         load_series(name)
-    assert name != "JapanesseVowels" or "JapaneseVowels" in str(e.value)
+    assert near in str(e.value)
+
+
+NUMBERS = {  # train, test, channels, length, and the first training target in the file
+    "Covid3Month": (140, 61, 1, 84, 0.0),
+    "CardanoSentiment": (74, 33, 2, 24, None),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_sets_with_numbers(name):
+    data = load_series(name)
+    train, test, channels, length, first = NUMBERS[name]
+    assert (len(data.train), len(data.test)) == (train, test)
+    assert (data.channels, data.length, data.classes, data.labels) == (channels, length, 0, ())
+    for split in (data.train, data.test):
+        assert split.y.shape == (len(split),) and split.y.dtype == torch.float32
+        assert torch.isfinite(split.y).all() and torch.isfinite(split.x).all()
+    real = data.train.x[~data.train.padding].double()
+    assert torch.allclose(real.std(0, correction=0), torch.ones(channels).double(), atol=1e-5)
+    mean, sd = data.target
+    assert mean == pytest.approx(float(data.train.y.double().mean()), rel=1e-5)
+    assert sd == pytest.approx(float(data.train.y.double().std(correction=0)), rel=1e-5)
+    text = (SHIPPED / name / f"{name}_TRAIN.ts").read_text().split("@data")[1].split()
+    in_file = [float(line.rsplit(":", 1)[1]) for line in text]
+    torch.testing.assert_close(data.train.y, torch.tensor(in_file))
+    assert first is None or in_file[0] == first
+    assert load_series("BasicMotions").target is None
+
+
+def test_numbers_without_spread_or_finite_value(monkeypatch):
+    case = np.array([[1.0, 2.0]])
+    same = fake([case, case], [case], [2.5, 2.5], [1.0])
+    monkeypatch.setattr(aeon.datasets, "load_regression", same)
+    assert load_series("Covid3Month").target == (2.5, 1.0)
+    missing = fake([case], [case], [2.5], [np.nan])
+    monkeypatch.setattr(aeon.datasets, "load_regression", missing)
+    with pytest.raises(ValueError, match="'Covid3Month'; this set has missing values"):
+        load_series("Covid3Month")
+
+
+def test_tables_of_the_paper_are_in_the_archives():
+    from aeon.datasets import tsc_datasets, tser_datasets
+
+    assert (len(TABLE_1), len(TABLE_9), len(TABLE_8)) == (10, 15, 6)
+    classification = [*TABLE_1, *TABLE_9]
+    assert len(set(classification)) == 25 and set(classification) <= set(tsc_datasets.multivariate)
+    assert set(TABLE_8) <= set(tser_datasets.tser_soton)
+    missing = set(TABLE_8) & set(tser_datasets.tser_soton_missing_values)
+    assert missing == {"BeijingPM10Quality", "BeijingPM25Quality", "BenzeneConcentration"}
+
+
+def test_no_network_for_numbers(monkeypatch):
+    def load(*_, **__):
+        raise URLError("no route")
+
+    monkeypatch.setattr(aeon.datasets, "load_regression", load)
+    with pytest.raises(ConnectionError, match="IEEEPPG is not .* CardanoSentiment, Covid3Month. "):
+        load_series("IEEEPPG")
+
+
+def test_variant_without_missing_values_is_read(tmp_path):
+    """As aeon leaves it after a download: both variants in one folder."""
+    folder = tmp_path / "series" / "BenzeneConcentration"
+    folder.mkdir(parents=True)
+    for part in ("TRAIN", "TEST"):
+        text = (SHIPPED / "Covid3Month" / f"Covid3Month_{part}.ts").read_text()
+        (folder / f"BenzeneConcentration_nmv_{part}.ts").write_text(text)
+        text = text.replace("@missing false", "@missing true").replace("\n0.0,", "\n?,")
+        (folder / f"BenzeneConcentration_{part}.ts").write_text(text)
+    data = load_series("BenzeneConcentration")
+    torch.testing.assert_close(data.train.x, load_series("Covid3Month").train.x)
+    for path in folder.glob("*_nmv_*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="'BenzeneConcentration'; this set has missing values"):
+        load_series("BenzeneConcentration")
 
 
 @pytest.mark.parametrize("error", [URLError("no route"), ValueError("could not"), OSError("x")])
@@ -187,3 +278,23 @@ def test_check_series_names_what_is_wrong():
         with pytest.raises(ValueError, match=r"padding is .*expected bool of shape \(2, 3\)"):
             check_series(x, wrong)
     assert len(SeriesSplit(x, padding, torch.zeros(2, dtype=torch.int64))) == 2
+
+
+def test_check_tokens_names_what_is_wrong():
+    x, padding = torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.zeros(2, 3, dtype=torch.bool)
+    check_tokens(x, padding)
+    check_tokens(x, None, steps=3, vocabulary=4)
+    check_tokens(x[:0], None, vocabulary=4)
+    with pytest.raises(TypeError, match="train.x is NoneType"):
+        check_tokens(None, padding, of="train.")
+    for wrong in (x.float(), x.int(), x[0], x[..., None]):
+        with pytest.raises(ValueError, match=r"x is .*expected int64 of shape \(n, T\)"):
+            check_tokens(wrong, None)
+    with pytest.raises(ValueError, match=r"expected int64 of shape \(n, 4\)"):
+        check_tokens(x, padding, steps=4)
+    with pytest.raises(ValueError, match="x holds 0 to 3; expected tokens 0 <= x < 3"):
+        check_tokens(x, padding, vocabulary=3)
+    with pytest.raises(ValueError, match="x holds -1 to 2; expected tokens 0 <= x < V"):
+        check_tokens(x - 1, padding)
+    with pytest.raises(ValueError, match="padding is torch.bool of shape"):
+        check_tokens(x, padding[:1])

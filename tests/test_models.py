@@ -1,4 +1,4 @@
-"""The series classifier: shapes, padding, maps, and the rule for `attention`."""
+"""The models: shapes, padding, maps, and the rule for `attention`."""
 
 import copy
 import functools
@@ -7,12 +7,28 @@ import pytest
 import torch
 from torch import nn
 
+from derived_attention.attention.convolutional import Conv1DAttention, Conv2DAttention, CvTAttention
+from derived_attention.attention.linear import linear_attention
+from derived_attention.attention.normalized import NormalizedAttention, normalized_attention
+from derived_attention.attention.scaled import (
+    ScaledAttention,
+    ScaledNormalizedAttention,
+    scaled_attention,
+    scaled_normalized_attention,
+)
 from derived_attention.attention.softmax import (
     MultiheadAttention,
     attention_weights,
     softmax_attention,
 )
-from derived_attention.models import SeriesClassifier, make_attention
+from derived_attention.attention.sparse import fixed_attention, strided_attention, window_attention
+from derived_attention.models import (
+    SeriesClassifier,
+    SeriesRegressor,
+    TokenClassifier,
+    VisionTransformer,
+    make_attention,
+)
 
 SMALL = dict(channels=3, classes=4, length=7, dim=16, heads=4, hidden=32)
 
@@ -223,12 +239,258 @@ def test_state_travels_through_a_file(tmp_path):
     torch.testing.assert_close(other(*batch()), model(*batch()), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: CUDA IS NOT TESTED")
-def test_cuda_agrees_with_cpu():
-    model = trained_statistics(small())
+# --- Numbers for series ---------------------------------------------------------------------------
+
+NUMBER = dict(channels=3, length=7, target=(5.0, 2.0), dim=16, heads=4, hidden=32)
+
+
+def test_regressor_is_the_classifier_with_one_output_in_units():
+    torch.manual_seed(0)
+    model = trained_statistics(SeriesRegressor(**NUMBER))
+    twin = small(classes=1).eval()
+    state = {k: v for k, v in model.state_dict().items() if k not in ("mean", "sd")}
+    twin.load_state_dict(state)
     x, padding = batch()
-    expected, maps = model(x, padding), model.attention_maps(x, padding)
-    model, x, padding = model.cuda(), x.cuda(), padding.cuda()
-    torch.testing.assert_close(model(x, padding).cpu(), expected, rtol=1e-4, atol=1e-4)
-    actual = model.attention_maps(x, padding)
+    numbers = model(x, padding)
+    assert numbers.shape == (5,)
+    torch.testing.assert_close(numbers, 5 + 2 * twin(x, padding)[:, 0])
+    assert model.classes == 0 and float(model.state_dict()["sd"]) == 2.0
+
+
+@pytest.mark.parametrize(
+    "target, error",
+    [
+        (None, TypeError),
+        (1.0, TypeError),
+        ((1.0,), TypeError),
+        ((0.0, 0.0), ValueError),
+        ((0.0, -1.0), ValueError),
+        ((float("nan"), 1.0), ValueError),
+        ((0.0, float("inf")), ValueError),
+    ],
+)
+def test_wrong_target(target, error):
+    with pytest.raises(error, match="target is"):
+        SeriesRegressor(**NUMBER | {"target": target})
+
+
+# --- Images and tokens ----------------------------------------------------------------------------
+
+SIZES = dict(dim=16, heads=4, hidden=32)
+
+
+def vision(seed=0, **changes):
+    torch.manual_seed(seed)
+    return VisionTransformer(**dict(grid=(2, 3), channels=5, classes=4) | SIZES | changes)
+
+
+def reader(seed=0, **changes):
+    torch.manual_seed(seed)
+    return TokenClassifier(**dict(vocabulary=9, classes=4, length=6) | SIZES | changes)
+
+
+def images(n=5):
+    return torch.randn(n, 6, 5, generator=torch.Generator().manual_seed(2))
+
+
+def tokens():
+    """Five sequences of 6, 4, 1, 5 and 6 tokens."""
+    x = torch.randint(1, 9, (5, 6), generator=torch.Generator().manual_seed(3))
+    padding = torch.arange(6) >= torch.tensor([6, 4, 1, 5, 6])[:, None]
+    return x.masked_fill(padding, 0), padding
+
+
+def by_hand(model, h, padding):
+    """Pre-norm layers and masked mean, from PyTorch's own encoder layers."""
+    for layer in model.layers:
+        peer = nn.TransformerEncoderLayer(
+            16, 4, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        ).eval()
+        state = {f"self_attn.{k}": v for k, v in layer.attention.state_dict().items()}
+        for name in ("norm1", "norm2"):
+            state |= {f"{name}.{k}": v for k, v in layer.get_submodule(name).state_dict().items()}
+        for i, name in ((0, "linear1"), (3, "linear2")):
+            state |= {f"{name}.{k}": v for k, v in layer.feedforward[i].state_dict().items()}
+        peer.load_state_dict(state)
+        h = peer(h, src_key_padding_mask=padding)
+    h = nn.functional.layer_norm(h, (16,), model.norm.weight, model.norm.bias)
+    if padding is None:
+        return model.head(h.mean(1))
+    rows = [h[i, ~padding[i]].mean(0) for i in range(len(h))]
+    return model.head(torch.stack(rows))
+
+
+def randomised(model):
+    """Norms with scales and shifts of their own, so that leaving one out shows."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.uniform_(0.5, 1.5, generator=generator)
+                module.bias.uniform_(-0.5, 0.5, generator=generator)
+    return model.eval()
+
+
+def test_vision_transformer_is_what_its_docstring_says():
+    model, x = randomised(vision()), images()
+    expected = by_hand(model, model.embed(x) + model.positions, None)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_token_classifier_is_what_its_docstring_says():
+    model, (x, padding) = randomised(reader()), tokens()
+    expected = by_hand(model, model.embed.weight[x] + model.positions, padding)
+    torch.testing.assert_close(model(x, padding), expected)
+
+
+def test_padded_tokens_change_nothing():
+    model, (x, padding) = reader().eval(), tokens()
+    expected = model(x, padding)
+    torch.testing.assert_close(model(x.masked_fill(padding, 7), padding), expected)
+    longer = reader(length=9).eval()
+    state = model.state_dict()
+    state["positions"] = torch.cat([state["positions"], torch.randn(3, 16)])
+    longer.load_state_dict(state)
+    more = nn.functional.pad(x, (0, 3), value=5), nn.functional.pad(padding, (0, 3), value=True)
+    torch.testing.assert_close(longer(*more), expected)
+    assert not torch.allclose(model(x), expected)
+    nothing = model(x, torch.ones_like(padding))
+    torch.testing.assert_close(nothing, model.head.bias.expand(5, 4))
+
+
+def test_where_a_patch_is_matters():
+    model, x = vision().eval(), images()
+    assert not torch.allclose(model(x[:, [1, 0, 2, 3, 4, 5]]), model(x))
+
+
+@pytest.mark.parametrize("make, x", [(vision, (images(),)), (reader, tokens())])
+def test_gradients_reach_every_parameter_of_both(make, x):
+    model = make()
+    logits = model(*x)
+    assert logits.shape == (5, 4)
+    nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3, 0])).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_both_follow_the_rule_for_attention():
+    for make, x in ((vision, (images(),)), (reader, tokens())):
+        plain = make().eval()(*x)
+        torch.testing.assert_close(make(attention=Learned).eval()(*x), plain)
+        other = functools.partial(mean_attention, strength=3.0)
+        assert not torch.allclose(make(attention=other).eval()(*x), plain)
+        assert repr(make(attention=other)) != repr(make())
+    assert repr(vision(grid=(3, 2))) != repr(vision())
+
+
+def test_wrong_sizes_of_both():
+    for name in ("channels", "classes", "dim", "heads", "layers", "hidden"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            vision(**{name: 0})
+    for name in ("vocabulary", "length"):
+        with pytest.raises(TypeError, match=f"{name} is 2.0"):
+            reader(**{name: 2.0})
+    for grid in (6, "23", (2, 3, 4), None):
+        with pytest.raises(TypeError, match=r"grid is .*; expected \(rows, columns\)"):
+            vision(grid=grid)
+    with pytest.raises(ValueError, match=r"grid\[1\] is 0"):
+        vision(grid=(2, 0))
+    with pytest.raises(TypeError, match="attention is 'softmax'"):
+        vision(attention="softmax")
+
+
+def test_wrong_inputs_of_both():
+    for wrong in (images()[:, :5], images()[..., :4], images()[0], images().long()):
+        with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 6, 5\)"):
+            vision()(wrong)
+    with pytest.raises(ValueError, match="padding is given; expected None, as an image"):
+        vision()(images(), torch.zeros(5, 6, dtype=torch.bool))
+    x, padding = tokens()
+    for wrong in (x[:, :5], x[0], x.float(), x.int()):
+        with pytest.raises(ValueError, match=r"x is .*expected int64 of shape \(n, 6\)"):
+            reader()(wrong, padding)
+    for wrong, found in ((x + 1, "1 to 9"), (x - 1, "-1 to 7")):
+        with pytest.raises(ValueError, match=f"x holds {found}; expected tokens 0 <= x < 9"):
+            reader()(wrong, padding)
+    with pytest.raises(ValueError, match="padding is torch.float32"):
+        reader()(x, padding.float())
+    with pytest.raises(TypeError, match="x is list; expected a tensor"):
+        reader()([[1]])
+
+
+# --- Weights of every mechanism -------------------------------------------------------------------
+
+SCALES = dict(scales=[1, 1, 2, 4])
+MECHANISMS = {
+    "softmax": softmax_attention,
+    "linear": linear_attention,
+    "window": functools.partial(window_attention, window=2),
+    "strided": functools.partial(strided_attention, stride=2),
+    "fixed": functools.partial(fixed_attention, stride=3),
+    "normalized": functools.partial(normalized_attention, beta=0.6),
+    "NormalizedAttention": functools.partial(NormalizedAttention, eps=1e-3, learn_beta=True),
+    "scaled": functools.partial(scaled_attention, **SCALES),
+    "ScaledAttention": functools.partial(ScaledAttention, **SCALES, pooling="k-means"),
+    "scaled, normalized": functools.partial(scaled_normalized_attention, **SCALES, beta=0.5),
+    "ScaledNormalizedAttention": functools.partial(ScaledNormalizedAttention, **SCALES),
+    "scaled, linear": functools.partial(ScaledAttention, **SCALES, kernel=linear_attention),
+    "Conv1DAttention": Conv1DAttention,
+    "a class": Learned,
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_maps_of_every_mechanism(name):
+    attention = MECHANISMS[name]
+    for make, (x, padding) in ((small, batch()), (reader, tokens())):
+        model = make(attention=attention)
+        T = model.length
+        maps = model.attention_maps(x, padding)
+        assert [A.shape for A in maps] == [(5, 4, T, T)] * 2
+        for A in maps:
+            rows = A.sum(-1).masked_select(~padding[:, None])  # of the queries that are there
+            torch.testing.assert_close(rows, torch.ones_like(rows))
+            assert (A >= 0).all()
+            assert (A.masked_select(padding[:, None, None]) == 0).all()
+        assert model.train()(x, padding).isfinite().all()
+
+
+GRID_MECHANISMS = MECHANISMS | {
+    "Conv2DAttention": functools.partial(Conv2DAttention, grid=(2, 3)),
+    "CvTAttention": functools.partial(CvTAttention, grid=(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", GRID_MECHANISMS)
+def test_maps_of_images(name):
+    model = vision(attention=GRID_MECHANISMS[name])
+    for A in model.attention_maps(images()):
+        torch.testing.assert_close(A.sum(-1), torch.ones(5, 4, 6))
+
+
+def test_maps_are_those_of_the_normalised_input():
+    model, (x, padding) = randomised(reader()), tokens()
+    layer, h = model.layers[0], (model.embed(x) + model.positions).detach()
+    h = layer.norm1(h)
+    q, k, _ = layer.attention._heads(h, h, h)
+    expected = attention_weights(q, k, attn_mask=~padding[:, None, None, :])
+    torch.testing.assert_close(model.attention_maps(x, padding)[0], expected.detach())
+
+
+def test_fewer_keys_give_fewer_columns():
+    attention = functools.partial(CvTAttention, grid=(2, 3), kv_stride=2)
+    assert vision(attention=attention).attention_maps(images())[1].shape == (5, 4, 6, 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: CUDA IS NOT TESTED")
+@pytest.mark.parametrize(
+    "make, inputs", [(small, batch()), (vision, (images(),)), (reader, tokens())]
+)
+def test_cuda_agrees_with_cpu(make, inputs):
+    model = make().eval()
+    expected, maps = model(*inputs), model.attention_maps(*inputs)
+    model, inputs = model.cuda(), [tensor.cuda() for tensor in inputs]
+    torch.testing.assert_close(model(*inputs).cpu(), expected, rtol=1e-4, atol=1e-4)
+    actual = model.attention_maps(*inputs)
     torch.testing.assert_close([m.cpu() for m in actual], maps, rtol=1e-4, atol=1e-4)

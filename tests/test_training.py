@@ -14,7 +14,12 @@ from torch import nn
 from derived_attention import runtime, training
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import SeriesSplit, load_series
-from derived_attention.models import SeriesClassifier
+from derived_attention.models import (
+    SeriesClassifier,
+    SeriesRegressor,
+    TokenClassifier,
+    VisionTransformer,
+)
 from derived_attention.runtime import digest, seed_everything
 from derived_attention.training import evaluate, fit, schedule
 
@@ -322,6 +327,179 @@ def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     assert weights(resumed) == weights(whole)
 
 
+# --- Images, tokens, numbers ----------------------------------------------------------------------
+
+
+def images(n=24, seed=0):
+    """Two classes that differ in one patch of six; no padding."""
+    y = torch.arange(n) % 2
+    x = torch.randn(n, 6, 4, generator=torch.Generator().manual_seed(seed))
+    x[:, 2] += 2.0 * y[:, None]
+    return SeriesSplit(x, None, y)
+
+
+def tokens(n=24, seed=0):
+    """Two classes: is the first token below 4 or not? Lengths from 3 to 6."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(1, 8, (n, 6), generator=generator)
+    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
+    return SeriesSplit(x.masked_fill(padding, 0), padding, (x[:, 0] >= 4).long())
+
+
+def numbers(n=24, seed=0):
+    """The mean of a channel over the real steps, in large units far from 0."""
+    series = split(n, seed)
+    real = ~series.padding
+    y = 1000 + 50 * (series.x[..., 0] * real).sum(1) / real.sum(1)
+    return SeriesSplit(series.x, series.padding, y)
+
+
+TINY = dict(dim=8, heads=2, layers=1, hidden=16)
+
+
+def vision(seed=0):
+    seed_everything(seed)
+    return VisionTransformer((2, 3), 4, 2, **TINY)
+
+
+def reader(seed=0):
+    seed_everything(seed)
+    return TokenClassifier(8, 2, 6, **TINY)
+
+
+def regressor(seed=0, **changes):
+    seed_everything(seed)
+    y = numbers().y
+    target = (float(y.mean()), float(y.std(correction=0)))
+    return SeriesRegressor(3, 6, target, **TINY | changes)
+
+
+KINDS = {"images": (vision, images), "tokens": (reader, tokens), "numbers": (regressor, numbers)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_learned(kind):
+    make, data = KINDS[kind]
+    metric = "rmse" if kind == "numbers" else "accuracy"
+    model = make()
+    before = evaluate(model, data(200, 1))
+    history = fit(model, data(200), epochs=12, test=data(200, 1), lr=2e-2)
+    assert set(history) == {"loss", metric, f"test_{metric}"}
+    assert history[f"test_{metric}"][-1] == evaluate(model, data(200, 1))
+    assert history["loss"][-1] < 0.6 * history["loss"][0]
+    after = history[f"test_{metric}"][-1]
+    assert after < 0.5 * before if kind == "numbers" else after > 0.9 > before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_resumes_to_bit_equal_weights(tmp_path, kind):
+    make, data = KINDS[kind]
+    arguments = dict(epochs=4, test=data(9, 1), checkpoint=tmp_path / "run.pt")
+
+    class Stop(Exception):
+        pass
+
+    model, calls = make(), iter(range(100))
+
+    def stop(module, _):
+        if module.training and next(calls) == 5:  # the second batch of the third epoch
+            raise Stop
+
+    model.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        fit(model, data(), **arguments)
+    assert finished_epochs(tmp_path / "run.pt") == 2
+    resumed, whole = make(), make()
+    history = fit(resumed, data(), **arguments)
+    assert history == fit(whole, data(), epochs=4, test=data(9, 1))
+    assert weights(resumed) == weights(whole) != weights(make())
+    again = make()
+    assert fit(again, data(), **arguments) == history and weights(again) == weights(whole)
+
+
+def test_loss_of_numbers_is_that_of_standardised_targets():
+    model, train = regressor(dropout=0.0), numbers(10)
+    first = regressor(dropout=0.0)(train.x, train.padding)
+    mean, sd = train.y.mean(), train.y.std(correction=0)
+    expected = nn.functional.mse_loss((first - mean) / sd, (train.y - mean) / sd)
+    history = fit(model, train, epochs=1, batch_size=10, lr=1e-12)
+    assert history["loss"][0] == pytest.approx(expected.item(), rel=1e-4)
+    assert history["rmse"][0] == pytest.approx((first - train.y).square().mean().sqrt().item())
+
+
+def test_units_of_the_target_change_nothing_but_the_units():
+    """The same in thousandths: as many steps of the same size, and errors 1000 times as large."""
+    train, test = numbers(), numbers(9, 1)
+    small_unit = [dataclasses.replace(part, y=1000 * part.y) for part in (train, test)]
+    model, other = regressor(), regressor()
+    with torch.no_grad():
+        other.mean *= 1000
+        other.sd *= 1000
+    history = fit(model, train, epochs=3, test=test)
+    scaled = fit(other, small_unit[0], epochs=3, test=small_unit[1])
+    assert scaled["loss"] == pytest.approx(history["loss"], rel=1e-3)
+    assert scaled["test_rmse"] == pytest.approx([1000 * e for e in history["test_rmse"]], rel=1e-3)
+
+
+def test_rmse_by_hand_and_in_batches():
+    model, data = regressor(), numbers(11)
+    errors = model.eval()(data.x, data.padding) - data.y
+    assert evaluate(model, data) == pytest.approx(errors.square().mean().sqrt().item())
+    for size in (1, 4, 11):
+        assert evaluate(model, data, batch_size=size) == pytest.approx(evaluate(model, data))
+
+
+def test_constant_targets():
+    data = numbers(8)
+    data = SeriesSplit(data.x, data.padding, torch.full((8,), 3.0))
+    history = fit(regressor(), data, epochs=2)
+    assert all(map(torch.tensor(0.0).lt, torch.tensor(history["loss"])))
+
+
+@pytest.mark.parametrize(
+    "make, data, message",
+    [
+        (regressor, split(), "train.y is torch.int64 of shape .24,.; expected floats of shape"),
+        (vision, dataclasses.replace(images(), y=torch.zeros(24)), "train.y is .* expected int64"),
+        (reader, SeriesSplit(tokens().x + 1, None, tokens().y), "train.x holds .* 0 <= x < 8"),
+        (reader, SeriesSplit(tokens().x.int(), None, tokens().y), "train.x is torch.int32"),
+        (reader, split(), "train.x is torch.float32 of shape .24, 6, 3.; expected int64"),
+        (vision, split(), "train.x is .*; expected floats of shape .n, 6, 4."),
+    ],
+)
+def test_targets_and_tokens_that_do_not_fit(make, data, message):
+    model = make()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+    with pytest.raises(ValueError, match=message):
+        fit(model, data)
+
+
+def test_numbers_must_be_finite_and_one_for_each_series():
+    data = numbers()
+    spoilt_y = data.y.clone()
+    spoilt_y[3] = torch.nan
+    with pytest.raises(ValueError, match="split.y holds NaN"):
+        evaluate(regressor(), SeriesSplit(data.x, data.padding, spoilt_y))
+    with pytest.raises(ValueError, match=r"train.y is .*\(24, 1\); expected floats .*\(24,\)"):
+        fit(regressor(), SeriesSplit(data.x, data.padding, data.y[:, None]))
+
+    class Column(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(3, 1)
+
+        def forward(self, x, padding):
+            return self.map(x[:, 0])  # (B, 1), which PyTorch would spread over all targets
+
+    for call in (fit, evaluate):
+        with pytest.raises(ValueError, match=r"model returns shape \(\d+, 1\) for .* numbers; exp"):
+            call(Column(), data)
+        model = regressor()
+        del model.classes  # so that nothing is known of it before it runs
+        with pytest.raises(ValueError, match=r"model returns shape \(\d+,\) for .* classes; exp"):
+            call(model, split())
+
+
 # --- Wrong input ----------------------------------------------------------------------------------
 
 
@@ -357,12 +535,14 @@ WRONG = [
     (dict(train=spoilt("x", lambda x: x.tolist())), TypeError, "train.x is list"),
     (dict(train=spoilt("x", lambda x: x[:-1])), ValueError, "train.padding is"),
     (dict(train=spoilt("padding", lambda p: p.float())), ValueError, "train.padding is torch.flo"),
-    (dict(train=spoilt("padding", lambda p: None)), TypeError, "train.padding is NoneType"),
+    (dict(train=spoilt("padding", lambda p: p.tolist())), TypeError, "train.padding is list"),
     (dict(train=spoilt("y", lambda y: y.int())), ValueError, "train.y is torch.int32"),
     (dict(train=spoilt("y", lambda y: y[1:])), ValueError, "train.y is torch.int64 of shape"),
     (dict(train=spoilt("y", lambda y: y.tolist())), TypeError, "train.y is list"),
     (dict(train=spoilt("y", lambda y: y + 1)), ValueError, "train.y holds 1 to 2; expected .* < 2"),
     (dict(test=spoilt("y", lambda y: y - 1)), ValueError, "test.y holds -1 to 0"),
+    (dict(train=spoilt("y", lambda y: y.float())), ValueError, "train.y is torch.float32 .* int64"),
+    (dict(train=spoilt("x", lambda x: x[..., 0].long())), ValueError, "train.x is torch.int64"),
 ]
 
 

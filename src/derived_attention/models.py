@@ -1,4 +1,7 @@
-"""The miniature models of the book, in one readable file. Here: a classifier of time series.
+"""The miniature models of the book, in one readable file.
+
+`SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
+patches, `TokenClassifier` reads sequences of tokens. `derived_attention.training.fit` trains each.
 
 The `attention` argument of a model says how its layers mix positions, by one rule: *a function
 replaces the scaled dot product, a class replaces the layer.*
@@ -13,14 +16,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.softmax import MultiheadAttention, softmax_attention
-from derived_attention.data.series import check_series
+from derived_attention.data.series import check_series, check_tokens
 from derived_attention.runtime import check_count
 
 Mechanism = Callable[..., Any]
@@ -51,7 +54,8 @@ class EncoderLayer(nn.Module):
         self.feedforward = nn.Sequential(
             nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
         )
-        self.norm1, self.norm2 = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
+        self.norm1: nn.Module = nn.BatchNorm1d(dim)
+        self.norm2: nn.Module = nn.BatchNorm1d(dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
@@ -62,8 +66,67 @@ class EncoderLayer(nn.Module):
         x = x + self.dropout(self.feedforward(x))
         return self.norm2(x.flatten(0, 1)).view_as(x)
 
+    def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the attention weights (B, H, T, T) of the forward pass."""
+        how = dict(key_padding_mask=padding, average_attn_weights=False)
+        return self.attention(x, x, x, **how)[1]
 
-class SeriesClassifier(nn.Module):
+
+class PreNormLayer(EncoderLayer):
+    """The same layer, normalised before each branch by LayerNorm, as vision transformers are."""
+
+    def __init__(
+        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
+    ) -> None:
+        super().__init__(dim, heads, hidden, dropout, attention)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Map (B, T, dim) to (B, T, dim)."""
+        y = self.norm1(x)
+        mixed, _ = self.attention(y, y, y, key_padding_mask=padding, need_weights=False)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.feedforward(self.norm2(x)))
+
+    def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the attention weights (B, H, T, T) of the forward pass."""
+        return super().maps(self.norm1(x), padding)
+
+
+class Encoder(nn.Module):
+    """What the models share: layers over a sequence of T steps, and a look at their weights."""
+
+    layers: Any  # nn.ModuleList of EncoderLayer
+    mechanism: Mechanism
+    length: int
+
+    @torch.no_grad()
+    def attention_maps(self, x: Tensor, padding: Tensor | None = None) -> list[Tensor]:
+        """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing.
+
+        A mechanism that leaves keys out has fewer columns. One that is not linear in V has no
+        weights: what it makes of V = I is returned, or it raises.
+        """
+        training, maps = self.training, []
+        try:
+            h = self.eval()._embed(x, padding)
+            for layer in self.layers:
+                maps.append(layer.maps(h, padding))
+                h = layer(h, padding)
+        finally:
+            self.train(training)
+        return maps
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"mechanism={self.mechanism}, length={self.length}"
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Check the input and map it to (B, T, dim), positions included."""
+        raise NotImplementedError
+
+
+class SeriesClassifier(Encoder):
     """A transformer encoder that names the class of a multivariate time series.
 
     Linear projection (times √dim), learned positions, encoder layers, GELU, then one linear map of
@@ -126,25 +189,201 @@ class SeriesClassifier(nn.Module):
             h = h.masked_fill(padding[..., None], 0.0)
         return self.head(h.flatten(1))  # (B, T * dim) -> (B, classes)
 
-    @torch.no_grad()
-    def attention_maps(self, x: Tensor, padding: Tensor | None = None) -> list[Tensor]:
-        """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing."""
-        training, maps = self.training, []
-        try:
-            h = self.eval()._embed(x, padding)
-            for layer in self.layers:
-                how = dict(key_padding_mask=padding, average_attn_weights=False)
-                maps.append(layer.get_submodule("attention")(h, h, h, **how)[1])
-                h = layer(h, padding)
-        finally:
-            self.train(training)
-        return maps
-
-    def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"mechanism={self.mechanism}, length={self.length}"
-
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, padding, steps=self.length, channels=self.channels)
         h = self.embed(x) * math.sqrt(self.positions.shape[1])  # (B, T, dim)
         return self.dropout(h + self.positions)
+
+
+class SeriesRegressor(SeriesClassifier):
+    """The same encoder with one output: a number for each time series, in the target's units.
+
+    The last linear map gives z, and the result is ``mean + sd · z``: with the mean and the standard
+    deviation of the training targets, the network itself works on standardised targets.
+
+    Parameters
+    ----------
+    channels, length : int
+        C and T.
+    target : (float, float)
+        Mean and standard deviation: see `derived_attention.data.series.SeriesData`.
+    options
+        The other arguments of `SeriesClassifier`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `SeriesClassifier`; for a `target` that is not a finite mean and a positive deviation.
+
+    Examples
+    --------
+    >>> model = SeriesRegressor(channels=12, length=26, target=(0.0, 1.0))
+    >>> model(torch.zeros(4, 26, 12)).shape
+    torch.Size([4])
+    """
+
+    mean: Tensor
+    sd: Tensor
+
+    def __init__(
+        self, channels: int, length: int, target: tuple[float, float], *options: Any, **named: Any
+    ) -> None:
+        super().__init__(channels, 1, length, *options, **named)
+        if not isinstance(target, tuple) or len(target) != 2:
+            raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
+        if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
+            raise ValueError(f"target is {target}; expected a finite mean and a deviation above 0")
+        self.classes = 0
+        for name, value in zip(("mean", "sd"), target, strict=True):
+            self.register_buffer(name, torch.tensor(float(value)))
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return numbers (B,) for `x` (B, T, C); `padding` (B, T) is True where padded."""
+        return self.mean + self.sd * super().forward(x, padding).squeeze(1)
+
+
+class PooledClassifier(Encoder):
+    """What the next two models share: pre-norm layers, the mean over the steps, one linear map."""
+
+    def __init__(
+        self,
+        classes: int,
+        length: int,
+        dim: int,
+        heads: int,
+        layers: int,
+        hidden: int,
+        dropout: float,
+        attention: Mechanism,
+    ) -> None:
+        super().__init__()
+        for name in ("classes", "length", "dim", "heads", "layers", "hidden"):
+            check_count(name, locals()[name])
+        self.classes, self.length, self.mechanism = classes, length, attention
+        self.positions = nn.Parameter(torch.empty(length, dim).normal_(std=0.5))
+        self.layers = nn.ModuleList(
+            PreNormLayer(dim, heads, hidden, dropout, attention) for _ in range(layers)
+        )
+        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return logits (B, classes)."""
+        h = self._embed(x, padding)
+        for layer in self.layers:
+            h = layer(h, padding)  # (B, T, dim)
+        h = self.norm(h)
+        if padding is None:
+            return self.head(h.mean(1))
+        count = (~padding).sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+        return self.head(h.masked_fill(padding[..., None], 0.0).sum(1) / count)
+
+
+class VisionTransformer(PooledClassifier):
+    """A vision transformer: names the class of an image that is a grid of patches.
+
+    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. There is
+    no class token: the sequence stays a grid, so that a mechanism may convolve it or pool it in
+    two dimensions, and every row of an attention map is a place in the image.
+
+    Parameters
+    ----------
+    grid : (int, int)
+        Rows and columns of patches. The sequence is the grid row by row: T = rows · columns.
+    channels, classes : int
+        Numbers in a patch, and classes: see `derived_attention.data.images.ImageData`.
+    dim, heads, layers, hidden, dropout, attention
+        As in `SeriesClassifier`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type, or
+        any `padding`: an image has none.
+
+    Examples
+    --------
+    >>> model = VisionTransformer(grid=(4, 4), channels=4, classes=10)
+    >>> model(torch.zeros(3, 16, 4)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        channels: int,
+        classes: int,
+        dim: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        hidden: int = 128,
+        dropout: float = 0.1,
+        attention: Mechanism = softmax_attention,
+    ) -> None:
+        if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
+            raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
+        for i, size in enumerate(grid):
+            check_count(f"grid[{i}]", size)
+        check_count("channels", channels)
+        length = grid[0] * grid[1]
+        super().__init__(classes, length, dim, heads, layers, hidden, dropout, attention)
+        self.grid, self.channels = tuple(grid), channels
+        self.embed = nn.Linear(channels, dim)
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"{super().extra_repr()}, grid={self.grid}"
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_series(x, None, steps=self.length, channels=self.channels)
+        if padding is not None:
+            raise ValueError("padding is given; expected None, as an image has no padding")
+        return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
+
+
+class TokenClassifier(PooledClassifier):
+    """A transformer encoder that names the class of a sequence of tokens.
+
+    Embedding, learned positions, pre-norm layers, the mean over the tokens that are not padding:
+    in small, the model that the papers take for the Long Range Arena.
+
+    Parameters
+    ----------
+    vocabulary, classes, length : int
+        Number of different tokens, of classes, and T.
+    dim, heads, layers, hidden, dropout, attention
+        As in `SeriesClassifier`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type, or
+        a token outside the vocabulary.
+
+    Examples
+    --------
+    >>> model = TokenClassifier(vocabulary=16, classes=10, length=32)
+    >>> model(torch.zeros(3, 32, dtype=torch.int64)).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        length: int,
+        dim: int = 64,
+        heads: int = 2,
+        layers: int = 2,
+        hidden: int = 128,
+        dropout: float = 0.1,
+        attention: Mechanism = softmax_attention,
+    ) -> None:
+        check_count("vocabulary", vocabulary)
+        super().__init__(classes, length, dim, heads, layers, hidden, dropout, attention)
+        self.vocabulary = vocabulary
+        self.embed = nn.Embedding(vocabulary, dim)
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_tokens(x, padding, steps=self.length, vocabulary=self.vocabulary)
+        return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)

@@ -1,4 +1,4 @@
-"""Train and evaluate a classifier: seeded, device-aware, and safe against a killed runtime.
+"""Train and evaluate a model: seeded, device-aware, and safe against a killed runtime.
 
 All randomness of an epoch (the order of the series, dropout) is a function of ``(seed, epoch)``,
 and the learning rate is a function of the step. So a run that resumes after any finished epoch
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from derived_attention import runtime
-from derived_attention.data.series import SeriesSplit, check_series
+from derived_attention.data.series import SeriesSplit, check_series, check_tokens
 from derived_attention.runtime import check_count, check_seed, digest, write_atomically
 
 WARMUP_STEPS = 30
@@ -48,7 +48,10 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> History:
-    """Minimise the cross-entropy of `model` on `train` with Adam, in place.
+    """Minimise the loss of `model` on `train` with Adam, in place.
+
+    The loss is the cross-entropy where ``train.y`` holds classes. Where it holds numbers, it is the
+    mean squared error in units of their variance: that of standardised targets.
 
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
     clipped to norm 4. The weights after the last epoch are the result: nothing is selected.
@@ -56,9 +59,10 @@ def fit(
     Parameters
     ----------
     model : nn.Module
-        ``model(x, padding)`` returns logits (B, classes). It is moved to `device`, and comes back
-        in evaluation mode.
+        ``model(x, padding)`` returns logits (B, classes), or numbers (B,) in the units of `y`. It
+        is moved to `device`, and comes back in evaluation mode.
     train : SeriesSplit
+        Series, images or tokens, with classes or numbers as targets.
     epochs, batch_size : int
     lr : float
         The highest learning rate.
@@ -79,7 +83,8 @@ def fit(
     -------
     dict of list of float
         Per epoch ``"loss"`` and ``"accuracy"`` (both over the training batches as they came, with
-        dropout) and, given `test`, ``"test_accuracy"``.
+        dropout) and, given `test`, ``"test_accuracy"``. For numbers, ``"rmse"`` and
+        ``"test_rmse"``, in their units, in the place of the accuracies.
 
     Raises
     ------
@@ -102,9 +107,10 @@ def fit(
         check_split("test", test, model)
 
     optimiser = torch.optim.Adam(model.to(device).parameters())
-    history: History = {"loss": [], "accuracy": []}
+    metric = "rmse" if train.y.is_floating_point() else "accuracy"
+    history: History = {"loss": [], metric: []}
     if test is not None:
-        history["test_accuracy"] = []
+        history[f"test_{metric}"] = []
     path = None if checkpoint is None else Path(checkpoint)
     run = {} if path is None else describe_run(model, train, test, settings)
     if path is not None and path.exists():
@@ -114,11 +120,11 @@ def fit(
     own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with own_generator, runtime.progress(left, "epochs", progress) as bar:
         for epoch in bar:
-            loss, accuracy = train_epoch(model, optimiser, train, device, epoch, **settings)
+            loss, score = train_epoch(model, optimiser, train, device, epoch, **settings)
             history["loss"].append(loss)
-            history["accuracy"].append(accuracy)
+            history[metric].append(score)
             if test is not None:
-                history["test_accuracy"].append(evaluate(model, test))
+                history[f"test_{metric}"].append(evaluate(model, test))
             if path is not None:
                 save(path, run, model, optimiser, history)
     model.eval()
@@ -137,25 +143,26 @@ def train_epoch(
     lr: float,
     seed: int,
 ) -> tuple[float, float]:
-    """Take one pass over `train`, in an order of its own; return mean loss and accuracy.
+    """Take one pass over `train`, in an order of its own; return mean loss, and accuracy or RMSE.
 
     Raises
     ------
     FloatingPointError
         If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
     """
-    x, padding, y = (tensor.to(device) for tensor in (train.x, train.padding, train.y))
+    x, padding, y = to_device(train, slice(None), device)
+    spread = variance(y)
     model.train()
     torch.manual_seed(epoch_seed(seed, epoch))
     batches = torch.randperm(len(y)).split(batch_size)  # drawn on the CPU: the same everywhere
-    loss_sum, correct = 0.0, 0
+    loss_sum, score = 0.0, 0.0
     for batch, rows in enumerate(batches):
         rate = lr * schedule(epoch * len(batches) + batch, epochs * len(batches))
         for group in optimiser.param_groups:
             group["lr"] = rate
         rows = rows.to(device)
-        logits = model(x[rows], padding[rows])  # (B, classes)
-        loss = nn.functional.cross_entropy(logits, y[rows])
+        outputs = model(x[rows], None if padding is None else padding[rows])  # (B, classes) or (B,)
+        loss = batch_loss(outputs, y[rows], spread)
         optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -166,8 +173,54 @@ def train_epoch(
             )
         optimiser.step()
         loss_sum += loss.item() * len(rows)
-        correct += int((logits.argmax(1) == y[rows]).sum())
-    return loss_sum / len(y), correct / len(y)
+        score += batch_score(outputs.detach(), y[rows])
+    return loss_sum / len(y), mean_score(score, y)
+
+
+def to_device(
+    split: SeriesSplit, rows: slice, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return x, padding and y of some rows on `device`."""
+    padding = None if split.padding is None else split.padding[rows].to(device)
+    return split.x[rows].to(device), padding, split.y[rows].to(device)
+
+
+def variance(y: torch.Tensor) -> float:
+    """Return the variance of targets that are numbers; 1 where it is 0, and for classes."""
+    return float(y.double().var(correction=0)) or 1.0 if y.is_floating_point() else 1.0
+
+
+def batch_loss(outputs: torch.Tensor, y: torch.Tensor, spread: float) -> torch.Tensor:
+    """Return the cross-entropy of logits, or the mean squared error of numbers over `spread`."""
+    check_outputs(outputs, y)
+    if y.is_floating_point():
+        return nn.functional.mse_loss(outputs, y) / spread
+    return nn.functional.cross_entropy(outputs, y)
+
+
+def batch_score(outputs: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the number of correct answers, or the sum of squared errors."""
+    check_outputs(outputs, y)
+    if y.is_floating_point():
+        return float((outputs.double() - y.double()).square().sum())
+    return int((outputs.argmax(1) == y).sum())
+
+
+def check_outputs(outputs: torch.Tensor, y: torch.Tensor) -> None:
+    """Raise ValueError unless there is a row of logits, or one number, for each target.
+
+    PyTorch would compare a column of numbers with a row of targets, each with each.
+    """
+    numbers = y.is_floating_point()
+    if outputs.ndim != (1 if numbers else 2) or len(outputs) != len(y):
+        found = f"shape {tuple(outputs.shape)} for {len(y)} targets"
+        expected = "numbers; expected (B,)" if numbers else "classes; expected (B, classes)"
+        raise ValueError(f"model returns {found} that are {expected}")
+
+
+def mean_score(total: float, y: torch.Tensor) -> float:
+    """Return the accuracy, or the root of the mean squared error, from a sum of `batch_score`."""
+    return math.sqrt(total / len(y)) if y.is_floating_point() else total / len(y)
 
 
 def schedule(step: int, steps: int) -> float:
@@ -192,15 +245,17 @@ def evaluate(
     batch_size: int = 256,
     device: torch.device | str | None = None,
 ) -> float:
-    """Return the accuracy of `model` on `split`, in [0, 1], in evaluation mode.
+    """Return the accuracy of `model` on `split`, in [0, 1], or its RMSE, in evaluation mode.
+
+    Where ``split.y`` holds numbers, it is the root of the mean squared error, in their units.
 
     Parameters
     ----------
     model : nn.Module
-        ``model(x, padding)`` returns logits (B, classes). Its mode is restored.
+        ``model(x, padding)`` returns logits (B, classes), or numbers (B,). Its mode is restored.
     split : SeriesSplit
     batch_size : int
-        How many series to run at a time; has no influence on the result.
+        How many sequences to run at a time; has no influence on the result, but for rounding.
     device : torch.device or str, optional
         Where to evaluate; default, where the model is.
 
@@ -216,14 +271,13 @@ def evaluate(
     check_count("batch_size", batch_size)
     device = check_device(model, device)
     check_split("split", split, model)
-    training, correct = model.training, 0
+    training, score = model.training, 0.0
     model.to(device).eval()
-    tensors = (tensor.split(batch_size) for tensor in (split.x, split.padding, split.y))
-    for x, padding, y in zip(*tensors, strict=True):
-        predicted = model(x.to(device), padding.to(device)).argmax(1)  # (B,)
-        correct += int((predicted == y.to(device)).sum())
+    for start in range(0, len(split), batch_size):
+        x, padding, y = to_device(split, slice(start, start + batch_size), device)
+        score += batch_score(model(x, padding), y)
     model.train(training)
-    return correct / len(split.y)
+    return mean_score(score, split.y)
 
 
 def check_settings(epochs: int, batch_size: int, lr: float, seed: int) -> None:
@@ -254,22 +308,36 @@ def check_split(name: str, split: SeriesSplit, model: nn.Module) -> None:
     """Raise TypeError or ValueError, naming the tensor, unless `split` can be learned from."""
     if not isinstance(split, SeriesSplit):
         raise TypeError(f"{name} is {type(split).__name__}; expected a SeriesSplit")
-    for field, tensor in vars(split).items():
+    x, padding, y = split.x, split.padding, split.y
+    for field, tensor in (("x", x), ("y", y)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}.{field} is {type(tensor).__name__}; expected a tensor")
-    x, padding, y = split.x, split.padding, split.y
-    check_series(x, padding, of=f"{name}.")
+    steps, vocabulary, channels = (
+        getattr(model, size, None) for size in ("length", "vocabulary", "channels")
+    )
+    if vocabulary or (x.ndim == 2 and not channels):
+        check_tokens(x, padding, of=f"{name}.", steps=steps, vocabulary=vocabulary)
+    else:
+        check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
     if len(x) == 0:
-        raise ValueError(f"{name} is empty; expected at least one series")
-    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-        found = f"{y.dtype} of shape {tuple(y.shape)}"
-        raise ValueError(f"{name}.y is {found}; expected int64 of shape {tuple(x.shape[:1])}")
+        raise ValueError(f"{name} is empty; expected at least one sequence")
     if not torch.isfinite(x).all():
         raise ValueError(f"{name}.x holds NaN or infinity; expected finite numbers")
-    classes = getattr(model, "classes", math.inf)
-    if y.min() < 0 or y.max() >= classes:
+    check_targets(f"{name}.y", y, len(x), getattr(model, "classes", None))
+
+
+def check_targets(name: str, y: torch.Tensor, n: int, classes: int | None) -> None:
+    """Raise ValueError unless `y` is n classes, or n numbers where the model's `classes` are 0."""
+    kinds = "int64" if classes else "floats" if classes == 0 else "int64 or floats"
+    fits = {"int64": y.dtype == torch.int64, "floats": y.is_floating_point()}
+    if y.shape != (n,) or not any(fits[kind] for kind in kinds.split(" or ")):
+        found = f"{y.dtype} of shape {tuple(y.shape)}"
+        raise ValueError(f"{name} is {found}; expected {kinds} of shape {(n,)}")
+    if not torch.isfinite(y).all():
+        raise ValueError(f"{name} holds NaN or infinity; expected finite numbers")
+    if fits["int64"] and (y.min() < 0 or y.max() >= (classes or math.inf)):
         found = f"{int(y.min())} to {int(y.max())}"
-        raise ValueError(f"{name}.y holds {found}; expected classes 0 <= y < {classes}")
+        raise ValueError(f"{name} holds {found}; expected classes 0 <= y < {classes or 'C'}")
 
 
 # A checkpoint is one file of torch.save: tensors, numbers and text, never code. It holds

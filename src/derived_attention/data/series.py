@@ -1,13 +1,15 @@
-"""Time series to classify: the UEA archive, read through aeon.
+"""Time series with a class or a number each: the UEA/UCR archives, read through aeon.
 
-JapaneseVowels and BasicMotions are part of aeon's own package, so they need no download. Any other
-set of the archive is downloaded by aeon on first use and kept in ``cache_dir("series")``.
+JapaneseVowels and BasicMotions (classes), Covid3Month and CardanoSentiment (numbers) are part of
+aeon's own package, so they need no download. Any other set of the archives is downloaded by aeon on
+first use and kept in ``cache_dir("series")``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import shutil
 import tempfile
@@ -20,23 +22,63 @@ import torch
 
 from derived_attention.runtime import cache_dir
 
+# The archive's names of the sets in three tables of [Nguyen2023].
+TABLE_1 = (  # ten sets to classify; also Tables 5, 10 and 12
+    "EthanolConcentration",
+    "FaceDetection",
+    "Handwriting",
+    "Heartbeat",
+    "JapaneseVowels",
+    "PEMS-SF",
+    "SelfRegulationSCP1",
+    "SelfRegulationSCP2",
+    "SpokenArabicDigits",
+    "UWaveGestureLibrary",
+)
+TABLE_9 = (  # fifteen more
+    "ArticularyWordRecognition",
+    "BasicMotions",
+    "Epilepsy",
+    "ERing",
+    "FingerMovements",
+    "Libras",
+    "NATOPS",
+    "RacketSports",
+    "AtrialFibrillation",
+    "Cricket",
+    "StandWalkJump",
+    "HandMovementDirection",
+    "LSST",
+    "DuckDuckGeese",
+    "MotorImagery",
+)
+TABLE_8 = (  # six with numbers as targets
+    "AppliancesEnergy",
+    "BenzeneConcentration",
+    "BeijingPM10Quality",
+    "BeijingPM25Quality",
+    "LiveFuelMoistureContent",
+    "IEEEPPG",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class SeriesSplit:
-    """n series of C channels, padded to T steps.
+    """n sequences of T steps and their answers: what every loader of the book returns.
 
     Attributes
     ----------
     x : torch.Tensor
-        (n, T, C) float32, standardised by the training split; 0 where padded.
-    padding : torch.Tensor
-        (n, T) bool, True where a step is padding.
+        (n, T, C) float32, standardised by the training split, 0 where padded: series of C
+        channels, or images of T patches. Or (n, T) int64: sequences of tokens.
+    padding : torch.Tensor or None
+        (n, T) bool, True where a step is padding; None where no step can be.
     y : torch.Tensor
-        (n,) int64, the class of each series.
+        (n,) int64, the class of each sequence. Or (n,) float32, a number, in its own units.
     """
 
     x: torch.Tensor
-    padding: torch.Tensor
+    padding: torch.Tensor | None
     y: torch.Tensor
 
     def __len__(self) -> int:
@@ -45,18 +87,21 @@ class SeriesSplit:
 
 @dataclasses.dataclass(frozen=True)
 class SeriesData:
-    """One data set of the archive, with its official split.
+    """One data set of the archives, with its official split.
 
     Attributes
     ----------
     name : str
     train, test : SeriesSplit
     channels, classes, length : int
-        C, the number of classes, and T, the length of the longest training series.
+        C, the number of classes (0 where the targets are numbers), and T, the length of the longest
+        training series.
     labels : tuple of str
         The archive's name of each class, sorted: class c of `y` is ``labels[c]``.
     clipped : int
         How many test series were longer than T and lost their last steps.
+    target : (float, float) or None
+        Mean and standard deviation of the training targets, where they are numbers.
     """
 
     name: str
@@ -67,14 +112,17 @@ class SeriesData:
     length: int
     labels: tuple[str, ...]
     clipped: int
+    target: tuple[float, float] | None = None
 
 
 def load_series(name: str) -> SeriesData:
-    """Load a classification set of the UEA archive, standardised and padded.
+    """Load a set of the UEA/UCR archives with classes or numbers, standardised and padded.
 
     Every channel is shifted and scaled by the mean and the standard deviation of the real steps
     of the *training* split. T is the longest training series; a longer test series is clipped to
     T, as in the reference code of the papers (in JapaneseVowels that is one series of 370).
+    Numbers to predict keep their units. Of a set with missing values (in `TABLE_8` the two of
+    Beijing and BenzeneConcentration) the archive's own variant with imputed values is read.
 
     Parameters
     ----------
@@ -90,7 +138,8 @@ def load_series(name: str) -> SeriesData:
     TypeError
         If `name` is not a string.
     ValueError
-        If the archive has no classification set of that name, or the set has missing values.
+        If the archives have no set of that name, or the set has missing values and no variant
+        without them.
     ConnectionError
         If the set is not shipped with aeon and cannot be downloaded.
 
@@ -102,24 +151,29 @@ def load_series(name: str) -> SeriesData:
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}; expected the name of a data set as a string")
-    (train, train_labels), (test, test_labels) = _read(name)
-    for case in train + test:
-        if not np.isfinite(case).all():
+    is_number, names, load = _archive(name)
+    (train, train_answers), (test, test_answers) = _read(name, names, load)
+    labels: tuple[str, ...] = ()
+    if not is_number:
+        labels = tuple(sorted({*train_answers, *test_answers}, key=_label_order))
+    train_y, test_y = _targets(train_answers, labels), _targets(test_answers, labels)
+    for numbers in (*train, *test, train_y.numpy(), test_y.numpy()):
+        if not np.isfinite(numbers).all():
             raise ValueError(f"name is {name!r}; this set has missing values, which no model takes")
     length = max(case.shape[1] for case in train)
     steps = np.concatenate(train, axis=1)  # (C, all real steps)
     mean, sd = steps.mean(axis=1), steps.std(axis=1)
     sd[sd == 0] = 1.0  # a constant channel becomes 0, not NaN
-    labels = tuple(sorted({*train_labels, *test_labels}, key=_label_order))
     return SeriesData(
         name=name,
-        train=_split(train, train_labels, labels, length, mean, sd),
-        test=_split(test, test_labels, labels, length, mean, sd),
+        train=_split(train, train_y, length, mean, sd),
+        test=_split(test, test_y, length, mean, sd),
         channels=len(mean),
         classes=len(labels),
         length=length,
         labels=labels,
         clipped=sum(case.shape[1] > length for case in test),
+        target=_mean_and_sd(train_y) if is_number else None,
     )
 
 
@@ -135,14 +189,45 @@ def check_series(
 
     `steps` and `channels` are what T and C have to be; `of` goes before the names in a message.
     """
-    for name, tensor in (("x", x), ("padding", padding)):
-        if not isinstance(tensor, torch.Tensor | None):
-            raise TypeError(f"{of}{name} is {type(tensor).__name__}; expected a tensor")
+    _check_tensors(x, padding, of)
     sizes = zip(x.shape[1:], (steps, channels), strict=False)
     if x.ndim != 3 or not x.is_floating_point() or any(n not in (m, None) for m, n in sizes):
         expected = f"(n, {steps or 'T'}, {channels or 'C'})"
         found = f"{x.dtype} of shape {tuple(x.shape)}"
         raise ValueError(f"{of}x is {found}; expected floats of shape {expected}")
+    _check_padding(x, padding, of)
+
+
+def check_tokens(
+    x: torch.Tensor,
+    padding: torch.Tensor | None,
+    *,
+    of: str = "",
+    steps: int | None = None,
+    vocabulary: int | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless x is int64 (n, T) and padding None or bool (n, T).
+
+    `steps` is what T has to be, and every token is at least 0 and below `vocabulary`.
+    """
+    _check_tensors(x, padding, of)
+    if x.ndim != 2 or x.dtype != torch.int64 or x.shape[1] != (steps or x.shape[1]):
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ValueError(f"{of}x is {found}; expected int64 of shape (n, {steps or 'T'})")
+    if x.numel() and (x.min() < 0 or x.max() >= (vocabulary or math.inf)):
+        found = f"{int(x.min())} to {int(x.max())}"
+        raise ValueError(f"{of}x holds {found}; expected tokens 0 <= x < {vocabulary or 'V'}")
+    _check_padding(x, padding, of)
+
+
+def _check_tensors(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{of}x is {type(x).__name__}; expected a tensor")
+    if not isinstance(padding, torch.Tensor | None):
+        raise TypeError(f"{of}padding is {type(padding).__name__}; expected a tensor or None")
+
+
+def _check_padding(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
     if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
         found = f"{padding.dtype} of shape {tuple(padding.shape)}"
         raise ValueError(f"{of}padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
@@ -156,10 +241,20 @@ def _label_order(label: str) -> tuple[bool, float, str]:
         return True, 0.0, label
 
 
+def _targets(answers: list[str], labels: tuple[str, ...]) -> torch.Tensor:
+    """Turn answers into classes, or, without labels, into numbers."""
+    if labels:
+        return torch.tensor([labels.index(answer) for answer in answers])
+    return torch.tensor([float(answer) for answer in answers], dtype=torch.float32)
+
+
+def _mean_and_sd(y: torch.Tensor) -> tuple[float, float]:
+    return float(y.mean()), float(y.std(correction=0)) or 1.0
+
+
 def _split(
     cases: list[np.ndarray],
-    case_labels: list[str],
-    labels: tuple[str, ...],
+    y: torch.Tensor,
     length: int,
     mean: np.ndarray,
     sd: np.ndarray,
@@ -170,32 +265,42 @@ def _split(
         real = ((case[:, :length].T - mean) / sd).astype(np.float32)  # (steps of this case, C)
         x[i, : len(real)] = torch.from_numpy(real)
         padding[i, : len(real)] = False
-    y = torch.tensor([labels.index(label) for label in case_labels])
     return SeriesSplit(x, padding, y)
 
 
 Cases = tuple[list[np.ndarray], list[str]]
+Load = Callable[..., Any]
 
 
-def _read(name: str) -> tuple[Cases, Cases]:
-    """Return the cases, each (C, its own length), and the labels of both splits."""
+def _archive(name: str) -> tuple[bool, list[str], Load]:
+    """Say if targets are numbers; return all names of that archive, and aeon's function for it."""
     import aeon.datasets  # here, not above: importing aeon costs a second
     from aeon.datasets.tsc_datasets import tsc_zenodo
+    from aeon.datasets.tser_datasets import tser_soton
 
-    load = aeon.datasets.load_classification
+    if name in tsc_zenodo:
+        return False, list(tsc_zenodo), aeon.datasets.load_classification
+    if name in tser_soton:
+        return True, list(tser_soton), aeon.datasets.load_regression
+    near = difflib.get_close_matches(name, [*tsc_zenodo, *tser_soton], n=3) or ["JapaneseVowels"]
+    raise ValueError(
+        f"name is {name!r}; expected a classification or regression set of the UEA/UCR archives, "
+        f"for example {' or '.join(near)}"
+    )
+
+
+def _read(name: str, names: list[str], load: Load) -> tuple[Cases, Cases]:
+    """Return the cases, each (C, its own length), and the answers of both splits."""
+    import aeon.datasets
+
     shipped = Path(aeon.datasets.__file__).parent / "data"
     downloads = cache_dir("series")
-    if name not in tsc_zenodo:
-        near = difflib.get_close_matches(name, tsc_zenodo, n=3) or ["JapaneseVowels"]
-        raise ValueError(
-            f"name is {name!r}; expected a classification set of the UEA/UCR archive, "
-            f"for example {' or '.join(near)}"
-        )
     # The folder is always named: left to itself, aeon creates one in the reader's home.
     for folder in (shipped, downloads):
         if name in _sets(folder):
             return _load_both(load, name, folder)
-    return _download(load, name, shipped, downloads)
+    others = sorted(set(_sets(shipped)) & set(names))
+    return _download(load, name, downloads, others)
 
 
 def _sets(folder: Path) -> list[str]:
@@ -207,7 +312,7 @@ def _is_set(path: Path) -> bool:
     return path.name == f"{name}_TEST.ts" and (path.parent / f"{name}_TRAIN.ts").is_file()
 
 
-def _load_both(load: Callable[..., Any], name: str, folder: Path) -> tuple[Cases, Cases]:
+def _load_both(load: Load, name: str, folder: Path) -> tuple[Cases, Cases]:
     def cases(split: str) -> Cases:
         # Without load_equal_length=False some versions of aeon return a truncated variant.
         x, y = load(
@@ -217,14 +322,12 @@ def _load_both(load: Callable[..., Any], name: str, folder: Path) -> tuple[Cases
             load_equal_length=False,
             load_no_missing=True,
         )
-        return [np.asarray(case) for case in x], [str(label) for label in y]
+        return [np.asarray(case) for case in x], [str(answer) for answer in y]
 
     return cases("train"), cases("test")
 
 
-def _download(
-    load: Callable[..., Any], name: str, shipped: Path, downloads: Path
-) -> tuple[Cases, Cases]:
+def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tuple[Cases, Cases]:
     downloads.mkdir(parents=True, exist_ok=True)
     # Half a download must never pass for a set, so it gets its name only when it is whole.
     with tempfile.TemporaryDirectory(dir=downloads, prefix=".partial-") as partial:
@@ -233,16 +336,10 @@ def _download(
         except Exception as error:
             raise ConnectionError(
                 f"{name} is not shipped with aeon and could not be downloaded. Without a network "
-                f"use one of: {', '.join(_classification_sets(shipped))}. Otherwise connect and "
+                f"use one of: {', '.join(others)}. Otherwise connect and "
                 f"call again, or put {name}_TRAIN.ts and {name}_TEST.ts in {downloads / name}."
             ) from error
         if (Path(partial) / name).is_dir():
             shutil.rmtree(downloads / name, ignore_errors=True)
             os.replace(Path(partial) / name, downloads / name)
     return both
-
-
-def _classification_sets(folder: Path) -> list[str]:
-    from aeon.datasets.tsc_datasets import tsc_zenodo
-
-    return sorted(set(_sets(folder)) & set(tsc_zenodo))

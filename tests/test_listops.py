@@ -1,0 +1,239 @@
+"""ListOps: values, distribution, lengths, disjoint splits, rules that do not read."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from derived_attention.data import listops
+from derived_attention.data.listops import (
+    LRA,
+    SHORT,
+    TOKENS,
+    evaluate_expression,
+    make_listops,
+    prefix_rule,
+)
+from derived_attention.data.series import SeriesSplit
+
+CLOSE = TOKENS.index("]")
+SMALL = dict(train=300, validation=50, test=100, min_length=5, max_length=40)
+
+
+def encode(text):
+    return [TOKENS.index(word) for word in text.replace("]", " ]").split()]
+
+
+def rows(split):
+    for x, padding, y in zip(split.x, split.padding, split.y.tolist(), strict=True):
+        yield x[~padding].tolist(), y
+
+
+def everything(data):
+    return [*rows(data.train), *rows(data.validation), *rows(data.test)]
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("[MIN 4 2 9]", 2),
+        ("[MAX 4 2 9]", 9),
+        ("[MED 4 2 9]", 4),
+        ("[MED 2 9 4 7]", 5),  # 5.5, rounded down
+        ("[SM 9 9 5]", 3),
+        ("[MAX 4 [MIN 2 9] 0]", 4),
+        ("[SM [MED 1 [SM 8 8] 0] [MAX 3 3]]", 4),
+        ("7", 7),
+    ],
+)
+def test_values(text, value):
+    assert evaluate_expression(encode(text)) == value
+    padded = torch.tensor(encode(text) + [0, 0])
+    assert evaluate_expression(padded) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[MIN 4 2", "4 2", "[MIN]", "]", "[MIN 4] ]", "MAX 4 MIN 2 9 0 no"]
+)
+def test_no_expression(text):
+    tokens = [TOKENS.index(w) if w in TOKENS else 99 for w in text.replace("]", " ]").split()]
+    with pytest.raises(ValueError, match="tokens are .*; expected one expression"):
+        evaluate_expression(tokens)
+
+
+def test_generator_and_evaluation_agree():
+    """Two ways to the value: as the tree grows, and from its tokens alone."""
+    examples = everything(make_listops(**SMALL | dict(train=2000, max_length=120)))
+    assert all(evaluate_expression(tokens) == value for tokens, value in examples)
+    assert {value for _, value in examples} == set(range(10))
+
+
+# --- Distribution ---------------------------------------------------------------------------------
+
+
+def test_shapes_and_padding():
+    data = make_listops(**SMALL)
+    assert (data.vocabulary, data.classes, data.length) == (16, 10, 40)
+    for split, n in ((data.train, 300), (data.validation, 50), (data.test, 100)):
+        assert split.x.shape == (n, 40) and split.x.dtype == torch.int64
+        assert split.padding.shape == (n, 40) and split.padding.dtype == torch.bool
+        assert split.y.shape == (n,) and split.y.dtype == torch.int64
+        lengths = (~split.padding).sum(1)
+        assert lengths.min() > 5 and lengths.max() < 40
+        assert (split.padding == (torch.arange(40) >= lengths[:, None])).all()
+        assert (split.x[split.padding] == 0).all() and (split.x[~split.padding] > 0).all()
+    assert len(make_listops(**SMALL | dict(validation=0)).validation) == 0
+
+
+def test_all_are_different():
+    """Few expressions are as short as these, so that equal ones are drawn often."""
+    data = make_listops(2000, 300, 700, min_length=3, max_length=6)
+    keys = [bytes(tokens) for tokens, _ in everything(data)]
+    assert len(set(keys)) == len(keys) == 3000
+    assert {len(key) for key in keys} == {4, 5}
+
+
+def draws(n, **settings):
+    how = dict(min_length=0, max_length=10**6, max_depth=10, max_args=10, seed=3) | settings
+    return list(itertools.islice(listops._expressions(**how), n))
+
+
+def children(tokens):
+    """Yield (depth, number of arguments, which of them are operators) of every operator."""
+    stack = []
+    for token in tokens:
+        if token == CLOSE:
+            arguments = stack.pop()
+            yield len(stack) + 1, len(arguments), arguments
+            continue
+        if stack:
+            stack[-1].append(token >= listops.FIRST_OPERATOR)
+        if token >= listops.FIRST_OPERATOR:
+            stack.append([])
+    assert not stack
+
+
+def test_distribution_is_the_published_one():
+    """No lengths are thrown away here. Bounds are five standard errors of these many draws."""
+    trees = [tokens for tokens, _ in draws(300, max_depth=6, max_args=7)]
+    operators = [node for tokens in trees for node in children(tokens)]
+    assert max(depth for depth, _, _ in operators) == 5  # digits only at depth 6
+    arities = np.array([n for _, n, _ in operators])
+    for n in range(2, 8):
+        assert np.mean(arities == n) == pytest.approx(1 / 6, abs=5 / 2.6 / len(arities) ** 0.5)
+    assert arities.min() == 2 and arities.max() == 7
+    inner = [is_operator for depth, _, kinds in operators if depth < 5 for is_operator in kinds]
+    assert np.mean(inner) == pytest.approx(0.25, abs=5 * 0.44 / len(inner) ** 0.5)
+    assert not any(any(kinds) for depth, _, kinds in operators if depth == 5)
+    tokens = np.array([token for tokens in trees for token in tokens])
+    for kind in (range(1, 11), range(11, 15)):
+        counts = np.array([np.sum(tokens == token) for token in kind])
+        expected = counts.sum() / len(kind)
+        assert np.abs(counts - expected).max() < 5 * expected**0.5
+
+
+def test_long_expressions_are_given_up_and_no_others():
+    """Giving up early throws away exactly those that end up too long."""
+    free = [tokens for tokens, _ in draws(400)]
+    assert max(map(len, free)) > 2000
+    cut = itertools.islice(
+        listops._expressions(min_length=0, max_length=200, max_depth=10, max_args=10, seed=3), 4000
+    )
+    kept = [len(e[0]) for e in cut if e is not None]
+    short = [len(tokens) for tokens in free if len(tokens) < 200]
+    assert max(kept) < 200
+    share, error = len(short) / len(free), 5 * 0.5 / len(free) ** 0.5
+    assert len(kept) / 4000 == pytest.approx(share, abs=error)
+    assert np.mean(kept) == pytest.approx(np.mean(short), abs=5 * np.std(short) / len(short) ** 0.5)
+
+
+def test_a_seed_decides_everything():
+    first, again, other = (make_listops(**SMALL, seed=seed) for seed in (0, 0, 1))
+    for split in ("train", "validation", "test"):
+        assert torch.equal(vars(first)[split].x, vars(again)[split].x)
+        assert torch.equal(vars(first)[split].y, vars(again)[split].y)
+    assert not torch.equal(first.train.x, other.train.x)
+    state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    make_listops(**SMALL)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (np.random.get_state()[1] == state[1]).all()  # noqa: NPY002
+
+
+def test_without_brackets():
+    whole, flat = make_listops(**SMALL), make_listops(**SMALL, brackets=False)
+    for (tokens, value), (kept, same) in zip(everything(whole), everything(flat), strict=True):
+        assert kept == [token for token in tokens if token != CLOSE] and value == same
+    assert whole.length == flat.length and whole.vocabulary == flat.vocabulary
+
+
+def test_settings_of_the_arena():
+    """The published lengths, depth and arguments; and the floor that its results are near."""
+    assert (LRA["train"], LRA["validation"], LRA["test"]) == (96_000, 2_000, 2_000)
+    data = make_listops(**LRA | dict(train=500, validation=0, test=300))
+    lengths = (~data.train.padding).sum(1)
+    assert lengths.min() > 500 and lengths.max() < 2000 and data.length == 2000
+    assert 0.28 < prefix_rule(data.train, data.test, 1) < 0.45
+    assert 0.10 < prefix_rule(data.train, data.test, 0) < 0.25
+    assert set(LRA) == set(SHORT)
+
+
+# --- Rules that do not read -----------------------------------------------------------------------
+
+
+def test_prefix_rule_by_hand():
+    def split(*pairs):
+        x = torch.tensor([encode(text) for text, _ in pairs])
+        return SeriesSplit(x, x == 0, torch.tensor([value for _, value in pairs]))
+
+    train = split(("[MIN 1", 1), ("[MIN 1", 1), ("[MIN 2", 2), ("[MAX 1", 9), ("[MAX 2", 9))
+    train = SeriesSplit(train.x, train.padding, torch.tensor([1, 1, 2, 9, 1]))
+    test = split(("[MIN 2", 2), ("[MAX 1", 9), ("[SM 1", 1), ("[MIN 1", 0))
+    assert prefix_rule(train, test, 0) == 1 / 4  # always 1
+    assert prefix_rule(train, test, 1) == 2 / 4  # MIN: 1, MAX: 9 (seen first), SM unseen: 1
+    assert prefix_rule(train, test, 2) == 3 / 4
+    assert prefix_rule(train, train, 9) == 1
+
+
+# --- Wrong input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(train=0), ValueError, "train is 0; expected at least 1"),
+        (dict(train=3.0), TypeError, "train is 3.0"),
+        (dict(validation=-1), ValueError, "validation is -1; expected at least 0"),
+        (dict(test="1"), TypeError, "test is '1'"),
+        (dict(min_length=0), ValueError, "min_length is 0"),
+        (dict(max_length=6), ValueError, "max_length is 6; expected at least 7"),
+        (dict(max_length=40.0), TypeError, "max_length is 40.0"),
+        (dict(max_depth=1), ValueError, "max_depth is 1; expected at least 2"),
+        (dict(max_args=1), ValueError, "max_args is 1; expected at least 2"),
+        (dict(brackets="no"), TypeError, "brackets is 'no'"),
+        (dict(seed=-1), ValueError, "seed is -1"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        make_listops(**SMALL | change)
+
+
+def test_not_enough_expressions():
+    with pytest.raises(ValueError, match=r"train .* is 1000; found only (39\d|400) dif"):
+        make_listops(900, 50, 50, min_length=3, max_length=5)  # 4 operators, two digits: 400
+    with pytest.raises(ValueError, match="found only 0 different"):
+        make_listops(1, 0, 0, min_length=1, max_length=3)
+
+
+def test_wrong_arguments_of_the_rule():
+    data = make_listops(**SMALL)
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="tokens is .*; expected a whole number"):
+            prefix_rule(data.train, data.test, wrong)
+    empty = make_listops(**SMALL | dict(validation=0)).validation
+    with pytest.raises(ValueError, match="test is empty"):
+        prefix_rule(data.train, empty, 1)
