@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,9 @@ from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to
 from execute import CACHE, RECORD, read_page
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import table as benchmarks  # noqa: E402
+
 WORDS_PER_MINUTE = 200
 SECONDS_PER_FORMULA = 15
 SECONDS_PER_CELL = 20
@@ -125,6 +129,28 @@ class Table(SphinxDirective):
         """Leave a placeholder."""
         self.env.metadata[self.env.docname]["always_write"] = True
         return [Pending(kind=self.name)]
+
+
+class Benchmarks(SphinxDirective):
+    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self):
+        """Return the tables of these cases, and a line on the machines before them."""
+        names = self.arguments[0].split()
+        for path in benchmarks.RESULTS.glob("attention_*.json"):
+            self.env.note_dependency(str(path))
+        results = benchmarks.load()
+        parts = [_paragraph(benchmarks.caption(data)) for data in results]
+        try:
+            tables = [benchmarks.time_table(results, names)]
+            tables += [benchmarks.memory_table(data, names) for data in results]
+        except ValueError as error:
+            raise self.error(str(error)) from error
+        times, *memory = (table(*rows, ["da-benchmarks"]) for rows in tables)
+        return [*parts, times, _paragraph(benchmarks.NOTE), *memory]
 
 
 class Measured(SphinxRole):
@@ -450,6 +476,7 @@ def setup(app):
     app.add_node(PendingInline)
     for name in ("ledger", "errata", "status", "coverage"):
         app.add_directive(name, Table)
+    app.add_directive("benchmarks", Benchmarks)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)
     app.connect("builder-inited", _check_inventory)

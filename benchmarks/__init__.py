@@ -1,0 +1,1 @@
+"""Every mechanism of the package beside PyTorch's attention: ``python -m benchmarks``."""

@@ -1,0 +1,170 @@
+"""What is timed: PyTorch's own attention, and each mechanism of the package beside it.
+
+To add a mechanism, add an entry to `CASES`: everything else follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention.attention.convolutional import (
+    conv1d_attention,
+    conv1d_attention_reference,
+    conv2d_attention,
+    conv2d_attention_reference,
+)
+from derived_attention.attention.linear import linear_attention, linear_attention_reference
+from derived_attention.attention.normalized import (
+    normalized_attention,
+    normalized_attention_reference,
+)
+from derived_attention.attention.scaled import (
+    scaled_attention,
+    scaled_attention_reference,
+    scaled_normalized_attention,
+    scaled_normalized_attention_reference,
+)
+from derived_attention.attention.softmax import softmax_attention_reference
+from derived_attention.attention.sparse import (
+    fixed_attention,
+    fixed_attention_reference,
+    strided_attention,
+    strided_attention_reference,
+    window_attention,
+    window_attention_reference,
+)
+
+Attention = Callable[..., Tensor]  # (q, k, v, **options) -> output
+HEADS = 8
+GOAL_LENGTH = 4096  # goals are for this length: forward, in float32, on one thread of a CPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism to time.
+
+    Attributes
+    ----------
+    label : str
+        What a table calls it.
+    fast, reference : callable
+        Its two forms, functions of q, k, v and `options`.
+    options : callable
+        The options at a sequence length N. Tensors among them are parameters: they are brought to
+        the inputs' dtype and device, and get a gradient.
+    baseline : str
+        The name in `CASES` of what it is beside.
+    goal : float, optional
+        Largest time as a share of the baseline's, at `GOAL_LENGTH`.
+    reference_length : int
+        Longest N for which to measure the reference's memory at N and 2N.
+    """
+
+    label: str
+    fast: Attention
+    reference: Attention
+    options: Callable[[int], dict[str, Any]] = lambda N: {}
+    baseline: str = "sdpa"
+    goal: float | None = None
+    reference_length: int = 1024
+
+
+def grid(N: int) -> tuple[int, int]:
+    """Rows and columns of the squarest image of N pixels."""
+    rows = next(r for r in range(math.isqrt(N), 0, -1) if N % r == 0)
+    return rows, N // rows
+
+
+def near_root(N: int) -> int:
+    """Largest power of two up to √N, the cheapest stride of sparse patterns."""
+    return 1 << (N.bit_length() - 1) // 2
+
+
+def is_causal(N: int) -> dict[str, Any]:
+    """Options of a causal case without others."""
+    return {"is_causal": True}
+
+
+_scales = [1, 1, 2, 2, 4, 4, 8, 8]  # of HEADS heads
+_sdpa = (F.scaled_dot_product_attention, softmax_attention_reference)
+_linear = (linear_attention, linear_attention_reference)
+_normalized = (normalized_attention, normalized_attention_reference)  # its formula takes N²D
+_short = 128
+
+CASES: dict[str, Case] = {
+    "sdpa": Case("SDPA", *_sdpa),
+    "sdpa_causal": Case("SDPA, causal", *_sdpa, is_causal, "sdpa_causal"),
+    "linear": Case("linear", *_linear),
+    "linear_causal": Case("linear, causal", *_linear, is_causal, "sdpa_causal", goal=0.15),
+    "window": Case(
+        "window of 64",
+        *(window_attention, window_attention_reference),
+        lambda N: {"window": 64},
+        goal=0.10,
+    ),
+    "strided": Case(
+        "strided, every √N-th",
+        *(strided_attention, strided_attention_reference),
+        lambda N: {"stride": near_root(N)},
+    ),
+    "fixed": Case(
+        "fixed, blocks of √N",
+        *(fixed_attention, fixed_attention_reference),
+        lambda N: {"stride": near_root(N)},
+    ),
+    "normalized": Case("BN, recentred", *_normalized, goal=1.05, reference_length=_short),
+    "normalized_causal": Case(
+        "BN, recentred, causal",
+        *_normalized,
+        is_causal,
+        "sdpa_causal",
+        goal=1.10,
+        reference_length=_short,
+    ),
+    "normalized_full": Case(
+        "BN, full",
+        *_normalized,
+        lambda N: {"eps": 1e-5},
+        goal=1.05,
+        reference_length=_short,
+    ),
+    "normalized_full_causal": Case(
+        "BN, full, causal",
+        *_normalized,
+        lambda N: {"eps": 1e-5, "is_causal": True},
+        "sdpa_causal",
+        goal=1.10,
+        reference_length=_short,
+    ),
+    "scaled": Case(
+        "SH",
+        *(scaled_attention, scaled_attention_reference),
+        lambda N: {"scales": _scales},
+        goal=0.52,
+    ),
+    "scaled_normalized": Case(
+        "BN+SH",
+        *(scaled_normalized_attention, scaled_normalized_attention_reference),
+        lambda N: {"scales": _scales},
+        goal=0.52,
+        reference_length=_short,
+    ),
+    "conv1d": Case(
+        "Conv1D, 5 taps",
+        *(conv1d_attention, conv1d_attention_reference),
+        lambda N: {"weight": torch.linspace(0.1, 0.3, 5)},
+        goal=1.10,
+    ),
+    "conv2d": Case(
+        "Conv2D, 3×3 taps",
+        *(conv2d_attention, conv2d_attention_reference),
+        lambda N: {"weight": torch.linspace(0.05, 0.2, 9).view(3, 3), "grid": grid(N)},
+    ),
+}
