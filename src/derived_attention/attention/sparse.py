@@ -284,8 +284,9 @@ def window_attention(
     W = window + C + (0 if is_causal else window)  # keys in its stretch
     rows = -(-N // C)
     stretches = functools.partial(_stretches, size=C, before=window, width=W, rows=rows)
-    i, j = _positions(rows, C, q.device), _stretch_positions(rows, C, window, W, q.device)
-    keep = _past(i, j, _is_near(i, j, window) & (0 <= j) & (j < M), is_causal)  # (rows, C, W)
+    i, j = _positions(1, C, q.device), _stretch_positions(rows, C, window, W, q.device)
+    band = _past(i, j[:1], _is_near(i, j[:1], window), is_causal)  # (1, C, W): all blocks' alike
+    keep = band & (0 <= j) & (j < M)  # (rows, C, W)
     H = sdpa(
         _blocks(q, C, rows),  # (..., H, rows, C, D)
         stretches(k),  # (..., H, rows, W, D)
@@ -360,7 +361,8 @@ def _strided(
         return _blocks(x, stride, key_rows).transpose(-3, -2)
 
     i, j = _positions(rows, stride, q.device), _stretch_positions(rows, stride, before, W, q.device)
-    near = _past(i, j, _is_near(i, j, before) & (0 <= j) & (j < M), is_causal)  # (rows, C, W)
+    band = _past(i[:1], j[:1], _is_near(i[:1], j[:1], before), is_causal)  # all blocks' alike
+    near = band & (0 <= j) & (j < M)  # (rows, C, W)
     j = _positions(key_rows, stride, q.device).transpose(0, 2)[0]  # (C, key rows): i's column
     far = _past(i, j, ~_is_near(i, j, before) & (j < M), is_causal)  # (rows, C, key rows)
     if mask is not None:
