@@ -40,7 +40,7 @@ class Claim:
     Attributes
     ----------
     item
-        Id in the inventory, or None for a fact of this book's own.
+        Id in the inventory; None for a fact of this book's own, or a printed one without an id.
     kind
         identity, equal, inequality, certificate, refuted or definition.
     verdict
@@ -65,7 +65,9 @@ class Claim:
 
     def __str__(self) -> str:
         parts = [self.verdict, f"{self.kind}, {self._margin}", self._mutant, self.statement]
-        return f"{self.item or 'this book'}: " + " · ".join(part for part in parts if part)
+        # What is refuted without an id is a sentence of the paper that has no number.
+        name = self.item or ("unnumbered" if self.kind == "refuted" else "this book")
+        return f"{name}: " + " · ".join(part for part in parts if part)
 
     @property
     def _margin(self) -> str:

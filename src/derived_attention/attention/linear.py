@@ -148,8 +148,9 @@ def linear_attention(
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
         softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
     feature_map : callable
-        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, non-negative, each token on its own: it is
-        called on parts of the sequence. A module with parameters does too. Default elu + 1.
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own: it is called on
+        parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
+        non-negative. A module with parameters does too. Default elu + 1.
 
     Returns
     -------
