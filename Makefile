@@ -27,7 +27,7 @@ $(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
 
 # Everything that can fail: style, types, the book with warnings as errors, and all tests.
 test: lint book
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
