@@ -19,6 +19,7 @@ from docutils import nodes
 from jupyter_cache import get_cache
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
 from execute import CACHE, RECORD, read_page
@@ -347,6 +348,32 @@ def _merge_environment(app, env, docnames, other):
     env.da_executed = {**getattr(env, "da_executed", {}), **getattr(other, "da_executed", {})}
 
 
+# --- numbers of chapters -------------------------------------------------------------------------
+
+
+def _number_by_file():
+    """Give a chapter the number in its file's name: parts may be written in any order."""
+    assign = TocTreeCollectorWithStyles.assign_section_numbers
+
+    def assign_section_numbers(self, env):
+        before = env.toc_secnumbers
+        assign(self, env)
+        for doc, numbers in env.toc_secnumbers.items():
+            if match := re.match(r"book/(\d\d)_", doc):
+                chapter = int(match[1])
+                for anchor, number in numbers.items():
+                    numbers[anchor] = tuple(_with_chapter(chapter, number))
+                for title in [*env.tocs[doc].findall(nodes.reference), env.titles[doc]]:
+                    title["secnumber"] = _with_chapter(chapter, title.get("secnumber") or ())
+        return [doc for doc, new in env.toc_secnumbers.items() if new != before.get(doc)]
+
+    TocTreeCollectorWithStyles.assign_section_numbers = assign_section_numbers
+
+
+def _with_chapter(chapter: int, number):
+    return [chapter, *number[1:]] if number else []
+
+
 # --- page furniture ------------------------------------------------------------------------------
 
 
@@ -468,6 +495,7 @@ def _external(app, env, node, content):
 def _check_inventory(app):
     if not inventory():
         raise ExtensionError("the inventory is empty")
+    _number_by_file()  # after the extensions that change the numbering themselves
 
 
 def setup(app):

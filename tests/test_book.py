@@ -28,16 +28,10 @@ REACHED = (
     paper("000.eq", range(1, 52))
     | paper("000.rem", range(1, 8))
     | paper("000.def", range(1, 6))
-    | {
-        "000.thm1",
-        "000.sec4.flops",
-        "000.appC.trend",
-        "001.eq1",
-        "001.eq2",
-        "003.eq1",
-        "004.eq1",
-        "004.eq2",
-    }
+    | paper("004.eq", range(1, 18))
+    | paper("004.rem", range(1, 4))
+    | {"000.thm1", "000.sec4.flops", "000.appC.trend", "001.eq1", "001.eq2", "003.eq1"}
+    | {"004.thm1", "004.sec2.3.mstep", "004.sec2.3.hard", "004.sec2.4"}
 )
 
 

@@ -23,11 +23,13 @@ from derived_attention.attention.softmax import (
 )
 from derived_attention.attention.sparse import fixed_attention, strided_attention, window_attention
 from derived_attention.models import (
+    ByteLM,
     SeriesClassifier,
     SeriesRegressor,
     TokenClassifier,
     VisionTransformer,
     make_attention,
+    sinusoids,
 )
 
 SMALL = dict(channels=3, classes=4, length=7, dim=16, heads=4, hidden=32)
@@ -483,9 +485,127 @@ def test_fewer_keys_give_fewer_columns():
     assert vision(attention=attention).attention_maps(images())[1].shape == (5, 4, 6, 2)
 
 
+# --- A language model -----------------------------------------------------------------------------
+
+
+def writer(seed=0, **changes):
+    torch.manual_seed(seed)
+    return ByteLM(**dict(length=6) | SIZES | changes)
+
+
+def text(n=5, length=6):
+    return torch.randint(0, 256, (n, length), generator=torch.Generator().manual_seed(5))
+
+
+def test_language_model_is_what_its_docstring_says():
+    model, x = randomised(writer()), text()
+    h = model.embed.weight[x] + model.positions
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    for layer in model.layers:
+        peer = nn.TransformerEncoderLayer(
+            16, 4, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        ).eval()
+        state = {f"self_attn.{k}": v for k, v in layer.attention.state_dict().items()}
+        for name in ("norm1", "norm2"):
+            state |= {f"{name}.{k}": v for k, v in layer.get_submodule(name).state_dict().items()}
+        for i, name in ((0, "linear1"), (3, "linear2")):
+            state |= {f"{name}.{k}": v for k, v in layer.feedforward[i].state_dict().items()}
+        peer.load_state_dict(state)
+        h = peer(h, src_mask=mask)
+    h = nn.functional.layer_norm(h, (16,), model.norm.weight, model.norm.bias)
+    torch.testing.assert_close(model(x), model.head(h))
+    assert model(x).shape == (5, 6, 256)
+    assert sum(p.numel() for p in ByteLM(32).parameters()) == 102_144
+
+
+def test_positions_start_as_sinusoids():
+    model = writer()
+    assert torch.equal(model.positions, sinusoids(6, 16)) and model.positions.requires_grad
+    for dim in (16, 7):
+        for t in range(9):
+            for i in range(dim):
+                wave = torch.sin if i % 2 == 0 else torch.cos
+                expected = wave(torch.tensor(t / 10_000 ** ((i - i % 2) / dim)))
+                assert sinusoids(9, dim)[t, i] == pytest.approx(float(expected), abs=1e-5)
+
+
+CAUSAL = ("softmax", "linear", "window", "strided", "fixed", "normalized", "NormalizedAttention")
+CAUSAL_MECHANISMS = {name: MECHANISMS[name] for name in (*CAUSAL, "a class")} | {
+    "Conv1DAttention, causal": functools.partial(Conv1DAttention, causal=True)
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL_MECHANISMS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_no_byte_has_an_influence_on_what_comes_before_it(name, mode):
+    model, x = writer(attention=CAUSAL_MECHANISMS[name], dropout=0.0), text()
+    getattr(model, mode)()
+    expected = model(x)
+    for t in range(6):
+        changed = x.clone()
+        changed[:, t] = (changed[:, t] + 1) % 256
+        actual = model(changed)
+        torch.testing.assert_close(actual[:, :t], expected[:, :t], rtol=0, atol=1e-6)
+        later = (actual - expected).abs().amax((0, 2))[t : t + 2]  # a window sees no further
+        assert later.min() > 1e-4
+
+
+@pytest.mark.parametrize("name", CAUSAL_MECHANISMS)
+def test_a_shorter_text_gives_the_first_rows(name):
+    model, x = writer(attention=CAUSAL_MECHANISMS[name]).eval(), text()
+    for length in (1, 2, 5):
+        torch.testing.assert_close(model(x[:, :length]), model(x)[:, :length])
+
+
+@pytest.mark.parametrize("name", CAUSAL_MECHANISMS)
+def test_maps_of_a_language_model_are_lower_triangles(name):
+    for A in writer(attention=CAUSAL_MECHANISMS[name]).attention_maps(text()):
+        assert A.shape == (5, 4, 6, 6) and (A.triu(1) == 0).all()
+        torch.testing.assert_close(A.sum(-1), torch.ones(5, 4, 6))
+
+
+@pytest.mark.parametrize("name", sorted(set(GRID_MECHANISMS) - set(CAUSAL_MECHANISMS)))
+def test_mechanisms_that_cannot_be_causal_say_so(name):
+    model = writer(attention=GRID_MECHANISMS[name])
+    with pytest.raises(ValueError, match="is_causal is True"):
+        model(text())
+
+
+def test_gradients_reach_every_parameter_of_a_language_model():
+    model, x = writer(), text(n=200)
+    nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_text_of_a_language_model_names_what_it_is():
+    texts = {repr(writer()), repr(writer(length=7)), repr(writer(attention=linear_attention))}
+    assert len(texts) == 3 and all("CausalLayer" in text for text in texts)
+
+
+def test_wrong_input_of_a_language_model():
+    for name in ("length", "dim", "heads", "layers", "hidden"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            writer(**{name: 0})
+    model, x = writer(), text()
+    for wrong in (x[0], x.float(), x.to(torch.uint8)):
+        with pytest.raises(ValueError, match=r"x is .*expected int64 of shape \(n, T\)"):
+            model(wrong)
+    with pytest.raises(ValueError, match="x holds .* to 256; expected tokens 0 <= x < 256"):
+        model(x.clamp(min=256))
+    with pytest.raises(ValueError, match="x has 7 bytes in a row; expected at most 6"):
+        model(text(length=7))
+    with pytest.raises(ValueError, match="padding is given; expected None, as a text"):
+        model.attention_maps(x, torch.zeros(5, 6, dtype=torch.bool))
+    with pytest.raises(TypeError, match="x is list; expected a tensor"):
+        model([[1]])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: CUDA IS NOT TESTED")
 @pytest.mark.parametrize(
-    "make, inputs", [(small, batch()), (vision, (images(),)), (reader, tokens())]
+    "make, inputs",
+    [(small, batch()), (vision, (images(),)), (reader, tokens()), (writer, (text(),))],
 )
 def test_cuda_agrees_with_cpu(make, inputs):
     model = make().eval()

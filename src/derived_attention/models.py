@@ -2,6 +2,7 @@
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
 patches, `TokenClassifier` reads sequences of tokens. `derived_attention.training.fit` trains each.
+`ByteLM` continues a text; `derived_attention.training.fit_language` trains it.
 
 The `attention` argument of a model says how its layers mix positions, by one rule: *a function
 replaces the scaled dot product, a class replaces the layer.*
@@ -46,6 +47,8 @@ class EncoderLayer(nn.Module):
     code of the papers does. Attention weights are not dropped out: the fused path needs them whole.
     """
 
+    masks: dict[str, bool] = {}  # what a kind of layer says to its attention each time
+
     def __init__(
         self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
     ) -> None:
@@ -60,7 +63,8 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
-        mixed, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        how = dict(key_padding_mask=padding, need_weights=False)
+        mixed, _ = self.attention(x, x, x, **how, **self.masks)
         x = x + self.dropout(mixed)  # (B, T, dim)
         x = self.norm1(x.flatten(0, 1)).view_as(x)
         x = x + self.dropout(self.feedforward(x))
@@ -69,7 +73,7 @@ class EncoderLayer(nn.Module):
     def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Return the attention weights (B, H, T, T) of the forward pass."""
         how = dict(key_padding_mask=padding, average_attn_weights=False)
-        return self.attention(x, x, x, **how)[1]
+        return self.attention(x, x, x, **how, **self.masks)[1]
 
 
 class PreNormLayer(EncoderLayer):
@@ -84,13 +88,20 @@ class PreNormLayer(EncoderLayer):
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
         y = self.norm1(x)
-        mixed, _ = self.attention(y, y, y, key_padding_mask=padding, need_weights=False)
+        how = dict(key_padding_mask=padding, need_weights=False)
+        mixed, _ = self.attention(y, y, y, **how, **self.masks)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
     def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Return the attention weights (B, H, T, T) of the forward pass."""
         return super().maps(self.norm1(x), padding)
+
+
+class CausalLayer(PreNormLayer):
+    """A pre-norm layer in which a step attends itself and the steps before it only."""
+
+    masks = {"is_causal": True}
 
 
 class Encoder(nn.Module):
@@ -387,3 +398,81 @@ class TokenClassifier(PooledClassifier):
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_tokens(x, padding, steps=self.length, vocabulary=self.vocabulary)
         return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
+
+
+def sinusoids(length: int, dim: int) -> Tensor:
+    """Return the positions (T, dim) of [Vaswani2017]: ``sin(t ω_i), cos(t ω_i)`` side by side.
+
+    ω_i = 10000^(-2i / dim), so that a step of s turns each pair of columns by the angle s ω_i.
+    """
+    omega = 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(length)[:, None] * omega  # (T, dim / 2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :dim].contiguous()
+
+
+class ByteLM(Encoder):
+    """A language model on bytes: from the bytes so far, logits of the next one.
+
+    Embedding, positions that start as `sinusoids` and are learned (so that "one byte back" is easy
+    to find), causal pre-norm layers, LayerNorm, one linear map at every step.
+    Row t of the result depends on ``x[:, : t + 1]`` only, if the mechanism is causal when it is
+    called with ``is_causal=True``. One that cannot be raises its own error in the forward pass.
+
+    Parameters
+    ----------
+    length : int
+        T, the most bytes that the model reads at a time.
+    dim, heads, layers, hidden, dropout, attention
+        As in `SeriesClassifier`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size, `dropout` or `attention`; in the forward pass, for a wrong shape or type,
+        a number that is no byte, or any `padding`: a text has none.
+
+    Examples
+    --------
+    >>> model = ByteLM(length=64)
+    >>> model(torch.zeros(3, 64, dtype=torch.int64)).shape
+    torch.Size([3, 64, 256])
+    """
+
+    vocabulary = 256
+
+    def __init__(
+        self,
+        length: int,
+        dim: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        hidden: int = 128,
+        dropout: float = 0.1,
+        attention: Mechanism = softmax_attention,
+    ) -> None:
+        super().__init__()
+        for name in ("length", "dim", "heads", "layers", "hidden"):
+            check_count(name, locals()[name])
+        self.length, self.mechanism = length, attention
+        self.embed = nn.Embedding(self.vocabulary, dim)
+        self.positions = nn.Parameter(sinusoids(length, dim))
+        self.layers = nn.ModuleList(
+            CausalLayer(dim, heads, hidden, dropout, attention) for _ in range(layers)
+        )
+        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, self.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
+        h = self._embed(x, None)
+        for layer in self.layers:
+            h = layer(h, None)  # (B, T, dim)
+        return self.head(self.norm(h))
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_tokens(x, padding, vocabulary=self.vocabulary)
+        if padding is not None:
+            raise ValueError("padding is given; expected None, as a text has no padding")
+        if x.shape[1] > self.length:
+            raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {self.length}")
+        return self.dropout(self.embed(x) + self.positions[: x.shape[1]])  # (B, T, dim)

@@ -4,8 +4,8 @@ Environment variables that a reader may set:
 
 - ``DERIVED_ATTENTION_PROFILE``: ``quick`` or ``full``;
 - ``DERIVED_ATTENTION_PROGRESS``: ``0`` for no progress bars, ``1`` for bars everywhere;
-- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``: where
-  runs and downloads are kept.
+- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``,
+  ``DERIVED_ATTENTION_TEXT``: where runs and downloads are kept.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 All randomness of an epoch (the order of the series, dropout) is a function of ``(seed, epoch)``,
 and the learning rate is a function of the step. So a run that resumes after any finished epoch
 takes the same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU
-with the same number of threads; a GPU's kernels may add in another order).
+with the same number of threads; a GPU's kernels may add in another order). For a language model all
+randomness of a step (the windows, dropout) is a function of ``(seed, step)``.
 
 The initial weights are yours. A run is reproducible end to end like this:
 
@@ -18,6 +19,7 @@ import io
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from torch import nn
 
 from derived_attention import runtime
 from derived_attention.data.series import SeriesSplit, check_series, check_tokens
+from derived_attention.data.text import check_text
 from derived_attention.runtime import check_count, check_seed, digest, write_atomically
 
 WARMUP_STEPS = 30
+ROUND_STEPS = 100  # steps of a language model between two checkpoints
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
 
 History = dict[str, list[float]]
@@ -99,8 +103,9 @@ def fit(
     >>> history = fit(model, data.train, test=data.test)  # doctest: +SKIP
     >>> history["test_accuracy"][-1], max(history["test_accuracy"])  # doctest: +SKIP
     """
-    check_settings(epochs, batch_size, lr, seed)
-    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=float(lr), seed=seed)
+    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+    check_settings(**settings)
+    settings["lr"] = float(lr)
     device = check_device(model, device)
     check_split("train", train, model)
     if test is not None:
@@ -108,23 +113,42 @@ def fit(
 
     optimiser = torch.optim.Adam(model.to(device).parameters())
     metric = "rmse" if train.y.is_floating_point() else "accuracy"
-    history: History = {"loss": [], metric: []}
-    if test is not None:
-        history[f"test_{metric}"] = []
+
+    def one_epoch(epoch: int) -> dict[str, float]:
+        loss, score = train_epoch(model, optimiser, train, device, epoch, **settings)
+        numbers = {"loss": loss, metric: score}
+        return numbers if test is None else numbers | {f"test_{metric}": evaluate(model, test)}
+
     path = None if checkpoint is None else Path(checkpoint)
     run = {} if path is None else describe_run(model, train, test, settings)
+    return run_rounds(one_epoch, epochs, "epochs", model, optimiser, path, run, progress)
+
+
+def run_rounds(
+    one_round: Callable[[int], dict[str, float]],
+    rounds: int,
+    label: str,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    path: Path | None,
+    run: dict[str, Any],
+    progress: bool,
+) -> History:
+    """Call `one_round` for each round that the checkpoint at `path` has not; return the history.
+
+    The numbers that it returns go to the history. Model, optimiser and history are saved after each
+    round. The caller's random generators are left as they were.
+    """
+    history: History = {}
     if path is not None and path.exists():
         history = resume(path, run, model, optimiser)
-
-    left = range(len(history["loss"]), epochs)
+    left = range(len(history.get("loss", [])), rounds)
+    device = check_device(model, None)
     own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with own_generator, runtime.progress(left, "epochs", progress) as bar:
-        for epoch in bar:
-            loss, score = train_epoch(model, optimiser, train, device, epoch, **settings)
-            history["loss"].append(loss)
-            history[metric].append(score)
-            if test is not None:
-                history[f"test_{metric}"].append(evaluate(model, test))
+    with own_generator, runtime.progress(left, label, progress) as bar:
+        for number in bar:
+            for name, value in one_round(number).items():
+                history.setdefault(name, []).append(value)
             if path is not None:
                 save(path, run, model, optimiser, history)
     model.eval()
@@ -157,24 +181,43 @@ def train_epoch(
     batches = torch.randperm(len(y)).split(batch_size)  # drawn on the CPU: the same everywhere
     loss_sum, score = 0.0, 0.0
     for batch, rows in enumerate(batches):
-        rate = lr * schedule(epoch * len(batches) + batch, epochs * len(batches))
-        for group in optimiser.param_groups:
-            group["lr"] = rate
         rows = rows.to(device)
         outputs = model(x[rows], None if padding is None else padding[rows])  # (B, classes) or (B,)
         loss = batch_loss(outputs, y[rows], spread)
-        optimiser.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        if not torch.isfinite(loss + norm):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} and its gradient has norm {norm.item()} in epoch "
-                f"{epoch + 1}, step {batch + 1} of {len(batches)}; a smaller lr than {lr} may help"
-            )
-        optimiser.step()
+        factor = schedule(epoch * len(batches) + batch, epochs * len(batches))
+        where = f"epoch {epoch + 1}, step {batch + 1} of {len(batches)}"
+        take_step(model, optimiser, loss, lr, factor, where)
         loss_sum += loss.item() * len(rows)
         score += batch_score(outputs.detach(), y[rows])
     return loss_sum / len(y), mean_score(score, y)
+
+
+def take_step(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    lr: float,
+    factor: float,
+    where: str,
+) -> None:
+    """Go down the clipped gradient of `loss` at the learning rate ``lr · factor``.
+
+    Raises
+    ------
+    FloatingPointError
+        If the loss or the gradient is infinite or NaN, before the weights change; names `where`.
+    """
+    for group in optimiser.param_groups:
+        group["lr"] = lr * factor
+    optimiser.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    if not torch.isfinite(loss + norm):
+        raise FloatingPointError(
+            f"the loss is {loss.item()} and its gradient has norm {norm.item()} in {where}; "
+            f"a smaller lr than {lr} may help"
+        )
+    optimiser.step()
 
 
 def to_device(
@@ -233,7 +276,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the seed of one epoch: unrelated for different ``(seed, epoch)``."""
+    """Return the seed of one epoch, or step: unrelated for different ``(seed, epoch)``."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
 
 
@@ -280,10 +323,193 @@ def evaluate(
     return mean_score(score, split.y)
 
 
-def check_settings(epochs: int, batch_size: int, lr: float, seed: int) -> None:
-    """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
-    check_count("epochs", epochs)
+# --- Language models ------------------------------------------------------------------------------
+
+
+def fit_language(
+    model: nn.Module,
+    train: torch.Tensor,
+    *,
+    steps: int = 1000,
+    batch_size: int = 16,
+    lr: float = 1e-2,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    test: torch.Tensor | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> History:
+    """Minimise the cross-entropy of the next byte of `train` with Adam, in place.
+
+    Each step takes `batch_size` windows of the text, each of ``model.length`` bytes and the one
+    after them, from places drawn at random. Learning rate, clipping and result are as in `fit`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        ``model(x)`` returns logits (B, T, 256) of the bytes after each of `x` (B, T) int64, and
+        ``model.length`` is T. It is moved to `device`, and comes back in evaluation mode.
+    train : torch.Tensor
+        (n,) uint8: see `derived_attention.data.text.load_text`.
+    steps, batch_size : int
+    lr : float
+        The highest learning rate.
+    seed : int
+        Decides the windows and dropout; not the initial weights, which `model` has. The caller's
+        own random generators are left as they were.
+    device, progress
+        As in `fit`.
+    test : torch.Tensor, optional
+        (n,) uint8. Evaluated after every 100 steps, for you to look at. It has no influence.
+    checkpoint : path, optional
+        A file that holds the run after every 100 steps; otherwise as in `fit`.
+
+    Returns
+    -------
+    dict of list of float
+        ``"loss"``, in bits per byte: the mean over each 100 steps (over fewer, at the end), with
+        dropout. Given `test`, also ``"test_loss"``, at the end of each.
+
+    Raises
+    ------
+    TypeError, ValueError, FloatingPointError
+        As `fit`.
+
+    Examples
+    --------
+    >>> history = fit_language(ByteLM(32, dropout=0.0), data.train)  # doctest: +SKIP
+    """
+    settings: dict[str, Any] = dict(steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+    check_settings(**settings)
+    settings["lr"] = float(lr)
+    device = check_device(model, device)
+    length = check_length(model)
+    check_text("train", train, length + 1)
+    if test is not None:
+        check_text("test", test, 2)
+    optimiser = torch.optim.Adam(model.to(device).parameters())
+    text = train.to(device)
+
+    def one_round(number: int) -> dict[str, float]:
+        loss = train_language(model, optimiser, text, number * ROUND_STEPS, **settings)
+        if test is None:
+            return {"loss": loss}
+        return {"loss": loss, "test_loss": evaluate_language(model, test)}
+
+    path = None if checkpoint is None else Path(checkpoint)
+    run = {} if path is None else describe_run(model, train, test, settings)
+    rounds = math.ceil(steps / ROUND_STEPS)
+    return run_rounds(one_round, rounds, "rounds", model, optimiser, path, run, progress)
+
+
+def train_language(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    text: torch.Tensor,
+    first: int,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+) -> float:
+    """Take the steps of one round, from number `first`; return their mean loss, in bits per byte.
+
+    Raises
+    ------
+    FloatingPointError
+        If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
+    """
+    length = check_length(model)
+    offsets = torch.arange(length + 1)
+    numbers = range(first, min(first + ROUND_STEPS, steps))
+    model.train()
+    bits = 0.0
+    for step in numbers:
+        torch.manual_seed(epoch_seed(seed, step))
+        places = torch.randint(len(text) - length, (batch_size, 1))  # on the CPU: everywhere alike
+        windows = text[(places + offsets).to(text.device)].long()  # (B, T + 1)
+        loss = byte_losses(model, windows[:, :-1], windows[:, 1:]).mean()
+        take_step(model, optimiser, loss, lr, schedule(step, steps), f"step {step + 1} of {steps}")
+        bits += loss.item() / math.log(2)
+    return bits / len(numbers)
+
+
+def byte_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return -ln P(y) for each byte `y` (B, T) after those of `x`, as (B · T,)."""
+    logits = model(x)
+    if logits.shape != (*x.shape, 256):
+        expected = (*x.shape, 256)
+        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
+    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+
+
+@torch.no_grad()
+def evaluate_language(
+    model: nn.Module,
+    text: torch.Tensor,
+    *,
+    batch_size: int = 64,
+    device: torch.device | str | None = None,
+) -> float:
+    """Return the bits per byte of `text` under `model`, in evaluation mode.
+
+    The text is cut into windows of ``model.length`` bytes that do not overlap (the last is what is
+    left), so that every byte but the first is predicted once. The first byte of a window has one
+    byte before it to go by, the last has all: longer windows give fewer bits.
+
+    Parameters
+    ----------
+    model : nn.Module
+        As in `fit_language`. Its mode is restored.
+    text : torch.Tensor
+        (n,) uint8, n at least 2.
+    batch_size : int
+        How many windows to run at a time; has no influence on the result, but for rounding.
+    device : torch.device or str, optional
+        Where to evaluate; default, where the model is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work, before any work.
+
+    Examples
+    --------
+    >>> bits = evaluate_language(model, data.test)  # doctest: +SKIP
+    """
     check_count("batch_size", batch_size)
+    device = check_device(model, device)
+    length = check_length(model)
+    check_text("text", text, 2)
+    training, nats = model.training, 0.0
+    model.to(device).eval()
+    whole = (len(text) - 1) // length * length  # bytes in whole windows
+    cuts = [*range(0, whole, batch_size * length), whole, len(text) - 1]
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        if start < stop:
+            x, y = (text[start + i : stop + i].to(device).long() for i in (0, 1))
+            rows = (-1, length if stop <= whole else stop - start)
+            nats += float(byte_losses(model, x.view(rows), y.view(rows)).double().sum())
+    model.train(training)
+    return nats / math.log(2) / (len(text) - 1)
+
+
+def check_length(model: nn.Module) -> int:
+    """Return the number of bytes that a language model reads; raise TypeError if it has none."""
+    length = getattr(model, "length", None)
+    if not isinstance(length, int):
+        raise TypeError(f"model.length is {length!r}; expected a language model, such as ByteLM")
+    return length
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+def check_settings(*, lr: float, seed: int, **counts: int) -> None:
+    """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
+    for name, count in counts.items():
+        check_count(name, count)
     if not isinstance(lr, int | float):
         raise TypeError(f"lr is {lr!r}; expected a number")
     if not 0 < lr < math.inf:
@@ -342,15 +568,18 @@ def check_targets(name: str, y: torch.Tensor, n: int, classes: int | None) -> No
 
 # A checkpoint is one file of torch.save: tensors, numbers and text, never code. It holds
 #   run:     what was run (settings, model, digests of the data and of the initial weights)
-#   state:   weights, optimiser and history after the last finished epoch
+#   state:   weights, optimiser and history after the last finished epoch (or 100 steps)
 #   digest:  of all that, because torch.load does not notice a flipped bit
 # The schedule and the random generators need no place in it: they follow from seed and epoch.
 
 
 def describe_run(
-    model: nn.Module, train: SeriesSplit, test: SeriesSplit | None, settings: dict[str, Any]
+    model: nn.Module,
+    train: SeriesSplit | torch.Tensor,
+    test: SeriesSplit | torch.Tensor | None,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return all that decides the result of `fit`, to compare with a checkpoint's."""
+    """Return all that decides the result of a run, to compare with a checkpoint's."""
     return settings | {
         "model": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(model)),
         "train": digest(train),
@@ -412,7 +641,7 @@ def resume(
 
 
 def _difference(key: str, there: Any, here: Any) -> str:
-    if key in ("epochs", "batch_size", "lr", "seed"):
+    if key in ("epochs", "steps", "batch_size", "lr", "seed"):
         return f"{key} is {there} there and {here} here"
     again = " (build the model again, after the same seed)" if key == "initial weights" else ""
     return f"{key} differ{'' if key.endswith('s') else 's'}{again}"

@@ -1,0 +1,253 @@
+"""Text: what is kept of Python's documentation, how it is divided, WikiText's files, n-grams."""
+
+import collections
+import math
+import sys
+import types
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from derived_attention.data import text
+from derived_attention.data.text import (
+    decode,
+    encode,
+    load_text,
+    ngram_bits,
+    split_documents,
+    without_repeats,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_TEXT", str(tmp_path / "text"))
+
+
+# --- Python's documentation -----------------------------------------------------------------------
+
+
+def words(paragraph):
+    return " ".join("".join(c if c.isalnum() or c == "_" else " " for c in paragraph).split())
+
+
+def paragraphs(document):
+    return {words(paragraph) for paragraph in document.split("\n\n")} - {""}
+
+
+def test_python(tmp_path):
+    data = load_text("python")
+    assert data.name == "python" and set(data.sizes) == {"train", "validation", "test"}
+    for part, size in data.sizes.items():
+        found = getattr(data, part)
+        assert found.dtype == torch.uint8 and found.shape == (size,)
+    total = sum(data.sizes.values())
+    assert 300_000 < total < 0.85 * sum(map(len, topics.values()))
+    assert 0.08 * total < data.sizes["test"] <= 0.1005 * total
+    assert 0.08 * total < data.sizes["validation"] <= 0.1005 * total
+    assert not list(tmp_path.iterdir())
+    again = load_text("python")
+    assert all(torch.equal(getattr(data, part), getattr(again, part)) for part in data.sizes)
+
+
+def test_no_paragraph_of_python_is_in_two_parts_and_none_is_lost():
+    data = load_text("python")
+    parts = [paragraphs(decode(getattr(data, part))) for part in data.sizes]
+    union = set().union(*parts)
+    assert sum(map(len, parts)) == len(union)
+    assert union == set().union(*map(paragraphs, topics.values()))
+    raw = collections.Counter(p for topic in topics.values() for p in paragraphs(topic))
+    assert sum(n > 1 for n in raw.values()) > 300  # the topics themselves do repeat each other
+
+
+def test_most_of_the_test_is_new():
+    """Long runs of the test that also are in the training, as they come, are rare."""
+    data = load_text("python")
+    train, test = (bytes(part.tolist()) for part in (data.train, data.test))
+    places = range(0, len(test) - 60, 50)
+    assert sum(test[i : i + 60] in train for i in places) < 0.02 * len(places)
+
+
+def test_repeats():
+    documents = {
+        "short": "Head\n****\n\nSame text,\nhere.\n\nOnly short.\n",
+        "long": "Head\n====\n\n   Same text, here.\n\nOnly long, longer.\n\nSame  text here\n",
+        "nothing new": "Same text, here.",
+        "symbols": "*** ===",
+    }
+    assert without_repeats(documents) == {
+        "long": "Head\n====\n\n   Same text, here.\n\nOnly long, longer.\n",
+        "short": "Only short.\n",
+    }
+    assert without_repeats(dict(reversed(documents.items()))) == without_repeats(documents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 400), max_size=40))
+def test_division(lengths):
+    documents = {f"topic {i}": "x" * length for i, length in enumerate(lengths)}
+    parts = split_documents(documents)
+    assert sorted(sum(parts.values(), [])) == sorted(documents)
+    for part in ("test", "validation"):
+        assert sum(len(documents[name]) for name in parts[part]) <= sum(lengths) / 10
+    assert parts == split_documents(dict(reversed(documents.items())))
+
+
+def test_division_is_by_name_and_fills_the_test_first():
+    documents = {f"topic {i}": "x" * 100 for i in range(100)}
+    parts = split_documents(documents)
+    assert {part: len(names) for part, names in parts.items()} == {
+        "train": 80,
+        "validation": 10,
+        "test": 10,
+    }
+    assert parts["test"] == sorted(parts["test"], key=hash_of)
+    assert max(map(hash_of, parts["test"])) < min(map(hash_of, parts["validation"]))
+    assert max(map(hash_of, parts["validation"])) < min(map(hash_of, parts["train"]))
+
+
+def hash_of(name):
+    return text.hashlib.sha256(name.encode()).hexdigest()
+
+
+def test_bytes():
+    assert encode("aé\n").tolist() == [97, 0xC3, 0xA9, 10]
+    assert decode(encode("„Ja“ – é")) == "„Ja“ – é"
+    assert decode(encode("é")[:1]) == "\ufffd"
+    assert encode("").shape == (0,)
+
+
+# --- WikiText-103 ---------------------------------------------------------------------------------
+
+
+def install(monkeypatch, load_dataset):
+    """Put a package `datasets` in the place of Hugging Face's."""
+    package = types.ModuleType("datasets")
+    package.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", package)
+
+
+def test_wikitext(tmp_path, monkeypatch):
+    def load_dataset(name, config, *, cache_dir):
+        assert (name, config) == ("Salesforce/wikitext", "wikitext-103-raw-v1")
+        assert cache_dir == str(tmp_path / "text")
+        return {
+            part: {"text": ["", f" = {part} = \n", "", " Größe .\n"]}
+            for part in ("train", "validation", "test")
+        }
+
+    install(monkeypatch, load_dataset)
+    data = load_text("wikitext-103")
+    assert decode(data.validation) == " = validation = \n Größe .\n"
+    assert data.sizes == {"train": 23, "validation": 28, "test": 22}
+
+
+def test_no_network(monkeypatch):
+    def load_dataset(*_, **__):
+        raise OSError("no route")
+
+    install(monkeypatch, load_dataset)
+    with pytest.raises(
+        ConnectionError, match="pip install datasets.*a network.*'python'"
+    ) as caught:
+        load_text("wikitext-103")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConnectionError, match="pip install datasets") as caught:
+        load_text("wikitext-103")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize(
+    "name, error, message",
+    [
+        (None, TypeError, "name is None; expected the name of a text"),
+        ("books", ValueError, "name is 'books'; expected one of 'python', 'wikitext-103'"),
+    ],
+)
+def test_wrong_name(name, error, message):
+    with pytest.raises(error, match=message):
+        load_text(name)
+
+
+# --- n-grams --------------------------------------------------------------------------------------
+
+
+def by_hand(train, test, order):
+    """The formula of the docstring, byte by byte, with dictionaries."""
+
+    def probability(context, byte):
+        p = 1 / 256
+        for n in range(len(context) + 1):
+            c = context[len(context) - n :]
+            followers = [train[i + n] for i in range(len(train) - n) if train[i : i + n] == c]
+            kinds = len(set(followers))
+            if followers:
+                p = (followers.count(byte) + kinds * p) / (len(followers) + kinds)
+        return p
+
+    ps = [probability(test[max(0, i - order) : i], test[i]) for i in range(len(test))]
+    return -sum(map(math.log2, ps)) / len(ps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text("abc\xff", min_size=1, max_size=40),
+    st.text("abcd\xff", min_size=1, max_size=12),
+    st.integers(0, 6),
+)
+def test_ngrams_are_the_formula(train, test, order):
+    expected = by_hand(train.encode("latin-1"), test.encode("latin-1"), order)
+    tensors = (torch.tensor(list(t.encode("latin-1")), dtype=torch.uint8) for t in (train, test))
+    assert ngram_bits(*tensors, order) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [0, 1, 3])
+def test_ngrams_are_probabilities(order):
+    """Over all continuations of a text by one byte, they add up to 1."""
+    train = encode("the cat sat on the mat; the cat ate the rat.")
+    start = encode("the c")
+    before = ngram_bits(train, start, order) * 5
+    total = 0.0
+    for byte in range(256):
+        longer = torch.cat([start, torch.tensor([byte], dtype=torch.uint8)])
+        total += 2 ** (before - 6 * ngram_bits(train, longer, order))
+    assert total == pytest.approx(1)
+
+
+def test_ngrams_of_extremes():
+    uniform = torch.arange(256, dtype=torch.uint8)
+    assert ngram_bits(uniform, uniform, 0) == pytest.approx(8)
+    assert ngram_bits(encode("a" * 10_000), encode("a" * 10_000), 1) < 0.01
+    assert ngram_bits(encode("a"), encode("b"), 6) == pytest.approx(-math.log2(1 / 512))
+
+
+def test_longer_contexts_help_on_real_text():
+    data = load_text("python")
+    bits = [ngram_bits(data.train, data.test, order) for order in range(4)]
+    assert 5 > bits[0] > bits[1] + 1 > bits[2] + 1.5 > bits[3] + 1.8
+    seen = ngram_bits(data.train, data.train[: len(data.test)], 3)
+    assert seen < bits[3]  # what was counted itself is known better
+
+
+@pytest.mark.parametrize(
+    "train, test, order, error, message",
+    [
+        ([1], encode("a"), 1, TypeError, "train is list; expected a tensor"),
+        (encode("a"), encode("a").long(), 1, ValueError, "test is torch.int64 of shape .1,.; expe"),
+        (encode("a")[None], encode("a"), 1, ValueError, "train is torch.uint8 of shape .1, 1."),
+        (encode("a"), encode(""), 1, ValueError, "test has 0 bytes; expected at least 1"),
+        (encode("a"), encode("a"), 7, ValueError, "order is 7; expected 0 <= order <= 6"),
+        (encode("a"), encode("a"), -1, ValueError, "order is -1; expected"),
+        (encode("a"), encode("a"), 1.0, TypeError, "order is 1.0; expected an integer"),
+    ],
+)
+def test_wrong_input(train, test, order, error, message):
+    with pytest.raises(error, match=message):
+        ngram_bits(train, test, order)

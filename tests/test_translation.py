@@ -1,0 +1,174 @@
+"""German–English: which sentences are taken from Ding's file, how they are cleaned and divided."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from derived_attention.data import translation
+from derived_attention.data.translation import clean, load_translation, part_of, sentences
+
+FILE = """\
+# Version :: of a test
+# Das ist kein Eintrag. :: This is no entry.
+gut {adj} | besser | Das ist gut. [ugs.] | Mir geht es (sehr) gut! :: good | better | \
+That’s quite good. [coll.] | I am (very) well!
+Haus {n} [arch.] | Häuser {pl} | Das Haus ist alt. :: house | houses
+die Kosten tragen {vt} :: to bear the costs
+Schlange stehen {vi} | Wir standen Schlange. :: to queue [Br.] | We had to queue/line up.
+Frage {f} | Wie geht es dir?; Wie geht’s? <gehts> | Wann kommt …? :: question | How are you?; How \
+do you do? | When does … come?
+etw. tun {vt} | Er will etw. tun. | Der Tee ist fertig. :: to do sth. | He wants to do sth. | Tea \
+is ready now.
+Zitat {n} | „Ich bin müde“, sagte sie. | Bitte beeilen Sie sich. /ASAP/ :: quote | ‘I’m tired,’ \
+she said. | Please be quick now.
+Das ist gut. :: This is good.
+Das ist prima. :: That's quite good.
+Ja, gern! | Nein danke, wirklich. | ich habe keine zeit. :: Yes, please! | No, I'm good. | i have \
+no time.
+Anfang {m :: Ein Anfang ohne Ende.
+Es fehlt {adj die Klammer. :: A bracket is missing here.
+Der Rest ist neu. :: This is good.
+"""
+PAIRS = [
+    ("Das ist gut.", "That's quite good."),
+    ("Mir geht es gut!", "I am well!"),
+    ("Wie geht es dir?", "How are you?"),
+    ("Der Tee ist fertig.", "Tea is ready now."),
+    ('"Ich bin müde", sagte sie.', "'I'm tired,' she said."),
+    ("Bitte beeilen Sie sich.", "Please be quick now."),
+    ("Nein danke, wirklich.", "No, I'm good."),
+    ("Der Rest ist neu.", "This is good."),  # it came before, but was not taken
+]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Neither the reader's home nor what is installed is touched."""
+    monkeypatch.setenv("DERIVED_ATTENTION_TEXT", str(tmp_path / "text"))
+    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path / "share"))
+
+
+def write(folder, content=FILE):
+    folder.mkdir(parents=True)
+    (folder / "de-en").write_text(content, encoding="utf-8")
+
+
+def everything(data):
+    return [*data.train, *data.validation, *data.test]
+
+
+def test_which_sentences_are_taken():
+    assert list(sentences(FILE.splitlines(keepends=True))) == PAIRS
+
+
+@pytest.mark.parametrize(
+    "item, text",
+    [
+        ("Es {n} regnet [ugs.] heute.", "Es regnet heute."),
+        ("Er kam (gestern) .", "Er kam."),
+        ("Das {n} [ugs.] , ja!", "Das, ja!"),
+        ("Er lachte; sie weinte.", "Er lachte; sie weinte."),
+        ("Er lachte.; Sie weinte.", "Er lachte."),
+        ("Warum?; Weshalb?", "Warum?"),
+        ("Auf 1/2 Wegen. /a. h. W./", "Auf 1/2 Wegen. /a. h. W./"),
+        ("Auf Wegen. /ahW/", "Auf Wegen."),
+        ("„Nein“, <nain> so ‚nicht‘", '"Nein", so ‚nicht\''),
+    ],
+)
+def test_cleaning(item, text):
+    assert clean(item) == text
+
+
+@pytest.mark.parametrize("place", ["share/trans", "text"])
+def test_load(tmp_path, place):
+    write(tmp_path / place)
+    data = load_translation("ding")
+    assert data.name == "ding" and sorted(everything(data)) == sorted(PAIRS)
+    for part in ("train", "validation", "test"):
+        assert all(part_of(english) == part for _, english in getattr(data, part))
+    assert load_translation("ding") == data
+
+
+def test_the_copy_of_the_reader_comes_first(tmp_path):
+    write(tmp_path / "share" / "trans")
+    write(tmp_path / "text", "Nur das hier. :: Only this here.\n")
+    assert everything(load_translation("ding")) == [("Nur das hier.", "Only this here.")]
+
+
+def many(n):
+    return "".join(f"Das ist Satz {i}. :: This is sentence {i}.\n" for i in range(n))
+
+
+def test_parts(tmp_path):
+    """A twentieth each for validation and test, within five standard errors; nothing is shared."""
+    write(tmp_path / "text", many(4000) + many(4100))
+    data = load_translation("ding")
+    assert len(everything(data)) == 4100
+    for part in (data.validation, data.test):
+        assert len(part) == pytest.approx(205, abs=5 * (4100 * 0.05 * 0.95) ** 0.5)
+    check_parts(data)
+
+
+def check_parts(data):
+    for language in (0, 1):
+        seen = [pair[language] for pair in everything(data)]
+        assert len(set(seen)) == len(seen)
+
+
+def test_the_part_of_a_sentence_never_changes():
+    """A page compares models across machines and versions: these are the parts of today."""
+    parts = [part_of(f"This is sentence {i}.") for i in range(100)]
+    assert [i for i, part in enumerate(parts) if part == "test"] == [14, 16, 24, 49, 77, 82, 92]
+    assert [i for i, part in enumerate(parts) if part == "validation"] == [66]
+    assert set(parts) == {"train", "validation", "test"}
+
+
+def test_not_installed(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        load_translation("ding")
+    for words in ("apt-get install trans-de-en", str(tmp_path / "text" / "de-en")):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "no dictionary\n", "gut :: good\n"])
+def test_another_file(tmp_path, content):
+    write(tmp_path / "text", content)
+    with pytest.raises(ValueError, match="de-en has no sentences; expected the dictionary of Ding"):
+        load_translation("ding")
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    write(tmp_path / "text")
+    with open(tmp_path / "text" / "de-en", "ab") as file:
+        file.write(b"Das ist \xff hier. :: This is here.\n")
+    assert len(everything(load_translation("ding"))) == len(PAIRS)
+
+
+@pytest.mark.parametrize(
+    "name, error, message",
+    [
+        (None, TypeError, "name is None; expected the name of a set"),
+        ("iwslt", ValueError, "name is 'iwslt'; expected 'ding'"),
+    ],
+)
+def test_wrong_name(name, error, message):
+    with pytest.raises(error, match=message):
+        load_translation(name)
+
+
+REAL = Path(os.sep, "usr", "share", "trans", "de-en")
+
+
+@pytest.mark.skipif(
+    not REAL.is_file(), reason="NO trans-de-en HERE: DING'S REAL DICTIONARY IS NOT TESTED"
+)
+def test_real_dictionary(monkeypatch):
+    monkeypatch.delenv("XDG_DATA_DIRS")
+    data = load_translation("ding")
+    check_parts(data)
+    assert len(everything(data)) > 15_000
+    for pair in everything(data):
+        for text in pair:
+            assert text == clean(text) and len(text.split()) >= 3
+            assert not translation.OPEN.search(text)
