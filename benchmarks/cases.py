@@ -21,6 +21,12 @@ from derived_attention.attention.convolutional import (
     conv2d_attention_reference,
 )
 from derived_attention.attention.linear import linear_attention, linear_attention_reference
+from derived_attention.attention.mixture import (
+    linear_mixture_attention,
+    linear_mixture_attention_reference,
+    mixture_attention,
+    mixture_attention_reference,
+)
 from derived_attention.attention.normalized import (
     normalized_attention,
     normalized_attention_reference,
@@ -92,10 +98,46 @@ def is_causal(N: int) -> dict[str, Any]:
     return {"is_causal": True}
 
 
+def second_keys(k: Tensor) -> Tensor:
+    """Keys of a second component: as many and as random as the first, and other ones."""
+    return k.flip(-2)
+
+
+def two_keys(form: Attention) -> Attention:
+    """Give a mixture two keys for each token."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return form(q, torch.stack([k, second_keys(k)], -3), v, **options)
+
+    return attend
+
+
+def two_heads(form: Attention) -> Attention:
+    """Attend with twice the heads, one for each key of a mixture of two, and add up in pairs."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        keys = torch.cat([k, second_keys(k)], -3)
+        both = form(torch.cat([q, q], -3), keys, torch.cat([v, v], -3), **options)
+        first, second = both.chunk(2, -3)
+        return first + second
+
+    return attend
+
+
+def hard(N: int) -> dict[str, Any]:
+    """Options of a mixture with the hard E-step."""
+    return {"hard": True}
+
+
 _scales = [1, 1, 2, 2, 4, 4, 8, 8]  # of HEADS heads
 _sdpa = (F.scaled_dot_product_attention, softmax_attention_reference)
 _linear = (linear_attention, linear_attention_reference)
 _normalized = (normalized_attention, normalized_attention_reference)  # its formula takes N²D
+_double = tuple(map(two_heads, _sdpa))
+_mixture = tuple(map(two_keys, (mixture_attention, mixture_attention_reference)))
+_linear_mixture = tuple(
+    map(two_keys, (linear_mixture_attention, linear_mixture_attention_reference))
+)
 _short = 128
 
 CASES: dict[str, Case] = {
@@ -166,5 +208,32 @@ CASES: dict[str, Case] = {
         "Conv2D, 3×3 taps",
         *(conv2d_attention, conv2d_attention_reference),
         lambda N: {"weight": torch.linspace(0.05, 0.2, 9).view(3, 3), "grid": grid(N)},
+    ),
+    "sdpa_double": Case("SDPA, twice the heads", *_double, baseline="sdpa_double"),
+    "sdpa_double_causal": Case(
+        "SDPA, twice the heads, causal", *_double, is_causal, "sdpa_double_causal"
+    ),
+    "mixture": Case(
+        "MGK, 2 keys", *_mixture, baseline="sdpa_double", goal=1.15, reference_length=_short
+    ),
+    "mixture_causal": Case(
+        "MGK, 2 keys, causal",
+        *_mixture,
+        is_causal,
+        "sdpa_double_causal",
+        goal=1.20,
+        reference_length=_short,
+    ),
+    "mixture_hard": Case(
+        "MGK, 2 keys, hard",
+        *_mixture,
+        hard,
+        "sdpa_double",
+        goal=1.10,
+        reference_length=_short,
+    ),
+    "linear_mixture": Case("MLK, 2 keys", *_linear_mixture, baseline="sdpa_double"),
+    "linear_mixture_causal": Case(
+        "MLK, 2 keys, causal", *_linear_mixture, is_causal, "sdpa_double_causal", goal=0.15
     ),
 }
