@@ -531,3 +531,81 @@ def test_cuda_parity(name, need_weights):
     inputs = [random(B, n, E, seed=i).cuda() for i, n in enumerate([N, M, M])]
     options = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in MASKS[name].items()}
     assert_same(*(run(x, inputs, need_weights=need_weights, **options) for x in layers), 1e-4)
+
+
+# --- heads of another width, heads that share keys and values ------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("mask", ["none", "boolean both", "causal hint"])
+def test_shared_keys_are_repeated_keys(groups, mask):
+    # A layer with all its heads, whose key and value weights are copies within each group.
+    heads, width, dtype = 4, 3, torch.float64
+    shared = MultiheadAttention(12, heads, kv_heads=groups, dtype=dtype)
+    whole = MultiheadAttention(12, heads, dtype=dtype)
+    torch.nn.init.normal_(shared.in_proj_bias)
+
+    def repeat(x):
+        return x.unflatten(0, (groups, width)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+
+    sizes = (heads * width, groups * width, groups * width)
+    with torch.no_grad():
+        for own, full in (
+            (shared.in_proj_weight, whole.in_proj_weight),
+            (shared.in_proj_bias, whole.in_proj_bias),
+        ):
+            q, k, v = own.split(sizes)
+            full.copy_(torch.cat([q, repeat(k), repeat(v)]))
+        whole.out_proj.load_state_dict(shared.out_proj.state_dict())
+    inputs = random(B, N, 12, dtype=dtype), *(random(B, M, 12, dtype=dtype, seed=s) for s in (2, 3))
+    for need_weights in (False, True):
+        how = {"need_weights": need_weights, **masks_in(mask, dtype)}
+        ours, theirs = (layer(*inputs, **how) for layer in (shared, whole))
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-12)
+        if need_weights:
+            torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=1e-12)
+    grads = run(shared, inputs, need_weights=False)
+    assert grads["in_proj_weight"].shape == (sum(sizes), 12)
+    assert all(grads[name].abs().max() > 0 for name in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize("width", [1, 5, 8])
+def test_the_width_of_a_head_is_free(width):
+    layer = MultiheadAttention(E, 2, head_dim=width, dtype=torch.float64)
+    assert layer.in_proj_weight.shape == (3 * 2 * width, E)
+    assert layer.out_proj.weight.shape == (E, 2 * width)
+    x = random(B, N, E, dtype=torch.float64)
+    q, k, v = (x @ w.mT for w in layer.in_proj_weight.chunk(3))
+    parts = [
+        torch.softmax(q[..., cut] @ k[..., cut].mT / math.sqrt(width), -1) @ v[..., cut]
+        for cut in (slice(0, width), slice(width, None))
+    ]
+    expected = torch.cat(parts, -1) @ layer.out_proj.weight.mT
+    torch.testing.assert_close(layer(x, x, x)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_multi_query_layers_with_their_own_feature_sizes():
+    layer = MultiheadAttention(E, H, kdim=5, vdim=6, kv_heads=1, head_dim=2)
+    assert layer.k_proj_weight.shape == (2, 5) and layer.v_proj_weight.shape == (2, 6)
+    out, weights = layer(random(B, N, E), random(B, M, 5), random(B, M, 6))
+    assert out.shape == (B, N, E) and weights.shape == (B, N, M)
+
+
+def test_a_layer_prints_its_heads():
+    assert "num_heads=3" in repr(MultiheadAttention(E, H))
+    assert "kv_heads=1" in repr(MultiheadAttention(E, H, kv_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_heads": 2}, ValueError, "kv_heads is 2; expected a divisor of num_heads 3"),
+        ({"kv_heads": 0}, ValueError, "kv_heads is 0"),
+        ({"kv_heads": 1.5}, TypeError, "kv_heads"),
+        ({"head_dim": 0}, ValueError, "head_dim is 0"),
+        ({"head_dim": "4"}, TypeError, "head_dim"),
+    ],
+)
+def test_wrong_heads_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        MultiheadAttention(E, H, **options)

@@ -31,14 +31,13 @@ from derived_attention.attention.checks import (
     check_attention,
     check_count,
     check_floating,
-    check_layer_masks,
     check_qkv,
-    check_sequences,
 )
 from derived_attention.attention.linear import full_precision
 from derived_attention.attention.normalized import Kernel, _allowed
 from derived_attention.attention.softmax import (
     MultiheadAttention,
+    _masks,
     _merge_masks,
     softmax_attention,
     softmax_attention_reference,
@@ -509,33 +508,18 @@ class _ConvolvedAttention(MultiheadAttention):
         Padded keys count as 0 in a convolution. Where `query` and `key` are the same tensor, padded
         queries do too.
         """
-        sizes = (self.embed_dim, self.kdim, self.vdim)
-        check_sequences(query, key, value, sizes=sizes, weights=self.out_proj.weight)
-        check_layer_masks(attn_mask, key_padding_mask, query, key, self.num_heads)
+        self._check(query, key, value, attn_mask, key_padding_mask)
         _check_no_mask("attn_mask", attn_mask)
         self._check_forward(query, key, is_causal)
         q, k, v = self._heads(query, key, value)  # (B, H, N, D), (B, H, M, D) twice
-        masks: dict[str, Any] = {"attn_mask": None, "is_causal": is_causal}
         if key_padding_mask is not None:
-            M = key.shape[-2]
-            present = _merge_masks(None, key_padding_mask, False, q, M)  # (B, 1, 1, M)
-            q, k = (
-                _without_masked(q, present if query is key else None),
-                _without_masked(k, present),
-            )
-            masks["attn_mask"] = _merge_masks(None, key_padding_mask, is_causal, q, M)
-            masks["is_causal"] = False
+            present = _merge_masks(None, key_padding_mask, False, q, key.shape[-2])  # (B, 1, 1, M)
+            q = _without_masked(q, present if query is key else None)
+            k = _without_masked(k, present)
+        masks = _masks(None, key_padding_mask, is_causal, q, key.shape[-2])
         q = self._convolve(q, self.weight)
         k = self._convolve(k, self.weight if self.key_weight is None else self.key_weight)
-        if need_weights or (self.training and self.dropout > 0):
-            A = F.dropout(self._weights(q, k, **masks), self.dropout, self.training)
-            H = A @ v  # (B, H, N, M) @ (B, H, M, D)
-        else:
-            H = self.attention(q, k, v, **masks)  # (B, H, N, D)
-        output = self.out_proj(H.transpose(-3, -2).flatten(-2))  # (B, N, embed_dim)
-        if not need_weights:
-            return output, None
-        return output, A.mean(-3) if average_attn_weights else A
+        return self._attend(q, k, v, masks, need_weights, average_attn_weights)
 
     def extra_repr(self) -> str:
         """Show what the parameters do not."""
@@ -743,8 +727,7 @@ class CvTAttention(MultiheadAttention):
 
         The weights are those of the keys that the stride leaves, with a class token first.
         """
-        sizes = (self.embed_dim, self.kdim, self.vdim)
-        check_sequences(query, key, value, sizes=sizes, weights=self.out_proj.weight)
+        self._check(query, key, value, None, None)
         _check_no_mask("key_padding_mask", key_padding_mask)
         _check_no_mask("attn_mask", attn_mask)
         _check_places({"query": query, "key": key}, self.grid, self.class_token, is_causal)

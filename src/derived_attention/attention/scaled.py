@@ -28,8 +28,6 @@ from torch import Tensor
 from derived_attention.attention.checks import (
     check_attention,
     check_count,
-    check_layer_masks,
-    check_sequences,
 )
 from derived_attention.attention.normalized import (
     Kernel,
@@ -538,9 +536,7 @@ class ScaledAttention(MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from `query` to pooled `key` and `value`; as in `MultiheadAttention.forward`."""
-        sizes = (self.embed_dim, self.kdim, self.vdim)
-        check_sequences(query, key, value, sizes=sizes, weights=self.out_proj.weight)
-        check_layer_masks(attn_mask, key_padding_mask, query, key, self.num_heads)
+        self._check(query, key, value, attn_mask, key_padding_mask)
         self._check_forward(attn_mask, key_padding_mask, need_weights, is_causal)
         check_positions(self.attention, self.positional, query, key, self.pooling, self.class_token)
         drop = self.dropout if self.training else 0.0

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from derived_attention.attention.checks import (
     check_attention,
+    check_count,
     check_layer_masks,
     check_sequences,
 )
@@ -210,6 +211,20 @@ def _four_dims(x: Tensor) -> Tensor:
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
+def _masks(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    q: Tensor,
+    M: int,
+) -> dict[str, Any]:
+    """Return the masks of a mechanism's call from a layer's."""
+    if attn_mask is None and key_padding_mask is None:
+        return {"attn_mask": None, "is_causal": is_causal}
+    merged = _merge_masks(attn_mask, key_padding_mask, is_causal, q, M)
+    return {"attn_mask": merged, "is_causal": False}
+
+
 def _merge_masks(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
@@ -235,8 +250,9 @@ class MultiheadAttention(nn.Module):
     """Attention in H heads, with the interface and the parameters of ``nn.MultiheadAttention``.
 
     ``MultiHead(X) = Concat(H_1, ..., H_H) W_Oᵀ`` with ``H_h = attention(X W_Qᵀ, X W_Kᵀ, X W_Vᵀ)``
-    on the h-th slice of D = embed_dim / H columns. ``load_state_dict`` takes what PyTorch's layer
-    has saved, and the results are the same, with three differences:
+    on the h-th slice of D columns, D = embed_dim / H unless you say another `head_dim`.
+    ``load_state_dict`` takes what PyTorch's layer has saved, and the results are the same, with
+    three differences:
 
     - a query that may attend nothing gets zeros from its heads, where PyTorch's layer gives NaN;
     - ``is_causal=True`` needs no `attn_mask`, and where there is one, both hold;
@@ -245,7 +261,7 @@ class MultiheadAttention(nn.Module):
     Parameters
     ----------
     embed_dim, num_heads : int
-        Width of the layer, and number of heads H, which divides it.
+        Width of the layer, and number of heads H, which divides it where `head_dim` is left out.
     dropout : float
         Probability of dropping an attention weight in training. Any value above 0 makes the layer
         store the (N, M) matrix in training, at the cost that `need_weights` has in `forward`.
@@ -258,6 +274,11 @@ class MultiheadAttention(nn.Module):
     attention : callable
         A mechanism with the calling convention of `softmax_attention`; a module's parameters
         become the layer's.
+    head_dim : int, optional
+        D, the features of a head; the output projection maps H D features to `embed_dim`.
+    kv_heads : int, optional
+        Number G of heads that keys and values have, which divides H: head h attends with those of
+        head ``h // (H / G)``. 1 is multi-query attention [Shazeer2019]; H where left out.
 
     Raises
     ------
@@ -281,14 +302,20 @@ class MultiheadAttention(nn.Module):
         batch_first: bool = True,
         *,
         attention: Callable[..., Tensor] = softmax_attention,
+        head_dim: int | None = None,
+        kv_heads: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise ValueError(
                 f"embed_dim is {embed_dim} and num_heads {num_heads}; "
                 "expected positive numbers, embed_dim a multiple of num_heads"
             )
+        D = embed_dim // num_heads if head_dim is None else check_count("head_dim", head_dim, 1)
+        groups = num_heads if kv_heads is None else check_count("kv_heads", kv_heads, 1)
+        if num_heads % groups:
+            raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of num_heads {num_heads}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout is {dropout}; expected a probability, from 0 to 1")
         if not batch_first:
@@ -304,21 +331,24 @@ class MultiheadAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self.batch_first = batch_first
         self.attention = attention
+        self.head_dim, self.kv_heads = D, groups
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         # The same draws in the same order as PyTorch's layer: a seed gives the same weights.
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.out_proj = nn.Linear(num_heads * D, embed_dim, bias=bias, **factory)
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(nn.init.xavier_uniform_(torch.empty(*shape, **factory)))
 
+        self._widths = (num_heads * D, groups * D, groups * D)  # of all queries, keys and values
         if self.kdim == self.vdim == embed_dim:
-            self.in_proj_weight = weight(3 * embed_dim, embed_dim)
+            self.in_proj_weight = weight(sum(self._widths), embed_dim)
         else:
-            self.q_proj_weight = weight(embed_dim, embed_dim)
-            self.k_proj_weight = weight(embed_dim, self.kdim)
-            self.v_proj_weight = weight(embed_dim, self.vdim)
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, **factory)) if bias else None
+            self.q_proj_weight = weight(num_heads * D, embed_dim)
+            self.k_proj_weight = weight(groups * D, self.kdim)
+            self.v_proj_weight = weight(groups * D, self.vdim)
+        zeros = torch.zeros(sum(self._widths), **factory)
+        self.in_proj_bias = nn.Parameter(zeros) if bias else None
         if bias:
             nn.init.zeros_(self.out_proj.bias)
 
@@ -366,20 +396,56 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, what it was and what was expected.
         """
-        check_sequences(
-            query,
-            key,
-            value,
-            sizes=(self.embed_dim, self.kdim, self.vdim),
-            weights=self.out_proj.weight,
-        )
-        check_layer_masks(attn_mask, key_padding_mask, query, key, self.num_heads)
+        self._check(query, key, value, attn_mask, key_padding_mask)
         q, k, v = self._heads(query, key, value)  # (B, H, N, D), (B, H, M, D) twice
-        if attn_mask is not None or key_padding_mask is not None:
-            M = key.shape[-2]
-            attn_mask = _merge_masks(attn_mask, key_padding_mask, is_causal, q, M)
-            is_causal = False
-        masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+        masks = _masks(attn_mask, key_padding_mask, is_causal, q, key.shape[-2])
+        return self._attend(q, k, v, masks, need_weights, average_attn_weights)
+
+    def extra_repr(self) -> str:
+        """Show what the parameters do not; a checkpoint tells two layers apart by this text."""
+        shared = f", kv_heads={self.kv_heads}" if self.kv_heads != self.num_heads else ""
+        return f"num_heads={self.num_heads}{shared}"
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> None:
+        sizes = (self.embed_dim, self.kdim, self.vdim)
+        check_sequences(query, key, value, sizes=sizes, weights=self.out_proj.weight)
+        check_layer_masks(attn_mask, key_padding_mask, query, key, self.num_heads)
+
+    def _heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Project query, key and value, and split each into heads: (B, N, ·) to (B, H, N, D)."""
+        if self.kdim == self.vdim == self.embed_dim:
+            weights = self.in_proj_weight.split(self._widths)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        no_biases = (None,) * 3
+        biases = no_biases if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
+        return tuple(self._head(*xwb) for xwb in zip(inputs, weights, biases, strict=True))
+
+    def _head(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Project x, split it into heads, and repeat those that queries share: (B, H, N, D)."""
+        x = F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+        if x.shape[-3] == self.num_heads:
+            return x
+        shared = x.unsqueeze(-3).expand(*x.shape[:-2], self.num_heads // x.shape[-3], *x.shape[-2:])
+        return shared.flatten(-4, -3)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: dict[str, Any],
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend in each head, join the heads and project: what `forward` returns."""
         if need_weights or (self.training and self.dropout > 0):
             A = F.dropout(self._weights(q, k, **masks), self.dropout, self.training)
             H = A @ v  # (B, H, N, M) @ (B, H, M, D)
@@ -389,16 +455,6 @@ class MultiheadAttention(nn.Module):
         if not need_weights:
             return output, None
         return output, A.mean(-3) if average_attn_weights else A
-
-    def _heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Project query, key and value, and split each into heads: (B, N, ·) to (B, H, N, D)."""
-        if self.kdim == self.vdim == self.embed_dim:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        projected = (F.linear(*xwb) for xwb in zip(inputs, weights, biases, strict=True))
-        return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for x in projected)
 
     def _weights(self, q: Tensor, k: Tensor, **masks: Any) -> Tensor:
         """Return A (B, H, N, M): what the mechanism makes of V = I."""
