@@ -5,6 +5,7 @@ To add a mechanism, add an entry to `CASES`: everything else follows from it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from derived_attention.attention.mixture import (
     linear_mixture_attention,
     linear_mixture_attention_reference,
     mixture_attention,
-    mixture_attention_reference,
 )
 from derived_attention.attention.normalized import (
     normalized_attention,
@@ -37,7 +37,8 @@ from derived_attention.attention.scaled import (
     scaled_normalized_attention,
     scaled_normalized_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention_reference
+from derived_attention.attention.shifted_mixture import shifted_keys, shifted_mixture_attention
+from derived_attention.attention.softmax import causal_mask, softmax_attention_reference
 from derived_attention.attention.sparse import (
     fixed_attention,
     fixed_attention_reference,
@@ -103,6 +104,23 @@ def second_keys(k: Tensor) -> Tensor:
     return k.flip(-2)
 
 
+def dense_mixture(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, hard: bool = False
+) -> Tensor:
+    """Eq. 7 with an (N, M) matrix for each step, as it is mostly programmed, but safely."""
+    logarithms = []
+    for key in k.unbind(-3):
+        lengths = q.square().sum(-1, keepdim=True) + key.square().sum(-1).unsqueeze(-2)
+        s = (q @ key.mT - lengths / 2) / math.sqrt(q.shape[-1])  # −‖q − k‖²/2σ²
+        if is_causal:
+            s = s.masked_fill(~causal_mask(*s.shape[-2:], s.device), -math.inf)
+        logarithms.append(s)
+    most = functools.reduce(torch.maximum, logarithms).amax(-1, keepdim=True)
+    terms = [(s - most).exp() for s in logarithms]
+    total = functools.reduce(torch.maximum if hard else torch.add, terms)
+    return total / total.sum(-1, keepdim=True) @ v
+
+
 def two_keys(form: Attention) -> Attention:
     """Give a mixture two keys for each token."""
 
@@ -110,6 +128,22 @@ def two_keys(form: Attention) -> Attention:
         return form(q, torch.stack([k, second_keys(k)], -3), v, **options)
 
     return attend
+
+
+def two_shifts(form: Attention) -> Attention:
+    """Give a mixture of shifted keys two shifts: as random as keys, since they are keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return form(q, k, v, shifts=k[0, :, :2], **options)
+
+    return attend
+
+
+def dense_shifted_mixture(
+    q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
+) -> Tensor:
+    """Make R keys of each one first."""
+    return dense_mixture(q, shifted_keys(k, shifts), v, **options)
 
 
 def two_heads(form: Attention) -> Attention:
@@ -134,11 +168,12 @@ _sdpa = (F.scaled_dot_product_attention, softmax_attention_reference)
 _linear = (linear_attention, linear_attention_reference)
 _normalized = (normalized_attention, normalized_attention_reference)  # its formula takes N²D
 _double = tuple(map(two_heads, _sdpa))
-_mixture = tuple(map(two_keys, (mixture_attention, mixture_attention_reference)))
+_mixture = tuple(map(two_keys, (mixture_attention, dense_mixture)))
+_shifted = tuple(map(two_shifts, (shifted_mixture_attention, dense_shifted_mixture)))
 _linear_mixture = tuple(
     map(two_keys, (linear_mixture_attention, linear_mixture_attention_reference))
 )
-_short = 128
+_short, _long = 128, 2048
 
 CASES: dict[str, Case] = {
     "sdpa": Case("SDPA", *_sdpa),
@@ -214,7 +249,7 @@ CASES: dict[str, Case] = {
         "SDPA, twice the heads, causal", *_double, is_causal, "sdpa_double_causal"
     ),
     "mixture": Case(
-        "MGK, 2 keys", *_mixture, baseline="sdpa_double", goal=1.15, reference_length=_short
+        "MGK, 2 keys", *_mixture, baseline="sdpa_double", goal=1.15, reference_length=_long
     ),
     "mixture_causal": Case(
         "MGK, 2 keys, causal",
@@ -222,15 +257,16 @@ CASES: dict[str, Case] = {
         is_causal,
         "sdpa_double_causal",
         goal=1.20,
-        reference_length=_short,
+        reference_length=_long,
     ),
     "mixture_hard": Case(
-        "MGK, 2 keys, hard",
-        *_mixture,
-        hard,
-        "sdpa_double",
-        goal=1.10,
-        reference_length=_short,
+        "MGK, 2 keys, hard", *_mixture, hard, "sdpa_double", goal=1.10, reference_length=_long
+    ),
+    "mixture_shifted": Case(
+        "sMGK, 2 shifts", *_shifted, baseline="sdpa_double", goal=1.00, reference_length=_long
+    ),
+    "mixture_shifted_causal": Case(
+        "sMGK, 2 shifts, causal", *_shifted, is_causal, "sdpa_double_causal", reference_length=_long
     ),
     "linear_mixture": Case("MLK, 2 keys", *_linear_mixture, baseline="sdpa_double"),
     "linear_mixture_causal": Case(

@@ -31,7 +31,7 @@ from derived_attention.measure import count_flops, machine, peak_bytes
 from derived_attention.runtime import write_atomically
 
 BATCH, DIM = 1, 64
-MEMORY_LENGTH = 1024  # memory is measured here, or at the shortest N, and at twice that
+MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
 LENGTHS = {"cpu": [1024, 4096], "cuda": [1024, 4096, 16384]}
 ROUNDS = {"cpu": 9, "cuda": 50}
 DTYPES = {"cpu": [torch.float32], "cuda": [torch.float32, torch.bfloat16]}
@@ -136,13 +136,13 @@ def goal_met(row: Mapping[str, Any], device: str) -> bool | None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def weigh(name: str, form: str, mode: str, shortest: int, device: str) -> dict[str, Any]:
+def weigh(name: str, form: str, mode: str, longest: int, device: str) -> dict[str, Any]:
     """Measure the extra memory of one form of a case at two lengths.
 
     Allocations are counted, not the resident memory of the process: the numbers are exact, and the
     same every time.
     """
-    case, length = CASES[name], min(shortest, MEMORY_LENGTH)
+    case, length = CASES[name], max(1, min(longest // 2, MEMORY_LENGTH))
     if form == "reference":
         length = min(length, case.reference_length)
     lengths, sizes = [length, 2 * length], []
@@ -169,7 +169,7 @@ def run(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) 
     for name in names:
         progress(f"memory: {name}")
         for form in ("fast", "reference"):
-            memory += [weigh(name, form, mode, min(lengths), device) for mode in MODES]
+            memory += [weigh(name, form, mode, max(lengths), device) for mode in MODES]
     settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": list(lengths), "rounds": rounds}
     settings["dtypes"] = [dtype_name(dtype) for dtype in DTYPES[device]]
     kept = ("label", "baseline", "goal")

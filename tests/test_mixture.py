@@ -1,4 +1,4 @@
-"""Mixtures of keys: soft, causal, hard, shifted and linear attention, EM, the layer."""
+"""Mixtures of keys: soft, causal, hard and linear attention, EM, the layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from derived_attention.attention import mixture as module
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.mixture import (
-    MixtureAttention,
     em_priors,
     hard_mixture_attention,
     hard_mixture_attention_reference,
@@ -27,10 +26,8 @@ from derived_attention.attention.mixture import (
     mixture_attention,
     mixture_attention_reference,
     responsibilities,
-    shifted_keys,
-    shifted_mixture_attention,
-    shifted_mixture_attention_reference,
 )
+from derived_attention.attention.mixture_layer import MixtureAttention
 from derived_attention.attention.softmax import (
     causal_mask,
     softmax_attention,
@@ -128,6 +125,7 @@ def route(request, monkeypatch):
         chunked = functools.partial(module._chunked, is_causal=True)
         monkeypatch.setattr(module, "_merged", chunked)
     monkeypatch.setattr(module, "CHUNK", 4)  # so that there are several, and one not whole
+    monkeypatch.setattr(module, "SCORES", 4 * M * 2)  # two heads at a time
 
 
 # --- the formula -------------------------------------------------------------------------------
@@ -298,46 +296,6 @@ def test_multi_query_shares_keys_and_values_between_heads():
         torch.testing.assert_close(*results)
 
 
-# --- shifted keys ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("kind", OWN)
-@pytest.mark.parametrize("name", masks())
-def test_shifted(name, kind, hard):
-    q, _, v = qkv()
-    k, shifts = tensors((B, H, M, D), (H, R, D), seed=5)
-    options = {**own(kind), **masks()[name], "shifts": shifts, "hard": hard}
-    if {"scale", "variances"} <= options.keys():
-        del options["variances"]
-    forms = (shifted_mixture_attention, shifted_mixture_attention_reference)
-    assert_all_close(*(output_and_gradients(f, (q, k, v), **options) for f in forms), 1e-10)
-
-
-@pytest.mark.parametrize("hard", [False, True])
-def test_shifted_needs_one_product(hard):
-    """The score is q·k/σ² and a function of r sums u_ir + w_jr."""
-    q, _, v = (x.detach() for x in qkv())
-    k, b = (x.detach() for x in tensors((B, H, M, D), (H, R, D), seed=5))
-    pi = positive(H, R).detach()
-    u = q @ b.mT / 2  # (B, H, N, R)
-    w = pi.log()[:, None] - (k.unsqueeze(-2) + b[:, None]).square().sum(-1) / 4  # (B, H, M, R)
-    both = u.unsqueeze(-2) + w.unsqueeze(-3)
-    scores = q @ k.mT / 2 + (both.amax(-1) if hard else both.logsumexp(-1))
-    out = shifted_mixture_attention(q, k, v, shifts=b, priors=pi, variances=2.0, hard=hard)
-    torch.testing.assert_close(out, scores.softmax(-1) @ v)
-
-
-def test_shifted_keys():
-    k, shared, each = tensors((B, H, M, D), (R, D), (H, R, D))
-    for b in (shared, each):
-        out = shifted_keys(k, b)
-        assert out.shape == (B, H, R, M, D)
-        b = b.expand(H, R, D)
-        torch.testing.assert_close(out[1, 2, 1, 5], k[1, 2, 5] + b[2, 1])
-    assert shifted_keys(k[0, 0], shared).shape == (R, M, D)
-
-
 # --- the linear kernel -------------------------------------------------------------------------
 
 
@@ -361,13 +319,10 @@ def test_linear_mixes_features_and_not_keys():
     assert not torch.allclose(linear_attention(q, mixed, v), expected, atol=1e-2)
 
 
-def test_linear_shifted_and_other_feature_maps():
-    q, _, v = qkv()
-    k, b = tensors((B, H, M, D), (H, R, D), seed=5)
+def test_linear_takes_other_feature_maps():
     for causal in (False, True):
         options = {"is_causal": causal, "feature_map": lambda x: x.exp()}
-        results = [f(q, shifted_keys(k, b), v, **options) for f in LINEAR]
-        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(f(*qkv(), **options) for f in LINEAR))
 
 
 # --- causality, masks, emptiness ---------------------------------------------------------------
@@ -894,10 +849,6 @@ def test_other_bad_arguments_are_named():
         linear_mixture_attention(q, k, v, feature_map=3)
     with pytest.raises(ValueError, match="attn_mask has shape"):
         linear_mixture_attention(q, k, v, attn_mask=torch.ones(N, M).bool())
-    with pytest.raises(ValueError, match="shifts has shape"):
-        shifted_mixture_attention(q, k[..., 0, :, :], v, shifts=torch.ones(R, D + 1).double())
-    with pytest.raises(ValueError, match="shifts has shape"):
-        shifted_keys(k[..., 0, :, :], torch.ones(H + 1, R, D).double())
     with pytest.raises(ValueError, match="query_mask has shape"):
         em_priors(q, k, query_mask=torch.ones(N).bool())
     with pytest.raises(TypeError, match="query_mask"):

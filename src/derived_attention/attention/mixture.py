@@ -12,24 +12,23 @@ Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2�
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
 each value R times. Where tokens may only see their past, each component is one causal attention,
-and log-sum-exp puts the R results together.
+and log-sum-exp puts the R results together. Keys that are shifts of one key have a form of their
+own, in `shifted_mixture`, which shares `_Chunked`; `mixture_layer` has the layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from derived_attention.attention.checks import (
     FLOATING,
     check_attention,
-    check_count,
     check_floating,
     check_mask_kind,
     check_positive,
@@ -46,14 +45,16 @@ from derived_attention.attention.linear import (
     linear_attention,
 )
 from derived_attention.attention.softmax import (
-    MultiheadAttention,
-    _merge_masks,
     _open_dead_rows,
     _widen,
+    causal_mask,
     sdpa,
 )
 
-CHUNK = 64  # queries whose scores are in memory at a time, in the forms that store some
+Tensors = list[Tensor]
+
+CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
+SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
 class _Components(NamedTuple):
@@ -101,7 +102,7 @@ def mixture_attention_reference(
         scores = parts.log_weights + parts.scale * parts.precisions * products
         scores = scores.max(-3).values if hard else scores.logsumexp(-3)
         if is_causal:
-            attn_mask = _past(slice(0, q.shape[-2]), k.shape[-2], q.device)
+            attn_mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
         A = _masked_softmax(scores, attn_mask)
         return (A @ v.to(A.dtype)).to(q.dtype)
 
@@ -118,12 +119,6 @@ def _add_mask(scores: Tensor, attn_mask: Tensor) -> Tensor:
     if attn_mask.dtype == torch.bool:
         return scores.masked_fill(~attn_mask, -math.inf)
     return scores + attn_mask
-
-
-def _past(rows: slice, m: int, device: torch.device) -> Tensor:
-    """Those rows of the causal mask, and m columns."""
-    i = torch.arange(rows.start, rows.stop, device=device)
-    return torch.arange(m, device=device) <= i[:, None]
 
 
 # --- the fast forms ------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ def mixture_attention(
     _check_keys(q, k, v, attn_mask, is_causal, scale)
     parts = _components(q, k, scale, hard, priors, variances, distance, normalised)
     with full_precision(q.device):
-        if hard:
+        if hard and k.shape[-3] > 1:
             return _chunked(q, k, v, parts, attn_mask, is_causal, hard).to(q.dtype)
         if is_causal and q.numel() and v.numel():
             form = _merged if q.device.type == "cpu" else _chunked
@@ -247,13 +242,20 @@ def _chunked(
     hard: bool = False,
 ) -> Tensor:
     """Compute the scores of some queries at a time, in float32 at least."""
-    dtype = parts.precisions.dtype
-    q, k, _ = _augment(q, k, v[..., :0], parts, dtype)
-    alive = None
-    if attn_mask is not None:
-        attn_mask, alive = _open_dead_rows(torch.atleast_2d(attn_mask), dtype)
-    out = _Chunked.apply(parts.scale * q, k, v.to(dtype), attn_mask, is_causal, hard)
-    return out if alive is None else out.masked_fill(~alive, 0)
+    q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
+    return _attend(_Logarithms(hard), v, attn_mask, is_causal, parts.scale * q, k)
+
+
+def _attend(
+    form: Any, v: Tensor, attn_mask: Tensor | None, is_causal: bool, *tensors: Tensor
+) -> Tensor:
+    """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
+    v = v.to(tensors[0].dtype)
+    if attn_mask is None:
+        return _Chunked.apply(form, is_causal, v, None, *tensors)
+    attn_mask, alive = _open_dead_rows(torch.atleast_2d(attn_mask), v.dtype)
+    out = _Chunked.apply(form, is_causal, v, attn_mask, *tensors)
+    return out.masked_fill(~alive, 0)
 
 
 def _augment(
@@ -337,88 +339,149 @@ class _Merged(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv.to(v.dtype), None
 
 
+class _Block(NamedTuple):
+    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
+
+    heads: slice
+    rows: slice
+    m: int
+
+
 class _Chunked(torch.autograd.Function):
-    """Softmax over j of log Σ_r exp(q_i·k_jr), or of max_r q_i·k_jr, `CHUNK` queries at a time."""
+    """Attention block by block, with weights that `form` makes, as `_Logarithms` does.
+
+    The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
+    rowsum(dO ∘ out)), which `form` passes on to its tensors.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
+        form: Any,
+        is_causal: bool,
         v: Tensor,
         attn_mask: Tensor | None,
-        is_causal: bool,
-        hard: bool,
+        *tensors: Tensor,
     ) -> Tensor:
-        """Take (..., N, E), (..., R, M, E), (..., M, Dv), and a mask with no row all masked."""
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, attn_mask, out)
-        ctx.is_causal, ctx.hard = is_causal, hard
-        values, flat = _flat(v), _flat(out)
-        space = q.new_empty(2, len(flat) * CHUNK * v.shape[-2])
-        for rows, m in _chunks(q, v, is_causal):
-            A, _ = _chunk_weights(q, k, attn_mask, is_causal, hard, rows, m, space)
-            flat[:, rows] = A @ values[:, :m]
+        """Take v, a mask with no row all masked, and tensors as `form` wants them."""
+        out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
+        ctx.save_for_backward(v, attn_mask, out, *tensors)
+        ctx.form, ctx.is_causal = form, is_causal
+        values, flat, *ours = (_flat(x, v.dim() - 2) for x in (v, out, *tensors))
+        mask = _Mask(attn_mask, is_causal, v)
+        for block in _blocks(out, v, is_causal):
+            heads, rows, m = block
+            A, _ = form.weights([x[heads] for x in ours], mask, block, False)
+            flat[heads, rows] = A @ values[heads, :m]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients with respect to q, k, v and the mask."""
-        q, k, v, attn_mask, out = ctx.saved_tensors
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        """Return the gradients with respect to v, the mask and the tensors."""
+        v, attn_mask, out, *tensors = ctx.saved_tensors
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
-        queries, values, grad, out, dqs, dvs = map(_flat, (q, v, grads[0], out, dq, dv))
-        keys, dks = _flat(k, 3), _flat(dk, 3)
-        with full_precision(q.device):  # autocast may be on again
-            for rows, m in _chunks(q, v, ctx.is_causal):
-                A, shares = _chunk_weights(q, k, attn_mask, ctx.is_causal, ctx.hard, rows, m)
-                g = grad[:, rows]
-                dvs[:, :m].baddbmm_(A.mT, g)
-                dS = g @ values[:, :m].mT  # (b, C, m)
-                dS.sub_((g * out[:, rows]).sum(-1, keepdim=True)).mul_(A)
+        found = [x.new_zeros(x.shape) for x in (v, *tensors)]
+        values, outs, dout, dv = (_flat(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
+        flat = [[_flat(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
+        mask = _Mask(attn_mask, ctx.is_causal, v)
+        with full_precision(v.device):  # autocast may be on again
+            for block in _blocks(out, v, ctx.is_causal):
+                heads, rows, m = block
+                ours, theirs = ([x[heads] for x in xs] for xs in flat)
+                A, kept = ctx.form.weights(ours, mask, block, True)
+                g = dout[heads, rows]
+                dv[heads, :m].baddbmm_(A.mT, g)
+                dS = g @ values[heads, :m].mT  # (b, C, m)
+                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
                 if dmask is not None:
-                    part = _cut(dmask, rows, m)
-                    part += dS.view(*q.shape[:-2], *dS.shape[1:]).sum_to_size(part.shape)
-                for r in reversed(range(k.shape[-3])):
-                    own = dS * shares[r - 1] if r else dS
-                    dqs[:, rows].baddbmm_(own, keys[:, r, :m])
-                    dks[:, r, :m].baddbmm_(own.mT, queries[:, rows])
-                    dS = dS - own if r else dS  # what is left for components 1..r
-        return dq, dk, dv, dmask, None, None
+                    mask.add_gradient(dmask, dS, block)
+                ctx.form.spread(dS, kept, ours, theirs, block)
+        return None, None, found[0], dmask, *found[1:]
 
 
-def _chunk_weights(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    hard: bool,
-    rows: slice,
-    m: int,
-    space: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """Return those rows of A (b, C, m), and for r > 1 the share of r in components 1..r.
+class _Logarithms(NamedTuple):
+    """Weights exp(s_ij), where s_ij = log Σ_r exp(q_i·k_jr), or max_r q_i·k_jr if hard."""
 
-    With `space`, two vectors for the results, shares are left out: to allocate costs time.
-    """
-    queries, keys = _flat(q)[:, rows], _flat(k, 3)
-    sizes = (*queries.shape[:-1], m)
-    room = [None, None] if space is None else [x[: math.prod(sizes)].view(sizes) for x in space]
-    total = torch.bmm(queries, keys[:, 0, :m].mT, out=room[0])
-    shares = []
-    for r in range(1, keys.shape[1]):
-        scores = torch.bmm(queries, keys[:, r, :m].mT, out=room[1])
+    hard: bool
+
+    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+        """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and shares if `keep`."""
+        q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
+        total, shares = _combine((q @ key.mT for key in k.unbind(1)), self.hard, keep)
+        return mask.softmax(total, block), shares
+
+    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+        """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
+        (q, k), (dq, dk) = ours, grads
+        for r, own in _split_shares(dS, shares):
+            _spread_product(own, [q, k[:, r]], [dq, dk[:, r]], block)
+
+
+def _combine(scores: Iterator[Tensor], hard: bool, keep: bool) -> tuple[Tensor, Tensors]:
+    """Return log Σ_r exp(s_r), or max_r s_r, and for r > 1 the share of r in components 1..r."""
+    total, shares = next(scores), []
+    for own in scores:
         before = total
-        total = (torch.maximum if hard else torch.logaddexp)(total, scores, out=room[0])
-        if space is None:
-            shares.append(scores > before if hard else (scores - total).exp())
-    if is_causal:
-        total.masked_fill_(~_past(rows, m, q.device), -math.inf)
-    if attn_mask is not None:
-        split = total.view(*q.shape[:-2], *sizes[1:])
-        total = _add_mask(split, _cut(attn_mask, rows, m)).view(sizes)
-    return torch.softmax(total, -1, out=room[0]), shares
+        combine = torch.maximum if hard else torch.logaddexp
+        total = combine(before, own, out=None if keep else own)
+        if keep:
+            shares.append(own.gt_(before) if hard else own.sub_(total).exp_())
+    return total, shares
+
+
+def _split_shares(dS: Tensor, shares: Tensors) -> Iterator[tuple[int, Tensor]]:
+    """Yield each component and its part of the gradient, the last one first."""
+    for r in range(len(shares), 0, -1):
+        own = dS * shares[r - 1]
+        yield r, own
+        dS = dS - own  # what is left for components 1..r
+    yield 0, dS
+
+
+def _spread_product(dS: Tensor, ours: Tensors, grads: Tensors, block: _Block) -> None:
+    """Add the gradients of q and k, where that block of Q Kᵀ has the gradient dS."""
+    (q, k), (dq, dk), (_, rows, m) = ours, grads, block
+    dq[:, rows].baddbmm_(dS, k[:, :m])
+    dk[:, :m].baddbmm_(dS.mT, q[:, rows])
+
+
+class _Mask:
+    """What queries may attend."""
+
+    def __init__(self, attn_mask: Tensor | None, is_causal: bool, v: Tensor) -> None:
+        self.is_causal, self.mask = is_causal, attn_mask
+        if attn_mask is not None:
+            self.mask = _flat(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
+            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
+            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
+
+    def softmax(self, scores: Tensor, block: _Block) -> Tensor:
+        """Mask scores (b, C, m), and take their softmax over j."""
+        heads, rows, m = block
+        if self.is_causal:  # all of them see what is before the first
+            here = scores[..., rows.start :]
+            past = causal_mask(here.shape[-2], here.shape[-1], here.device)
+            here.masked_fill_(~past, -math.inf)
+        if self.mask is not None:
+            allowed = _cut(self.mask, rows, m)
+            if allowed.dtype == torch.bool:  # to add is faster than to fill
+                allowed = _add_mask(scores.new_zeros(allowed.shape), allowed)
+            scores = scores.add_(allowed[self.which[heads]])
+        return scores.softmax(-1)
+
+    def add_gradient(self, dmask: Tensor, dS: Tensor, block: _Block) -> None:
+        """Add to the gradient of the mask what those scores, with the gradient dS, give."""
+        part = _cut(_flat(dmask, dmask.dim() - 2), block.rows, block.m)
+        part.index_add_(0, self.which[block.heads], dS.sum_to_size(len(dS), *part.shape[1:]))
+
+
+def _blocks(out: Tensor, v: Tensor, is_causal: bool) -> list[_Block]:
+    """Cut heads and queries: on a CPU so that the scores of a block stay in its cache."""
+    b, M = math.prod(v.shape[:-2]), v.shape[-2]
+    some = max(1, b if v.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
+    heads = [slice(h, h + some) for h in range(0, b, some)]
+    return [_Block(h, rows, m) for h in heads for rows, m in _chunks(out, v, is_causal)]
 
 
 def _chunks(q: Tensor, v: Tensor, is_causal: bool) -> list[tuple[slice, int]]:
@@ -428,9 +491,9 @@ def _chunks(q: Tensor, v: Tensor, is_causal: bool) -> list[tuple[slice, int]]:
     return [(rows, min(rows.stop, M) if is_causal else M) for rows in cuts]
 
 
-def _flat(x: Tensor, last: int = 2) -> Tensor:
-    """View all dimensions but the last ones as one."""
-    return x.reshape(math.prod(x.shape[:-last]), *x.shape[-last:])
+def _flat(x: Tensor, leading: int) -> Tensor:
+    """View that many dimensions, the first ones, as one."""
+    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
 
 
 def _cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
@@ -439,74 +502,7 @@ def _cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
     return picked if attn_mask.shape[-1] == 1 else picked[..., :m]
 
 
-# --- shifted keys, linear kernel -----------------------------------------------------------------
-
-
-def shifted_keys(k: Tensor, shifts: Tensor) -> Tensor:
-    """Make k_jr = k_j + b_r, option B of [Nguyen2022]: R components from one projection.
-
-    Parameters
-    ----------
-    k : Tensor
-        Keys ``(..., H, M, D)``.
-    shifts : Tensor
-        b, ``(R, D)`` or ``(H, R, D)``.
-
-    Returns
-    -------
-    Tensor
-        ``(..., H, R, M, D)``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that are no floating tensors of one dtype, for other shapes.
-    """
-    check_floating({"k": k, "shifts": shifts})
-    if k.dim() < 2:
-        raise ValueError(f"k has shape {tuple(k.shape)}; expected (..., M, D)")
-    R = shifts.shape[-2] if shifts.dim() > 1 and shifts.shape[-2] else "R"
-    heads = k.shape[-3:-2] if shifts.dim() > 2 else ()
-    check_shape("shifts", shifts, (*heads, R, k.shape[-1]), "(R, D) or (H, R, D), with R ≥ 1")
-    return k.unsqueeze(-3) + shifts.unsqueeze(-2)
-
-
-def shifted_mixture_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
-) -> Tensor:
-    """`mixture_attention_reference` of `shifted_keys`.
-
-    Arguments, result and errors are those of `shifted_mixture_attention`.
-    """
-    return mixture_attention_reference(q, shifted_keys(k, shifts), v, **options)
-
-
-def shifted_mixture_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
-) -> Tensor:
-    """Attention with the keys k_jr = k_j + b_r: `mixture_attention` of `shifted_keys`.
-
-    Where variances are equal, one product Q Kᵀ would do, since −‖q − k − b‖²/2 is
-    q·k + q·b − ‖k + b‖²/2 − ‖q‖²/2. But there is no fused kernel for a log-sum-exp in the score.
-
-    Parameters
-    ----------
-    q, v, options
-        As in `mixture_attention`.
-    k, shifts : Tensor
-        As in `shifted_keys`.
-
-    Returns
-    -------
-    Tensor
-        ``(..., H, N, Dv)``, in the dtype of `q`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `mixture_attention` and `shifted_keys`.
-    """
-    return mixture_attention(q, shifted_keys(k, shifts), v, **options)
+# --- the linear kernel ---------------------------------------------------------------------------
 
 
 def linear_mixture_attention_reference(
@@ -516,18 +512,16 @@ def linear_mixture_attention_reference(
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    scale: float | None = None,
-    priors: Tensor | None = None,
-    feature_map: FeatureMap = elu_feature_map,
+    **options: Any,
 ) -> Tensor:
     """Mixture of linear keys with all R matrices π_r φ(q_i)ᵀφ(k_jr) in memory.
 
     Arguments, result and errors are those of `linear_mixture_attention`, but for the mask, which
     may be any that broadcasts to ``(..., H, N, M)``.
     """
-    pi, phi_q, phi_k = _linear(q, k, v, attn_mask, is_causal, scale, priors, feature_map)
+    pi, phi_q, phi_k = _linear(q, k, v, attn_mask, is_causal, **options)
     if is_causal:
-        attn_mask = _past(slice(0, q.shape[-2]), k.shape[-2], q.device)
+        attn_mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
     with full_precision(q.device):
         kernel = (pi * (phi_q.unsqueeze(-3) @ phi_k.mT)).sum(-3)  # (..., H, N, M)
         if attn_mask is not None:
@@ -580,9 +574,9 @@ def _linear(
     v: Tensor,
     attn_mask: Tensor | None,
     is_causal: bool,
-    scale: float | None,
-    priors: Tensor | None,
-    feature_map: FeatureMap,
+    scale: float | None = None,
+    priors: Tensor | None = None,
+    feature_map: FeatureMap = elu_feature_map,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check all arguments, and return π, φ(q) (..., N, F) and φ(k) (..., R, M, F)."""
     _check_keys(q, k, v, attn_mask, is_causal, scale)
@@ -687,8 +681,9 @@ def em_priors(
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
     mask = None if attn_mask is None else torch.atleast_2d(attn_mask)
     for rows, m in _chunks(q, k, is_causal) if k.shape[-2] else []:
-        here = _past(rows, m, q.device) if is_causal else None
-        here = here if mask is None else _cut(mask, rows, m)
+        here = None if mask is None else _cut(mask, rows, m)
+        if is_causal:
+            here = parts.precisions.new_ones(rows.stop - rows.start, m).tril(rows.start) > 0
         with full_precision(q.device):
             scores = _component_scores(q[..., rows, :], k[..., :m, :], parts)
             if weighted:
@@ -779,180 +774,3 @@ def _per_component(name: str, value: Tensor | None, q: Tensor, k: Tensor) -> Ten
             f"component, or {(*heads, R)}, for each head too"
         )
     return value[..., None, None]
-
-
-# --- layers --------------------------------------------------------------------------------------
-
-
-class MixtureAttention(MultiheadAttention):
-    """Transformer-MGK's attention in H heads, with the interface of ``nn.MultiheadAttention``.
-
-    The parameters are those of `MultiheadAttention`, whose projection makes the keys of the first
-    component; ``key_weight`` (R − 1, embed_dim, kdim) and ``key_bias`` (R − 1, embed_dim) make the
-    others. None depends on a length.
-
-    Parameters
-    ----------
-    embed_dim, num_heads, args
-        As in `MultiheadAttention`.
-    components : int
-        R, at least 1.
-    shifted : bool
-        False: R projections, option A of [Nguyen2022]. True: one projection, and a shift for each
-        component, the parameter ``shifts`` (H, R, D), which starts as standard normal numbers.
-    hard, linear : bool
-        Whether to attend by `hard_mixture_attention` or `linear_mixture_attention`.
-    priors : {"fixed", "learned", "em"}
-        π is 1/R; or the softmax of the parameter ``prior_logits`` (H, R); or the buffer
-        ``priors`` (H, R), and each forward pass in training mode ends with a step of `em_priors`
-        on its queries. Padded ones do not count where `query` and `key` are one tensor. All start
-        at 1/R.
-    variances : float or sequence of float, optional
-        σ², one for all components or one for each; √D where left out.
-    learn_variances : bool
-        Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
-    mixture : dict, optional
-        Other keywords of the function: `distance`, `normalised`, `feature_map`.
-    options
-        The other arguments of `MultiheadAttention`, but for `attention`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `MultiheadAttention`; for a size, a variance or a name that is not as above; for
-        `hard`, variances or "em" with `linear`, which has no Gaussians.
-
-    Examples
-    --------
-    >>> layer = MixtureAttention(16, 2, components=3, priors="learned")
-    >>> x = torch.zeros(2, 5, 16)
-    >>> layer(x, x, x, need_weights=False)[0].shape
-    torch.Size([2, 5, 16])
-    """
-
-    priors: Tensor | None
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *args: Any,
-        components: int = 2,
-        shifted: bool = False,
-        hard: bool = False,
-        linear: bool = False,
-        priors: str = "fixed",
-        variances: float | Sequence[float] | None = None,
-        learn_variances: bool = False,
-        mixture: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        R = check_count("components", components, 1)
-        if priors not in ("fixed", "learned", "em"):
-            raise ValueError(f"priors is {priors!r}; expected 'fixed', 'learned' or 'em'")
-        if linear and (hard or variances is not None or learn_variances or priors == "em"):
-            raise ValueError(
-                f"linear is True with hard={hard}, variances={variances}, priors={priors!r}; "
-                "expected neither hard, nor variances, nor 'em': a linear kernel has no Gaussians"
-            )
-        super().__init__(embed_dim, num_heads, *args, attention=self._mix, **options)
-        D, like = embed_dim // num_heads, self.out_proj.weight
-        sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
-        self.components, self.hard, self.linear = R, hard, linear
-        self.mixture = {} if mixture is None else dict(mixture)
-        self.fixed_variances = sigma2
-        start = like.new_ones(num_heads, R) * like.new_tensor(sigma2)
-        self.log_variances = nn.Parameter(start.log()) if learn_variances else None
-        even = like.new_full((num_heads, R), 1 / R)
-        self.prior_logits = nn.Parameter(torch.zeros_like(even)) if priors == "learned" else None
-        self.register_buffer("priors", even if priors == "em" else None)
-        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.shifts = nn.Parameter(torch.randn(num_heads, R, D, **kind)) if shifted else None
-        self.key_weight: nn.Parameter | None = None
-        self.key_bias: nn.Parameter | None = None
-        if R > 1 and not shifted:
-            weights = [
-                nn.init.xavier_uniform_(like.new_empty(embed_dim, self.kdim)) for _ in range(R - 1)
-            ]
-            self.key_weight = nn.Parameter(torch.stack(weights))
-            bias = self.in_proj_bias is not None
-            self.key_bias = nn.Parameter(like.new_zeros(R - 1, embed_dim)) if bias else None
-
-    def keywords(self) -> dict[str, Any]:
-        """Return what the function gets beside q, k, v and masks: priors, variances, `mixture`."""
-        own = dict(self.mixture)
-        if self.prior_logits is not None:
-            own["priors"] = self.prior_logits.softmax(-1)
-        elif self.priors is not None:
-            own["priors"] = self.priors
-        if self.log_variances is not None:
-            own["variances"] = self.log_variances.exp()
-        elif not self.linear:
-            same = len(set(self.fixed_variances)) == 1  # a number spares a feature, see _augment
-            many = self.out_proj.weight.new_tensor(self.fixed_variances)
-            own["variances"] = self.fixed_variances[0] if same else many
-        return own
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-        if self.linear:
-            return linear_mixture_attention(q, k, v, **masks, **self.keywords())
-        return mixture_attention(q, k, v, hard=self.hard, **masks, **self.keywords())
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `MultiheadAttention.forward` does, and let EM take a step in training mode."""
-        options = (need_weights, attn_mask, average_attn_weights, is_causal)
-        results = super().forward(query, key, value, key_padding_mask, *options)
-        if self.training and self.priors is not None:
-            with torch.no_grad():
-                q, k, _ = self._heads(query, key, value)
-                M = key.shape[-2]
-                masks: dict[str, Any] = {"is_causal": is_causal}
-                if attn_mask is not None or key_padding_mask is not None:
-                    merged = _merge_masks(attn_mask, key_padding_mask, is_causal, q, M)
-                    masks = {"attn_mask": merged}
-                if query is key and key_padding_mask is not None:
-                    here = _merge_masks(None, key_padding_mask, False, q, M)  # (B, 1, 1, M)
-                    here = here if here.dtype == torch.bool else here != -math.inf
-                    masks["query_mask"] = here[..., 0, :].expand(q.shape[:-1])
-                self.priors.copy_(em_priors(q, k, **masks, **self.keywords()))
-        return results
-
-    def _heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Project, and give the keys their dimension of components: (B, H, R, M, D)."""
-        q, k, v = super()._heads(*inputs)
-        if self.shifts is not None:
-            return q, shifted_keys(k, self.shifts.to(k.dtype)), v
-        keys = [k]
-        if self.key_weight is not None:
-            biases = [None] * len(self.key_weight) if self.key_bias is None else self.key_bias
-            for weight, bias in zip(self.key_weight, biases, strict=True):
-                own = F.linear(inputs[1], weight, bias)
-                keys.append(own.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2))
-        return q, torch.stack(keys, -3), v
-
-    def _weights(self, q: Tensor, k: Tensor, **masks: Any) -> Tensor:
-        identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)  # (M, M)
-        return self._mix(q, k, identity.expand(*k.shape[:-3], -1, -1), **masks)
-
-    def extra_repr(self) -> str:
-        """Show what the parameters do not."""
-        kind = "linear" if self.linear else "hard" if self.hard else "soft"
-        return f"{kind}, components={self.components}"
-
-
-def _variances(variances: float | Sequence[float], components: int) -> list[float]:
-    """Check the variances of a layer, and return one for each component."""
-    many = list(variances) if isinstance(variances, Sequence) else [variances] * components
-    if len(many) != components:
-        raise ValueError(f"variances is {variances}; expected one number, or {components} of them")
-    return [check_positive("variances", x) for x in many]

@@ -1,0 +1,232 @@
+"""Mixtures of shifted keys: R keys for each token from one projection (chapter 10).
+
+Option B of [Nguyen2022] makes component r of token j from its one key, k_jr = k_j + b_r. If all
+have one variance σ² = 1/scale, the score of eq. 7, up to a term of i alone, is ::
+
+    s_ijr = scale · q_i·k_j + u_ir + w_jr
+    u_ir = scale · q_i·b_r + log π_r,    w_jr = −scale · ‖k_j + b_r‖² / 2
+
+so that log Σ_r exp(s_ijr) needs one product Q Kᵀ of width D, where R free keys need R. What is
+left is of width R: Σ_r exp(u_ir) exp(w_jr) is a product of an (N, R) and an (R, M) matrix, and it
+multiplies the weights exp(scale · q_i·k_j). The formula, the checks and the form for variances that
+differ are those of `derived_attention.attention.mixture`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.checks import check_attention, check_floating, check_shape
+from derived_attention.attention.linear import full_precision
+from derived_attention.attention.mixture import (
+    Tensors,
+    _attend,
+    _Block,
+    _combine,
+    _Components,
+    _components,
+    _Mask,
+    _split_shares,
+    _spread_product,
+    mixture_attention,
+    mixture_attention_reference,
+)
+from derived_attention.attention.softmax import sdpa
+
+
+def shifted_keys(k: Tensor, shifts: Tensor) -> Tensor:
+    """Make k_jr = k_j + b_r, option B of [Nguyen2022]: R components from one projection.
+
+    Parameters
+    ----------
+    k : Tensor
+        Keys ``(..., H, M, D)``.
+    shifts : Tensor
+        b, ``(R, D)`` or ``(H, R, D)``.
+
+    Returns
+    -------
+    Tensor
+        ``(..., H, R, M, D)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that are no floating tensors of one dtype, for other shapes.
+    """
+    _check_shifts(k, shifts)
+    return k.unsqueeze(-3) + shifts.unsqueeze(-2)
+
+
+def _check_shifts(k: Tensor, shifts: Tensor) -> None:
+    check_floating({"k": k, "shifts": shifts})
+    if k.dim() < 2:
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected (..., M, D)")
+    R = shifts.shape[-2] if shifts.dim() > 1 and shifts.shape[-2] else "R"
+    heads = k.shape[-3:-2] if shifts.dim() > 2 else ()
+    check_shape("shifts", shifts, (*heads, R, k.shape[-1]), "(R, D) or (H, R, D), with R ≥ 1")
+
+
+def shifted_mixture_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
+) -> Tensor:
+    """`mixture_attention_reference` of `shifted_keys`.
+
+    Arguments, result and errors are those of `shifted_mixture_attention`.
+    """
+    return mixture_attention_reference(q, shifted_keys(k, shifts), v, **options)
+
+
+def shifted_mixture_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shifts: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    priors: Tensor | None = None,
+    variances: float | Tensor | None = None,
+    distance: bool = True,
+    normalised: bool = False,
+    hard: bool = False,
+) -> Tensor:
+    """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
+
+    Some queries at a time, in float32 at least, and again in the backward pass. The weights are
+    exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), with n_i = max_r u_ir and
+    m_j = max_r w_jr, so that no exponential overflows. The sum is at least exp(−g), if g is the
+    smaller one of two numbers: the largest gap n_i − min_r u_ir, and the largest m_j − min_r w_jr.
+    Where g could cost precision (more than 43 in float32, 354 in float64), and where data cannot be
+    looked at (``torch.compile``, capture of a CUDA graph), log Σ_r exp(u_ir + w_jr) is added to the
+    scores instead; and so is max_r, in the hard form. To look makes a GPU wait once per call.
+
+    Parameters
+    ----------
+    q, v : Tensor
+        Queries ``(..., H, N, D)`` and values ``(..., H, M, Dv)``.
+    k, shifts : Tensor
+        As in `shifted_keys`: ``(..., H, M, D)``, and ``(R, D)`` or ``(H, R, D)``.
+    attn_mask, is_causal, scale, priors, normalised, hard
+        As in `mixture_attention`.
+    variances : float or Tensor, optional
+        As in `mixture_attention`. A tensor, unless R = 1, is taken for variances that differ. Then
+        q·k_j/σ_r² is no common term, and the result is `mixture_attention` of `shifted_keys`.
+    distance : bool
+        As in `mixture_attention`. Where it is False and the variances are equal, the score is
+        scale · q_i·k_j and a term of i alone: shifts and priors cancel, get no gradient, and what
+        remains is softmax attention.
+
+    Returns
+    -------
+    Tensor
+        ``(..., H, N, Dv)``, in the dtype of `q`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `mixture_attention` and `shifted_keys`.
+    """
+    _check_shifts(k, shifts)
+    masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+    check_attention(q, k, v, scale=scale, **masks)
+    like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
+    parts = _components(q, like, scale, hard, priors, variances, distance, normalised)
+    if shifts.shape[-2] == 1 or not parts.equal:
+        own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
+        own |= {"normalised": normalised, "hard": hard, "scale": scale}
+        return mixture_attention(q, shifted_keys(k, shifts), v, **masks, **own)
+    with full_precision(q.device):
+        if not distance:
+            inputs = (x.to(parts.dtype) for x in (q, k, v))
+            return sdpa(*inputs, scale=parts.scale, **masks).to(q.dtype)
+        form, *tensors = _separate(q, k, shifts, parts, hard)
+        return _attend(form, v, attn_mask, is_causal, *tensors).to(q.dtype)
+
+
+def _separate(q: Tensor, k: Tensor, shifts: Tensor, parts: _Components, hard: bool) -> tuple:
+    """Choose a form for `_Chunked`, and make its tensors."""
+    q, k, b = (x.to(parts.precisions.dtype) for x in (q, k, shifts))
+    log_weights = parts.log_weights[..., 0].mT.clamp(min=torch.finfo(q.dtype).min / 4)  # (·, 1, R)
+    squares = k.square().sum(-1).unsqueeze(-2) + b.square().sum(-1, keepdim=True)
+    w = -parts.scale * (b @ k.mT + squares / 2)  # (..., R, M)
+    q = parts.scale * q
+    u = q @ b.mT + log_weights  # (..., N, R)
+    if hard or not _may_multiply(u, w):
+        return _Sums(hard), q, k, u, w
+    n, m = u.detach().amax(-1, keepdim=True), w.detach().amax(-2, keepdim=True)
+    return _Products(), q, k, (u - n).exp(), (w - m).exp(), m
+
+
+def _may_multiply(u: Tensor, w: Tensor) -> bool:
+    """Say whether Σ_r exp(u_ir − n_i) exp(w_jr − m_j) is far from underflow for all i and j.
+
+    With the r of the largest u_ir, the term of r is at least exp(min_r w_jr − m_j); and the same
+    with u and w exchanged. So the smaller gap bounds the sum, by exp(−g). Half the range of
+    exponents for it leaves the other half to the weights: those that vanish are nothing beside the
+    row's largest.
+    """
+    if torch.compiler.is_compiling() or u.is_meta or not (u.numel() and w.numel()):
+        return False
+    if u.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    gaps = [(x.amax(-1) - x.amin(-1)).amax() for x in (u.detach(), w.detach().mT)]
+    return bool(torch.minimum(*gaps) <= -math.log(torch.finfo(u.dtype).tiny) / 2)
+
+
+class _Sums(NamedTuple):
+    """Weights exp(s_ij), where s_ij = q_i·k_j + log Σ_r exp(u_ir + w_jr), or max_r if hard."""
+
+    hard: bool
+
+    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+        """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
+        q, k, u, w = _cut_tensors(ours, block)
+        scores = (u[..., r : r + 1] + w[:, r : r + 1] for r in range(w.shape[1]))
+        total, shares = _combine(scores, self.hard, keep)
+        return mask.softmax(total.baddbmm_(q, k.mT), block), shares
+
+    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+        """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
+        _spread_product(dS, ours[:2], grads[:2], block)
+        du, dw = grads[2:]
+        for r, own in _split_shares(dS, shares):
+            du[:, block.rows, r] += own.sum(-1)
+            dw[:, r, : block.m] += own.sum(-2)
+
+
+class _Products(NamedTuple):
+    """Weights exp(q_i·k_j + m_j) Σ_r x_ir y_jr, for a constant m."""
+
+    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+        """Take q (b, N, D), k (b, M, D), x (b, N, R), y (b, R, M), m (b, 1, M).
+
+        Returns rows of A (b, C, m), and those of Σ_r x_ir y_jr.
+        """
+        q, k, x, y, most = _cut_tensors(ours, block)
+        A = mask.softmax((q @ k.mT).add_(most), block)
+        sums = x[..., :1] * y[:, :1]
+        for r in range(1, y.shape[1]):  # faster than their product, which is so narrow
+            sums.addcmul_(x[..., r : r + 1], y[:, r : r + 1])
+        A.mul_(sums)
+        return A.div_(A.sum(-1, keepdim=True)), sums
+
+    def spread(self, dS: Tensor, sums: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+        """Add to `grads` what those rows of log A, with the gradient dS, give to our tensors."""
+        _spread_product(dS, ours[:2], grads[:2], block)
+        (x, y), (dx, dy), (_, rows, m) = ours[2:4], grads[2:4], block
+        dS.div_(sums)
+        dx[:, rows].baddbmm_(dS, y[..., :m].mT)
+        dy[..., :m].baddbmm_(x[:, rows].mT, dS)
+
+
+def _cut_tensors(ours: Tensors, block: _Block) -> Tensors:
+    """View rows of q and u, and columns of k and w."""
+    _, rows, m = block
+    q, k, u, *ws = ours
+    return [q[:, rows], k[:, :m], u[:, rows], *(w[..., :m] for w in ws)]
