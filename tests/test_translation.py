@@ -1,12 +1,23 @@
-"""German–English: which sentences are taken from Ding's file, how they are cleaned and divided."""
+"""German–English: which sentences of Ding's file are taken; cleaning, parts, pieces of words."""
 
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from derived_attention.data import translation
-from derived_attention.data.translation import clean, load_translation, part_of, sentences
+from derived_attention.data.translation import (
+    BEGIN,
+    END,
+    PAD,
+    UNKNOWN,
+    clean,
+    load_translation,
+    part_of,
+    sentences,
+    train_vocabulary,
+)
 
 FILE = """\
 # Version :: of a test
@@ -172,3 +183,96 @@ def test_real_dictionary(monkeypatch):
         for text in pair:
             assert text == clean(text) and len(text.split()) >= 3
             assert not translation.OPEN.search(text)
+
+
+# --- Pieces of words ------------------------------------------------------------------------------
+
+SENTENCES = [sentence for pair in PAIRS for sentence in pair]
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return train_vocabulary(PAIRS, 60)
+
+
+def test_tokens_of_sentences(vocabulary):
+    tokens = vocabulary.encode(SENTENCES)
+    pieces = [vocabulary.pieces(sentence) for sentence in SENTENCES]
+    assert tokens.dtype == torch.int64 and len(vocabulary) == 60
+    assert tokens.shape == (len(SENTENCES), 2 + max(map(len, pieces)))
+    assert tokens.min() == PAD == 0 and tokens.max() < 60 and not (tokens == UNKNOWN).any()
+    for row, own, sentence in zip(tokens.tolist(), pieces, SENTENCES, strict=True):
+        assert row[0] == BEGIN and row[len(own) + 1] == END
+        assert set(row[len(own) + 2 :]) <= {PAD} and min(row[1 : len(own) + 1]) > UNKNOWN
+        assert "".join(own) == "▁" + sentence.replace(" ", "▁")
+        assert vocabulary.encode([sentence]).tolist() == [row[: len(own) + 2]]
+    assert vocabulary.decode(tokens) == SENTENCES
+
+
+def test_decoding_stops_at_the_end(vocabulary):
+    tokens = vocabulary.encode(["Das ist gut."])
+    again = torch.cat([tokens, tokens, tokens], 1)
+    assert vocabulary.decode(again) == ["Das ist gut."]
+    assert vocabulary.decode(tokens[:, 1:-1]) == ["Das ist gut."]  # neither begin nor end
+    assert vocabulary.decode(torch.tensor([[BEGIN, END], [PAD, PAD]])) == ["", ""]
+
+
+def test_an_unknown_character_is_one_token(vocabulary):
+    (row,) = vocabulary.encode(["Das ☃ ist"]).tolist()
+    assert row.count(UNKNOWN) == 1
+    assert "☃" not in vocabulary.decode(torch.tensor([row]))[0]
+
+
+def test_pieces_are_the_frequent_pairs_of_neighbours():
+    """Byte-pair encoding by hand: "ab" comes most often, then "abc", and nothing else fits in."""
+    pairs = [("abc abc abd", "abc cd ab")]
+    vocabulary = train_vocabulary(pairs, 4 + 5 + 2)  # a b c d ▁, and two more
+    assert vocabulary.pieces("abcd") == ["▁ab", "c", "d"]
+    assert vocabulary.pieces("dab") == ["▁", "d", "ab"]
+
+
+def test_more_pieces_give_fewer_tokens():
+    counts = [len(train_vocabulary(PAIRS, n).pieces("Das ist gut.")) for n in (50, 70, 90)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+def test_a_vocabulary_follows_from_its_sentences(tmp_path, monkeypatch, capfd):
+    """Also on a machine with other cores; it says nothing, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    one, two, other = (train_vocabulary(pairs, 60) for pairs in (PAIRS, list(PAIRS), PAIRS[:-1]))
+    proto = [v.processor.serialized_model_proto() for v in (one, two, other)]
+    assert proto[0] == proto[1] and one.encode(SENTENCES).equal(two.encode(SENTENCES))
+    assert not one.encode(SENTENCES).equal(other.encode(SENTENCES))
+    assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "pairs, size, error, message",
+    [
+        (PAIRS, 0, ValueError, "size is 0; expected at least 1"),
+        (PAIRS, 60.0, TypeError, "size is 60.0; expected an integer"),
+        (PAIRS, 9, ValueError, "size is 9, which does not fit the sentences: .*smaller than requ"),
+        (PAIRS, 9999, ValueError, "size is 9999, which does not fit the sentences: .*too high"),
+        ((), 60, ValueError, "sentences is empty; expected at least one"),
+        ([("Das", 3)], 60, TypeError, r"sentences\[1\] is int; expected a string"),
+    ],
+)
+def test_wrong_training_of_a_vocabulary(pairs, size, error, message):
+    with pytest.raises(error, match=message):
+        train_vocabulary(pairs, size)
+
+
+def test_wrong_sentences(vocabulary):
+    for wrong, error, message in (
+        ("Das ist", TypeError, "sentences is str; expected a sequence of strings"),
+        (None, TypeError, "sentences is NoneType"),
+        ([], ValueError, "sentences is empty"),
+        ([b"Das"], TypeError, r"sentences\[0\] is bytes"),
+    ):
+        with pytest.raises(error, match=message):
+            vocabulary.encode(wrong)
+    with pytest.raises(TypeError, match=r"sentences\[0\] is int"):
+        vocabulary.pieces(3)
+    for wrong in (torch.tensor([3]), torch.tensor([[0.5]]), torch.tensor([[60]])):
+        with pytest.raises(ValueError, match="tokens is .*; expected integers .n, T. below 60"):
+            vocabulary.decode(wrong)

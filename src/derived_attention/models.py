@@ -2,7 +2,9 @@
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
 patches, `TokenClassifier` reads sequences of tokens. `derived_attention.training.fit` trains each.
-`ByteLM` continues a text; `derived_attention.training.fit_language` trains it.
+`ByteLM` continues a text; `derived_attention.language.fit_language` trains it. `Translator` writes
+a sentence that it reads in another language; `derived_attention.translation.fit_translation` trains
+it.
 
 The `attention` argument of a model says how its layers mix positions, by one rule: *a function
 replaces the scaled dot product, a class replaces the layer.*
@@ -102,6 +104,35 @@ class CausalLayer(PreNormLayer):
     """A pre-norm layer in which a step attends itself and the steps before it only."""
 
     masks = {"is_causal": True}
+
+
+class DecoderLayer(CausalLayer):
+    """A causal layer that also attends the result of an encoder, the memory, between its parts."""
+
+    def __init__(
+        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
+    ) -> None:
+        super().__init__(dim, heads, hidden, dropout, attention)
+        self.cross, self.norm3 = make_attention(attention, dim, heads), nn.LayerNorm(dim)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor, padding: Tensor | None
+    ) -> Tensor:
+        """Map (B, T, dim), with `memory` (B, S, dim) and its `padding` (B, S), to (B, T, dim)."""
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, y, need_weights=False, **self.masks)[0])
+        how = dict(key_padding_mask=padding, need_weights=False)
+        x = x + self.dropout(self.cross(self.norm3(x), memory, memory, **how)[0])
+        return x + self.dropout(self.feedforward(self.norm2(x)))
+
+    def maps(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor, padding: Tensor | None
+    ) -> Tensor:
+        """Return the weights (B, H, T, S) with which `forward` attends the memory."""
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False, **self.masks)[0]
+        how = dict(key_padding_mask=padding, average_attn_weights=False)
+        return self.cross(self.norm3(x), memory, memory, **how)[1]
 
 
 class Encoder(nn.Module):
@@ -476,3 +507,137 @@ class ByteLM(Encoder):
         if x.shape[1] > self.length:
             raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {self.length}")
         return self.dropout(self.embed(x) + self.positions[: x.shape[1]])  # (B, T, dim)
+
+
+class Translator(nn.Module):
+    """The encoder–decoder of [Vaswani2017], normalised before each branch: reads, then writes.
+
+    The encoder's layers mix the tokens of the source. The decoder's layers mix the tokens of the
+    target so far, causally, and attend the encoder's result: three attentions, all of one kind.
+    One embedding serves source, target and output; positions start as `sinusoids` and are learned.
+    Token 0 is padding, at the end of a sentence; no other token attends it.
+
+    Parameters
+    ----------
+    vocabulary : int
+        Number of different tokens, in both languages together.
+    length : int
+        The most tokens of a sentence, in either language.
+    dim, heads, layers, hidden, dropout, attention
+        As in `SeriesClassifier`; `layers` in the encoder, and as many in the decoder.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size, `dropout` or `attention`; in the forward pass, for a wrong shape or type,
+        a token outside the vocabulary, or sentences that are too long.
+
+    Examples
+    --------
+    >>> model = Translator(vocabulary=100, length=16)
+    >>> source, target = torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 5, dtype=torch.int64)
+    >>> model(source, target).shape
+    torch.Size([3, 5, 100])
+    """
+
+    encoder: Any  # nn.ModuleList of PreNormLayer
+    decoder: Any  # nn.ModuleList of DecoderLayer
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        dim: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        hidden: int = 128,
+        dropout: float = 0.1,
+        attention: Mechanism = softmax_attention,
+    ) -> None:
+        super().__init__()
+        for name in ("vocabulary", "length", "dim", "heads", "layers", "hidden"):
+            check_count(name, locals()[name])
+        self.vocabulary, self.length, self.mechanism = vocabulary, length, attention
+        self.embed = nn.Embedding(vocabulary, dim)
+        nn.init.normal_(self.embed.weight, std=dim**-0.5)  # so that logits start near N(0, 1)
+        self.positions = nn.Parameter(sinusoids(length, dim))
+        options = (dim, heads, hidden, dropout, attention)
+        self.encoder = nn.ModuleList(PreNormLayer(*options) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderLayer(*options) for _ in range(layers))
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return logits (B, T, V) of the token after each of `target` (B, T), given `source`."""
+        return self.logits(self.decode(target, self.encode(source), source == 0))
+
+    def encode(self, source: Tensor) -> Tensor:
+        """Read tokens (B, S) int64: return the memory (B, S, dim)."""
+        h, padding = self._embed("source", source), source == 0
+        for layer in self.encoder:
+            h = layer(h, padding)  # (B, S, dim)
+        return self.encoder_norm(h)
+
+    def decode(self, target: Tensor, memory: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return the features (B, T, dim) from which `logits` finds the token after each."""
+        h = self._embed("target", target)
+        check_pairs(memory, target)
+        for layer in self.decoder:
+            h = layer(h, memory, padding)  # (B, T, dim)
+        return self.decoder_norm(h)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map (..., dim) to logits (..., V), by the embedding that reads the tokens."""
+        return nn.functional.linear(features, self.embed.weight)
+
+    @torch.no_grad()
+    def alignments(self, source: Tensor, target: Tensor) -> list[Tensor]:
+        """Return each decoder layer's weights (B, H, T, S) from the target to the source.
+
+        Row t shows where the model looks when it writes the token after ``target[:, t]``.
+        """
+        training, maps, padding = self.training, [], source == 0
+        try:
+            memory = self.eval().encode(source)
+            h = self._embed("target", target)
+            check_pairs(memory, target)
+            for layer in self.decoder:
+                maps.append(layer.maps(h, memory, padding))
+                h = layer(h, memory, padding)
+        finally:
+            self.train(training)
+        return maps
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"mechanism={self.mechanism}, length={self.length}"
+
+    def _embed(self, name: str, tokens: Tensor) -> Tensor:
+        check_rows(name, tokens, self.vocabulary, self.length)
+        h = self.embed(tokens) * math.sqrt(self.positions.shape[1])
+        return self.dropout(h + self.positions[: tokens.shape[1]])  # (B, T, dim)
+
+
+def check_rows(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
+    """Raise TypeError or ValueError, naming it, unless `tokens` are (B, T ≤ length) < vocabulary.
+
+    A sentence has at least one token before its padding.
+    """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} is {type(tokens).__name__}; expected a tensor")
+    if tokens.ndim != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
+        found = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise ValueError(f"{name} is {found}; expected int64 of shape (B, T), not empty")
+    if tokens.shape[1] > length:
+        raise ValueError(f"{name} has {tokens.shape[1]} tokens in a row; expected at most {length}")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        found = f"{int(tokens.min())} to {int(tokens.max())}"
+        raise ValueError(f"{name} holds {found}; expected tokens 0 <= x < {vocabulary}")
+    if (tokens[:, 0] == 0).any() or ((tokens[:, :-1] == 0) & (tokens[:, 1:] != 0)).any():
+        raise ValueError(f"{name} has padding, token 0, before a token; expected it at the end")
+
+
+def check_pairs(memory: Tensor, target: Tensor) -> None:
+    """Raise ValueError unless there are as many targets as sources."""
+    if len(memory) != len(target):
+        raise ValueError(f"target has {len(target)} sentences; expected {len(memory)}, as source")

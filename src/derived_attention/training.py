@@ -3,8 +3,8 @@
 All randomness of an epoch (the order of the series, dropout) is a function of ``(seed, epoch)``,
 and the learning rate is a function of the step. So a run that resumes after any finished epoch
 takes the same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU
-with the same number of threads; a GPU's kernels may add in another order). For a language model all
-randomness of a step (the windows, dropout) is a function of ``(seed, step)``.
+with the same number of threads; a GPU's kernels may add in another order). Language models and
+translators have trainers of their own, made of the same parts.
 
 The initial weights are yours. A run is reproducible end to end like this:
 
@@ -29,11 +29,9 @@ from torch import nn
 
 from derived_attention import runtime
 from derived_attention.data.series import SeriesSplit, check_series, check_tokens
-from derived_attention.data.text import check_text
 from derived_attention.runtime import check_count, check_seed, digest, write_atomically
 
 WARMUP_STEPS = 30
-ROUND_STEPS = 100  # steps of a language model between two checkpoints
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
 
 History = dict[str, list[float]]
@@ -120,7 +118,7 @@ def fit(
         return numbers if test is None else numbers | {f"test_{metric}": evaluate(model, test)}
 
     path = None if checkpoint is None else Path(checkpoint)
-    run = {} if path is None else describe_run(model, train, test, settings)
+    run = {} if path is None else describe_run("fit", model, train, test, settings)
     return run_rounds(one_epoch, epochs, "epochs", model, optimiser, path, run, progress)
 
 
@@ -323,186 +321,6 @@ def evaluate(
     return mean_score(score, split.y)
 
 
-# --- Language models ------------------------------------------------------------------------------
-
-
-def fit_language(
-    model: nn.Module,
-    train: torch.Tensor,
-    *,
-    steps: int = 1000,
-    batch_size: int = 16,
-    lr: float = 1e-2,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    test: torch.Tensor | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-) -> History:
-    """Minimise the cross-entropy of the next byte of `train` with Adam, in place.
-
-    Each step takes `batch_size` windows of the text, each of ``model.length`` bytes and the one
-    after them, from places drawn at random. Learning rate, clipping and result are as in `fit`.
-
-    Parameters
-    ----------
-    model : nn.Module
-        ``model(x)`` returns logits (B, T, 256) of the bytes after each of `x` (B, T) int64, and
-        ``model.length`` is T. It is moved to `device`, and comes back in evaluation mode.
-    train : torch.Tensor
-        (n,) uint8: see `derived_attention.data.text.load_text`.
-    steps, batch_size : int
-    lr : float
-        The highest learning rate.
-    seed : int
-        Decides the windows and dropout; not the initial weights, which `model` has. The caller's
-        own random generators are left as they were.
-    device, progress
-        As in `fit`.
-    test : torch.Tensor, optional
-        (n,) uint8. Evaluated after every 100 steps, for you to look at. It has no influence.
-    checkpoint : path, optional
-        A file that holds the run after every 100 steps; otherwise as in `fit`.
-
-    Returns
-    -------
-    dict of list of float
-        ``"loss"``, in bits per byte: the mean over each 100 steps (over fewer, at the end), with
-        dropout. Given `test`, also ``"test_loss"``, at the end of each.
-
-    Raises
-    ------
-    TypeError, ValueError, FloatingPointError
-        As `fit`.
-
-    Examples
-    --------
-    >>> history = fit_language(ByteLM(32, dropout=0.0), data.train)  # doctest: +SKIP
-    """
-    settings: dict[str, Any] = dict(steps=steps, batch_size=batch_size, lr=lr, seed=seed)
-    check_settings(**settings)
-    settings["lr"] = float(lr)
-    device = check_device(model, device)
-    length = check_length(model)
-    check_text("train", train, length + 1)
-    if test is not None:
-        check_text("test", test, 2)
-    optimiser = torch.optim.Adam(model.to(device).parameters())
-    text = train.to(device)
-
-    def one_round(number: int) -> dict[str, float]:
-        loss = train_language(model, optimiser, text, number * ROUND_STEPS, **settings)
-        if test is None:
-            return {"loss": loss}
-        return {"loss": loss, "test_loss": evaluate_language(model, test)}
-
-    path = None if checkpoint is None else Path(checkpoint)
-    run = {} if path is None else describe_run(model, train, test, settings)
-    rounds = math.ceil(steps / ROUND_STEPS)
-    return run_rounds(one_round, rounds, "rounds", model, optimiser, path, run, progress)
-
-
-def train_language(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    text: torch.Tensor,
-    first: int,
-    *,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-) -> float:
-    """Take the steps of one round, from number `first`; return their mean loss, in bits per byte.
-
-    Raises
-    ------
-    FloatingPointError
-        If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
-    """
-    length = check_length(model)
-    offsets = torch.arange(length + 1)
-    numbers = range(first, min(first + ROUND_STEPS, steps))
-    model.train()
-    bits = 0.0
-    for step in numbers:
-        torch.manual_seed(epoch_seed(seed, step))
-        places = torch.randint(len(text) - length, (batch_size, 1))  # on the CPU: everywhere alike
-        windows = text[(places + offsets).to(text.device)].long()  # (B, T + 1)
-        loss = byte_losses(model, windows[:, :-1], windows[:, 1:]).mean()
-        take_step(model, optimiser, loss, lr, schedule(step, steps), f"step {step + 1} of {steps}")
-        bits += loss.item() / math.log(2)
-    return bits / len(numbers)
-
-
-def byte_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return -ln P(y) for each byte `y` (B, T) after those of `x`, as (B · T,)."""
-    logits = model(x)
-    if logits.shape != (*x.shape, 256):
-        expected = (*x.shape, 256)
-        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
-    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-
-
-@torch.no_grad()
-def evaluate_language(
-    model: nn.Module,
-    text: torch.Tensor,
-    *,
-    batch_size: int = 64,
-    device: torch.device | str | None = None,
-) -> float:
-    """Return the bits per byte of `text` under `model`, in evaluation mode.
-
-    The text is cut into windows of ``model.length`` bytes that do not overlap (the last is what is
-    left), so that every byte but the first is predicted once. The first byte of a window has one
-    byte before it to go by, the last has all: longer windows give fewer bits.
-
-    Parameters
-    ----------
-    model : nn.Module
-        As in `fit_language`. Its mode is restored.
-    text : torch.Tensor
-        (n,) uint8, n at least 2.
-    batch_size : int
-        How many windows to run at a time; has no influence on the result, but for rounding.
-    device : torch.device or str, optional
-        Where to evaluate; default, where the model is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work, before any work.
-
-    Examples
-    --------
-    >>> bits = evaluate_language(model, data.test)  # doctest: +SKIP
-    """
-    check_count("batch_size", batch_size)
-    device = check_device(model, device)
-    length = check_length(model)
-    check_text("text", text, 2)
-    training, nats = model.training, 0.0
-    model.to(device).eval()
-    whole = (len(text) - 1) // length * length  # bytes in whole windows
-    cuts = [*range(0, whole, batch_size * length), whole, len(text) - 1]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        if start < stop:
-            x, y = (text[start + i : stop + i].to(device).long() for i in (0, 1))
-            rows = (-1, length if stop <= whole else stop - start)
-            nats += float(byte_losses(model, x.view(rows), y.view(rows)).double().sum())
-    model.train(training)
-    return nats / math.log(2) / (len(text) - 1)
-
-
-def check_length(model: nn.Module) -> int:
-    """Return the number of bytes that a language model reads; raise TypeError if it has none."""
-    length = getattr(model, "length", None)
-    if not isinstance(length, int):
-        raise TypeError(f"model.length is {length!r}; expected a language model, such as ByteLM")
-    return length
-
-
 # --- Checks ---------------------------------------------------------------------------------------
 
 
@@ -574,13 +392,14 @@ def check_targets(name: str, y: torch.Tensor, n: int, classes: int | None) -> No
 
 
 def describe_run(
-    model: nn.Module,
-    train: SeriesSplit | torch.Tensor,
-    test: SeriesSplit | torch.Tensor | None,
-    settings: dict[str, Any],
+    trainer: str, model: nn.Module, train: Any, test: Any, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all that decides the result of a run, to compare with a checkpoint's."""
+    """Return all that decides the result of a run, to compare with a checkpoint's.
+
+    `trainer` is the name of the function that makes it; `digest` takes `train` and `test`.
+    """
     return settings | {
+        "trainer": trainer,
         "model": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(model)),
         "train": digest(train),
         "test": digest(test),
@@ -616,21 +435,20 @@ def resume(
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
         there, state = saved["run"], saved["state"]
-        whole = saved["digest"] == digest(there, state) and there.keys() == run.keys()
+        whole = saved["digest"] == digest(there, state) and "trainer" in there
     except OSError:
         raise
     except Exception as error:  # a damaged archive raises almost anything
         whole, cause = False, error
     if not whole:
         raise ValueError(
-            f"checkpoint {path} is damaged, or is no checkpoint of fit. It was left as it is. "
-            "Delete it to train again, or give another path."
+            f"checkpoint {path} is damaged, or is no checkpoint of {run['trainer']}. It was left "
+            "as it is. Delete it to train again, or give another path."
         ) from cause
     start = "initial weights"
     if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
         run[start] = there[start]
-    changed = [_difference(key, there[key], run[key]) for key in run if there[key] != run[key]]
-    if changed:
+    if changed := differences(there, run):
         raise ValueError(
             f"checkpoint {path} belongs to another run: {'; '.join(changed)}. It was left as it "
             "is. Repeat that run exactly, or give another path."
@@ -640,8 +458,15 @@ def resume(
     return state["history"]
 
 
+def differences(there: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Say in words where the run of a checkpoint, `there`, differs from `run`."""
+    one_kind = there["trainer"] == run["trainer"]  # otherwise nothing else can be compared
+    keys = run if one_kind else ["trainer"]
+    return [_difference(key, there[key], run[key]) for key in keys if there[key] != run[key]]
+
+
 def _difference(key: str, there: Any, here: Any) -> str:
-    if key in ("epochs", "steps", "batch_size", "lr", "seed"):
+    if isinstance(here, int | float) or key == "trainer":
         return f"{key} is {there} there and {here} here"
     again = " (build the model again, after the same seed)" if key == "initial weights" else ""
     return f"{key} differ{'' if key.endswith('s') else 's'}{again}"
