@@ -13,6 +13,7 @@ from derived_attention.measure import (
     attention_flops,
     compare,
     count_flops,
+    count_operations,
     effective_rank,
     head_distance,
     machine,
@@ -110,6 +111,47 @@ def test_counts_equal_loops_that_count(n, m, d, dv):
     assert Counting.done == projection_flops(n, d, dv)
 
 
+@pytest.mark.parametrize(("n", "m", "p"), [(2, 3, 4), (1, 1, 1), (3, 1, 2)])
+def test_operations_of_a_product_and_a_sum_are_counted_one_by_one(n, m, p):
+    counts = count_operations(lambda a, b: a @ b, np.ones((n, m)), np.ones((m, p)))
+    assert (counts["multiply"], counts["add"]) == (n * m * p, n * p * (m - 1))
+    assert counts.total() == n * p * (2 * m - 1)
+    assert count_operations(lambda a: a.sum(0), np.ones((n, p))).total() == p * (n - 1)
+
+
+def test_operations_of_a_softmax_are_counted_by_kind():
+    def softmax(s):
+        e = np.exp(0.5 * s - 3)
+        return e / e.sum(1, keepdims=True)
+
+    counts = count_operations(softmax, np.ones((4, 5)))
+    assert counts == {"multiply": 20, "add": 20 + 4 * 4, "exp": 20, "divide": 20}
+
+
+def test_every_order_of_a_number_and_a_constant_is_counted():
+    counts = count_operations(lambda x: [1 + x, x + 1, 1 - x, x - 1, 2 * x, x * 2, 1 / x, x / 2], 3)
+    assert counts == {"add": 4, "multiply": 2, "divide": 2}
+
+
+def test_counted_numbers_compute_and_counts_do_not_outlive_a_call():
+    seen = []
+    for _ in range(2):
+        counts = count_operations(lambda a, b: seen.append((2 - a / b).astype(float)), [1, 3], 2)
+        assert counts == {"divide": 2, "add": 2}
+    np.testing.assert_allclose(seen, [[1.5, 0.5]] * 2)
+
+
+def test_plain_numbers_count_no_more():
+    counts = count_operations(lambda a: a.astype(float) * 2 + 1, np.ones(3))
+    assert counts.total() == 0
+
+
+@pytest.mark.parametrize("unknown", [lambda a: a**2, lambda a: -a, np.sqrt, lambda a: a.max()])
+def test_an_operation_that_is_not_counted_is_refused(unknown):
+    with pytest.raises(TypeError):
+        count_operations(unknown, np.ones(2))
+
+
 @pytest.mark.parametrize("form", [written_out, F.scaled_dot_product_attention])
 @pytest.mark.parametrize("shape", [{}, {"m": 24}, {"heads": 3, "batch": 2, "dim": 4}])
 def test_counts_equal_pytorch_counter(form, shape):
@@ -128,6 +170,12 @@ def test_projections_equal_pytorch_counter():
     linear = torch.nn.Linear(8, 24)
     x = torch.randn(5, 8)
     assert count_flops(lambda: linear(x)) == projection_flops(5, 8, 24)
+
+
+def test_products_added_in_place_are_counted():
+    a, b, c = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.zeros(2, 3, 5)
+    assert count_flops(lambda: c.baddbmm_(a, b)) == count_flops(lambda: a @ b) == 2 * 2 * 3 * 4 * 5
+    assert count_flops(lambda: c[0].addmm_(a[0], b[0])) == 2 * 3 * 4 * 5
 
 
 def test_backward_counts_five_products_fused_and_four_written_out():

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,8 +107,9 @@ def count_flops(fn: Callable[[], Any]) -> int:
 
     A multiply–add is 2 operations; elementwise work, such as a softmax, is not counted, and
     neither is what a causal mask saves. Backward passes inside `fn` are. PyTorch's counter does
-    not know the fused attention of the CPU, so its counts are added here: 2 products forward, 5
-    backward, where the scores are computed again.
+    not know products that are added in place, nor the fused attention of the CPU, so their counts
+    are added here; for the latter 2 products forward, 5 backward, where the scores are computed
+    again.
 
     Parameters
     ----------
@@ -115,13 +117,20 @@ def count_flops(fn: Callable[[], Any]) -> int:
         Called once, without arguments.
     """
     aten = torch.ops.aten
-    fused: dict[Any, Any] = {
+    more: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _fused_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward_flops,
+        aten.addmm_: _added_flops,
+        aten.baddbmm_: _added_flops,
     }
-    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    with FlopCounterMode(display=False, custom_mapping=more) as counter:
         fn()
     return counter.get_total_flops()
+
+
+def _added_flops(_, left, right, **__) -> int:
+    """Count a product, added in place, from the shapes (..., n, m) and (..., m, p)."""
+    return 2 * math.prod(left) * right[-1]
 
 
 def _fused_flops(query, key, value, *_, **__) -> int:
@@ -134,6 +143,88 @@ def _fused_backward_flops(grad, query, key, value, *_, **__) -> int:
     return _fused_flops(query, key, value) + attention_flops(
         query[2], key[2], 2 * query[3], value[3], heads=query[0] * query[1]
     )
+
+
+class _Counted:
+    """A number that counts the operations done with it, in the `counts` of its class.
+
+    It is no float: an operation that it does not know raises TypeError, and is not overlooked.
+    """
+
+    counts: Counter[str]
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        return self.value
+
+    def _do(self, kind: str, value: float) -> _Counted:
+        self.counts[kind] += 1
+        return type(self)(value)
+
+    def __add__(self, other: Any) -> _Counted:
+        return self._do("add", self.value + float(other))
+
+    def __sub__(self, other: Any) -> _Counted:
+        return self._do("add", self.value - float(other))
+
+    def __rsub__(self, other: Any) -> _Counted:
+        return self._do("add", float(other) - self.value)
+
+    def __mul__(self, other: Any) -> _Counted:
+        return self._do("multiply", self.value * float(other))
+
+    def __truediv__(self, other: Any) -> _Counted:
+        return self._do("divide", self.value / float(other))
+
+    def __rtruediv__(self, other: Any) -> _Counted:
+        return self._do("divide", float(other) / self.value)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def exp(self) -> _Counted:
+        return self._do("exp", math.exp(self.value))
+
+
+def count_operations(fn: Callable[..., Any], *arrays) -> Counter[str]:
+    """Count every operation of ``fn(*arrays)``, one by one, while NumPy does them.
+
+    The arrays are handed over as NumPy arrays of numbers that count. A product of matrices, of
+    n × m by m × p, takes npm multiplications and np(m − 1) additions; a sum of n numbers n − 1
+    additions. What `fn` turns into plain numbers, by ``x.astype(float)``, counts no more. An
+    operation for each scalar: meant for small arrays, as a judge of formulas.
+
+    Parameters
+    ----------
+    fn : callable
+        Adds, subtracts, multiplies, divides, and may call ``np.exp``; nothing else.
+    arrays : array_like
+        Its arguments, real.
+
+    Returns
+    -------
+    collections.Counter
+        How many of each kind: ``"add"`` (subtractions too), ``"multiply"``, ``"divide"``,
+        ``"exp"``. ``counts.total()`` is the number of all.
+
+    Raises
+    ------
+    TypeError
+        For an operation of `fn` that is none of these.
+
+    Examples
+    --------
+    >>> counts = count_operations(lambda a, b: a @ b, np.ones((2, 3)), np.ones((3, 4)))
+    >>> sorted(counts.items())
+    [('add', 16), ('multiply', 24)]
+    """
+    counts: Counter[str] = Counter()
+    number = type("_Counted", (_Counted,), {"counts": counts, "__slots__": ()})
+    wrap = np.frompyfunc(number, 1, 1)
+    fn(*(np.asarray(wrap(np.asarray(array, dtype=float)), dtype=object) for array in arrays))
+    return counts
 
 
 @dataclass(frozen=True)
