@@ -1,8 +1,7 @@
-"""Mixtures of keys: soft, causal, hard and linear attention, EM, the layer."""
+"""Mixtures of keys: soft, causal, hard and linear attention, EM."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,13 +25,11 @@ from derived_attention.attention.mixture import (
     mixture_attention_reference,
     responsibilities,
 )
-from derived_attention.attention.mixture_layer import MixtureAttention
 from derived_attention.attention.softmax import (
     causal_mask,
     softmax_attention,
     softmax_attention_reference,
 )
-from derived_attention.models import SeriesClassifier, make_attention
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 B, H, R, N, M, D, DV = 2, 3, 3, 6, 9, 4, 3
@@ -628,171 +624,6 @@ def test_em_is_safe_and_stores_no_matrix(dtype):
     assert em_priors(q[..., :0, :], k).tolist() == [[0.5, 0.5]] * H
 
 
-# --- the layer ---------------------------------------------------------------------------------
-
-E, HEADS, T = 16, 2, 7
-LAYERS = {
-    "plain": {},
-    "one": {"components": 1},
-    "three": {"components": 3, "priors": "learned"},
-    "shifted": {"shifted": True, "priors": "em"},
-    "hard": {"hard": True, "variances": [2.0, 3.0]},
-    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalised": True}},
-    "linear": {"linear": True, "priors": "learned"},
-    "linear, shifted": {"linear": True, "shifted": True},
-}
-
-
-def inputs_for_layer(seed=0):
-    x = tensors((B, T, E), dtype=torch.float32, seed=seed)[0].detach()
-    padding = torch.zeros(B, T).bool()
-    padding[1, 5:] = True
-    return x, padding
-
-
-def the_keys(layer, x):
-    """What the layer's keys are, projection by projection."""
-    weight, bias = layer.in_proj_weight.chunk(3)[1], layer.in_proj_bias.chunk(3)[1]
-    first = x @ weight.T + bias
-    if layer.shifts is not None:
-        split = first.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        return torch.stack([split + layer.shifts[:, r, None] for r in range(layer.components)], 2)
-    keys = [first]
-    for r in range(layer.components - 1):
-        keys.append(x @ layer.key_weight[r].T + layer.key_bias[r])
-    return torch.stack([key.unflatten(-1, (HEADS, -1)).transpose(1, 2) for key in keys], 2)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layer_is_the_function_between_projections(kind):
-    torch.manual_seed(0)
-    layer = MixtureAttention(E, HEADS, **LAYERS[kind]).eval()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    x, padding = inputs_for_layer()
-    heads = [
-        y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for y in torch.nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(
-            3, -1
-        )
-    ]
-    own = layer.keywords()
-    own.pop("linear", None)
-    form = LINEAR[1] if layer.linear else (HARD if layer.hard else SOFT)[1]
-    mask = {"attn_mask": ~padding[:, None, None]}
-    expected = form(heads[0], the_keys(layer, x), heads[2], **own, **mask)
-    expected = layer.out_proj(expected.transpose(1, 2).flatten(-2))
-    out, weights = layer(x, x, x, key_padding_mask=padding)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert weights.shape == (B, T, T)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, T))
-    assert bool((weights[1, :, 5:] == 0).all())
-    fast, nothing = layer(x, x, x, key_padding_mask=padding, need_weights=False)
-    assert nothing is None
-    torch.testing.assert_close(fast, out, rtol=1e-4, atol=1e-5)
-    single = layer(x[0], x[0], x[0], need_weights=False)[0]
-    torch.testing.assert_close(single, out[0], rtol=1e-4, atol=1e-5)
-
-
-def test_layer_parameters():
-    """Option B has half the key parameters less; priors are per head, nothing per position."""
-    count = {kind: sum(p.numel() for p in MixtureAttention(E, HEADS, **LAYERS[kind]).parameters())
-             for kind in LAYERS}  # fmt: skip
-    base = 4 * (E * E + E)
-    assert count["one"] == base
-    assert count["plain"] == base + E * E + E
-    assert count["three"] == base + 2 * (E * E + E) + HEADS * 3
-    assert count["shifted"] == base + 2 * E
-    assert count["variances"] == base + E * E + E + HEADS * 2
-    without = MixtureAttention(E, HEADS, bias=False, kdim=5, vdim=6, components=3)
-    assert without.key_weight.shape == (2, E, 5) and without.key_bias is None
-    x, key, value = torch.randn(B, T, E), torch.randn(B, 4, 5), torch.randn(B, 4, 6)
-    assert without(x, key, value)[0].shape == (B, T, E)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layer_causal_and_gradients(kind):
-    torch.manual_seed(0)
-    layer = MixtureAttention(E, HEADS, **LAYERS[kind])
-    x, _ = inputs_for_layer()
-    out = layer(x, x, x, need_weights=False, is_causal=True)[0]
-    out.square().sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
-    layer.eval()
-    later = x.clone()
-    later[:, 4:] *= -3
-    left, right = (layer(y, y, y, need_weights=False, is_causal=True)[0] for y in (x, later))
-    torch.testing.assert_close(left[:, :4], right[:, :4])
-    assert not torch.allclose(left[:, 4:], right[:, 4:], atol=1e-2)
-
-
-def test_em_in_the_layer_takes_a_step_in_training_only():
-    torch.manual_seed(0)
-    layer = MixtureAttention(E, HEADS, components=3, priors="em")
-    x, padding = inputs_for_layer()
-    layer.eval()
-    layer(x, x, x)
-    assert bool((layer.priors == 1 / 3).all()) and "priors" in layer.state_dict()
-    layer.train()
-    q, k, _ = layer._heads(x, x, x)
-    here = (~padding)[:, None].expand(B, HEADS, T)
-    expected = em_priors(q, k, attn_mask=~padding[:, None, None], query_mask=here)
-    layer(x, x, x, key_padding_mask=padding, need_weights=False)
-    torch.testing.assert_close(layer.priors, expected)
-    assert not torch.allclose(expected, torch.full_like(expected, 1 / 3), atol=1e-4)
-    garbage = x.masked_fill(padding[..., None], 50.0)
-    other = copy.deepcopy(layer)
-    other.priors.fill_(1 / 3)
-    other(garbage, garbage, garbage, key_padding_mask=padding)
-    torch.testing.assert_close(other.priors, layer.priors)
-
-
-def test_copies_are_apart_and_state_travels():
-    layer = MixtureAttention(E, HEADS, priors="em", shifted=True)
-    twin = copy.deepcopy(layer)
-    x, _ = inputs_for_layer()
-    layer(x, x, x)
-    assert not torch.equal(layer.priors, twin.priors)
-    twin.load_state_dict(layer.state_dict())
-    layer.eval(), twin.eval()
-    assert torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
-    with torch.no_grad():
-        twin.in_proj_weight.zero_()
-    assert not torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
-
-
-@pytest.mark.parametrize("kind", ["plain", "shifted", "hard", "linear"])
-def test_trains_inside_the_classifier(kind):
-    torch.manual_seed(0)
-    attention = functools.partial(MixtureAttention, **LAYERS[kind])
-    assert isinstance(make_attention(attention, E, HEADS), MixtureAttention)
-    model = SeriesClassifier(3, 2, 10, dim=E, heads=HEADS, layers=1, hidden=16, attention=attention)
-    x, padding = torch.randn(4, 10, 3), torch.zeros(4, 10).bool()
-    padding[0, 7:] = True
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    target, losses = torch.tensor([0, 1, 0, 1]), []
-    for _ in range(15):
-        loss = nn.functional.cross_entropy(model(x, padding), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    maps = model.attention_maps(x, padding)[0]
-    assert maps.shape == (4, HEADS, 10, 10) and bool((maps[0, :, :, 7:] == 0).all())
-
-
-def test_layer_under_autocast():
-    layer = MixtureAttention(E, HEADS, shifted=True, priors="learned")
-    x, padding = inputs_for_layer()
-    exact = layer(x, x, x, key_padding_mask=padding)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-    assert out.dtype == torch.bfloat16
-    assert (out - exact).norm() < 0.03 * exact.norm()
-
-
 # --- errors ------------------------------------------------------------------------------------
 
 BAD = {
@@ -855,24 +686,6 @@ def test_other_bad_arguments_are_named():
         em_priors(q, k, query_mask=[True])
     with pytest.raises(ValueError, match="k has shape"):
         responsibilities(q, k[..., 0, :, :])
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "options"),
-    [
-        (ValueError, "components is 0", {"components": 0}),
-        (TypeError, "components is of type float", {"components": 2.0}),
-        (ValueError, "priors is 'uniform'", {"priors": "uniform"}),
-        (ValueError, "linear is True with hard=True", {"linear": True, "hard": True}),
-        (ValueError, "linear is True", {"linear": True, "priors": "em"}),
-        (ValueError, "variances is", {"variances": [1.0, 2.0, 3.0]}),
-        (ValueError, "variances is -1", {"variances": -1.0}),
-        (ValueError, "embed_dim is 16 and num_heads 5", {"num_heads": 5}),
-    ],
-)
-def test_bad_construction_is_named(error, match, options):
-    with pytest.raises(error, match=match):
-        MixtureAttention(**{"embed_dim": E, "num_heads": HEADS, **options})
 
 
 # --- on a GPU ----------------------------------------------------------------------------------
