@@ -154,6 +154,27 @@ class Benchmarks(SphinxDirective):
         return [*parts, times, _paragraph(benchmarks.NOTE), *memory]
 
 
+class Experiments(SphinxDirective):
+    """``{experiments} name``: the scores that a script of benchmarks/ has found, as committed."""
+
+    required_arguments = 1
+
+    def run(self):
+        """Return for each device a line on what was run, and its table."""
+        name = self.arguments[0]
+        for path in benchmarks.RESULTS.glob(f"{name}_*.json"):
+            self.env.note_dependency(str(path))
+        try:
+            results = benchmarks.load_experiment(name)
+        except ValueError as error:
+            raise self.error(str(error)) from error
+        parts = []
+        for data in results:
+            parts.append(_paragraph(benchmarks.experiment_caption(data)))
+            parts.append(table(*benchmarks.experiment_table(data), ["da-benchmarks"]))
+        return parts
+
+
 class Measured(SphinxRole):
     """``{measured}`read```, ``cpu`` and ``gpu``: this page's own times."""
 
@@ -505,6 +526,7 @@ def setup(app):
     for name in ("ledger", "errata", "status", "coverage"):
         app.add_directive(name, Table)
     app.add_directive("benchmarks", Benchmarks)
+    app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)
     app.connect("builder-inited", _check_inventory)

@@ -1,4 +1,4 @@
-"""Tables of what ``python -m benchmarks`` has measured, from its JSON files alone.
+"""Tables of what ``python -m benchmarks`` and its experiments have measured, from their JSON alone.
 
 Needs nothing but Python, so that the book's build can import it.
 """
@@ -6,11 +6,13 @@ Needs nothing but Python, so that the book's build can import it.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+EXPERIMENT_SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
 MODES = ("forward", "forward + backward")
 NOTE = (
@@ -95,11 +97,14 @@ def time_table(
 def memory_table(data: dict[str, Any], names: Iterable[str] | None = None) -> Table:
     """Extra memory at its peak, and its growth from half that length: mechanisms and formulas.
 
+    The last column is how many times as much the formula needs, where both are of one length.
+
     Arguments, result and errors are those of `time_table`, for the results of one device.
     """
     cases, names = _choose([data], names)
     header = ["extra memory"]
     header += [part + column for part in ("", "formula: ") for column in ("N", *MODES)]
+    header.append("formula, forward, times as much")
     rows = []
     for name in names:
         row = [cases[name]["label"]]
@@ -107,7 +112,7 @@ def memory_table(data: dict[str, Any], names: Iterable[str] | None = None) -> Ta
             wanted = {"case": name, "form": form}
             found = [x for x in data["memory"] if wanted.items() <= x.items()]
             row += [str(found[0]["lengths"][1]), *map(_growth, found)]
-        rows.append(row)
+        rows.append([*row, _times_as_much(data, name)])
     return header, rows
 
 
@@ -119,6 +124,66 @@ def caption(data: dict[str, Any]) -> str:
     return (
         f"{where}; {sizes}; medians of {settings['rounds']} rounds, quartiles in brackets; "
         f"PyTorch {machine['torch']}, {machine['date']}"
+    )
+
+
+def load_experiment(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read the results of an experiment, such as ``mixtures_language``, as `load` does.
+
+    Raises
+    ------
+    ValueError
+        If there are none, or they were written under another schema.
+    """
+    paths = [folder / f"{name}_{kind}.json" for kind in ("cpu", "cuda")]
+    found = [json.loads(path.read_text("utf8")) for path in paths if path.exists()]
+    if not found:
+        raise ValueError(f"there are no results of an experiment {name!r}")
+    if any(data.get("schema") != EXPERIMENT_SCHEMA for data in found):
+        raise ValueError(f"results of {name} have another schema; expected {EXPERIMENT_SCHEMA}")
+    return found
+
+
+def experiment_table(data: dict[str, Any]) -> Table:
+    """Cost and scores of each arm: mean and standard deviation over the seeds.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = ["attention", "parameters", "MFLOP"]
+    header += [heading for _, heading, *_ in data["columns"]] + ["time of a run"]
+    rows = []
+    for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
+        runs = [row for row in data["rows"] if row["arm"] == arm]
+        costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
+        scores = [_spread(runs, *column) for column in data["columns"]]
+        rows.append([arm, *costs, *scores, _seconds(statistics.median(_times(runs)))])
+    return header, rows
+
+
+def _spread(runs: list[dict[str, Any]], metric: str, _: str, factor: float, digits: int) -> str:
+    """Mean and sample standard deviation of a metric, in units of 1/factor."""
+    values = [factor * run[metric] for run in runs]
+    sd = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{sd}"
+
+
+def _times(runs: list[dict[str, Any]]) -> list[float]:
+    return [run["cpu_seconds"] for run in runs]
+
+
+def experiment_caption(data: dict[str, Any]) -> str:
+    """One line on what was run, how often, and on what machine."""
+    machine = data["machine"]
+    where = machine["gpu"] or f"{machine['processor']}, threads: {machine['threads']}"
+    settings = ", ".join(f"{key} = {value}" for key, value in data["settings"].items())
+    return (
+        f"{data['title']} ({settings}), mean ± standard deviation of "
+        f"{len({row['seed'] for row in data['rows']})} seeds; parameters and operations of all "
+        f"attention layers, forward, one sequence; {where}; PyTorch {machine['torch']}, "
+        f"{machine['date']}"
     )
 
 
@@ -168,4 +233,16 @@ def _seconds(seconds: float) -> str:
 
 def _growth(row: dict[str, Any]) -> str:
     before, after = row["bytes"]
-    return f"{after / 2**20:.3g} MiB, ×{after / before:.1f}"
+    size = f"{after / 2**20:.3g} MiB" if after < 1000 * 2**20 else f"{after / 2**30:.3g} GiB"
+    return f"{size}, ×{after / before:.1f}"
+
+
+def _times_as_much(data: dict[str, Any], name: str) -> str:
+    """Memory of the formula as a multiple of the mechanism's, where both are of one length."""
+    wanted = {"case": name, "mode": MODES[0]}
+    fast, formula = (
+        next(x for x in data["memory"] if (wanted | {"form": form}).items() <= x.items())
+        for form in ("fast", "reference")
+    )
+    same = fast["lengths"] == formula["lengths"]
+    return f"{formula['bytes'][1] / fast['bytes'][1]:.0f}" if same else ""

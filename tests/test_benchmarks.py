@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import run, table  # noqa: E402
+from benchmarks import mixtures, run, table  # noqa: E402
 from benchmarks.cases import CASES, GOAL_LENGTH, grid, near_root  # noqa: E402
 
 FORMS = ("fast", "reference")
@@ -146,7 +147,7 @@ def test_cases_are_different_mechanisms():
 @pytest.mark.parametrize("name", CASES)
 def test_no_case_stores_a_matrix_and_every_formula_does(name):
     def growth(form, mode):
-        before, after = run.weigh(name, form, mode, 512, "cpu")["bytes"]
+        before, after = run.weigh(name, form, mode, 1024, "cpu")["bytes"]
         return after / before
 
     for mode in table.MODES:
@@ -233,6 +234,11 @@ def test_tables_show_the_cases_after_what_they_are_beside(committed):
     memory = table.memory_table(committed[0], ["window"])
     assert [row[0] for row in memory[1]] == ["SDPA", "window of 64"]
     assert re.fullmatch(r"[\d.]+ MiB, ×\d\.\d", memory[1][1][2])
+    mixtures_of = table.memory_table(committed[0], ["mixture", "mixture_hard", "mixture_shifted"])
+    factors = {row[0]: row[-1] for row in mixtures_of[1]}
+    assert factors.pop("SDPA, twice the heads") == "", "of other lengths"
+    assert min(map(float, factors.values())) >= 40, "what O(N) saves at N = 4096"
+    assert all(re.fullmatch(r"[\d.]+ GiB, ×[34]\.\d", row[5]) for row in mixtures_of[1][1:])
     for made in (table.time_table(committed), table.memory_table(committed[0]), (header, rows)):
         check_shape(made)
 
@@ -271,3 +277,60 @@ def test_what_is_not_there_is_named(committed, tmp_path):
 def test_tables_need_no_torch():
     code = "import sys; import benchmarks.table; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- experiments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", mixtures.EXPERIMENTS)
+def test_committed_experiments_are_whole(name):
+    plan = mixtures.EXPERIMENTS[name]
+    assert plan["seeds"] >= 3
+    for data in table.load_experiment(f"mixtures_{name}"):
+        assert data["settings"] == plan["settings"]
+        assert data["columns"] == [list(column) for column in plan["columns"]]
+        found = [(row["arm"], row["seed"]) for row in data["rows"]]
+        assert len(set(found)) == len(found)
+        assert set(found) == {(a, s) for a in plan["names"] for s in range(plan["seeds"])}
+        assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
+        for row in data["rows"]:
+            assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
+        check_shape(table.experiment_table(data))
+
+
+def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
+    plan = mixtures.experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
+    monkeypatch.setattr(mixtures, "EXPERIMENTS", {"tiny": plan})
+    monkeypatch.setattr(mixtures, "RESULTS", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):
+        assert mixtures.main(["tiny"]) == 0
+    (data,) = table.load_experiment("mixtures_tiny", tmp_path)
+    assert [(row["arm"], row["seed"]) for row in data["rows"]] == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("b", 1),
+    ]
+    header, rows = table.experiment_table(data)
+    assert header == ["attention", "parameters", "MFLOP", "bits", "time of a run"]
+    assert [row[:4] for row in rows] == [
+        ["a", "1,000", "2.00", "3.0 ± 1.4"],
+        ["b", "1,000", "2.00", "3.0 ± 1.4"],
+    ]
+    assert "A text (steps = 1), mean ± standard deviation of 2 seeds" in capsys.readouterr().out
+
+
+def tiny(arm, seed, steps, device):
+    return {"bits": 1.0 + seed, "parameters": 1000, "flops": 2_000_000}
+
+
+def test_an_unknown_experiment_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        mixtures.main(["nothing"])
+    assert "no experiment nothing; there are language" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no results of an experiment 'nothing'"):
+        table.load_experiment("nothing", tmp_path)
+    (tmp_path / "old_cpu.json").write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="results of old have another schema; expected 1"):
+        table.load_experiment("old", tmp_path)

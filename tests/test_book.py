@@ -32,6 +32,7 @@ REACHED = (
     | paper("004.rem", range(1, 4))
     | {"000.thm1", "000.sec4.flops", "000.appC.trend", "001.eq1", "001.eq2", "003.eq1"}
     | {"004.thm1", "004.sec2.3.mstep", "004.sec2.3.hard", "004.sec2.4"}
+    | {"004.appB.1", "004.appB.2", "004.sec3.4.flops"}
 )
 
 
