@@ -159,7 +159,8 @@ def experiment_table(data: dict[str, Any]) -> Table:
         runs = [row for row in data["rows"] if row["arm"] == arm]
         costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
         scores = [_spread(runs, *column) for column in data["columns"]]
-        rows.append([arm, *costs, *scores, _seconds(statistics.median(_times(runs)))])
+        seconds = statistics.median(run["cpu_seconds"] for run in runs)
+        rows.append([arm, *costs, *scores, f"{seconds:.3g} s"])
     return header, rows
 
 
@@ -168,10 +169,6 @@ def _spread(runs: list[dict[str, Any]], metric: str, _: str, factor: float, digi
     values = [factor * run[metric] for run in runs]
     sd = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{sd}"
-
-
-def _times(runs: list[dict[str, Any]]) -> list[float]:
-    return [run["cpu_seconds"] for run in runs]
 
 
 def experiment_caption(data: dict[str, Any]) -> str:

@@ -298,6 +298,68 @@ def test_committed_experiments_are_whole(name):
         check_shape(table.experiment_table(data))
 
 
+def recorded(name, metric, factor=1):
+    """Scores (arms, seeds) of an experiment, by arm."""
+    (data, *_) = table.load_experiment(f"mixtures_{name}")
+    arms = dict.fromkeys(row["arm"] for row in data["rows"])
+    return {
+        arm: torch.tensor([factor * row[metric] for row in data["rows"] if row["arm"] == arm])
+        for arm in arms
+    }
+
+
+def apart(x, y):
+    """How far the mean of x is above that of y, in sums of their standard deviations."""
+    return float((x.mean() - y.mean()) / (x.std() + y.std()))
+
+
+def test_what_chapter_10_reads_in_the_recorded_language_models():
+    bits, size = recorded("language", "bits"), recorded("language", "parameters", 1.0)
+    controls = {arm: bits.pop(arm) for arm in list(bits) if arm.startswith("control")}
+    worst = max(float(x.mean()) for x in bits.values())
+    assert all(x.mean() > worst + 0.5 for x in controls.values()), "the task needs attention"
+    four, two, wider = (
+        bits[f"softmax, {which}"] for which in ("4 heads", "2 heads", "2 heads, a quarter wider")
+    )
+    assert apart(two, four) > 1, "half the heads lose"
+    for arm in ("MGK, 2 heads", "sMGK, 2 heads"):
+        assert all(abs(apart(bits[arm], rival)) < 1 for rival in (two, wider)), "no better"
+    shared = "multi-query softmax, 4 heads"
+    assert abs(size[shared][0] / size["MGK, 2 heads"][0] - 1) < 0.01
+    assert bits[shared].mean() < bits["MGK, 2 heads"].mean()
+    longer = recorded("language_longer", "bits")
+    best = longer.pop("softmax, 4 heads")
+    assert all(apart(x, best) > 1 for x in longer.values())
+    wider = longer["softmax, 2 heads, a quarter wider"]
+    assert abs(apart(longer["MGK, 2 heads"], wider)) < 1
+
+
+def test_what_chapter_10_reads_in_the_other_recorded_experiments():
+    control = ("control: uniform weights", "control: no mixing")
+    vowels = recorded("japanese_vowels", "accuracy", 100)
+    assert all(abs(apart(vowels["softmax, 8 heads"], vowels[arm])) < 1.2 for arm in control)
+    motions = recorded("basic_motions", "accuracy", 100)
+    dots = [motions["softmax, 4 heads"], motions["MGK, 4 heads, dot products"]]
+    distances = [motions["one Gaussian, 4 heads"], motions["MGK, 4 heads"]]
+    assert all(apart(x, y) > 1 for x in dots for y in distances)
+    assert all(abs(apart(y, motions[control[0]])) < 1 for y in distances)
+    lists = recorded("listops", "accuracy", 100)
+    floor = max(float(lists.pop(arm).mean()) for arm in control)
+    assert all(x.mean() > floor for x in lists.values())
+    half = [lists[arm] for arm in ("softmax, 2 heads", "MGK, 2 heads", "sMGK, 2 heads")]
+    assert all(abs(apart(x, half[0])) < 1 for x in half)
+    assert all(x.mean() < lists["softmax, 4 heads"].mean() for x in half)
+    bleu, chrf = (recorded("translation", metric) for metric in ("bleu", "chrf"))
+    lost = bleu.pop(control[0])
+    assert all(apart(x, lost) > 2 for x in bleu.values())
+    assert all(abs(apart(x, y)) < 1 for x in bleu.values() for y in bleu.values())
+    four, two, mixed = (
+        chrf[arm] for arm in ("softmax, 4 heads", "softmax, 2 heads", "MGK, 2 heads")
+    )
+    assert apart(four, two) > 1 and two.mean() < mixed.mean() < four.mean()
+    assert max(abs(apart(mixed, four)), abs(apart(mixed, two))) < 1.2
+
+
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
     plan = mixtures.experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
     monkeypatch.setattr(mixtures, "EXPERIMENTS", {"tiny": plan})
