@@ -30,9 +30,15 @@ document.addEventListener("DOMContentLoaded", () => {
       if (wide[i] !== (target.tabIndex === 0)) target.tabIndex = wide[i] ? 0 : -1;
     });
   });
-  document
-    .querySelectorAll(
-      ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre"
-    )
-    .forEach((box) => sizes.observe(box));
+  const boxes = document.querySelectorAll(
+    ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre"
+  );
+  const measure = () =>
+    boxes.forEach((box) => {
+      sizes.unobserve(box);
+      sizes.observe(box);
+    });
+  measure();
+  // A font that arrives late makes a formula wider, and leaves its box as it is.
+  document.fonts.addEventListener("loadingdone", measure);
 });

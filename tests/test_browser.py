@@ -456,6 +456,25 @@ def test_tab_key_reaches_the_slider(page, web):
     pytest.fail("400 times Tab from the top of the page does not reach the slider")
 
 
+def test_a_late_font_makes_wide_formulas_reachable(page, web):
+    visit(page, f"{web}book/01_attention.html")
+    before, widened, after = page.evaluate("""async () => {
+        const frames = () => new Promise(done =>
+            requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))));
+        const box = [...document.querySelectorAll(".katex-display")]
+            .find(box => box.clientWidth && box.scrollWidth <= box.clientWidth);
+        const seen = [box.tabIndex];
+        const formula = box.querySelector(".katex");
+        formula.style.paddingLeft = "3000px";  // as glyphs of another font would: not the box
+        await frames();
+        seen.push(box.scrollWidth > box.clientWidth);
+        document.fonts.dispatchEvent(new Event("loadingdone"));
+        await frames();
+        return [...seen, box.tabIndex];
+    }""")
+    assert (before, widened, after) == (-1, True, 0)
+
+
 def test_contents_drawer_opens_on_a_phone(page, web):
     page.set_viewport_size({"width": 390, "height": 844})
     visit(page, f"{web}{PAGES[0]}.html")
