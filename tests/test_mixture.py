@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from derived_attention.attention import blocks
 from derived_attention.attention import mixture as module
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.mixture import (
@@ -120,8 +121,8 @@ def route(request, monkeypatch):
     if request.param == "elsewhere":
         chunked = functools.partial(module._chunked, is_causal=True)
         monkeypatch.setattr(module, "_merged", chunked)
-    monkeypatch.setattr(module, "CHUNK", 4)  # so that there are several, and one not whole
-    monkeypatch.setattr(module, "SCORES", 4 * M * 2)  # two heads at a time
+    monkeypatch.setattr(blocks, "CHUNK", 4)  # so that there are several, and one not whole
+    monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)  # two heads at a time
 
 
 # --- the formula -------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_no_matrix_is_stored(forms, kind, transposed, monkeypatch):
     """Nor when queries and values come, as in the layer, from a transposed projection."""
-    monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(blocks, "CHUNK", 16)
     n, d, r = 320, 8, 2
     inputs = qkv((1, H), n=n, m=n, d=d, dv=d, r=r)
     if transposed:
@@ -593,7 +594,7 @@ def test_the_printed_update_can_lower_the_likelihood():
 @pytest.mark.parametrize("name", masks())
 @pytest.mark.parametrize("weighted", [True, False])
 def test_em_priors_are_their_formula(name, weighted, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(blocks, "CHUNK", 4)
     q, k, _ = (x.detach() for x in qkv())
     options = masks()[name]
     priors = positive(H, R).detach()
@@ -618,7 +619,7 @@ def test_em_is_safe_and_stores_no_matrix(dtype):
     for options in ({}, {"is_causal": True}):
         with Largest() as largest:
             out = em_priors(q, k, **options)
-        assert largest.numel <= 2 * H * 320 * module.CHUNK < H * 320 * 320
+        assert largest.numel <= 2 * H * 320 * blocks.CHUNK < H * 320 * 320
         assert out.dtype == torch.float32 and bool(out.isfinite().all())
     assert em_priors(q[0, 0], k[0, 0]).shape == (2,)
     assert em_priors(q[..., :0, :], k).tolist() == [[0.5, 0.5]] * H

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from derived_attention.attention import mixture
+from derived_attention.attention import blocks
 from derived_attention.attention import shifted_mixture as module
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.mixture import (
@@ -110,8 +110,8 @@ def assert_all_close(left, right, tol):
 @pytest.fixture(params=["products", "logarithms"])
 def route(request, monkeypatch):
     """Each way to combine the components, cut into several blocks, and one not whole."""
-    monkeypatch.setattr(mixture, "CHUNK", 4)
-    monkeypatch.setattr(mixture, "SCORES", 4 * M * 2)  # two heads at a time
+    monkeypatch.setattr(blocks, "CHUNK", 4)
+    monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)  # two heads at a time
     if request.param == "logarithms":
         monkeypatch.setattr(module, "_may_multiply", lambda u, w: False)
     return request.param
@@ -332,7 +332,7 @@ def test_one_component_and_products_of_keys_take_one_fused_call(kind, name):
     options |= {"distance": False} if kind == "dot product" else {}
     for hard in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mixture, "_blocks", None)
+            patch.setattr(blocks, "_blocks", None)
             out, *_ = output_and_gradients(
                 FORMS[0], qkvb(r=options["priors"].shape[-1]), hard=hard, **options
             )
@@ -462,7 +462,7 @@ def test_autocast(distance, options, hard):
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_no_matrix_and_no_shifted_key_is_stored(transposed, hard, kind, route, monkeypatch):
-    monkeypatch.setattr(mixture, "CHUNK", 16)
+    monkeypatch.setattr(blocks, "CHUNK", 16)
     n, d, r = 320, 8, 5
     inputs = qkvb((1, H), n=n, m=n, d=d, dv=d, r=r)
     if transposed:  # as in the layer

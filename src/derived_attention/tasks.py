@@ -165,7 +165,6 @@ def translation(
     *,
     seed: int = 0,
     pieces: int = 4000,
-    longest: int = 1000,
     dim: int = 64,
     layers: int = 2,
     hidden: int = 128,
@@ -186,8 +185,6 @@ def translation(
         See the top of this module; they serve all three attentions of the model.
     pieces : int
         Size of the vocabulary that `train_vocabulary` learns from the training part.
-    longest : int
-        Only pairs of sentences with so many characters at most are trained on and tested.
     dim, layers, hidden, dropout
         As in `Translator`.
     seed, epochs, batch_size, lr, device
@@ -197,23 +194,19 @@ def translation(
     from sacrebleu import corpus_bleu, corpus_chrf  # half a second, which other tasks need not wait
 
     data = load_translation("ding")
-    train, test = (
-        [pair for pair in pairs if max(map(len, pair)) <= longest]
-        for pairs in (data.train, data.test)
-    )
-    vocabulary = train_vocabulary(train, pieces)
+    vocabulary = train_vocabulary(data.train, pieces)
     seed_everything(seed)
     sizes = (dim, heads, layers, hidden, dropout)
     model = Translator(len(vocabulary), TRANSLATION_LENGTH, *sizes, attention=attention)
     cost = attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
     how: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "device": device}
-    fit_translation(model, vocabulary, train, seed=seed, progress=False, **how)
-    german, english = zip(*test, strict=True)
+    fit_translation(model, vocabulary, data.train, seed=seed, progress=False, **how)
+    german, english = zip(*data.test, strict=True)
     written = translate(model, vocabulary, german)
     return {
         "bleu": corpus_bleu(written, [english]).score,
         "chrf": corpus_chrf(written, [english]).score,
-        "bits": evaluate_translation(model, vocabulary, test),
+        "bits": evaluate_translation(model, vocabulary, data.test),
     } | cost
 
 

@@ -19,13 +19,24 @@ own, in `shifted_mixture`, which shares `_Chunked`; `mixture_layer` has the laye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from derived_attention.attention.blocks import (
+    Block,
+    Mask,
+    Tensors,
+    add_mask,
+    attend,
+    chunks,
+    combine,
+    cut,
+    split_shares,
+    spread_product,
+)
 from derived_attention.attention.checks import (
     FLOATING,
     check_attention,
@@ -50,11 +61,6 @@ from derived_attention.attention.softmax import (
     causal_mask,
     sdpa,
 )
-
-Tensors = list[Tensor]
-
-CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
-SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
 class _Components(NamedTuple):
@@ -112,13 +118,7 @@ def _masked_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
     if attn_mask is None:
         return scores.softmax(-1)
     attn_mask, alive = _open_dead_rows(torch.atleast_1d(attn_mask), scores.dtype)
-    return _add_mask(scores, attn_mask).softmax(-1).masked_fill(~alive, 0)
-
-
-def _add_mask(scores: Tensor, attn_mask: Tensor) -> Tensor:
-    if attn_mask.dtype == torch.bool:
-        return scores.masked_fill(~attn_mask, -math.inf)
-    return scores + attn_mask
+    return add_mask(scores, attn_mask).softmax(-1).masked_fill(~alive, 0)
 
 
 # --- the fast forms ------------------------------------------------------------------------------
@@ -243,19 +243,7 @@ def _chunked(
 ) -> Tensor:
     """Compute the scores of some queries at a time, in float32 at least."""
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
-    return _attend(_Logarithms(hard), v, attn_mask, is_causal, parts.scale * q, k)
-
-
-def _attend(
-    form: Any, v: Tensor, attn_mask: Tensor | None, is_causal: bool, *tensors: Tensor
-) -> Tensor:
-    """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
-    v = v.to(tensors[0].dtype)
-    if attn_mask is None:
-        return _Chunked.apply(form, is_causal, v, None, *tensors)
-    attn_mask, alive = _open_dead_rows(torch.atleast_2d(attn_mask), v.dtype)
-    out = _Chunked.apply(form, is_causal, v, attn_mask, *tensors)
-    return out.masked_fill(~alive, 0)
+    return attend(_Logarithms(hard), v, attn_mask, is_causal, parts.scale * q, k)
 
 
 def _augment(
@@ -339,167 +327,22 @@ class _Merged(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv.to(v.dtype), None
 
 
-class _Block(NamedTuple):
-    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
-
-    heads: slice
-    rows: slice
-    m: int
-
-
-class _Chunked(torch.autograd.Function):
-    """Attention block by block, with weights that `form` makes, as `_Logarithms` does.
-
-    The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
-    rowsum(dO ∘ out)), which `form` passes on to its tensors.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        form: Any,
-        is_causal: bool,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        *tensors: Tensor,
-    ) -> Tensor:
-        """Take v, a mask with no row all masked, and tensors as `form` wants them."""
-        out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
-        ctx.save_for_backward(v, attn_mask, out, *tensors)
-        ctx.form, ctx.is_causal = form, is_causal
-        values, flat, *ours = (_flat(x, v.dim() - 2) for x in (v, out, *tensors))
-        mask = _Mask(attn_mask, is_causal, v)
-        for block in _blocks(out, v, is_causal):
-            heads, rows, m = block
-            A, _ = form.weights([x[heads] for x in ours], mask, block, False)
-            flat[heads, rows] = A @ values[heads, :m]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients with respect to v, the mask and the tensors."""
-        v, attn_mask, out, *tensors = ctx.saved_tensors
-        dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
-        found = [x.new_zeros(x.shape) for x in (v, *tensors)]
-        values, outs, dout, dv = (_flat(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
-        flat = [[_flat(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
-        mask = _Mask(attn_mask, ctx.is_causal, v)
-        with full_precision(v.device):  # autocast may be on again
-            for block in _blocks(out, v, ctx.is_causal):
-                heads, rows, m = block
-                ours, theirs = ([x[heads] for x in xs] for xs in flat)
-                A, kept = ctx.form.weights(ours, mask, block, True)
-                g = dout[heads, rows]
-                dv[heads, :m].baddbmm_(A.mT, g)
-                dS = g @ values[heads, :m].mT  # (b, C, m)
-                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
-                if dmask is not None:
-                    mask.add_gradient(dmask, dS, block)
-                ctx.form.spread(dS, kept, ours, theirs, block)
-        return None, None, found[0], dmask, *found[1:]
-
-
 class _Logarithms(NamedTuple):
     """Weights exp(s_ij), where s_ij = log Σ_r exp(q_i·k_jr), or max_r q_i·k_jr if hard."""
 
     hard: bool
 
-    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+    def weights(self, ours: Tensors, mask: Mask, block: Block, keep: bool) -> tuple[Tensor, Any]:
         """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and shares if `keep`."""
         q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
-        total, shares = _combine((q @ key.mT for key in k.unbind(1)), self.hard, keep)
+        total, shares = combine((q @ key.mT for key in k.unbind(1)), self.hard, keep)
         return mask.softmax(total, block), shares
 
-    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
         (q, k), (dq, dk) = ours, grads
-        for r, own in _split_shares(dS, shares):
-            _spread_product(own, [q, k[:, r]], [dq, dk[:, r]], block)
-
-
-def _combine(scores: Iterator[Tensor], hard: bool, keep: bool) -> tuple[Tensor, Tensors]:
-    """Return log Σ_r exp(s_r), or max_r s_r, and for r > 1 the share of r in components 1..r."""
-    total, shares = next(scores), []
-    for own in scores:
-        before = total
-        combine = torch.maximum if hard else torch.logaddexp
-        total = combine(before, own, out=None if keep else own)
-        if keep:
-            shares.append(own.gt_(before) if hard else own.sub_(total).exp_())
-    return total, shares
-
-
-def _split_shares(dS: Tensor, shares: Tensors) -> Iterator[tuple[int, Tensor]]:
-    """Yield each component and its part of the gradient, the last one first."""
-    for r in range(len(shares), 0, -1):
-        own = dS * shares[r - 1]
-        yield r, own
-        dS = dS - own  # what is left for components 1..r
-    yield 0, dS
-
-
-def _spread_product(dS: Tensor, ours: Tensors, grads: Tensors, block: _Block) -> None:
-    """Add the gradients of q and k, where that block of Q Kᵀ has the gradient dS."""
-    (q, k), (dq, dk), (_, rows, m) = ours, grads, block
-    dq[:, rows].baddbmm_(dS, k[:, :m])
-    dk[:, :m].baddbmm_(dS.mT, q[:, rows])
-
-
-class _Mask:
-    """What queries may attend."""
-
-    def __init__(self, attn_mask: Tensor | None, is_causal: bool, v: Tensor) -> None:
-        self.is_causal, self.mask = is_causal, attn_mask
-        if attn_mask is not None:
-            self.mask = _flat(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
-            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
-            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
-
-    def softmax(self, scores: Tensor, block: _Block) -> Tensor:
-        """Mask scores (b, C, m), and take their softmax over j."""
-        heads, rows, m = block
-        if self.is_causal:  # all of them see what is before the first
-            here = scores[..., rows.start :]
-            past = causal_mask(here.shape[-2], here.shape[-1], here.device)
-            here.masked_fill_(~past, -math.inf)
-        if self.mask is not None:
-            allowed = _cut(self.mask, rows, m)
-            if allowed.dtype == torch.bool:  # to add is faster than to fill
-                allowed = _add_mask(scores.new_zeros(allowed.shape), allowed)
-            scores = scores.add_(allowed[self.which[heads]])
-        return scores.softmax(-1)
-
-    def add_gradient(self, dmask: Tensor, dS: Tensor, block: _Block) -> None:
-        """Add to the gradient of the mask what those scores, with the gradient dS, give."""
-        part = _cut(_flat(dmask, dmask.dim() - 2), block.rows, block.m)
-        part.index_add_(0, self.which[block.heads], dS.sum_to_size(len(dS), *part.shape[1:]))
-
-
-def _blocks(out: Tensor, v: Tensor, is_causal: bool) -> list[_Block]:
-    """Cut heads and queries: on a CPU so that the scores of a block stay in its cache."""
-    b, M = math.prod(v.shape[:-2]), v.shape[-2]
-    some = max(1, b if v.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
-    heads = [slice(h, h + some) for h in range(0, b, some)]
-    return [_Block(h, rows, m) for h in heads for rows, m in _chunks(out, v, is_causal)]
-
-
-def _chunks(q: Tensor, v: Tensor, is_causal: bool) -> list[tuple[slice, int]]:
-    """Cut the queries into rows, and say how many keys each cut may see."""
-    N, M = q.shape[-2], v.shape[-2]
-    cuts = [slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK)]
-    return [(rows, min(rows.stop, M) if is_causal else M) for rows in cuts]
-
-
-def _flat(x: Tensor, leading: int) -> Tensor:
-    """View that many dimensions, the first ones, as one."""
-    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
-
-
-def _cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
-    """View those rows and columns of a mask, where it has more than one of them."""
-    picked = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
-    return picked if attn_mask.shape[-1] == 1 else picked[..., :m]
+        for r, own in split_shares(dS, shares):
+            spread_product(own, [q, k[:, r]], [dq, dk[:, r]], block)
 
 
 # --- the linear kernel ---------------------------------------------------------------------------
@@ -680,8 +523,8 @@ def em_priors(
         check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
     mask = None if attn_mask is None else torch.atleast_2d(attn_mask)
-    for rows, m in _chunks(q, k, is_causal) if k.shape[-2] else []:
-        here = None if mask is None else _cut(mask, rows, m)
+    for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
+        here = None if mask is None else cut(mask, rows, m)
         if is_causal:
             here = parts.precisions.new_ones(rows.stop - rows.start, m).tril(rows.start) > 0
         with full_precision(q.device):

@@ -20,18 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from derived_attention.attention.blocks import (
+    Block,
+    Mask,
+    Tensors,
+    attend,
+    combine,
+    split_shares,
+    spread_product,
+)
 from derived_attention.attention.checks import check_attention, check_floating, check_shape
 from derived_attention.attention.linear import full_precision
 from derived_attention.attention.mixture import (
-    Tensors,
-    _attend,
-    _Block,
-    _combine,
     _Components,
     _components,
-    _Mask,
-    _split_shares,
-    _spread_product,
     mixture_attention,
     mixture_attention_reference,
 )
@@ -146,11 +148,11 @@ def shifted_mixture_attention(
             inputs = (x.to(parts.dtype) for x in (q, k, v))
             return sdpa(*inputs, scale=parts.scale, **masks).to(q.dtype)
         form, *tensors = _separate(q, k, shifts, parts, hard)
-        return _attend(form, v, attn_mask, is_causal, *tensors).to(q.dtype)
+        return attend(form, v, attn_mask, is_causal, *tensors).to(q.dtype)
 
 
 def _separate(q: Tensor, k: Tensor, shifts: Tensor, parts: _Components, hard: bool) -> tuple:
-    """Choose a form for `_Chunked`, and make its tensors."""
+    """Choose a form for `attend`, and make its tensors."""
     q, k, b = (x.to(parts.precisions.dtype) for x in (q, k, shifts))
     log_weights = parts.log_weights[..., 0].mT.clamp(min=torch.finfo(q.dtype).min / 4)  # (·, 1, R)
     squares = k.square().sum(-1).unsqueeze(-2) + b.square().sum(-1, keepdim=True)
@@ -184,18 +186,18 @@ class _Sums(NamedTuple):
 
     hard: bool
 
-    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+    def weights(self, ours: Tensors, mask: Mask, block: Block, keep: bool) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
         q, k, u, w = _cut_tensors(ours, block)
         scores = (u[..., r : r + 1] + w[:, r : r + 1] for r in range(w.shape[1]))
-        total, shares = _combine(scores, self.hard, keep)
+        total, shares = combine(scores, self.hard, keep)
         return mask.softmax(total.baddbmm_(q, k.mT), block), shares
 
-    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
-        _spread_product(dS, ours[:2], grads[:2], block)
+        spread_product(dS, ours[:2], grads[:2], block)
         du, dw = grads[2:]
-        for r, own in _split_shares(dS, shares):
+        for r, own in split_shares(dS, shares):
             du[:, block.rows, r] += own.sum(-1)
             dw[:, r, : block.m] += own.sum(-2)
 
@@ -203,7 +205,7 @@ class _Sums(NamedTuple):
 class _Products(NamedTuple):
     """Weights exp(q_i·k_j + m_j) Σ_r x_ir y_jr, for a constant m."""
 
-    def weights(self, ours: Tensors, mask: _Mask, block: _Block, keep: bool) -> tuple[Tensor, Any]:
+    def weights(self, ours: Tensors, mask: Mask, block: Block, keep: bool) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), x (b, N, R), y (b, R, M), m (b, 1, M).
 
         Returns rows of A (b, C, m), and those of Σ_r x_ir y_jr.
@@ -216,16 +218,16 @@ class _Products(NamedTuple):
         A.mul_(sums)
         return A.div_(A.sum(-1, keepdim=True)), sums
 
-    def spread(self, dS: Tensor, sums: Any, ours: Tensors, grads: Tensors, block: _Block) -> None:
+    def spread(self, dS: Tensor, sums: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
         """Add to `grads` what those rows of log A, with the gradient dS, give to our tensors."""
-        _spread_product(dS, ours[:2], grads[:2], block)
+        spread_product(dS, ours[:2], grads[:2], block)
         (x, y), (dx, dy), (_, rows, m) = ours[2:4], grads[2:4], block
         dS.div_(sums)
         dx[:, rows].baddbmm_(dS, y[..., :m].mT)
         dy[..., :m].baddbmm_(x[:, rows].mT, dS)
 
 
-def _cut_tensors(ours: Tensors, block: _Block) -> Tensors:
+def _cut_tensors(ours: Tensors, block: Block) -> Tensors:
     """View rows of q and u, and columns of k and w."""
     _, rows, m = block
     q, k, u, *ws = ours

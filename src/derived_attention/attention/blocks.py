@@ -1,0 +1,188 @@
+"""Attention block by block, for weights that no fused kernel makes: what mixtures share.
+
+A form, such as that of `derived_attention.attention.mixture`, says how the weights of a block of
+queries follow from its tensors, and passes their gradient on. This module runs over the blocks,
+forward and, with the weights made again, backward: so no (N, M) matrix is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from derived_attention.attention.linear import full_precision
+from derived_attention.attention.softmax import _open_dead_rows, causal_mask
+
+Tensors = list[Tensor]
+
+CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
+SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
+
+
+def attend(
+    form: Any, v: Tensor, attn_mask: Tensor | None, is_causal: bool, *tensors: Tensor
+) -> Tensor:
+    """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
+    v = v.to(tensors[0].dtype)
+    if attn_mask is None:
+        return _Chunked.apply(form, is_causal, v, None, *tensors)
+    attn_mask, alive = _open_dead_rows(torch.atleast_2d(attn_mask), v.dtype)
+    out = _Chunked.apply(form, is_causal, v, attn_mask, *tensors)
+    return out.masked_fill(~alive, 0)
+
+
+class Block(NamedTuple):
+    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
+
+    heads: slice
+    rows: slice
+    m: int
+
+
+class _Chunked(torch.autograd.Function):
+    """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
+
+    The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
+    rowsum(dO ∘ out)), which `form` passes on to its tensors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: Any,
+        is_causal: bool,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Take v, a mask with no row all masked, and tensors as `form` wants them."""
+        out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
+        ctx.save_for_backward(v, attn_mask, out, *tensors)
+        ctx.form, ctx.is_causal = form, is_causal
+        values, flat, *ours = (_flat(x, v.dim() - 2) for x in (v, out, *tensors))
+        mask = Mask(attn_mask, is_causal, v)
+        for block in _blocks(out, v, is_causal):
+            heads, rows, m = block
+            A, _ = form.weights([x[heads] for x in ours], mask, block, False)
+            flat[heads, rows] = A @ values[heads, :m]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to v, the mask and the tensors."""
+        v, attn_mask, out, *tensors = ctx.saved_tensors
+        dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
+        found = [x.new_zeros(x.shape) for x in (v, *tensors)]
+        values, outs, dout, dv = (_flat(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
+        flat = [[_flat(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
+        mask = Mask(attn_mask, ctx.is_causal, v)
+        with full_precision(v.device):  # autocast may be on again
+            for block in _blocks(out, v, ctx.is_causal):
+                heads, rows, m = block
+                ours, theirs = ([x[heads] for x in xs] for xs in flat)
+                A, kept = ctx.form.weights(ours, mask, block, True)
+                g = dout[heads, rows]
+                dv[heads, :m].baddbmm_(A.mT, g)
+                dS = g @ values[heads, :m].mT  # (b, C, m)
+                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
+                if dmask is not None:
+                    mask.add_gradient(dmask, dS, block)
+                ctx.form.spread(dS, kept, ours, theirs, block)
+        return None, None, found[0], dmask, *found[1:]
+
+
+def combine(scores: Iterator[Tensor], hard: bool, keep: bool) -> tuple[Tensor, Tensors]:
+    """Return log Σ_r exp(s_r), or max_r s_r, and for r > 1 the share of r in components 1..r."""
+    total, shares = next(scores), []
+    for own in scores:
+        before = total
+        combine = torch.maximum if hard else torch.logaddexp
+        total = combine(before, own, out=None if keep else own)
+        if keep:
+            shares.append(own.gt_(before) if hard else own.sub_(total).exp_())
+    return total, shares
+
+
+def split_shares(dS: Tensor, shares: Tensors) -> Iterator[tuple[int, Tensor]]:
+    """Yield each component and its part of the gradient, the last one first."""
+    for r in range(len(shares), 0, -1):
+        own = dS * shares[r - 1]
+        yield r, own
+        dS = dS - own  # what is left for components 1..r
+    yield 0, dS
+
+
+def spread_product(dS: Tensor, ours: Tensors, grads: Tensors, block: Block) -> None:
+    """Add the gradients of q and k, where that block of Q Kᵀ has the gradient dS."""
+    (q, k), (dq, dk), (_, rows, m) = ours, grads, block
+    dq[:, rows].baddbmm_(dS, k[:, :m])
+    dk[:, :m].baddbmm_(dS.mT, q[:, rows])
+
+
+class Mask:
+    """What queries may attend."""
+
+    def __init__(self, attn_mask: Tensor | None, is_causal: bool, v: Tensor) -> None:
+        self.is_causal, self.mask = is_causal, attn_mask
+        if attn_mask is not None:
+            self.mask = _flat(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
+            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
+            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
+
+    def softmax(self, scores: Tensor, block: Block) -> Tensor:
+        """Mask scores (b, C, m), and take their softmax over j."""
+        heads, rows, m = block
+        if self.is_causal:  # all of them see what is before the first
+            here = scores[..., rows.start :]
+            past = causal_mask(here.shape[-2], here.shape[-1], here.device)
+            here.masked_fill_(~past, -math.inf)
+        if self.mask is not None:
+            allowed = cut(self.mask, rows, m)
+            if allowed.dtype == torch.bool:  # to add is faster than to fill
+                allowed = add_mask(scores.new_zeros(allowed.shape), allowed)
+            scores = scores.add_(allowed[self.which[heads]])
+        return scores.softmax(-1)
+
+    def add_gradient(self, dmask: Tensor, dS: Tensor, block: Block) -> None:
+        """Add to the gradient of the mask what those scores, with the gradient dS, give."""
+        part = cut(_flat(dmask, dmask.dim() - 2), block.rows, block.m)
+        part.index_add_(0, self.which[block.heads], dS.sum_to_size(len(dS), *part.shape[1:]))
+
+
+def _blocks(out: Tensor, v: Tensor, is_causal: bool) -> list[Block]:
+    """Cut heads and queries: on a CPU so that the scores of a block stay in its cache."""
+    b, M = math.prod(v.shape[:-2]), v.shape[-2]
+    some = max(1, b if v.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
+    heads = [slice(h, h + some) for h in range(0, b, some)]
+    return [Block(h, rows, m) for h in heads for rows, m in chunks(out, v, is_causal)]
+
+
+def chunks(q: Tensor, v: Tensor, is_causal: bool) -> list[tuple[slice, int]]:
+    """Cut the queries into rows, and say how many keys each cut may see."""
+    N, M = q.shape[-2], v.shape[-2]
+    cuts = [slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK)]
+    return [(rows, min(rows.stop, M) if is_causal else M) for rows in cuts]
+
+
+def _flat(x: Tensor, leading: int) -> Tensor:
+    """View that many dimensions, the first ones, as one."""
+    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+
+
+def cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
+    """View those rows and columns of a mask, where it has more than one of them."""
+    picked = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
+    return picked if attn_mask.shape[-1] == 1 else picked[..., :m]
+
+
+def add_mask(scores: Tensor, attn_mask: Tensor) -> Tensor:
+    """Add a mask to scores, or −∞ where a boolean one is False."""
+    if attn_mask.dtype == torch.bool:
+        return scores.masked_fill(~attn_mask, -math.inf)
+    return scores + attn_mask
