@@ -39,7 +39,8 @@ notebooks: book
 	rm -f notebooks/*.ipynb
 	cp _build/notebooks/*.ipynb notebooks/
 
-# Time and weigh every mechanism beside PyTorch's attention: the tables that the pages show.
+# Time and weigh mechanisms beside PyTorch's attention, for the tables that the pages show: those that
+# have no results of this machine yet, or that take other options now.
 benchmarks: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 

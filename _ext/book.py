@@ -6,6 +6,7 @@ filled in when pages are written, so that they report this very build, cached pa
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,11 +17,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from docutils import nodes
+from docutils.statemachine import StringList
 from jupyter_cache import get_cache
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
+from derived_attention import recorded
+from derived_attention.attention import mechanisms
 from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
 from execute import CACHE, RECORD, read_page
 
@@ -44,6 +48,7 @@ EXTERNAL = {
     "torch.nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
     "nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
 }
+WORDS = {"callable", "optional"}  # what descriptions of types say and is no class
 
 
 # --- what the executed pages say -----------------------------------------------------------------
@@ -139,19 +144,26 @@ class Benchmarks(SphinxDirective):
     final_argument_whitespace = True
 
     def run(self):
-        """Return the tables of these cases, and a line on the machines before them."""
+        """Return the tables of these cases, and a line on each machine before them."""
         names = self.arguments[0].split()
-        for path in benchmarks.RESULTS.glob("attention_*.json"):
-            self.env.note_dependency(str(path))
-        results = benchmarks.load()
-        parts = [_paragraph(benchmarks.caption(data)) for data in results]
+        files = _result_files(names)
+        for path in files:
+            self.env.note_dependency(path)
+        seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
+        seen[self.arguments[0]] = files
         try:
-            tables = [benchmarks.time_table(results, names)]
-            tables += [benchmarks.memory_table(data, names) for data in results]
+            results = benchmarks.load(names)
+            times = benchmarks.time_table(results, names)
         except ValueError as error:
             raise self.error(str(error)) from error
-        times, *memory = (table(*rows, ["da-benchmarks"]) for rows in tables)
-        return [*parts, times, _paragraph(benchmarks.NOTE), *memory]
+        captions = [_paragraph(benchmarks.caption(found)) for found in results.values()]
+        memory = map(benchmarks.memory_table, benchmarks.of_each_kind(results))
+        first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
+        return [*captions, first, _paragraph(benchmarks.NOTE), *others]
+
+
+def _result_files(names) -> list[str]:
+    return [str(p) for n in names for p in sorted(benchmarks.RESULTS.glob(f"*/{n}.json"))]
 
 
 class Experiments(SphinxDirective):
@@ -162,10 +174,10 @@ class Experiments(SphinxDirective):
     def run(self):
         """Return for each device a line on what was run, and its table."""
         name = self.arguments[0]
-        for path in benchmarks.RESULTS.glob(f"{name}_*.json"):
+        for path in recorded.FOLDER.glob(f"{name}_*.json"):
             self.env.note_dependency(str(path))
         try:
-            results = benchmarks.load_experiment(name)
+            results = recorded.load_experiment(name)
         except ValueError as error:
             raise self.error(str(error)) from error
         parts = []
@@ -173,6 +185,55 @@ class Experiments(SphinxDirective):
             parts.append(_paragraph(benchmarks.experiment_caption(data)))
             parts.append(table(*benchmarks.experiment_table(data), ["da-benchmarks"]))
         return parts
+
+
+class Mechanisms(SphinxDirective):
+    """``{mechanisms}``: a table of the registry, and the modules of ``attention/``."""
+
+    def run(self):
+        """Return what is documented, in the order of the chapters."""
+        self.env.note_dependency(mechanisms.__file__)
+        lines = [*mechanisms_table(self.env.found_docs), "", "```{eval-rst}"]
+        for module in attention_modules():
+            lines += [f".. automodule:: {mechanisms.PACKAGE}.{module}", "   :members:", ""]
+        part = nodes.container()
+        self.state.nested_parse(StringList([*lines, "```"], mechanisms.__file__), 0, part)
+        return part.children
+
+
+def mechanisms_table(docs) -> list[str]:
+    """Return the registry as lines of a Markdown table; `docs` are the pages to link to."""
+    pages = {int(match[1]): doc for doc in docs if (match := re.match(r"book/(\d\d)_", doc))}
+    lines = [
+        "| name | label | chapter | function | layer | masks | causal | linear in $N$ |",
+        "|" + " --- |" * 8,
+    ]
+    for name, entry in mechanisms.MECHANISMS.items():
+        function, layer = (f"~{mechanisms.PACKAGE}.{x}" for x in (entry.function, entry.layer))
+        page = pages.get(entry.chapter)
+        cells = [
+            f'`"{name}"`',
+            entry.label,
+            f"{{doc}}`{entry.chapter} </{page}>`" if page else str(entry.chapter),
+            f"{{py:func}}`{function}`",
+            f"{{py:class}}`{layer}`",
+            "any" if entry.any_mask else "over keys",
+            "yes" if entry.causal else "no",
+            "yes" if entry.linear else "no",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def attention_modules() -> list[str]:
+    """Return the modules of ``attention/``: those of the registry first, in its order."""
+    families = [
+        where.partition(".")[0]
+        for entry in mechanisms.MECHANISMS.values()
+        for where in (entry.function, entry.layer)
+    ]
+    found = sorted(path.stem for path in Path(mechanisms.__file__).parent.glob("[!_]*.py"))
+    return list(dict.fromkeys([*families, *found]))
 
 
 class Measured(SphinxRole):
@@ -362,7 +423,13 @@ def _outdated(app, env, added, changed, removed):
     stale = [d for d in env.found_docs if record.get(d[5:]) != seen.get(d)]
     env.da_executed = {d: record.get(d[5:]) for d in env.found_docs}
     always = [d for d in env.found_docs if env.metadata.get(d, {}).get("always_write")]
-    return [d for d in {*stale, *always} if d not in added]
+    measured = [  # on machines, or of cases, that had no file when the page was read
+        d
+        for d in env.found_docs
+        for names, files in env.metadata.get(d, {}).get("benchmarks", {}).items()
+        if _result_files(names.split()) != files
+    ]
+    return [d for d in {*stale, *always, *measured} if d not in added]
 
 
 def _merge_environment(app, env, docnames, other):
@@ -508,9 +575,17 @@ def _no_default_repository(app, config):
 
 def _external(app, env, node, content):
     target = EXTERNAL.get(node.get("reftarget", ""))
+    if node.get("reftarget") in WORDS:
+        return content
     if target is None:
         return None
     return nodes.reference("", "", content, refuri=target, internal=False)
+
+
+def _skip(app, what, name, obj, skip, options):
+    """Leave out the fields of named tuples, and functions that are values of a class's fields."""
+    value = what == "class" and inspect.isfunction(obj) and obj.__name__ != name
+    return True if value or type(obj).__name__ == "_tuplegetter" else None
 
 
 def _check_inventory(app):
@@ -526,6 +601,7 @@ def setup(app):
     for name in ("ledger", "errata", "status", "coverage"):
         app.add_directive(name, Table)
     app.add_directive("benchmarks", Benchmarks)
+    app.add_directive("mechanisms", Mechanisms)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)
@@ -533,6 +609,7 @@ def setup(app):
     app.connect("env-get-outdated", _outdated)
     app.connect("env-merge-info", _merge_environment)
     app.connect("missing-reference", _external)
+    app.connect("autodoc-skip-member", _skip)
     app.connect("doctree-resolved", _fill_in)
     app.connect("html-page-context", _furnish, priority=900)
     app.connect("build-finished", _write_ledger)

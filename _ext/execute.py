@@ -1,18 +1,20 @@
 """Execute the book's pages in parallel into the cache that the Sphinx build reads.
 
 jupyter-cache knows a page by its code cells alone. This script drops a record, too, when anything
-else that the results depend on has changed: the package modules it imports, the pinned versions,
-Python, the profile or the device. Every page runs in an empty folder of its own.
+else that the results depend on has changed: the code of the package's modules that it imports, and
+the data beside them, the pinned versions, Python, the profile or the device. Every page runs in an
+empty folder of its own, so that its time is that of all it does. The runs that it has stored there
+are kept in RUNS, for the tests of the notebook.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -26,9 +28,12 @@ from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
 
+from derived_attention.sources import Sources
+
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / ".jupyter_cache"
 RECORD = ROOT / "_build" / "executed.json"
+RUNS = ROOT / "_build" / "runs"  # a folder for each page
 TIMEOUT = 900  # seconds a cell
 
 
@@ -37,37 +42,6 @@ def read_page(path: Path):
     text = path.read_text("utf8")
     reader = create_nb_reader(str(path), MdParserConfig(), NbParserConfig(), text)
     return None if reader is None else reader.read(text)
-
-
-def imported(source: str, package: Path) -> set[Path]:
-    """Return the files of the package that `source` imports directly, with their parents."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    files: set[Path] = set()
-    for name in names:
-        parts = name.split(".")
-        if parts[0] != package.name:
-            continue
-        for depth in range(1, len(parts) + 1):
-            stem = package.parent.joinpath(*parts[:depth])
-            files |= {f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()}
-    return files
-
-
-def dependencies(source: str, package: Path) -> set[Path]:
-    """Return all files of the package that `source` imports, directly or through others."""
-    found: set[Path] = set()
-    todo = imported(source, package)
-    while todo:
-        file = todo.pop()
-        found.add(file)
-        todo |= imported(file.read_text("utf8"), package) - found
-    return found
 
 
 def code_of(notebook) -> str:
@@ -90,14 +64,17 @@ def settings() -> dict[str, str]:
 
 def digest(notebook, extra: dict[str, str]) -> str:
     """Hash everything that the page's outputs depend on."""
-    code = code_of(notebook)
-    package = ROOT / "src" / "derived_attention"
-    files = sorted(dependencies(code, package))
-    if files:  # data files that modules of the package read
-        files += sorted(package.rglob("*.csv"))
-    state = hashlib.sha256(json.dumps([code, extra], sort_keys=True).encode())
-    for file in files:
-        state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    page = code_of(notebook)
+    folder = ROOT / "src" / "derived_attention"
+    package = Sources(folder)
+    modules = package.imported(page)
+    state = hashlib.sha256(json.dumps([page, extra], sort_keys=True).encode())
+    state.update(package.digest(modules, page).encode())
+    homes = package.dependencies(modules)
+    for file in sorted(folder.rglob("*")):  # data, for those who use the package that they lie in
+        home = ".".join(file.parent.relative_to(folder.parent).parts)
+        if file.suffix in (".csv", ".json") and home in homes:
+            state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return state.hexdigest()
 
 
@@ -110,11 +87,16 @@ def execute(path: Path):
     notebook = read_page(path)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["DERIVED_ATTENTION_RUNS"] = str(Path(folder) / "runs")
+        runs = Path(folder) / "runs"
+        os.environ["DERIVED_ATTENTION_RUNS"] = str(runs)
         result = single_nb_execution(
             notebook, cwd=folder, allow_errors=False, timeout=TIMEOUT, meta_override=True
         )
-    return path, notebook, result, time.time() - start
+        seconds = time.time() - start
+        shutil.rmtree(RUNS / path.stem, ignore_errors=True)
+        if runs.exists():
+            shutil.copytree(runs, RUNS / path.stem)
+    return path, notebook, result, seconds
 
 
 def save_record(record: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """What is timed: PyTorch's own attention, and each mechanism of the package beside it.
 
-To add a mechanism, add an entry to `CASES`: everything else follows from it.
+The cases are the registry's, `derived_attention.attention.mechanisms`: a new entry there is a new
+case, or two where it can be causal.
 """
 
 from __future__ import annotations
@@ -15,47 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.attention.convolutional import (
-    conv1d_attention,
-    conv1d_attention_reference,
-    conv2d_attention,
-    conv2d_attention_reference,
-)
-from derived_attention.attention.linear import linear_attention, linear_attention_reference
-from derived_attention.attention.mixture import (
-    linear_mixture_attention,
-    linear_mixture_attention_reference,
-    mixture_attention,
-)
-from derived_attention.attention.normalized import (
-    normalized_attention,
-    normalized_attention_reference,
-)
-from derived_attention.attention.scaled import (
-    scaled_attention,
-    scaled_attention_reference,
-    scaled_normalized_attention,
-    scaled_normalized_attention_reference,
-)
-from derived_attention.attention.shifted_mixture import shifted_keys, shifted_mixture_attention
-from derived_attention.attention.softmax import causal_mask, softmax_attention_reference
-from derived_attention.attention.sparse import (
-    fixed_attention,
-    fixed_attention_reference,
-    strided_attention,
-    strided_attention_reference,
-    window_attention,
-    window_attention_reference,
-)
+from derived_attention.attention.masks import causal_mask
+from derived_attention.attention.mechanisms import MECHANISMS, Entry
+from derived_attention.attention.shifted_mixture import shifted_keys
+from derived_attention.attention.softmax import softmax_attention_reference
 
 Attention = Callable[..., Tensor]  # (q, k, v, **options) -> output
-HEADS = 8
-GOAL_LENGTH = 4096  # goals are for this length: forward, in float32, on one thread of a CPU
+HEADS, DIM = 8, 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mechanism to time.
+    """Something to time.
 
     Attributes
     ----------
@@ -67,9 +39,9 @@ class Case:
         The options at a sequence length N. Tensors among them are parameters: they are brought to
         the inputs' dtype and device, and get a gradient.
     baseline : str
-        The name in `CASES` of what it is beside.
+        The name in `BASELINES` of what it is beside.
     goal : float, optional
-        Largest time as a share of the baseline's, at `GOAL_LENGTH`.
+        Largest time as a share of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
     """
@@ -77,31 +49,10 @@ class Case:
     label: str
     fast: Attention
     reference: Attention
-    options: Callable[[int], dict[str, Any]] = lambda N: {}
-    baseline: str = "sdpa"
+    options: Callable[[int], dict[str, Any]]
+    baseline: str
     goal: float | None = None
     reference_length: int = 1024
-
-
-def grid(N: int) -> tuple[int, int]:
-    """Rows and columns of the squarest image of N pixels."""
-    rows = next(r for r in range(math.isqrt(N), 0, -1) if N % r == 0)
-    return rows, N // rows
-
-
-def near_root(N: int) -> int:
-    """Largest power of two up to √N, the cheapest stride of sparse patterns."""
-    return 1 << (N.bit_length() - 1) // 2
-
-
-def is_causal(N: int) -> dict[str, Any]:
-    """Options of a causal case without others."""
-    return {"is_causal": True}
-
-
-def second_keys(k: Tensor) -> Tensor:
-    """Keys of a second component: as many and as random as the first, and other ones."""
-    return k.flip(-2)
 
 
 def dense_mixture(
@@ -121,24 +72,6 @@ def dense_mixture(
     return total / total.sum(-1, keepdim=True) @ v
 
 
-def two_keys(form: Attention) -> Attention:
-    """Give a mixture two keys for each token."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return form(q, torch.stack([k, second_keys(k)], -3), v, **options)
-
-    return attend
-
-
-def two_shifts(form: Attention) -> Attention:
-    """Give a mixture of shifted keys two shifts: as random as keys, since they are keys."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return form(q, k, v, shifts=k[0, :, :2], **options)
-
-    return attend
-
-
 def dense_shifted_mixture(
     q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
 ) -> Tensor:
@@ -146,11 +79,19 @@ def dense_shifted_mixture(
     return dense_mixture(q, shifted_keys(k, shifts), v, **options)
 
 
+# The references of mixtures take O(N²D): nobody's choice where memory counts.
+_DENSE: dict[str, Attention] = {
+    "mgk": dense_mixture,
+    "hard_mgk": functools.partial(dense_mixture, hard=True),
+    "smgk": dense_shifted_mixture,
+}
+
+
 def two_heads(form: Attention) -> Attention:
-    """Attend with twice the heads, one for each key of a mixture of two, and add up in pairs."""
+    """Attend with twice the heads, one for each key of `two_keys`, and add up in pairs."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        keys = torch.cat([k, second_keys(k)], -3)
+        keys = torch.cat([k, -k.flip(-2)], -3)
         both = form(torch.cat([q, q], -3), keys, torch.cat([v, v], -3), **options)
         first, second = both.chunk(2, -3)
         return first + second
@@ -158,118 +99,47 @@ def two_heads(form: Attention) -> Attention:
     return attend
 
 
-def hard(N: int) -> dict[str, Any]:
-    """Options of a mixture with the hard E-step."""
-    return {"hard": True}
+def _causal(options: dict[str, Any], is_causal: bool) -> dict[str, Any]:
+    return options | {"is_causal": True} if is_causal else options
 
 
-_scales = [1, 1, 2, 2, 4, 4, 8, 8]  # of HEADS heads
-_sdpa = (F.scaled_dot_product_attention, softmax_attention_reference)
-_linear = (linear_attention, linear_attention_reference)
-_normalized = (normalized_attention, normalized_attention_reference)  # its formula takes N²D
-_double = tuple(map(two_heads, _sdpa))
-_mixture = tuple(map(two_keys, (mixture_attention, dense_mixture)))
-_shifted = tuple(map(two_shifts, (shifted_mixture_attention, dense_shifted_mixture)))
-_linear_mixture = tuple(
-    map(two_keys, (linear_mixture_attention, linear_mixture_attention_reference))
-)
-_short, _long = 128, 2048
+def _baseline(heads: int, is_causal: bool) -> str:
+    return "sdpa" + "_double" * (heads == 2) + "_causal" * is_causal
 
-CASES: dict[str, Case] = {
-    "sdpa": Case("SDPA", *_sdpa),
-    "sdpa_causal": Case("SDPA, causal", *_sdpa, is_causal, "sdpa_causal"),
-    "linear": Case("linear", *_linear),
-    "linear_causal": Case("linear, causal", *_linear, is_causal, "sdpa_causal", goal=0.15),
-    "window": Case(
-        "window of 64",
-        *(window_attention, window_attention_reference),
-        lambda N: {"window": 64},
-        goal=0.10,
-    ),
-    "strided": Case(
-        "strided, every √N-th",
-        *(strided_attention, strided_attention_reference),
-        lambda N: {"stride": near_root(N)},
-    ),
-    "fixed": Case(
-        "fixed, blocks of √N",
-        *(fixed_attention, fixed_attention_reference),
-        lambda N: {"stride": near_root(N)},
-    ),
-    "normalized": Case("BN, recentred", *_normalized, goal=1.05, reference_length=_short),
-    "normalized_causal": Case(
-        "BN, recentred, causal",
-        *_normalized,
-        is_causal,
-        "sdpa_causal",
-        goal=1.10,
-        reference_length=_short,
-    ),
-    "normalized_full": Case(
-        "BN, full",
-        *_normalized,
-        lambda N: {"eps": 1e-5},
-        goal=1.05,
-        reference_length=_short,
-    ),
-    "normalized_full_causal": Case(
-        "BN, full, causal",
-        *_normalized,
-        lambda N: {"eps": 1e-5, "is_causal": True},
-        "sdpa_causal",
-        goal=1.10,
-        reference_length=_short,
-    ),
-    "scaled": Case(
-        "SH",
-        *(scaled_attention, scaled_attention_reference),
-        lambda N: {"scales": _scales},
-        goal=0.52,
-    ),
-    "scaled_normalized": Case(
-        "BN+SH",
-        *(scaled_normalized_attention, scaled_normalized_attention_reference),
-        lambda N: {"scales": _scales},
-        goal=0.52,
-        reference_length=_short,
-    ),
-    "conv1d": Case(
-        "Conv1D, 5 taps",
-        *(conv1d_attention, conv1d_attention_reference),
-        lambda N: {"weight": torch.linspace(0.1, 0.3, 5)},
-        goal=1.10,
-    ),
-    "conv2d": Case(
-        "Conv2D, 3×3 taps",
-        *(conv2d_attention, conv2d_attention_reference),
-        lambda N: {"weight": torch.linspace(0.05, 0.2, 9).view(3, 3), "grid": grid(N)},
-    ),
-    "sdpa_double": Case("SDPA, twice the heads", *_double, baseline="sdpa_double"),
-    "sdpa_double_causal": Case(
-        "SDPA, twice the heads, causal", *_double, is_causal, "sdpa_double_causal"
-    ),
-    "mixture": Case(
-        "MGK, 2 keys", *_mixture, baseline="sdpa_double", goal=1.15, reference_length=_long
-    ),
-    "mixture_causal": Case(
-        "MGK, 2 keys, causal",
-        *_mixture,
-        is_causal,
-        "sdpa_double_causal",
-        goal=1.20,
-        reference_length=_long,
-    ),
-    "mixture_hard": Case(
-        "MGK, 2 keys, hard", *_mixture, hard, "sdpa_double", goal=1.10, reference_length=_long
-    ),
-    "mixture_shifted": Case(
-        "sMGK, 2 shifts", *_shifted, baseline="sdpa_double", goal=1.00, reference_length=_long
-    ),
-    "mixture_shifted_causal": Case(
-        "sMGK, 2 shifts, causal", *_shifted, is_causal, "sdpa_double_causal", reference_length=_long
-    ),
-    "linear_mixture": Case("MLK, 2 keys", *_linear_mixture, baseline="sdpa_double"),
-    "linear_mixture_causal": Case(
-        "MLK, 2 keys, causal", *_linear_mixture, is_causal, "sdpa_double_causal", goal=0.15
-    ),
+
+def _baselines() -> dict[str, Case]:
+    found = {}
+    forms = (F.scaled_dot_product_attention, softmax_attention_reference)
+    for heads, label in ((1, "SDPA"), (2, "SDPA, twice the heads")):
+        for causal in (False, True):
+            name = _baseline(heads, causal)
+            found[name] = Case(
+                label + ", causal" * causal,
+                *(forms if heads == 1 else map(two_heads, forms)),
+                lambda N, causal=causal: _causal({}, causal),
+                name,
+            )
+    return found
+
+
+def _case(name: str, entry: Entry, is_causal: bool) -> Case:
+    def with_keys(form: Attention) -> Attention:
+        return lambda q, k, v, **options: form(q, entry.keys(k), v, **options)
+
+    return Case(
+        ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
+        with_keys(entry.fast),
+        with_keys(_DENSE.get(name, entry.reference)),
+        lambda N: _causal(entry.options(N, HEADS, DIM), is_causal),
+        _baseline(entry.heads, is_causal),
+        entry.goals.get("causal" if is_causal else "full"),
+        entry.reference_length,
+    )
+
+
+BASELINES = _baselines()
+CASES = {
+    name + "_causal" * is_causal: _case(name, entry, is_causal)
+    for name, entry in MECHANISMS.items()
+    for is_causal in ((False, True) if entry.causal else (False,))
 }

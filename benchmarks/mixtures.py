@@ -1,8 +1,8 @@
 """Train mixtures of keys beside softmax and linear attention: ``python -m benchmarks.mixtures``.
 
 About an hour and a half on one thread of a CPU. A run that has finished is not repeated: start it
-again after a break, or one experiment at a time. The results go to ``benchmarks/results``, from
-where chapter 10 shows them.
+again after a break, or one experiment at a time. The results go to `derived_attention.recorded`,
+from where chapter 10 reads them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.table import EXPERIMENT_SCHEMA, RESULTS, experiment_caption, experiment_table
+from benchmarks.table import experiment_caption, experiment_table
 from benchmarks.table import markdown as as_markdown
-from derived_attention import tasks
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.softmax import MultiheadAttention, softmax_attention
+from derived_attention import (
+    MixtureAttention,
+    MultiheadAttention,
+    identity_attention,
+    linear_attention,
+    tasks,
+    uniform_attention,
+)
 from derived_attention.experiments import run_grid
 from derived_attention.measure import machine
+from derived_attention.models import Config
+from derived_attention.recorded import FOLDER, SCHEMA
 from derived_attention.runtime import write_atomically
 
 SEEDS = 3
 Arm = tuple[Callable[..., Any], int]  # attention and heads
-
-
-def uniform(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-    """Attend to all that may be attended alike: a control."""
-    return softmax_attention(0 * q, k, v, **masks)
-
-
-def alone(q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-    """Attend to oneself only: a control."""
-    return v
 
 
 def arms(heads: int, width: int) -> dict[str, Arm]:
@@ -67,8 +62,8 @@ def arms(heads: int, width: int) -> dict[str, Arm]:
         f"sMLK, {half} heads": (partial(mixed, linear=True, shifted=True), half),
         f"multi-query softmax, {heads} heads": (partial(plain, kv_heads=1), heads),
         f"multi-query MGK, {half} heads": (partial(mixed, kv_heads=1), half),
-        "control: uniform weights": (partial(plain, attention=uniform), heads),
-        "control: no mixing": (partial(plain, attention=alone), heads),
+        "control: uniform weights": (partial(plain, attention=uniform_attention), heads),
+        "control: no mixing": (partial(plain, attention=identity_attention), heads),
     }
 
 
@@ -77,22 +72,30 @@ MAIN = (0, 1, 2, 3, 4)  # places in `arms` of what the slow experiments train
 
 def language(arm: str, **settings: Any) -> dict[str, float]:
     """Model a text."""
-    return tasks.language(*arms(4, 16)[arm], **settings)
+    attention, heads = arms(4, 16)[arm]
+    config = Config(dim=64, heads=heads, dropout=0.0, attention=attention)
+    return tasks.language(config, **settings)
 
 
 def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Classify time series."""
-    return tasks.series(name, *arms(8, 8)[arm], layers=1, **settings)
+    attention, heads = arms(8, 8)[arm]
+    config = Config(dim=64, heads=heads, layers=1, attention=attention)
+    return tasks.series(config, name, **settings)
 
 
 def listops(arm: str, **settings: Any) -> dict[str, float]:
     """Evaluate lists."""
-    return tasks.listops(*arms(4, 8)[arm], **settings)
+    attention, heads = arms(4, 8)[arm]
+    config = Config(dim=32, heads=heads, hidden=64, attention=attention)
+    return tasks.listops(config, **settings)
 
 
 def translation(arm: str, **settings: Any) -> dict[str, float]:
     """Translate German into English."""
-    return tasks.translation(*arms(4, 16)[arm], **settings)
+    attention, heads = arms(4, 16)[arm]
+    config = Config(dim=64, heads=heads, dropout=0.0, attention=attention)
+    return tasks.translation(config, **settings)
 
 
 def experiment(
@@ -104,7 +107,14 @@ def experiment(
     **settings: Any,
 ) -> dict[str, Any]:
     """Describe an experiment; `columns` are (metric, heading, factor, decimals)."""
-    return locals()
+    return {
+        "title": title,
+        "function": function,
+        "names": names,
+        "columns": columns,
+        "seeds": seeds,
+        "settings": settings,
+    }
 
 
 ACCURACY = (("accuracy", "accuracy in %", 100, 1), ("best", "best test epoch", 100, 1))
@@ -154,7 +164,7 @@ def run(name: str, device: str) -> dict[str, Any]:
     results = run_grid(plan["function"], grid)
     rows = [{k: v for k, v in row.items() if k not in settings} for row in results]
     return {
-        "schema": EXPERIMENT_SCHEMA,
+        "schema": SCHEMA,
         "title": plan["title"],
         "device": device,
         "machine": machine(),
@@ -176,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         data = run(name, device)
         text = json.dumps(data, indent=1) + "\n"
-        write_atomically(RESULTS / f"mixtures_{name}_{device}.json", text.encode())
+        write_atomically(FOLDER / f"mixtures_{name}_{device}.json", text.encode())
         print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)
     return 0
 

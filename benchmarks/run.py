@@ -1,4 +1,4 @@
-"""Measure every case: time in rounds with its baseline, and extra memory as N doubles."""
+"""Measure cases: time in rounds with their baseline, and extra memory as N doubles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cases import CASES, GOAL_LENGTH, HEADS, Attention
+from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Attention, Case
 from benchmarks.table import (
     MODES,
     NOTE,
@@ -25,12 +25,13 @@ from benchmarks.table import (
     caption,
     markdown,
     memory_table,
+    slug,
     time_table,
 )
 from derived_attention.measure import count_flops, machine, peak_bytes
 from derived_attention.runtime import write_atomically
 
-BATCH, DIM = 1, 64
+BATCH = 1
 MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
 LENGTHS = {"cpu": [1024, 4096], "cuda": [1024, 4096, 16384]}
 ROUNDS = {"cpu": 9, "cuda": 50}
@@ -97,26 +98,35 @@ def quartiles(values: np.ndarray) -> dict[str, float]:
 
 
 def time_cases(
-    names: Sequence[str], length: int, dtype: torch.dtype, mode: str, rounds: int, device: str
-) -> list[dict[str, Any]]:
-    """Time cases of one length, dtype and mode, each with its baseline: a row of results for each.
+    baseline: str,
+    names: Sequence[str],
+    length: int,
+    dtype: torch.dtype,
+    mode: str,
+    rounds: int,
+    device: str,
+) -> dict[str, dict[str, Any]]:
+    """Time cases with their baseline, at one length and in one dtype and mode: a row for each.
 
     A ratio is taken within each round, so that a slow minute of the machine cancels.
     """
     tensors = inputs(length, dtype, device, training=mode != MODES[0])
-    rows = []
-    for baseline in dict.fromkeys(CASES[name].baseline for name in names):
-        group = [name for name in names if CASES[name].baseline == baseline]
-        calls = {n: call(CASES[n].fast, tensors, CASES[n].options(length)) for n in group}
-        taken = time_rounds(calls, rounds, device)
-        operations = {name: count_flops(fn) for name, fn in calls.items()}
-        for name in group:
-            row = {"case": name, "length": length, "dtype": dtype_name(dtype), "mode": mode}
-            row["seconds"] = quartiles(taken[name])
-            row["ratio"] = quartiles(taken[name] / taken[baseline])
-            row["operations"] = operations[name] / operations[baseline]
-            rows.append(row | {"met": goal_met(row, device)})
-    return rows
+    cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
+    calls = {n: call(case.fast, tensors, case.options(length)) for n, case in cases.items()}
+    taken = time_rounds(calls, rounds, device)
+    operations = {name: count_flops(fn) for name, fn in calls.items()}
+    return {
+        name: {
+            "length": length,
+            "dtype": dtype_name(dtype),
+            "mode": mode,
+            "seconds": quartiles(taken[name]),
+            "baseline_seconds": quartiles(taken[baseline]),
+            "ratio": quartiles(taken[name] / taken[baseline]),
+            "operations": operations[name] / operations[baseline],
+        }
+        for name in names
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -124,25 +134,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def goal_met(row: Mapping[str, Any], device: str) -> bool | None:
-    """Say whether a row reaches its case's goal; None where it has none."""
-    goal = CASES[row["case"]].goal
-    meant = {"length": GOAL_LENGTH, "dtype": "float32", "mode": MODES[0]}
-    if goal is None or device != "cpu" or not meant.items() <= row.items():
-        return None
-    return bool(row["ratio"]["median"] <= goal)
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 
-def weigh(name: str, form: str, mode: str, longest: int, device: str) -> dict[str, Any]:
+def weigh(case: Case, form: str, mode: str, longest: int, device: str) -> dict[str, Any]:
     """Measure the extra memory of one form of a case at two lengths.
 
     Allocations are counted, not the resident memory of the process: the numbers are exact, and the
     same every time.
     """
-    case, length = CASES[name], max(1, min(longest // 2, MEMORY_LENGTH))
+    length = max(1, min(longest // 2, MEMORY_LENGTH))
     if form == "reference":
         length = min(length, case.reference_length)
     lengths, sizes = [length, 2 * length], []
@@ -150,39 +151,89 @@ def weigh(name: str, form: str, mode: str, longest: int, device: str) -> dict[st
         tensors = inputs(n, torch.float32, device, training=mode != MODES[0])
         fn = call(getattr(case, form), tensors, case.options(n))
         sizes.append(peak_bytes(fn, device=device))
-    return {"case": name, "form": form, "mode": mode, "lengths": lengths, "bytes": sizes}
+    return {"form": form, "mode": mode, "lengths": lengths, "bytes": sizes}
+
+
+def weigh_forms(name: str, case: Case, longest: int, device: str) -> list[dict[str, Any]]:
+    """Measure both forms of a case in both modes."""
+    progress(f"memory: {name}")
+    return [weigh(case, f, mode, longest, device) for f in ("fast", "reference") for mode in MODES]
 
 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def run(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) -> dict[str, Any]:
-    """Measure `names` at `lengths`, and return what the results file holds."""
-    if device == "cpu":
-        torch.set_num_threads(1)
-    times, memory = [], []
+def run(
+    baseline: str, names: Sequence[str], lengths: Sequence[int], rounds: int, device: str
+) -> dict[str, dict[str, Any]]:
+    """Measure cases of one baseline at `lengths`: what the results file of each is to hold."""
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for length in lengths:
         for dtype in DTYPES[device]:
             for mode in MODES:
-                progress(f"time: N = {length}, {dtype_name(dtype)}, {mode}")
-                times += time_cases(names, length, dtype, mode, rounds, device)
-    for name in names:
-        progress(f"memory: {name}")
-        for form in ("fast", "reference"):
-            memory += [weigh(name, form, mode, max(lengths), device) for mode in MODES]
-    settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": list(lengths), "rounds": rounds}
-    settings["dtypes"] = [dtype_name(dtype) for dtype in DTYPES[device]]
-    kept = ("label", "baseline", "goal")
+                progress(f"time: {', '.join(names)}; N = {length}, {dtype_name(dtype)}, {mode}")
+                rows = time_cases(baseline, names, length, dtype, mode, rounds, device)
+                for name, row in rows.items():
+                    times[name].append(row)
+    beside = weigh_forms(baseline, BASELINES[baseline], max(lengths), device)
     return {
-        "schema": SCHEMA,
-        "device": device,
-        "machine": machine(),
-        "commit": commit(),
-        "settings": settings,
-        "cases": {name: {key: getattr(CASES[name], key) for key in kept} for name in names},
-        "times": times,
-        "memory": memory,
+        name: {
+            "schema": SCHEMA,
+            **title(CASES[name]),
+            "device": device,
+            "machine": machine(),
+            "commit": commit(),
+            "settings": settings(CASES[name], lengths, device),
+            "rounds": rounds,
+            "times": times[name],
+            "memory": weigh_forms(name, CASES[name], max(lengths), device),
+            "baseline_memory": beside,
+        }
+        for name in names
     }
+
+
+def title(case: Case) -> dict[str, Any]:
+    """Return what a file says of its case that can change without measuring again."""
+    beside = {"name": case.baseline, "label": BASELINES[case.baseline].label}
+    return {"label": case.label, "goal": case.goal, "baseline": beside}
+
+
+def settings(case: Case, lengths: Sequence[int], device: str) -> dict[str, Any]:
+    """Return what the numbers of a case depend on, as JSON has it; of tensors, the shape."""
+    options = case.options(max(lengths)).items()
+    many = (Tensor, list, tuple)
+    return {
+        "B": BATCH,
+        "H": HEADS,
+        "D": DIM,
+        "lengths": list(lengths),
+        "dtypes": [dtype_name(dtype) for dtype in DTYPES[device]],
+        "options": {
+            name: list(getattr(x, "shape", x)) if isinstance(x, many) else x for name, x in options
+        },
+    }
+
+
+def outdated(path: Path, case: Case, lengths: Sequence[int], device: str) -> bool:
+    """Say whether a case has no results yet, or results for other settings."""
+    if not path.exists():
+        return True
+    data = json.loads(path.read_text("utf8"))
+    return data.get("schema") != SCHEMA or data["settings"] != settings(case, lengths, device)
+
+
+def rename(folder: Path) -> None:
+    """Bring labels and goals in the results of all machines in step with the registry."""
+    for path in folder.glob("*/*.json"):
+        data = json.loads(path.read_text("utf8"))
+        if path.stem in CASES and data != (new := data | title(CASES[path.stem])):
+            save(path, new)
+
+
+def save(path: Path, data: Mapping[str, Any]) -> None:
+    """Write results, wholly or not at all."""
+    write_atomically(path, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def commit() -> str | None:
@@ -220,38 +271,59 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         nargs="+",
         choices=CASES,
         metavar="NAME",
-        help=f"of {', '.join(CASES)}; default all. What they are beside comes with them",
+        help=f"of {', '.join(CASES)}; default: those without results of this machine, or with "
+        "results for other options",
     )
+    parser.add_argument("--all", action="store_true", help="measure all cases, also once more")
     parser.add_argument(
-        "--lengths", nargs="+", type=whole, metavar="N", help=f"default {LENGTHS[device]}"
+        "--lengths",
+        nargs="+",
+        type=whole,
+        metavar="N",
+        help=f"default {LENGTHS[device]}; others are a trial that writes no results "
+        "unless --output says where",
     )
     parser.add_argument("--rounds", type=whole, default=ROUNDS[device], help="default %(default)s")
     parser.add_argument(
         "--output",
         type=Path,
-        help="where to write the results as JSON; default for all cases and lengths is the file "
-        "of benchmarks/results that the book shows, and for a part of them none",
+        metavar="FOLDER",
+        help="where results are, a folder for each machine and in it a file for each case; "
+        "default benchmarks/results, which the book shows",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the results, and print their tables."""
+    """Measure what is to be measured, write the results, and print their tables."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
     options = parse(arguments, device)
-    output = options.output
-    if output is None and options.cases is None and options.lengths is None:
-        output = RESULTS / f"attention_{device}.json"
-    chosen = set(options.cases or CASES)
-    chosen |= {CASES[name].baseline for name in chosen}
-    names = [name for name in CASES if name in chosen]
     lengths = sorted(set(options.lengths or LENGTHS[device]))
-    data = run(names, lengths, options.rounds, device)
-    if output is not None:
-        write_atomically(output, (json.dumps(data, indent=1) + "\n").encode())
-    print(f"{caption(data)}.\n{NOTE}\n")
+    results, here = options.output or RESULTS, slug(machine())
+    trial = options.lengths is not None and options.output is None
+    names = options.cases or [
+        name
+        for name, case in CASES.items()
+        if options.all or trial or outdated(results / here / f"{name}.json", case, lengths, device)
+    ]
+    if not trial:
+        rename(results)
+    if not names:
+        print(f"All cases have results in {results / here}; --all measures them again.")
+        return 0
+    done: dict[str, dict[str, Any]] = {}
+    for baseline in dict.fromkeys(CASES[name].baseline for name in names):
+        group = [name for name in CASES if name in names and CASES[name].baseline == baseline]
+        measured = run(baseline, group, lengths, options.rounds, device)
+        done |= measured
+        if not trial:
+            for name, data in measured.items():
+                save(results / here / f"{name}.json", data)
+    print(f"{caption(done)}.\n{NOTE}\n")
     for length in lengths:
-        print(markdown(time_table([data], length=length)) + "\n")
+        print(markdown(time_table({here: done}, length=length)) + "\n")
     print("Extra memory at its peak, and its growth from half that length:\n")
-    print(markdown(memory_table(data)))
+    print(markdown(memory_table(done)))
     return 0

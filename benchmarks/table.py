@@ -6,56 +6,78 @@ Needs nothing but Python, so that the book's build can import it.
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
-EXPERIMENT_SCHEMA = 1
+SCHEMA = 2
 RESULTS = Path(__file__).parent / "results"
 MODES = ("forward", "forward + backward")
+GOAL = {"length": 4096, "dtype": "float32", "mode": MODES[0]}  # of what rows goals are, on CPUs
 NOTE = (
     "Operations are those of the products of matrices, as a share of those that SDPA would take "
-    "without a mask. A goal is for the forward pass."
+    "without a mask. A goal is for the forward pass on one thread of a CPU, and holds if it holds "
+    "on every one that was measured."
 )
 
+Files = dict[str, dict[str, Any]]  # by case
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
-def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read the results of each kind of device that has been measured, the CPU's first.
+def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str, Files]:
+    """Read results by machine and by case: those of CPUs first.
+
+    Parameters
+    ----------
+    names : iterable of str, optional
+        Cases; default all.
+    folder : Path
+        Has a folder for each machine, with a file for each case.
 
     Raises
     ------
     ValueError
         If a file was written under another schema.
     """
-    found = []
-    for path in (folder / f"attention_{kind}.json" for kind in ("cpu", "cuda")):
-        if path.exists():
+    found: dict[str, Files] = {}
+    for name in ["*"] if names is None else names:
+        for path in sorted(folder.glob(f"*/{name}.json")):
             data = json.loads(path.read_text("utf8"))
-            if data.get("schema") != SCHEMA:
+            if (schema := data.get("schema")) != SCHEMA:
                 raise ValueError(
-                    f"{path.name} has schema {data.get('schema')}; expected {SCHEMA}: "
+                    f"{path.parent.name}/{path.name} has schema {schema}; expected {SCHEMA}: "
                     "run python -m benchmarks again"
                 )
-            found.append(data)
-    return found
+            found.setdefault(path.parent.name, {})[path.stem] = data
+    return dict(sorted(found.items(), key=lambda item: (_first(item[1])["device"], item[0])))
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """Return what a machine is called: its GPU, or else its processor."""
+    name = machine["gpu"] or machine["processor"]
+    return " ".join(re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b", " ", name).split())
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """Return the name of a machine's folder."""
+    return re.sub(r"[^a-z0-9]+", "-", machine_name(machine).lower()).strip("-")
 
 
 def time_table(
-    results: Sequence[dict[str, Any]], names: Iterable[str] | None = None, length: int = 4096
+    results: dict[str, Files], names: Iterable[str] | None = None, length: int = GOAL["length"]
 ) -> Table:
     """Time as a share of the baseline's: median over the rounds, and the quartiles beside it.
 
     Parameters
     ----------
-    results : sequence of dict
-        What `load` returns; each device and dtype of each gets its columns.
+    results : dict
+        What `load` returns; each dtype of each machine gets its columns, with empty cells for what
+        it has not measured.
     names : iterable of str, optional
-        Cases, each to be found in all `results`; default all of the first. Their baselines come
-        first, with the time that is 1.
+        Cases; default all. Their baselines come first, with the time that is 1: its range, where
+        cases were measured at other times.
     length : int
         N.
 
@@ -67,81 +89,86 @@ def time_table(
     Raises
     ------
     ValueError
-        If `results` is empty, or does not have what is asked for.
+        If no machine has what is asked for.
     """
-    cases, names = _choose(results, names)
-    columns = [
-        (data, dtype, mode)
-        for data in results
-        for dtype in data["settings"]["dtypes"]
-        for mode in MODES
+    cases = _choose(results, names)
+    kinds = [
+        (machine, dtype)
+        for machine, files in results.items()
+        for dtype in dict.fromkeys(d for data in files.values() for d in data["settings"]["dtypes"])
     ]
-    kinds = {(data["device"], dtype) for data, dtype, _ in columns}
+    rows = {
+        name: [_time(results[m].get(name), length, d, mode) for m, d in kinds for mode in MODES]
+        for name in cases
+    }
     header = [f"time, N = {length}", "beside", "operations", "goal"]
-    for data, dtype, mode in columns:
-        header.append(mode if len(kinds) == 1 else f"{mode} ({data['device'].upper()}, {dtype})")
-    rows = []
-    for name in names:
-        found = [_time(data, name, length, dtype, mode) for data, dtype, mode in columns]
-        case, baseline = cases[name], cases[cases[name]["baseline"]]
-        if case is baseline:
-            times = [f"1 = {_seconds(row['seconds']['median'])}" for row in found]
-            rows.append([case["label"], "", "", "", *times])
-        else:
-            front = [case["label"], baseline["label"], f"{found[0]['operations']:.2g}"]
-            front.append(_goal(case["goal"], found))
-            rows.append([*front, *(_share(row["ratio"]) for row in found)])
-    return header, rows
+    for machine, dtype in kinds:
+        of = f" ({machine_name(_first(results[machine])['machine'])}, {dtype})"
+        header += [mode + of * (len(kinds) > 1) for mode in MODES]
+    lines = []
+    for baseline, group in _baselines(cases).items():
+        beside = zip(*(rows[name] for name in group), strict=True)
+        lines.append([baseline, "", "", "", *map(_seconds, beside)])
+    for name, case in cases.items():
+        found = [row for row in rows[name] if row]
+        if not found:
+            raise ValueError(f"no results for {name} at N = {length}")
+        front = [case["label"], case["baseline"]["label"], f"{found[0]['operations']:.2g}"]
+        goal = _goal(name, case["goal"], results) if length == GOAL["length"] else ""
+        lines.append([*front, goal, *map(_share, rows[name])])
+    return header, lines
 
 
-def memory_table(data: dict[str, Any], names: Iterable[str] | None = None) -> Table:
+def memory_table(files: Files) -> Table:
     """Extra memory at its peak, and its growth from half that length: mechanisms and formulas.
 
     The last column is how many times as much the formula needs, where both are of one length.
 
-    Arguments, result and errors are those of `time_table`, for the results of one device.
+    Parameters
+    ----------
+    files : dict
+        Results of one machine, by case.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
     """
-    cases, names = _choose([data], names)
-    header = ["extra memory"]
+    header = [f"extra memory, {machine_name(_first(files)['machine'])}"]
     header += [part + column for part in ("", "formula: ") for column in ("N", *MODES)]
     header.append("formula, forward, times as much")
-    rows = []
-    for name in names:
-        row = [cases[name]["label"]]
-        for form in ("fast", "reference"):
-            wanted = {"case": name, "form": form}
-            found = [x for x in data["memory"] if wanted.items() <= x.items()]
-            row += [str(found[0]["lengths"][1]), *map(_growth, found)]
-        rows.append([*row, _times_as_much(data, name)])
-    return header, rows
+    rows = {label: files[names[0]]["baseline_memory"] for label, names in _baselines(files).items()}
+    rows |= {data["label"]: data["memory"] for data in files.values()}
+    return header, [[label, *_memory(found)] for label, found in rows.items()]
 
 
-def caption(data: dict[str, Any]) -> str:
-    """One line on where the numbers of a device come from."""
-    machine, settings = data["machine"], data["settings"]
-    where = machine["gpu"] or f"{machine['processor']}, threads: {machine['threads']}"
+def of_each_kind(results: dict[str, Files]) -> list[Files]:
+    """Return the results of one CPU and of one GPU: memory is counted, not timed.
+
+    Of several of a kind it is the one that has most cases.
+    """
+    kinds: dict[str, Files] = {}
+    for files in sorted(results.values(), key=len, reverse=True):
+        kinds.setdefault(_first(files)["device"], files)
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def caption(files: Files) -> str:
+    """One line on where the numbers of a machine come from."""
+
+    def all_of(values: Iterable[Any]) -> str:
+        return " and ".join(dict.fromkeys(map(str, values)))
+
+    machines = [data["machine"] for data in files.values()]
+    settings, where = _first(files)["settings"], machine_name(machines[0])
+    if machines[0]["gpu"] is None:
+        where += f", threads: {machines[0]['threads']}"
     sizes = ", ".join(f"{key} = {settings[key]}" for key in ("B", "H", "D"))
     return (
-        f"{where}; {sizes}; medians of {settings['rounds']} rounds, quartiles in brackets; "
-        f"PyTorch {machine['torch']}, {machine['date']}"
+        f"{where}; {sizes}; medians of {all_of(data['rounds'] for data in files.values())} rounds, "
+        f"quartiles in brackets; PyTorch {all_of(sorted(m['torch'] for m in machines))}, "
+        f"{all_of(sorted(m['date'] for m in machines))}"
     )
-
-
-def load_experiment(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read the results of an experiment, such as ``mixtures_language``, as `load` does.
-
-    Raises
-    ------
-    ValueError
-        If there are none, or they were written under another schema.
-    """
-    paths = [folder / f"{name}_{kind}.json" for kind in ("cpu", "cuda")]
-    found = [json.loads(path.read_text("utf8")) for path in paths if path.exists()]
-    if not found:
-        raise ValueError(f"there are no results of an experiment {name!r}")
-    if any(data.get("schema") != EXPERIMENT_SCHEMA for data in found):
-        raise ValueError(f"results of {name} have another schema; expected {EXPERIMENT_SCHEMA}")
-    return found
 
 
 def experiment_table(data: dict[str, Any]) -> Table:
@@ -191,55 +218,73 @@ def markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _choose(
-    results: Sequence[dict[str, Any]], names: Iterable[str] | None
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the cases of the first results, and the names asked for, after their baselines."""
-    if not results:
-        raise ValueError("results is empty; expected what load() finds after python -m benchmarks")
-    cases = results[0]["cases"]
+def _first(files: Files) -> dict[str, Any]:
+    return next(iter(files.values()))
+
+
+def _choose(results: dict[str, Files], names: Iterable[str] | None) -> Files:
+    """Return the cases asked for, as the first machine that has each describes them."""
+    cases: Files = {}
+    for files in results.values():
+        cases = files | cases
     names = list(cases if names is None else names)
-    missing = [name for name in names if not all(name in data["cases"] for data in results)]
-    if missing:
-        raise ValueError(f"no results for {', '.join(missing)}; there are {', '.join(cases)}")
-    baselines = [cases[name]["baseline"] for name in names]
-    return cases, list(dict.fromkeys([*baselines, *names]))
+    missing = [name for name in names if name not in cases]
+    if missing or not names:
+        raise ValueError(
+            f"no results for {', '.join(missing) or 'any case'}; there are {', '.join(cases)}"
+        )
+    return {name: cases[name] for name in names}
 
 
-def _time(data: dict[str, Any], name: str, length: int, dtype: str, mode: str) -> dict[str, Any]:
-    wanted = {"case": name, "length": length, "dtype": dtype, "mode": mode}
-    for row in data["times"]:
-        if wanted.items() <= row.items():
-            return row
-    raise ValueError(f"no result for {wanted} on {data['device']}")
+def _baselines(cases: Files) -> dict[str, list[str]]:
+    """Return the names of cases by the label of what they are beside."""
+    found: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        found.setdefault(case["baseline"]["label"], []).append(name)
+    return found
 
 
-def _goal(goal: float | None, rows: list[dict[str, Any]]) -> str:
-    """Goal and verdict, where one of the rows has a verdict."""
-    verdicts = [row["met"] for row in rows if row["met"] is not None]
-    return f"≤ {goal:.2f}: {'met' if all(verdicts) else 'missed'}" if verdicts else ""
+def _time(data: dict[str, Any] | None, length: int, dtype: str, mode: str) -> dict[str, Any] | None:
+    wanted = {"length": length, "dtype": dtype, "mode": mode}
+    rows = data["times"] if data else []
+    return next((row for row in rows if wanted.items() <= row.items()), None)
 
 
-def _share(ratio: dict[str, float]) -> str:
+def _goal(name: str, goal: float | None, results: dict[str, Files]) -> str:
+    """Goal and verdict, where a CPU has measured the case."""
+    found = {
+        machine_name(files[name]["machine"]): row["ratio"]["median"]
+        for files in results.values()
+        if name in files and files[name]["device"] == "cpu" and (row := _time(files[name], **GOAL))
+    }
+    if goal is None or not found:
+        return ""
+    missed = " and ".join(machine for machine, ratio in found.items() if ratio > goal)
+    return f"≤ {goal:.2f}: " + (f"missed on {missed}" if missed else "met")
+
+
+def _share(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    ratio = row["ratio"]
     return f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+def _seconds(rows: Iterable[dict[str, Any] | None]) -> str:
+    """Return the baseline's time, from the least to the greatest median."""
+    medians = sorted(row["baseline_seconds"]["median"] for row in rows if row)
+    texts = [f"{s:.2f} s" if s >= 1 else f"{1000 * s:.3g} ms" for s in medians]
+    return "1 = " + " to ".join(dict.fromkeys([texts[0], texts[-1]])) if texts else ""
 
 
-def _growth(row: dict[str, Any]) -> str:
-    before, after = row["bytes"]
-    size = f"{after / 2**20:.3g} MiB" if after < 1000 * 2**20 else f"{after / 2**30:.3g} GiB"
-    return f"{size}, ×{after / before:.1f}"
-
-
-def _times_as_much(data: dict[str, Any], name: str) -> str:
-    """Memory of the formula as a multiple of the mechanism's, where both are of one length."""
-    wanted = {"case": name, "mode": MODES[0]}
-    fast, formula = (
-        next(x for x in data["memory"] if (wanted | {"form": form}).items() <= x.items())
-        for form in ("fast", "reference")
-    )
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    """Cells for rows of both forms, each in both modes."""
+    (fast, _, formula, _) = rows
+    cells = []
+    for row in rows:
+        before, after = row["bytes"]
+        size = f"{after / 2**20:.3g} MiB" if after < 1000 * 2**20 else f"{after / 2**30:.3g} GiB"
+        length = [] if row["mode"] != MODES[0] else [str(row["lengths"][1])]
+        cells += [*length, f"{size}, ×{after / before:.1f}"]
     same = fast["lengths"] == formula["lengths"]
-    return f"{formula['bytes'][1] / fast['bytes'][1]:.0f}" if same else ""
+    return [*cells, f"{formula['bytes'][1] / fast['bytes'][1]:.0f}" if same else ""]

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from derived_attention import claims
+from derived_attention.attention import mechanisms
 
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
@@ -96,6 +97,19 @@ def test_the_errata_page_lists_just_what_is_wrong_as_printed(ledger):
     page = (HTML / "book" / "errata.html").read_text("utf8")
     wrong = {k for k, row in ledger.items() if row["verdict"] == "wrong as printed"}
     assert {i for i in claims.inventory() if f">{i}</span>" in page} == wrong
+
+
+def test_the_api_page_has_every_mechanism_and_module_with_public_signatures():
+    modules = book.attention_modules()
+    assert modules[:3] == ["softmax", "layer", "linear"]
+    assert len(modules) == len(list(Path(mechanisms.__file__).parent.glob("[!_]*.py")))
+    page = (HTML / "book" / "api.html").read_text("utf8")
+    for module in modules:
+        assert f'id="{mechanisms.PACKAGE}.{module}.' in page, module
+    for name, entry in mechanisms.MECHANISMS.items():
+        assert f"&quot;{name}&quot;</span>" in page, name
+        signature = page.partition(f'id="{mechanisms.PACKAGE}.{entry.function}"')[2]
+        assert "enable_gqa" in signature.partition("</dt>")[0], name
 
 
 @pytest.mark.parametrize("page", toc_pages())

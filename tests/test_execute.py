@@ -12,42 +12,22 @@ import execute
 
 @pytest.fixture
 def package(tmp_path):
-    """A package in which `top` imports `helper`, and `alone` imports nothing."""
+    """A package in which `softmax` imports `helper`, `alone` nothing, and `recorded` has data."""
     root = tmp_path / "derived_attention"
-    (root / "attention").mkdir(parents=True)
     files = {
         "__init__.py": "",
         "attention/__init__.py": "",
         "attention/softmax.py": "from derived_attention import helper\n",
         "helper.py": "VALUE = 1\n",
         "alone.py": "import math\n",
+        "inventory.csv": "id\n",
+        "recorded/__init__.py": "",
+        "recorded/scores.json": "[1]",
     }
     for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-def names(files, package):
-    return {f.relative_to(package).as_posix() for f in files}
-
-
-def test_dependencies_follow_imports_through_the_package(package):
-    code = "import numpy\nfrom derived_attention.attention.softmax import softmax_attention\n"
-    assert names(execute.dependencies(code, package), package) == {
-        "__init__.py", "attention/__init__.py", "attention/softmax.py", "helper.py",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import derived_attention.alone",
-        "from derived_attention import alone",
-        "def f():\n    from derived_attention.alone import x",
-    ],
-)
-def test_every_way_to_import_is_seen(code, package):
-    assert "alone.py" in names(execute.dependencies(code, package), package)
 
 
 def page(code):
@@ -61,18 +41,26 @@ def digest(package, monkeypatch):
     return lambda code, **settings: execute.digest(page(code), settings)
 
 
-def test_a_change_in_an_imported_module_changes_the_digest(digest, package):
-    code = "from derived_attention.attention.softmax import f"
-    before = digest(code)
-    (package / "helper.py").write_text("VALUE = 2\n")
-    assert digest(code) != before
+SOFTMAX = "from derived_attention.attention.softmax import f"
+RECORDED = "from derived_attention import recorded"
 
 
-def test_a_change_in_another_module_does_not(digest, package):
-    code = "from derived_attention.attention.softmax import f"
+@pytest.mark.parametrize(
+    ("code", "file", "text", "differs"),
+    [
+        (SOFTMAX, "helper.py", "VALUE = 2\n", True),
+        (SOFTMAX, "helper.py", '"""What it is."""\n\nVALUE = 1  # one\n', False),
+        (SOFTMAX, "alone.py", "import cmath\n", False),
+        (SOFTMAX, "inventory.csv", "id\n000.eq1\n", True),
+        (SOFTMAX, "recorded/scores.json", "[2]", False),
+        (RECORDED, "recorded/scores.json", "[2]", True),
+        ("import math", "inventory.csv", "id\n000.eq1\n", False),
+    ],
+)
+def test_what_a_page_imports_changes_its_digest(digest, package, code, file, text, differs):
     before = digest(code)
-    (package / "alone.py").write_text("import cmath\n")
-    assert digest(code) == before
+    (package / file).write_text(text)
+    assert (digest(code) != before) is differs
 
 
 def test_code_and_settings_change_the_digest(digest):
@@ -86,22 +74,30 @@ def test_ipython_lines_do_not_stop_the_analysis(digest):
     assert digest("%matplotlib inline\n!ls\nimport derived_attention.alone")
 
 
+STORE = """import os, pathlib
+runs = pathlib.Path(os.environ["DERIVED_ATTENTION_RUNS"])
+runs.mkdir()
+(runs / "a.json").touch()"""
+
+
 def test_a_failing_page_is_reported_and_not_cached(tmp_path, monkeypatch, capsys):
     (tmp_path / "book").mkdir()
     (tmp_path / "src" / "derived_attention").mkdir(parents=True)
     (tmp_path / "constraints.txt").write_text("")
     front = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n\n# Page\n\n"
     (tmp_path / "book" / "01_bad.md").write_text(front + "```{code-cell}\n1 / 0\n```\n")
-    (tmp_path / "book" / "02_good.md").write_text(front + "```{code-cell}\nprint(6 * 7)\n```\n")
+    (tmp_path / "book" / "02_good.md").write_text(front + f"```{{code-cell}}\n{STORE}\n```\n")
     (tmp_path / "book" / "prose.md").write_text("# No code here\n")
     for name, value in {
         "ROOT": tmp_path, "CACHE": tmp_path / "cache", "RECORD": tmp_path / "record.json",
+        "RUNS": tmp_path / "runs",
     }.items():  # fmt: skip
         monkeypatch.setattr(execute, name, value)
     assert execute.main() == 1
     output = capsys.readouterr()
     assert "FAILED 01_bad.md" in output.err and "ZeroDivisionError" in output.err
     assert "executed 02_good.md" in output.out
+    assert [p.name for p in (tmp_path / "runs").rglob("*")] == ["02_good", "a.json"]
     (tmp_path / "book" / "01_bad.md").write_text(front + "```{code-cell}\n1 / 1\n```\n")
     assert execute.main() == 0
     output = capsys.readouterr().out

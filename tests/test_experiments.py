@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -164,10 +163,9 @@ def test_what_does_not_matter_is_not_noticed(page):
     )
 
 
-def test_package_torch_and_profile_are_part_of_the_key(page, monkeypatch):
+def test_torch_and_profile_are_part_of_the_key(page, monkeypatch):
     page.run()
     for change in (
-        lambda patch: patch.setattr(experiments, "PACKAGE", "another source"),
         lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
         lambda patch: patch.setenv("DERIVED_ATTENTION_PROFILE", "full"),
     ):
@@ -177,27 +175,28 @@ def test_package_torch_and_profile_are_part_of_the_key(page, monkeypatch):
         assert page.run()[1] == 0
 
 
-def test_package_digest_covers_every_module(tmp_path):
-    """In a copy of the package, a change of any file changes the digest."""
-    import shutil
-    from pathlib import Path
+LOCAL = ("seed_everything(seed)", "from derived_attention import claims")
 
-    copy = tmp_path / "derived_attention"
-    shutil.copytree(Path(experiments.__file__).parent, copy)
-    code = "from derived_attention.experiments import PACKAGE as p, __file__ as f; print(p, f)"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
-    def seen():
-        out = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
-        )
-        return out.stdout.decode().split(" ", 1)
-
-    before = seen()
-    assert before[0] == experiments.PACKAGE and before[1].startswith(str(tmp_path))
-    with open(copy / "attention" / "softmax.py", "a") as file:
-        file.write("# changed\n")
-    assert seen()[0] != before[0]
+@pytest.mark.parametrize(
+    ("module", "line", "edits", "runs"),
+    [
+        ("attention.softmax", "X = 1", [], 1),  # a mechanism in a dict that the function reads
+        ("attention", "X = 1", [], 1),  # the package that it lies in
+        ("runtime", "X = 1", [], 1),
+        ("runtime", "X = 1", [LOCAL], 1),  # the class of a value that is read
+        ("runtime", "# a comment", [], 0),
+        ("claims", "X = 1", [], 0),  # not reached
+        ("claims", "X = 1", [LOCAL], 1),  # imported in the function
+    ],
+)
+def test_the_package_counts_as_far_as_the_function_reaches(
+    page, monkeypatch, module, line, edits, runs
+):
+    page.run(*edits, grid=[{"seed": 0}])
+    texts, name = experiments.PACKAGE.texts, f"derived_attention.{module}"
+    monkeypatch.setitem(texts, name, f"{texts[name]}\n{line}\n")
+    assert page.run(*edits, grid=[{"seed": 0}])[1] == runs
 
 
 def test_closures_decorators_and_recursion(tmp_path):

@@ -10,7 +10,7 @@ import sklearn.datasets
 import torch
 
 from derived_attention.data import images
-from derived_attention.data.images import cut_patches, join_patches, load_images
+from derived_attention.data.images import cut_patches, load_images
 
 NAMES = images.FASHION_FILES
 
@@ -44,8 +44,9 @@ def test_pixels_are_those_of_the_file():
     found, data = sklearn.datasets.load_digits(), load_images("digits", 2)
     train = found.images[:1197]
     for split, pixels in ((data.train, train), (data.test, found.images[1197:])):
-        actual = join_patches(split.x.double(), data.grid).numpy() * train.std() + train.mean()
-        np.testing.assert_allclose(actual, pixels, atol=1e-5)
+        expected = cut_patches(torch.from_numpy(pixels), 2)
+        actual = split.x.double() * train.std() + train.mean()
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     assert data.train.x.mean().abs() < 1e-6
     assert data.train.x.std(correction=0) == pytest.approx(1, abs=1e-6)
     assert data.train.y.tolist() + data.test.y.tolist() == found.target.tolist()
@@ -58,9 +59,8 @@ def test_patches_are_row_by_row():
     assert patches[0].tolist() == [0, 1, 6, 7]
     assert patches[1].tolist() == [2, 3, 8, 9]
     assert patches[3].tolist() == [12, 13, 18, 19]
-    assert torch.equal(join_patches(patches, (2, 3)), image)
     stack = torch.randn(2, 3, 4, 6)
-    assert torch.equal(join_patches(cut_patches(stack, 2), (2, 3)), stack)
+    assert torch.equal(cut_patches(stack, 2)[1, 2], cut_patches(stack[1, 2], 2))
 
 
 # --- Fashion-MNIST --------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def test_fashion_mnist_from_files(tmp_path, monkeypatch, place):
     data = load_images("fashion-mnist", 7)
     assert (data.grid, data.channels, data.length, data.classes) == ((4, 4), 49, 16, 10)
     assert (len(data.train), len(data.test)) == (30, 20)
-    pixels = join_patches(data.test.x, data.grid).numpy() * arrays[0].std() + arrays[0].mean()
-    np.testing.assert_allclose(pixels, arrays[2], atol=1e-3)
+    actual, pixels = data.test.x * arrays[0].std() + arrays[0].mean(), torch.from_numpy(arrays[2])
+    torch.testing.assert_close(actual, cut_patches(pixels, 7).float(), atol=1e-3, rtol=0)
     assert data.train.y.tolist() == arrays[1].tolist()
 
 

@@ -163,13 +163,6 @@ def test_a_seed_decides_everything():
     assert (np.random.get_state()[1] == state[1]).all()  # noqa: NPY002
 
 
-def test_without_brackets():
-    whole, flat = make_listops(**SMALL), make_listops(**SMALL, brackets=False)
-    for (tokens, value), (kept, same) in zip(everything(whole), everything(flat), strict=True):
-        assert kept == [token for token in tokens if token != CLOSE] and value == same
-    assert whole.length == flat.length and whole.vocabulary == flat.vocabulary
-
-
 def test_settings_of_the_arena():
     """The published lengths, depth and arguments; and the floor that its results are near."""
     assert (LRA["train"], LRA["validation"], LRA["test"]) == (96_000, 2_000, 2_000)
@@ -213,7 +206,6 @@ def test_prefix_rule_by_hand():
         (dict(max_length=40.0), TypeError, "max_length is 40.0"),
         (dict(max_depth=1), ValueError, "max_depth is 1; expected at least 2"),
         (dict(max_args=1), ValueError, "max_args is 1; expected at least 2"),
-        (dict(brackets="no"), TypeError, "brackets is 'no'"),
         (dict(seed=-1), ValueError, "seed is -1"),
     ],
 )

@@ -8,6 +8,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 
+from derived_attention import MultiheadAttention, measure
 from derived_attention.measure import (
     Timing,
     attention_flops,
@@ -401,3 +402,37 @@ BAD = [
 def test_bad_maps_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_recorded_gives_what_layers_hand_to_their_mechanisms():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(MultiheadAttention(8, 2) for _ in range(2))
+    x, keep = torch.randn(1, 5, 8), layers[0].attention
+    expected = layers[1](*[layers[0](x, x, x, need_weights=False)[0]] * 3, need_weights=False)[0]
+    with measure.recorded(layers) as calls:
+        for y in (x, 2 * x):
+            first = layers[0](y, y, y, is_causal=True, need_weights=False)[0]
+            assert first.requires_grad
+        y = layers[0](x, x, x, need_weights=False)[0]
+        second = layers[1](y, y, y, need_weights=False)[0]
+    torch.testing.assert_close(second, expected, rtol=0, atol=0)
+    assert len(calls) == 4 and layers[0].attention is keep
+    call = calls[0]
+    assert call.options["is_causal"] and not call.q.requires_grad
+    torch.testing.assert_close(calls[1].k - calls[0].k, calls[0].k, rtol=0, atol=1e-6)
+    own = keep(*call[:3], **call.options).transpose(1, 2).flatten(2)
+    causal = layers[0](x, x, x, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(layers[0].out_proj(own), causal)
+    layers[0](x, x, x, need_weights=False)
+    assert len(calls) == 4, "nothing is recorded afterwards"
+
+
+def test_recorded_ends_with_an_error_and_says_where_nothing_is_to_record():
+    layer = MultiheadAttention(8, 2)
+    keep = layer.attention
+    with pytest.raises(RuntimeError, match="stop"), measure.recorded(layer):
+        raise RuntimeError("stop")
+    assert layer.attention is keep
+    with pytest.raises(ValueError, match="model is a Linear without a layer whose attention"):
+        with measure.recorded(torch.nn.Linear(2, 2)):
+            pass

@@ -1,13 +1,15 @@
-"""MixtureAttention: the function between projections, EM, shared mixtures, half the heads."""
+"""MixtureAttention: the function between projections, EM, shared mixtures, half the heads.
+
+What it has in common with every layer is in `test_contract`.
+"""
 
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
-from torch import nn
+from helpers import assert_learns
 
 from derived_attention.attention.mixture import (
     em_priors,
@@ -18,7 +20,6 @@ from derived_attention.attention.mixture import (
     responsibilities,
 )
 from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.models import SeriesClassifier, make_attention
 
 B, E, HEADS, T = 2, 16, 2, 7
 LAYERS = {
@@ -27,9 +28,10 @@ LAYERS = {
     "three": {"components": 3, "priors": "learned"},
     "shifted": {"shifted": True, "priors": "em"},
     "hard": {"hard": True, "variances": [2.0, 3.0]},
-    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalised": True}},
+    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalized": True}},
     "linear": {"linear": True, "priors": "learned"},
     "linear, shifted": {"linear": True, "shifted": True},
+    "no bias": {"bias": False},
 }
 
 
@@ -40,42 +42,46 @@ def inputs_for_layer(seed=0):
     return x, padding
 
 
+def split(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def biases_of(layer):
+    zeros = torch.zeros(3 * E), torch.zeros(layer.components - 1, E)
+    return zeros if layer.in_proj_bias is None else (layer.in_proj_bias, layer.key_bias)
+
+
 def the_keys(layer, x):
     """What the layer's keys are, projection by projection."""
-    weight, bias = layer.in_proj_weight.chunk(3)[1], layer.in_proj_bias.chunk(3)[1]
-    first = x @ weight.T + bias
+    bias, others = biases_of(layer)
+    first = split(x @ layer.in_proj_weight[E : 2 * E].T + bias[E : 2 * E])
     if layer.shifts is not None:
-        split = first.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        return torch.stack([split + layer.shifts[:, r, None] for r in range(layer.components)], 2)
-    keys = [first]
-    for r in range(layer.components - 1):
-        keys.append(x @ layer.key_weight[r].T + layer.key_bias[r])
-    return torch.stack([key.unflatten(-1, (HEADS, -1)).transpose(1, 2) for key in keys], 2)
+        return torch.stack([first + layer.shifts[:, r, None] for r in range(layer.components)], 2)
+    more = range(layer.components - 1)
+    return torch.stack([first, *(split(x @ layer.key_weight[r].T + others[r]) for r in more)], 2)
+
+
+def noisy(layer, amount=0.3):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(amount * torch.randn_like(p))
+    return layer.eval()
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layer_is_the_function_between_projections(kind):
-    torch.manual_seed(0)
-    layer = MixtureAttention(E, HEADS, **LAYERS[kind]).eval()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.1 * torch.randn_like(p))
+    layer = noisy(MixtureAttention(E, HEADS, **LAYERS[kind]), 0.1)
     x, padding = inputs_for_layer()
-    heads = [
-        y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for y in torch.nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(
-            3, -1
-        )
-    ]
-    own = layer.keywords()
-    own.pop("linear", None)
+    bias, _ = biases_of(layer)
+    q, _, v = map(split, torch.nn.functional.linear(x, layer.in_proj_weight, bias).chunk(3, -1))
     form = mixture_attention_reference
     if layer.linear or layer.hard:
         hard = hard_mixture_attention_reference
         form = linear_mixture_attention_reference if layer.linear else hard
     mask = {"attn_mask": ~padding[:, None, None]}
-    expected = form(heads[0], the_keys(layer, x), heads[2], **own, **mask)
-    expected = layer.out_proj(expected.transpose(1, 2).flatten(-2))
+    h = form(q, the_keys(layer, x), v, **layer.keywords(), **mask)
+    expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
     out, weights = layer(x, x, x, key_padding_mask=padding)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert weights.shape == (B, T, T)
@@ -90,8 +96,10 @@ def test_layer_is_the_function_between_projections(kind):
 
 def test_layer_parameters():
     """Option B has half the key parameters less; priors are per head, nothing per position."""
-    count = {kind: sum(p.numel() for p in MixtureAttention(E, HEADS, **LAYERS[kind]).parameters())
-             for kind in LAYERS}  # fmt: skip
+    count = {
+        kind: sum(p.numel() for p in MixtureAttention(E, HEADS, **LAYERS[kind]).parameters())
+        for kind in LAYERS
+    }
     base = 4 * (E * E + E)
     assert count["one"] == base
     assert count["plain"] == base + E * E + E
@@ -104,20 +112,28 @@ def test_layer_parameters():
     assert without(x, key, value)[0].shape == (B, T, E)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layer_causal_and_gradients(kind):
-    torch.manual_seed(0)
-    layer = MixtureAttention(E, HEADS, **LAYERS[kind])
-    x, _ = inputs_for_layer()
-    out = layer(x, x, x, need_weights=False, is_causal=True)[0]
-    out.square().sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
-    layer.eval()
-    later = x.clone()
-    later[:, 4:] *= -3
-    left, right = (layer(y, y, y, need_weights=False, is_causal=True)[0] for y in (x, later))
-    torch.testing.assert_close(left[:, :4], right[:, :4])
-    assert not torch.allclose(left[:, 4:], right[:, 4:], atol=1e-2)
+def test_layer_sees_no_future_and_every_parameter_has_a_gradient():
+    for kind in LAYERS:
+        torch.manual_seed(0)
+        layer = MixtureAttention(E, HEADS, **LAYERS[kind])
+        x, _ = inputs_for_layer()
+        out = layer(x, x, x, need_weights=False, is_causal=True)[0]
+        out.square().sum().backward()
+        good = (p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+        assert all(good), kind
+        layer.eval()
+        later = x.clone()
+        later[:, 4:] *= -3
+        left, right = (layer(y, y, y, need_weights=False, is_causal=True)[0] for y in (x, later))
+        torch.testing.assert_close(left[:, :4], right[:, :4], msg=kind)
+        assert not torch.allclose(left[:, 4:], right[:, 4:], atol=1e-2), kind
+
+
+def test_every_parameter_learns():
+    x, padding = inputs_for_layer()
+    for kind in ("three", "shifted", "hard", "variances", "linear"):
+        torch.manual_seed(0)
+        assert_learns(MixtureAttention(E, HEADS, **LAYERS[kind]), x, kind, key_padding_mask=padding)
 
 
 def test_em_in_the_layer_takes_a_step_in_training_only():
@@ -128,7 +144,8 @@ def test_em_in_the_layer_takes_a_step_in_training_only():
     layer(x, x, x)
     assert bool((layer.priors == 1 / 3).all()) and "priors" in layer.state_dict()
     layer.train()
-    q, k, _ = layer._heads(x, x, x)
+    q, k, _ = layer.heads(x, x, x)
+    torch.testing.assert_close(k, the_keys(layer, x))
     here = (~padding)[:, None].expand(B, HEADS, T)
     expected = em_priors(q, k, attn_mask=~padding[:, None, None], query_mask=here)
     layer(x, x, x, key_padding_mask=padding, need_weights=False)
@@ -139,6 +156,19 @@ def test_em_in_the_layer_takes_a_step_in_training_only():
     other.priors.fill_(1 / 3)
     other(garbage, garbage, garbage, key_padding_mask=padding)
     torch.testing.assert_close(other.priors, layer.priors)
+
+
+def test_em_of_cross_attention_counts_all_queries():
+    """The padding is that of the keys; and causality is that of the attention."""
+    x, padding = inputs_for_layer()
+    memory = inputs_for_layer(1)[0]
+    for given in ({"key_padding_mask": padding}, {"is_causal": True}):
+        layer = MixtureAttention(E, HEADS, priors="em", shifted=True)
+        q, k, _ = layer.heads(x, memory, memory)
+        mask = {"attn_mask": ~padding[:, None, None]} if "is_causal" not in given else given
+        expected = em_priors(q, k, **mask)
+        layer(x, memory, memory, **given)
+        torch.testing.assert_close(layer.priors, expected)
 
 
 def test_copies_are_apart_and_state_travels():
@@ -155,28 +185,7 @@ def test_copies_are_apart_and_state_travels():
     assert not torch.equal(layer(x, x, x)[0], twin(x, x, x)[0])
 
 
-@pytest.mark.parametrize("kind", ["plain", "shifted", "hard", "linear"])
-def test_trains_inside_the_classifier(kind):
-    torch.manual_seed(0)
-    attention = functools.partial(MixtureAttention, **LAYERS[kind])
-    assert isinstance(make_attention(attention, E, HEADS), MixtureAttention)
-    model = SeriesClassifier(3, 2, 10, dim=E, heads=HEADS, layers=1, hidden=16, attention=attention)
-    x, padding = torch.randn(4, 10, 3), torch.zeros(4, 10).bool()
-    padding[0, 7:] = True
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    target, losses = torch.tensor([0, 1, 0, 1]), []
-    for _ in range(15):
-        loss = nn.functional.cross_entropy(model(x, padding), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    maps = model.attention_maps(x, padding)[0]
-    assert maps.shape == (4, HEADS, 10, 10) and bool((maps[0, :, :, 7:] == 0).all())
-
-
-def test_layer_under_autocast():
+def test_shifts_under_autocast():
     layer = MixtureAttention(E, HEADS, shifted=True, priors="learned")
     x, padding = inputs_for_layer()
     exact = layer(x, x, x, key_padding_mask=padding)[0]
@@ -186,37 +195,17 @@ def test_layer_under_autocast():
     assert (out - exact).norm() < 0.03 * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "options"),
-    [
-        (ValueError, "components is 0", {"components": 0}),
-        (TypeError, "components is of type float", {"components": 2.0}),
-        (ValueError, "priors is 'uniform'", {"priors": "uniform"}),
-        (ValueError, "linear is True with hard=True", {"linear": True, "hard": True}),
-        (ValueError, "linear is True", {"linear": True, "priors": "em"}),
-        (ValueError, "variances is", {"variances": [1.0, 2.0, 3.0]}),
-        (ValueError, "variances is -1", {"variances": -1.0}),
-        (ValueError, "embed_dim is 16 and num_heads 5", {"num_heads": 5}),
-    ],
-)
-def test_bad_construction_is_named(error, match, options):
-    with pytest.raises(error, match=match):
-        MixtureAttention(**{"embed_dim": E, "num_heads": HEADS, **options})
-
-
 # --- shared mixtures, heads of another width ---------------------------------------------------
 
 SHARED, WIDTH, D = 4, 12, 3  # heads, features of a token and of a head
 KINDS = {
     "plain": {},
     "shifted": {"shifted": True},
-    "hard": {"hard": True},
     "hard, shifted": {"hard": True, "shifted": True},
-    "linear": {"linear": True},
     "linear, shifted": {"linear": True, "shifted": True},
     "three, learned": {"components": 3, "priors": "learned"},
     "em": {"priors": "em", "shifted": True},
-    "variances": {"variances": [1.0, 2.0], "learn_variances": True},
+    "variances": {"hard": True, "variances": [1.0, 2.0], "learn_variances": True},
 }
 
 
@@ -224,71 +213,60 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def noisy(layer):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return layer.eval()
+def repeat(x, rows, groups):
+    """Repeat the D rows of each group for the heads that share them."""
+    wide = x.unflatten(rows, (groups, D)).repeat_interleave(SHARED // groups, rows)
+    return wide.flatten(rows, rows + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_shared_mixtures_are_repeated_mixtures(kind, groups):
-    shared = noisy(
-        MixtureAttention(WIDTH, SHARED, kv_heads=groups, dtype=torch.float64, **KINDS[kind])
-    )
-    whole = MixtureAttention(WIDTH, SHARED, dtype=torch.float64, **KINDS[kind]).eval()
-    copies = SHARED // groups
-
-    def repeat(x, rows):
-        return (
-            x.unflatten(rows, (groups, D)).repeat_interleave(copies, rows).flatten(rows, rows + 1)
+def test_shared_mixtures_are_repeated_mixtures(kind):
+    for groups in (1, 2):
+        made = {"dtype": torch.float64, **KINDS[kind]}
+        shared = noisy(MixtureAttention(WIDTH, SHARED, kv_heads=groups, **made))
+        whole = MixtureAttention(WIDTH, SHARED, **made).eval()
+        theirs = {}
+        for name, x in shared.state_dict().items():
+            if name.startswith("in_proj"):
+                q, k, v = x.split((SHARED * D, groups * D, groups * D))
+                x = torch.cat([q, repeat(k, 0, groups), repeat(v, 0, groups)])
+            elif name in ("key_weight", "key_bias"):
+                x = repeat(x, 1, groups)
+            elif name == "shifts":
+                x = x.repeat_interleave(SHARED // groups, 0)
+            theirs[name] = x
+        whole.load_state_dict(theirs)
+        x, memory = random(B, T, WIDTH), random(B, T + 2, WIDTH, seed=1)
+        padding = torch.zeros(B, T + 2).bool()
+        padding[1, 5:] = True
+        ours, expected = (
+            layer(x, memory, memory, key_padding_mask=padding) for layer in (shared, whole)
         )
-
-    sizes = (SHARED * D, groups * D, groups * D)
-    theirs = {}
-    for name, x in shared.state_dict().items():
-        if name.startswith("in_proj"):
-            q, k, v = x.split(sizes)
-            x = torch.cat([q, repeat(k, 0), repeat(v, 0)])
-        elif name in ("key_weight", "key_bias"):
-            x = repeat(x, 1)
-        elif name == "shifts":
-            x = x.repeat_interleave(copies, 0)
-        theirs[name] = x
-    whole.load_state_dict(theirs)
-    x, memory = random(B, T, WIDTH), random(B, T + 2, WIDTH, seed=1)
-    padding = torch.zeros(B, T + 2).bool()
-    padding[1, 5:] = True
-    for need_weights in (False, True):
-        how = {"key_padding_mask": padding, "need_weights": need_weights}
-        ours, expected = (layer(x, memory, memory, **how) for layer in (shared, whole))
-        torch.testing.assert_close(ours[0], expected[0], rtol=0, atol=1e-10)
-        if need_weights:
-            torch.testing.assert_close(ours[1], expected[1], rtol=0, atol=1e-10)
-    causal = (layer(x, x, x, need_weights=False, is_causal=True)[0] for layer in (shared, whole))
-    torch.testing.assert_close(*causal, rtol=0, atol=1e-10)
+        for left, right in zip(ours, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-10)
+        fast = shared(x, memory, memory, key_padding_mask=padding, need_weights=False)[0]
+        torch.testing.assert_close(fast, expected[0], rtol=0, atol=1e-10)
+        causal = (
+            layer(x, x, x, need_weights=False, is_causal=True)[0] for layer in (shared, whole)
+        )
+        torch.testing.assert_close(*causal, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_the_heads_at_the_same_width(kind):
-    layer = noisy(MixtureAttention(WIDTH, 2, head_dim=D, dtype=torch.float64, **KINDS[kind]))
-    assert layer.out_proj.weight.shape == (WIDTH, 2 * D)
-    x = random(B, T, WIDTH).requires_grad_()
-    out = layer(x, x, x, need_weights=False)[0]
-    assert out.shape == (B, T, WIDTH)
-    out.square().sum().backward()
-    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())
-    q, k, v = layer.heads(x, x, x)
-    R = layer.components
-    assert q.shape == v.shape == (B, 2, T, D) and k.shape == (B, 2, R, T, D)
-    if not layer.linear:
-        h = mixture_attention(q, k, v, hard=layer.hard, **layer.keywords())
-        expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-        gamma = responsibilities(q, k, **layer.keywords())
-        assert gamma.shape == (B, 2, R, T, T)
+def test_half_the_heads_at_the_same_width():
+    for kind in KINDS:
+        layer = noisy(MixtureAttention(WIDTH, 2, head_dim=D, dtype=torch.float64, **KINDS[kind]))
+        assert layer.out_proj.weight.shape == (WIDTH, 2 * D)
+        x = random(B, T, WIDTH)
+        out = layer(x, x, x, need_weights=False)[0]
+        assert out.shape == (B, T, WIDTH), kind
+        q, k, v = layer.heads(x, x, x)
+        R = layer.components
+        assert q.shape == v.shape == (B, 2, T, D) and k.shape == (B, 2, R, T, D)
+        if not layer.linear:
+            h = mixture_attention(q, k, v, hard=layer.hard, **layer.keywords())
+            expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-10, msg=kind)
+            assert responsibilities(q, k, **layer.keywords()).shape == (B, 2, R, T, T)
 
 
 def test_the_variance_is_the_root_of_the_width_of_a_head():
@@ -319,9 +297,26 @@ def test_em_of_a_shared_mixture_gives_each_head_its_priors():
     assert len(layer.priors[:, 0].unique()) == SHARED
 
 
-def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="kv_heads is 3; expected a divisor of num_heads 4"):
-        MixtureAttention(WIDTH, SHARED, kv_heads=3)
+# --- errors ------------------------------------------------------------------------------------
+
+
+def test_bad_construction_is_named():
+    for error, match, options in (
+        (ValueError, "components is 0", {"components": 0}),
+        (TypeError, "components is of type float", {"components": 2.0}),
+        (ValueError, "priors is 'uniform'", {"priors": "uniform"}),
+        (ValueError, "linear is True with hard=True", {"linear": True, "hard": True}),
+        (ValueError, "linear is True", {"linear": True, "priors": "em"}),
+        (ValueError, "linear is True", {"linear": True, "variances": 1.0}),
+        (ValueError, "variances is", {"variances": [1.0, 2.0, 3.0]}),
+        (ValueError, "variances is -1", {"variances": -1.0}),
+        (TypeError, "attention", {"attention": mixture_attention}),
+    ):
+        with pytest.raises(error, match=match):
+            MixtureAttention(E, HEADS, **options)
+
+
+def test_heads_refuse_what_forward_refuses():
+    layer = MixtureAttention(WIDTH, SHARED)
     with pytest.raises(ValueError, match="query"):
-        layer = MixtureAttention(WIDTH, SHARED)
         layer.heads(*(torch.zeros(B, T, WIDTH + extra) for extra in (1, 0, 0)))

@@ -10,25 +10,21 @@ import torch
 from torch import nn
 
 from derived_attention import tasks
+from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.softmax import MultiheadAttention, softmax_attention
+from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.translation import TranslationData
-from derived_attention.models import ByteLM, Translator
+from derived_attention.models import ByteLM, Config, Translator
 
 PAIRS = tuple((f"Das ist Satz {i}.", f"This is sentence {i}.") for i in range(20))
 LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)
+TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {
-    "language": functools.partial(tasks.language, length=8, dim=8, layers=1, hidden=8, steps=3),
-    "series": functools.partial(
-        tasks.series, "BasicMotions", dim=8, layers=1, hidden=8, epochs=2, batch_size=10
-    ),
-    "listops": functools.partial(
-        tasks.listops, sizes=LISTS, dim=8, layers=1, hidden=8, epochs=2, batch_size=32
-    ),
-    "translation": functools.partial(
-        tasks.translation, pieces=60, dim=8, layers=1, hidden=8, epochs=2, batch_size=10
-    ),
+    "language": functools.partial(tasks.language, length=8, steps=3),
+    "series": functools.partial(tasks.series, name="BasicMotions", epochs=2, batch_size=10),
+    "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
+    "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
 
@@ -42,10 +38,10 @@ def few_pairs(monkeypatch):
 @pytest.mark.parametrize("name", SMALL)
 def test_a_seed_decides_the_result(name):
     run = SMALL[name]
-    first = run(softmax_attention, 2, seed=1)
-    assert first == run(softmax_attention, 2, seed=1)
+    first = run(TINY, seed=1)
+    assert first == run(TINY, seed=1)
     assert all(math.isfinite(value) for value in first.values())
-    others = [run(softmax_attention, 2, seed=seed) for seed in (2, 3, 4)]
+    others = [run(TINY, seed=seed) for seed in (2, 3, 4)]
     score = "bits" if "bits" in first else "accuracy"
     assert any(other[score] != first[score] for other in others)
     assert all(other["flops"] == first["flops"] for other in others)
@@ -53,12 +49,12 @@ def test_a_seed_decides_the_result(name):
 
 @pytest.mark.parametrize("name", ["series", "listops"])
 def test_the_best_epoch_is_no_worse_than_the_last(name):
-    result = SMALL[name](softmax_attention, 2)
+    result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1
 
 
 def test_training_lowers_the_bits():
-    short, longer = (SMALL["language"](softmax_attention, 2, steps=steps) for steps in (1, 60))
+    short, longer = (SMALL["language"](TINY, steps=steps) for steps in (1, 60))
     assert longer["bits"] < short["bits"] - 1
 
 
@@ -74,7 +70,7 @@ def test_training_lowers_the_bits():
 def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys):
     # Projections of queries, R keys and values with biases, and back; two products of matrices.
     E, N, layers, inner = 16, 6, 3, heads * width
-    model = ByteLM(N, E, heads, layers, 32, attention=attention)
+    model = ByteLM(N, Config(E, heads, layers, 32, attention=attention))
     cost = tasks.attention_cost(model, torch.zeros(1, N, dtype=torch.int64))
     assert cost["parameters"] == layers * ((keys + 2) * inner * (E + 1) + (inner + 1) * E)
     projections = layers * 2 * N * E * inner * (keys + 3)
@@ -87,28 +83,30 @@ def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys)
 
 
 def test_translations_are_scored_by_what_the_model_writes():
-    result = SMALL["translation"](softmax_attention, 2, epochs=150, dim=32, hidden=64, lr=5e-3)
-    worse = SMALL["translation"](softmax_attention, 2, epochs=1)
+    result = SMALL["translation"](
+        Config(dim=32, heads=2, layers=1, hidden=64, dropout=0.0), epochs=150, lr=5e-3
+    )
+    worse = SMALL["translation"](TINY, epochs=1)
     assert result["bleu"] > 60 > worse["bleu"] and result["chrf"] > worse["chrf"]
     assert result["bits"] < 2 < worse["bits"]
 
 
 def test_a_translator_has_three_attentions_in_each_pair_of_layers():
-    model = Translator(50, 16, 16, 2, 1, 32)
+    model = Translator(50, 16, Config(16, 2, 1, 32))
     cost = tasks.attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
     assert cost["parameters"] == 3 * 4 * 17 * 16
     assert cost["flops"] == 3 * (4 * 2 * 16 * 16 * 16 + 4 * 16 * 16 * 16)
 
 
 def test_the_cost_leaves_the_model_as_it_was():
-    model = ByteLM(6, 16, 2, 1, 32).train()
+    model = ByteLM(6, Config(16, 2, 1, 32)).train()
     tasks.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
     assert model.training
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
 def test_a_mechanism_without_products_costs_its_projections():
-    model = ByteLM(6, 16, 2, 1, 32, attention=lambda q, k, v, **masks: v)
+    model = ByteLM(6, Config(16, 2, 1, 32, attention=lambda q, k, v, **masks: v))
     cost = tasks.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
     assert cost["flops"] == 2 * 6 * 16 * 16 * 4
 
@@ -116,7 +114,7 @@ def test_a_mechanism_without_products_costs_its_projections():
 def test_linear_attention_is_not_counted_as_softmax():
     text = torch.zeros(1, 512, dtype=torch.int64)
     softmax, linear = (
-        tasks.attention_cost(ByteLM(512, 16, 2, 1, 32, attention=a), text)["flops"]
+        tasks.attention_cost(ByteLM(512, Config(16, 2, 1, 32, attention=a)), text)["flops"]
         for a in (softmax_attention, linear_attention)
     )
     assert linear < softmax

@@ -1,6 +1,10 @@
-"""Training: determinism, resume after kill -9, damaged and foreign checkpoints, wrong input."""
+"""The one trainer: determinism, resume after kill -9, damaged and foreign checkpoints, wrong input.
 
-import dataclasses
+What holds for every kind of data is tested with all of `kinds.KINDS`.
+"""
+
+import functools
+import io
 import pickle
 import signal
 import subprocess
@@ -9,39 +13,51 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from kinds import (
+    KINDS,
+    PAIRS,
+    SMALL,
+    VOCABULARY,
+    classifier,
+    numbers,
+    series,
+    translator,
+    weights,
+    writer,
+)
 
 from derived_attention import runtime, training
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import SeriesSplit, load_series
-from derived_attention.models import (
-    SeriesClassifier,
-    SeriesRegressor,
-    TokenClassifier,
-    VisionTransformer,
-)
-from derived_attention.runtime import digest, seed_everything
-from derived_attention.training import evaluate, fit, schedule
+from derived_attention.data.translation import train_vocabulary
+from derived_attention.models import Config, SeriesClassifier
+from derived_attention.runtime import evaluating, seed_everything
+from derived_attention.supervised import Examples, class_loss
+from derived_attention.training import Bits, Mean, RootMean, evaluate, fit, schedule
+from derived_attention.translation import Sentences, token_loss
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def split(n=24, seed=0):
-    """Two classes that differ in the mean of one channel; lengths from 3 to 6."""
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.arange(n) % 2
-    x = torch.randn(n, 6, 3, generator=generator)
-    x[..., 0] += 2.0 * y[:, None]
-    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
-    return SeriesSplit(x.masked_fill(padding[..., None], 0), padding, y)
+def batches(n=8, seed=0):
+    return Examples(series(seed=seed), n)
 
 
-def small(seed=0, **changes):
-    seed_everything(seed)
-    sizes = dict(channels=3, classes=2, length=6, dim=8, heads=2, layers=1, hidden=16)
-    return SeriesClassifier(**sizes | changes)
+def fit_series(model=None, train=None, **how):
+    return fit(model or classifier(), train or batches(), class_loss, **dict(epochs=3) | how)
 
 
-def weights(model):
-    return digest(model.state_dict())
+def finished_epochs(path):
+    history = torch.load(path, weights_only=True)["state"]["history"]
+    (epochs,) = set(map(len, history.values()))
+    return epochs
+
+
+def untouched(make=classifier):
+    """A model that must not run."""
+    model = make()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+    return model
 
 
 # --- Learning -------------------------------------------------------------------------------------
@@ -52,38 +68,35 @@ def test_learns_real_series():
     picked = torch.arange(len(data.train)) % 7 == 0  # 39 series, four or five of each speaker
     train = SeriesSplit(data.train.x[picked], data.train.padding[picked], data.train.y[picked])
     seed_everything(0)
-    model = SeriesClassifier(12, 9, 26, dim=32, heads=4, hidden=64)
-    before = evaluate(model, data.test)
-    history = fit(model, train, epochs=25, batch_size=8)
+    model = SeriesClassifier(12, 9, 26, Config(dim=32, hidden=64))
+    before = evaluate(model, Examples(data.test), class_loss)["accuracy"]
+    history = fit(model, Examples(train, 8), class_loss, epochs=25)
     assert before < 0.35
-    assert evaluate(model, data.test) > 0.8  # chance is 0.11
+    assert evaluate(model, Examples(data.test), class_loss)["accuracy"] > 0.8  # chance is 0.11
     assert history["loss"][-1] < 0.3 * history["loss"][0]
     assert history["accuracy"][-1] > 0.95
 
 
-def test_history_and_mode():
-    model, test = small(), split(10, seed=1)
-    history = fit(model, split(), epochs=3, test=test)
+@every_kind
+def test_every_kind_is_learned_and_reported(kind):
+    make, data, loss, names = KINDS[kind]
+    model, test = make(), data(100)
+    before = evaluate(model, test, loss)
+    history = fit(model, data(SMALL[kind]), loss, epochs=40, test=test, lr=2e-2)
     assert {name: len(values) for name, values in history.items()} == {
-        "loss": 3,
-        "accuracy": 3,
-        "test_accuracy": 3,
+        name: 40 for name in names | {f"test_{name}" for name in names}
     }
-    assert history["test_accuracy"][-1] == evaluate(model, test)
-    assert not model.training
-    assert set(fit(small(), split(), epochs=1)) == {"loss", "accuracy"}
+    after = {name: history[f"test_{name}"][-1] for name in names}
+    assert after == evaluate(model, test, loss) and before.keys() == names
+    if "accuracy" in names:
+        assert after["accuracy"] > 0.9 > before["accuracy"]
+    else:
+        assert all(after[name] < 0.6 * before[name] for name in names)
+    assert not any(module.training for module in model.modules())
+    assert set(fit(make(), data(100), loss, epochs=1)) == names
 
 
-def test_loss_and_accuracy_are_means_over_series():
-    """With one batch per epoch, no dropout and a tiny rate, they are those of the first weights."""
-    model, train = small(dropout=0.0), split(10)
-    first = small(dropout=0.0)(train.x, train.padding)
-    history = fit(model, train, epochs=1, batch_size=10, lr=1e-12)
-    assert history["loss"][0] == pytest.approx(nn.functional.cross_entropy(first, train.y).item())
-    assert history["accuracy"][0] == (first.argmax(1) == train.y).double().mean()
-
-
-def test_schedule():
+def test_schedule(monkeypatch):
     rates = [schedule(step, 340) for step in range(340)]
     assert rates[0] == pytest.approx(1 / 30) and rates[29] == 1.0 and rates[30] == 1.0
     assert max(rates) == 1.0 and min(rates) > 0
@@ -91,63 +104,42 @@ def test_schedule():
     assert rates[:30] == sorted(rates[:30]) and rates[30:] == sorted(rates[30:], reverse=True)
     for steps in (1, 2, 3, 31):
         assert all(0 < schedule(step, steps) <= 1 for step in range(steps))
+    taken, real = [], torch.optim.Adam.step
+    spy = lambda self: (taken.append(self.param_groups[0]["lr"]), real(self))  # noqa: E731
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    fit_series(epochs=20, lr=0.5e-3)
+    assert taken == [0.5e-3 * schedule(step, 60) for step in range(60)]
 
 
-def test_every_series_is_seen_once_per_epoch_in_a_new_order():
-    class Spy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.seen = nn.Parameter(torch.zeros(2)), []
-
-        def forward(self, x, padding):
-            self.seen.append(x[:, 0, 0].tolist())
-            return self.weight.expand(len(x), 2)
-
-    x = torch.arange(10.0).view(10, 1, 1).expand(10, 2, 3)
-    data = SeriesSplit(x, torch.zeros(10, 2, dtype=torch.bool), torch.zeros(10, dtype=torch.int64))
-    orders = []
-    for seed in (0, 0, 1):
-        spy = Spy()
-        fit(spy, data, epochs=2, batch_size=4, seed=seed)
-        assert [len(batch) for batch in spy.seen] == [4, 4, 2] * 2
-        epochs = [sum(spy.seen[:3], []), sum(spy.seen[3:], [])]
-        assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-        assert epochs[0] != epochs[1]
-        orders.append(epochs)
-    assert orders[0] == orders[1] != orders[2]
+def test_reported_numbers_add_up():
+    parts = ((3.0, 2), (1.0, 2))
+    for kind, value in ((Mean, 1.0), (RootMean, 1.0), (Bits, 1.4426950408889634)):
+        first, second = (kind(*part) for part in parts)
+        assert type(first + second) is kind and (first + second).value == pytest.approx(value)
+    assert RootMean(8.0, 2).value == 2.0
 
 
 # --- Determinism ----------------------------------------------------------------------------------
 
 
-def test_a_seed_decides_everything():
+@every_kind
+def test_a_seed_decides_everything_and_nothing_else_does(kind, tmp_path, monkeypatch):
+    """Neither what the caller drew before, nor test, bar, checkpoint and the mode before."""
+    make, data, loss, _ = KINDS[kind]
     results = {}
     for name, init, seed in (("a", 0, 0), ("b", 0, 0), ("other init", 1, 0), ("other seed", 0, 1)):
-        model = small(init)
-        torch.rand(len(results))  # whatever the caller drew before does not matter
-        results[name] = (weights(model), *(fit(model, split(), epochs=2, seed=seed)["loss"],))
-        results[name] += (weights(model),)
-    assert results["a"] == results["b"]
-    assert results["a"][2] != results["other init"][2]
-    assert results["a"][0] == results["other seed"][0]
-    assert results["a"][2] != results["other seed"][2]
-
-
-def test_neither_test_nor_bar_nor_checkpoint_has_an_influence(tmp_path, monkeypatch):
-    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
-    plain, watched = small(), small()
-    fit(plain, split(), epochs=3, progress=False)
-    fit(watched, split(), epochs=3, test=split(9, 1), checkpoint=tmp_path / "run.pt")
-    assert weights(plain) == weights(watched)
-
-
-def test_the_caller_s_generator_is_left_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    model = small()
-    torch.manual_seed(5)
-    fit(model, split(), epochs=1)
-    assert torch.equal(torch.rand(3), expected)
+        model = make(init).train(name == "a")
+        torch.manual_seed(len(results))
+        expected = torch.rand(3)
+        torch.manual_seed(len(results))
+        how = dict(epochs=2, seed=seed)
+        if name == "b":
+            monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
+            how |= dict(test=data(100), checkpoint=tmp_path / "run.pt")
+        fit(model, data(SMALL[kind]), loss, **how)
+        assert torch.equal(torch.rand(3), expected)  # the caller's generator is left alone
+        results[name] = weights(model)
+    assert results["a"] == results["b"] and len(set(results.values())) == 3
 
 
 # --- Resume ---------------------------------------------------------------------------------------
@@ -155,13 +147,9 @@ def test_the_caller_s_generator_is_left_alone():
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_training import fit, small, split
-fit(small(), split(), epochs=60, test=split(9, 1), checkpoint=sys.argv[2])
+from test_training import batches, fit_series
+fit_series(epochs=60, test=batches(seed=1), checkpoint=sys.argv[2])
 """
-
-
-def finished_epochs(path):
-    return len(torch.load(path, weights_only=True)["state"]["history"]["loss"])
 
 
 def test_kill_9_and_resume_to_bit_equal_weights(tmp_path, request):
@@ -176,82 +164,91 @@ def test_kill_9_and_resume_to_bit_equal_weights(tmp_path, request):
         child.kill()
         assert child.wait() == -signal.SIGKILL
         assert before + 2 <= finished_epochs(path) < 60
-    resumed, whole = small(), small()
-    history = fit(resumed, split(), epochs=60, test=split(9, 1), checkpoint=path)
-    assert history == fit(whole, split(), epochs=60, test=split(9, 1))
+    resumed, whole, how = classifier(), classifier(), dict(epochs=60, test=batches(seed=1))
+    assert fit_series(resumed, checkpoint=path, **how) == fit_series(whole, **how)
     assert weights(resumed) == weights(whole)
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 7])
-def test_resume_after_an_error_anywhere(tmp_path, step):
+@every_kind
+@pytest.mark.parametrize("step", [0, 2, 3, 8])
+def test_resume_after_an_error_anywhere(tmp_path, kind, step):
     """Interrupted in any step of any epoch, also the very first: the same weights in the end."""
 
     class Stop(Exception):
         pass
 
-    model, calls = small(), iter(range(100))
+    make, data, loss, _ = KINDS[kind]
+    train, path = data(SMALL[kind]), tmp_path / "run.pt"
+    model, calls, how = make(), iter(range(100)), dict(epochs=3, test=data(100))
+    assert len(train) == 3
 
-    def stop(*_):
-        if next(calls) == step:
+    def stop(module, _):
+        if module.training and next(calls) == step:
             raise Stop
 
-    handle = model.register_forward_pre_hook(stop)
-    arguments = dict(epochs=5, batch_size=12, checkpoint=tmp_path / "run.pt")
+    model.register_forward_pre_hook(stop)
     with pytest.raises(Stop):
-        fit(model, split(), **arguments)
-    handle.remove()
-    resumed, whole = small(), small()
-    assert fit(resumed, split(), **arguments) == fit(whole, split(), epochs=5, batch_size=12)
-    assert weights(resumed) == weights(whole)
+        fit(model, train, loss, checkpoint=path, **how)
+    assert (finished_epochs(path) if path.exists() else 0) == step // 3
+    resumed, whole = make(), make()
+    history = fit(resumed, train, loss, checkpoint=path, **how)
+    assert history == fit(whole, train, loss, **how)
+    assert weights(resumed) == weights(whole) != weights(make())
 
 
 def test_finished_run_returns_at_once(tmp_path):
-    path, model = tmp_path / "run.pt", small()
-    history = fit(model, split(), epochs=3, checkpoint=path)
+    path, model = tmp_path / "run.pt", classifier()
+    history = fit_series(model, checkpoint=path)
     stamp, content = path.stat().st_mtime_ns, path.read_bytes()
-    fresh = small()
-    fresh.register_forward_pre_hook(lambda *_: pytest.fail("nothing is left to compute"))
-    assert fit(fresh, split(), epochs=3, checkpoint=path) == history
+    fresh = untouched()
+    assert fit_series(fresh, checkpoint=path) == history
     assert weights(fresh) == weights(model) and not fresh.training
-    assert fit(model, split(), epochs=3, checkpoint=str(path)) == history  # the cell, run again
+    assert fit_series(model, checkpoint=str(path)) == history  # the cell, run again
     assert (path.stat().st_mtime_ns, path.read_bytes()) == (stamp, content)
     assert list(tmp_path.iterdir()) == [path]
+    saved = torch.load(path, weights_only=True)  # no code
+    assert set(saved) == {"run", "state", "digest"}
+    assert training.digest(saved["run"], saved["state"]) == saved["digest"]
 
 
 def other_attention(q, k, v, **how):
     return softmax_attention(2 * q, k, v, **how)
 
 
-FOREIGN = {
-    "epochs is 4 there and 5 here": dict(epochs=5),
-    "batch_size is 16 there and 8 here": dict(batch_size=8),
-    "lr is 0.001 there and 0.01 here": dict(lr=0.01),
-    "seed is 0 there and 3 here": dict(seed=3),
-    "train differs": dict(train=split(24, seed=7)),
-    "test differs": dict(test=split(9, 1)),
-    "initial weights differ .build the model again": dict(model=dict(seed=1)),
-    "model differs": dict(model=dict(hidden=17)),
-    "; model differs|: model differs": dict(model=dict(attention=other_attention)),
-}
+START = "initial weights differ .build the model again, after the same seed."
+FOREIGN = [
+    (dict(epochs=5), "epochs is 3 there and 5 here"),
+    (dict(lr=0.01), "lr is 0.001 there and 0.01 here"),
+    (dict(seed=3), "seed is 0 there and 3 here"),
+    (dict(train=Sentences(PAIRS[1:], VOCABULARY, 4)), "train differs"),
+    (dict(train=Sentences(PAIRS, VOCABULARY, 5), test=None), "train differs; test differs"),
+    (
+        dict(test=Sentences(PAIRS[:4], train_vocabulary(PAIRS[::-1] + PAIRS[:4], 90))),
+        "test differs",
+    ),
+    (dict(loss=functools.partial(token_loss, smoothing=0.2)), "loss differs"),
+    (dict(model=translator(1)), START),
+    (dict(model=translator(hidden=17)), f"model differs; {START}"),
+    (dict(model=translator(attention=other_attention)), "model differs"),
+    (
+        dict(model=classifier(), train=batches(), loss=class_loss, test=None),
+        f"model differs; loss differs; train differs; test differs; {START}",
+    ),
+]
 
 
-@pytest.mark.parametrize("message", FOREIGN)
-def test_checkpoint_of_another_run(tmp_path, message):
-    path = tmp_path / "run.pt"
-    fit(small(), split(), epochs=4, checkpoint=path)
-    content, arguments = path.read_bytes(), FOREIGN[message].copy()
-    model, train = small(**arguments.pop("model", {})), arguments.pop("train", split())
-    before = weights(model)
-    with pytest.raises(ValueError, match=f"belongs to another run: .*{message}"):
-        fit(model, train, **dict(epochs=4, checkpoint=path) | arguments)
-    assert path.read_bytes() == content and weights(model) == before
+@pytest.mark.parametrize("changes, message", FOREIGN)
+def test_checkpoint_of_another_run(tmp_path, changes, message):
+    path, test = tmp_path / "run.pt", Sentences(PAIRS[:4], VOCABULARY)
+    given = dict(train=Sentences(PAIRS, VOCABULARY, 4), loss=token_loss, test=test)
+    given |= dict(epochs=3, checkpoint=path)
+    fit(translator(), **given)
+    content, given = path.read_bytes(), dict(model=translator()) | given | changes
+    before = weights(given["model"])
+    with pytest.raises(ValueError, match=f"belongs to another run: {message}. It was left as it"):
+        fit(**given)
+    assert path.read_bytes() == content and weights(given["model"]) == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def flipped(content, place):
-    changed = bytearray(content)
-    changed[place] ^= 1
-    return bytes(changed)
 
 
 class Evil:
@@ -260,51 +257,39 @@ class Evil:
 
 
 def other_file(content):
-    import io
-
     buffer = io.BytesIO()
     torch.save({"weights": torch.zeros(3)}, buffer)
     return buffer.getvalue()
 
 
-DAMAGE = {
-    "empty": lambda content: b"",
-    "text": lambda content: b"no checkpoint",
-    "half": lambda content: content[: len(content) // 2],
-    "end cut off": lambda content: content[:-1],
-    "start cut off": lambda content: content[100:],
-    "zeros": lambda content: bytes(len(content)),
-    "another file of torch.save": other_file,
-    "pickled code": lambda content: pickle.dumps(Evil(), protocol=2),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint(tmp_path, damage):
-    path = tmp_path / "run.pt"
-    fit(small(), split(), epochs=2, checkpoint=path)
-    content = DAMAGE[damage](path.read_bytes())
-    path.write_bytes(content)
-    model = small()
-    before = weights(model)
-    with pytest.raises(ValueError, match="run.pt is damaged, or is no checkpoint of fit. It was"):
-        fit(model, split(), epochs=2, checkpoint=path)
-    assert path.read_bytes() == content and weights(model) == before
-
-
-def test_a_flipped_bit_of_a_weight_is_noticed(tmp_path):
-    """PyTorch itself does not look: every bit of one tensor's bytes, found in the file."""
-    path, model = tmp_path / "run.pt", small()
-    fit(model, split(), epochs=2, checkpoint=path)
+def test_damaged_checkpoint(tmp_path):
+    path, model = tmp_path / "run.pt", classifier()
+    fit_series(model, checkpoint=path)
     content = path.read_bytes()
+    damaged = {
+        "empty": b"",
+        "text": b"no checkpoint",
+        "half": content[: len(content) // 2],
+        "end cut off": content[:-1],
+        "start cut off": content[100:],
+        "zeros": bytes(len(content)),
+        "another file of torch.save": other_file(content),
+        "pickled code": pickle.dumps(Evil(), protocol=2),
+    }
     at = content.index(model.head.weight.detach().numpy().tobytes())
-    for place in (at, at + 3, at + 17):
-        path.write_bytes(flipped(content, place))
-        torch.load(path, weights_only=True)
-        with pytest.raises(ValueError, match="run.pt is damaged"):
-            fit(small(), split(), epochs=2, checkpoint=path)
+    for place in (at, at + 3, at + 17):  # a bit of a weight, to which PyTorch does not look
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        damaged[f"bit {place}"] = bytes(flipped)
+    for name, found in damaged.items():
+        path.write_bytes(found)
+        model = untouched()
+        before = weights(model)
+        with pytest.raises(ValueError, match="run.pt is damaged, or is no checkpoint of fit. It w"):
+            fit_series(model, checkpoint=path)
+        assert path.read_bytes() == found and weights(model) == before, name
     path.write_bytes(content)
-    fit(small(), split(), epochs=2, checkpoint=path)
+    fit_series(untouched(), checkpoint=path)
 
 
 def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
@@ -319,206 +304,44 @@ def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runtime.os, "replace", replace)
     with pytest.raises(OSError, match="disk full"):
-        fit(small(), split(), epochs=5, checkpoint=path)
+        fit_series(epochs=5, checkpoint=path)
     assert finished_epochs(path) == 2 and list(tmp_path.iterdir()) == [path]
-    resumed, whole = small(), small()
-    fit(resumed, split(), epochs=5, checkpoint=path)
-    fit(whole, split(), epochs=5)
+    resumed, whole = classifier(), classifier()
+    fit_series(resumed, epochs=5, checkpoint=path)
+    fit_series(whole, epochs=5)
     assert weights(resumed) == weights(whole)
 
 
-# --- Images, tokens, numbers ----------------------------------------------------------------------
+# --- Evaluation -----------------------------------------------------------------------------------
 
 
-def images(n=24, seed=0):
-    """Two classes that differ in one patch of six; no padding."""
-    y = torch.arange(n) % 2
-    x = torch.randn(n, 6, 4, generator=torch.Generator().manual_seed(seed))
-    x[:, 2] += 2.0 * y[:, None]
-    return SeriesSplit(x, None, y)
+@every_kind
+@pytest.mark.parametrize("mode", [True, False])
+def test_evaluation_leaves_the_model_alone(kind, mode):
+    make, data, loss, names = KINDS[kind]
+    model = make(dropout=0.5).train(mode)
+    before, found = weights(model), evaluate(model, data(100), loss)
+    assert model.training is mode and weights(model) == before and found.keys() == names
+    for size in (1, 3, 10):  # how many at a time has no influence, nor has dropout
+        assert evaluate(model, data(size), loss) == pytest.approx(found, rel=1e-5)
 
 
-def tokens(n=24, seed=0):
-    """Two classes: is the first token below 4 or not? Lengths from 3 to 6."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(1, 8, (n, 6), generator=generator)
-    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
-    return SeriesSplit(x.masked_fill(padding, 0), padding, (x[:, 0] >= 4).long())
-
-
-def numbers(n=24, seed=0):
-    """The mean of a channel over the real steps, in large units far from 0."""
-    series = split(n, seed)
-    real = ~series.padding
-    y = 1000 + 50 * (series.x[..., 0] * real).sum(1) / real.sum(1)
-    return SeriesSplit(series.x, series.padding, y)
-
-
-TINY = dict(dim=8, heads=2, layers=1, hidden=16)
-
-
-def vision(seed=0):
-    seed_everything(seed)
-    return VisionTransformer((2, 3), 4, 2, **TINY)
-
-
-def reader(seed=0):
-    seed_everything(seed)
-    return TokenClassifier(8, 2, 6, **TINY)
-
-
-def regressor(seed=0, **changes):
-    seed_everything(seed)
-    y = numbers().y
-    target = (float(y.mean()), float(y.std(correction=0)))
-    return SeriesRegressor(3, 6, target, **TINY | changes)
-
-
-KINDS = {"images": (vision, images), "tokens": (reader, tokens), "numbers": (regressor, numbers)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_learned(kind):
-    make, data = KINDS[kind]
-    metric = "rmse" if kind == "numbers" else "accuracy"
-    model = make()
-    before = evaluate(model, data(200, 1))
-    history = fit(model, data(200), epochs=12, test=data(200, 1), lr=2e-2)
-    assert set(history) == {"loss", metric, f"test_{metric}"}
-    assert history[f"test_{metric}"][-1] == evaluate(model, data(200, 1))
-    assert history["loss"][-1] < 0.6 * history["loss"][0]
-    after = history[f"test_{metric}"][-1]
-    assert after < 0.5 * before if kind == "numbers" else after > 0.9 > before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_resumes_to_bit_equal_weights(tmp_path, kind):
-    make, data = KINDS[kind]
-    arguments = dict(epochs=4, test=data(9, 1), checkpoint=tmp_path / "run.pt")
-
-    class Stop(Exception):
-        pass
-
-    model, calls = make(), iter(range(100))
-
-    def stop(module, _):
-        if module.training and next(calls) == 5:  # the second batch of the third epoch
-            raise Stop
-
-    model.register_forward_pre_hook(stop)
-    with pytest.raises(Stop):
-        fit(model, data(), **arguments)
-    assert finished_epochs(tmp_path / "run.pt") == 2
-    resumed, whole = make(), make()
-    history = fit(resumed, data(), **arguments)
-    assert history == fit(whole, data(), epochs=4, test=data(9, 1))
-    assert weights(resumed) == weights(whole) != weights(make())
-    again = make()
-    assert fit(again, data(), **arguments) == history and weights(again) == weights(whole)
-
-
-def test_loss_of_numbers_is_that_of_standardised_targets():
-    model, train = regressor(dropout=0.0), numbers(10)
-    first = regressor(dropout=0.0)(train.x, train.padding)
-    mean, sd = train.y.mean(), train.y.std(correction=0)
-    expected = nn.functional.mse_loss((first - mean) / sd, (train.y - mean) / sd)
-    history = fit(model, train, epochs=1, batch_size=10, lr=1e-12)
-    assert history["loss"][0] == pytest.approx(expected.item(), rel=1e-4)
-    assert history["rmse"][0] == pytest.approx((first - train.y).square().mean().sqrt().item())
-
-
-def test_units_of_the_target_change_nothing_but_the_units():
-    """The same in thousandths: as many steps of the same size, and errors 1000 times as large."""
-    train, test = numbers(), numbers(9, 1)
-    small_unit = [dataclasses.replace(part, y=1000 * part.y) for part in (train, test)]
-    model, other = regressor(), regressor()
-    with torch.no_grad():
-        other.mean *= 1000
-        other.sd *= 1000
-    history = fit(model, train, epochs=3, test=test)
-    scaled = fit(other, small_unit[0], epochs=3, test=small_unit[1])
-    assert scaled["loss"] == pytest.approx(history["loss"], rel=1e-3)
-    assert scaled["test_rmse"] == pytest.approx([1000 * e for e in history["test_rmse"]], rel=1e-3)
-
-
-def test_rmse_by_hand_and_in_batches():
-    model, data = regressor(), numbers(11)
-    errors = model.eval()(data.x, data.padding) - data.y
-    assert evaluate(model, data) == pytest.approx(errors.square().mean().sqrt().item())
-    for size in (1, 4, 11):
-        assert evaluate(model, data, batch_size=size) == pytest.approx(evaluate(model, data))
-
-
-def test_constant_targets():
-    data = numbers(8)
-    data = SeriesSplit(data.x, data.padding, torch.full((8,), 3.0))
-    history = fit(regressor(), data, epochs=2)
-    assert all(map(torch.tensor(0.0).lt, torch.tensor(history["loss"])))
-
-
-@pytest.mark.parametrize(
-    "make, data, message",
-    [
-        (regressor, split(), "train.y is torch.int64 of shape .24,.; expected floats of shape"),
-        (vision, dataclasses.replace(images(), y=torch.zeros(24)), "train.y is .* expected int64"),
-        (reader, SeriesSplit(tokens().x + 1, None, tokens().y), "train.x holds .* 0 <= x < 8"),
-        (reader, SeriesSplit(tokens().x.int(), None, tokens().y), "train.x is torch.int32"),
-        (reader, split(), "train.x is torch.float32 of shape .24, 6, 3.; expected int64"),
-        (vision, split(), "train.x is .*; expected floats of shape .n, 6, 4."),
-    ],
-)
-def test_targets_and_tokens_that_do_not_fit(make, data, message):
-    model = make()
-    model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
-    with pytest.raises(ValueError, match=message):
-        fit(model, data)
-
-
-def test_numbers_must_be_finite_and_one_for_each_series():
-    data = numbers()
-    spoilt_y = data.y.clone()
-    spoilt_y[3] = torch.nan
-    with pytest.raises(ValueError, match="split.y holds NaN"):
-        evaluate(regressor(), SeriesSplit(data.x, data.padding, spoilt_y))
-    with pytest.raises(ValueError, match=r"train.y is .*\(24, 1\); expected floats .*\(24,\)"):
-        fit(regressor(), SeriesSplit(data.x, data.padding, data.y[:, None]))
-
-    class Column(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.map = nn.Linear(3, 1)
-
-        def forward(self, x, padding):
-            return self.map(x[:, 0])  # (B, 1), which PyTorch would spread over all targets
-
-    for call in (fit, evaluate):
-        with pytest.raises(ValueError, match=r"model returns shape \(\d+, 1\) for .* numbers; exp"):
-            call(Column(), data)
-        model = regressor()
-        del model.classes  # so that nothing is known of it before it runs
-        with pytest.raises(ValueError, match=r"model returns shape \(\d+,\) for .* classes; exp"):
-            call(model, split())
+def test_evaluating_restores_the_mode_of_every_module():
+    model = classifier()
+    model.layers[0].eval()  # frozen on purpose
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(KeyError), evaluating(model) as same:
+        assert same is model and not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert [module.training for module in model.modules()] == modes and torch.is_grad_enabled()
 
 
 # --- Wrong input ----------------------------------------------------------------------------------
 
-
-def spoilt(field, change):
-    good = split()
-    return dataclasses.replace(good, **{field: change(getattr(good, field))})
-
-
-def set_value(tensor, value):
-    tensor = tensor.clone()
-    tensor[3, 2, 1] = value
-    return tensor
-
-
 WRONG = [
     (dict(epochs=0), ValueError, "epochs is 0; expected at least 1"),
     (dict(epochs=2.0), TypeError, "epochs is 2.0; expected an integer"),
-    (dict(batch_size=-4), ValueError, "batch_size is -4"),
-    (dict(batch_size=True), TypeError, "batch_size is True"),
     (dict(lr=0), ValueError, "lr is 0"),
     (dict(lr=float("nan")), ValueError, "lr is nan"),
     (dict(lr=float("inf")), ValueError, "lr is inf"),
@@ -527,106 +350,72 @@ WRONG = [
     (dict(seed=0.5), TypeError, "seed is 0.5"),
     (dict(device="cuda:99"), ValueError, "device is 'cuda:99'"),
     (dict(device="toaster"), ValueError, "device is 'toaster'"),
-    (dict(train=None), TypeError, "train is NoneType; expected a SeriesSplit"),
-    (dict(test=[1]), TypeError, "test is list"),
-    (dict(train=spoilt("x", lambda x: set_value(x, torch.nan))), ValueError, "train.x holds NaN"),
-    (dict(test=spoilt("x", lambda x: set_value(x, torch.inf))), ValueError, "test.x holds NaN or"),
-    (dict(train=spoilt("x", lambda x: x[:, :, 0])), ValueError, "train.x is torch.float32 of sh"),
-    (dict(train=spoilt("x", lambda x: x.tolist())), TypeError, "train.x is list"),
-    (dict(train=spoilt("x", lambda x: x[:-1])), ValueError, "train.padding is"),
-    (dict(train=spoilt("padding", lambda p: p.float())), ValueError, "train.padding is torch.flo"),
-    (dict(train=spoilt("padding", lambda p: p.tolist())), TypeError, "train.padding is list"),
-    (dict(train=spoilt("y", lambda y: y.int())), ValueError, "train.y is torch.int32"),
-    (dict(train=spoilt("y", lambda y: y[1:])), ValueError, "train.y is torch.int64 of shape"),
-    (dict(train=spoilt("y", lambda y: y.tolist())), TypeError, "train.y is list"),
-    (dict(train=spoilt("y", lambda y: y + 1)), ValueError, "train.y holds 1 to 2; expected .* < 2"),
-    (dict(test=spoilt("y", lambda y: y - 1)), ValueError, "test.y holds -1 to 0"),
-    (dict(train=spoilt("y", lambda y: y.float())), ValueError, "train.y is torch.float32 .* int64"),
-    (dict(train=spoilt("x", lambda x: x[..., 0].long())), ValueError, "train.x is torch.int64"),
+    (dict(model=series), TypeError, "model is function; expected a torch.nn.Module"),
+    (dict(train=None), TypeError, "train is NoneType; expected Batches, such as Examples"),
+    (dict(train=series()), TypeError, "train is SeriesSplit; expected Batches, such as Examples"),
+    (dict(test=[1]), TypeError, "test is list; expected Batches"),
+    (dict(loss="accuracy"), TypeError, "loss is 'accuracy'; expected a function loss.model, batch"),
+    (dict(test=Examples(numbers())), ValueError, "test.y is torch.float32; expected int64 classes"),
 ]
 
 
 @pytest.mark.parametrize("arguments, error, message", WRONG, ids=[w[2] for w in WRONG])
 def test_wrong_arguments_before_any_work(tmp_path, arguments, error, message):
-    model = small()
-    model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
-    before = weights(model)
+    model = untouched()
+    given = dict(model=model, train=batches(), loss=class_loss, epochs=1)
     with pytest.raises(error, match=message):
-        fit(model, **dict(train=split(), checkpoint=tmp_path / "run.pt") | arguments)
-    assert weights(model) == before and not list(tmp_path.iterdir())
+        fit(**given | dict(checkpoint=tmp_path / "run.pt") | arguments)
+    assert weights(model) == weights(classifier()) and not list(tmp_path.iterdir())
 
 
-def test_empty_split_and_no_model():
-    good = split()
-    empty = SeriesSplit(good.x[:0], good.padding[:0], good.y[:0])
-    with pytest.raises(ValueError, match="train is empty"):
-        fit(small(), empty)
-    with pytest.raises(ValueError, match="split is empty"):
-        evaluate(small(), empty)
-    with pytest.raises(TypeError, match="model is function; expected a torch.nn.Module"):
-        fit(split, good)
+def test_wrong_evaluation():
+    for arguments, error, message in (
+        (dict(batches=series()), TypeError, "batches is SeriesSplit; expected Batches"),
+        (dict(batches=Examples(numbers())), ValueError, "batches.y is torch.float32"),
+        (dict(device="toaster"), ValueError, "device is 'toaster'"),
+        (dict(loss=None), TypeError, "loss is None"),
+    ):
+        with pytest.raises(error, match=message):
+            evaluate(**dict(model=untouched(), batches=batches(), loss=class_loss) | arguments)
 
 
-def test_non_finite_loss_names_epoch_and_step():
-    model = small()
-    calls = iter(range(100))
-
-    def spoil(_, __, logits):
-        return logits * torch.nan if next(calls) == 4 else logits
-
-    model.register_forward_hook(spoil)
-    with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2 of 3; a smaller"):
-        fit(model, split(), epochs=5, batch_size=8)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_non_finite_gradient_is_noticed_too():
-    model = small()
+def test_what_is_not_finite_names_epoch_and_step():
+    for make, kind in ((classifier, "series"), (writer, "text"), (translator, "pairs")):
+        model, calls, (_, data, loss, _) = make(), iter(range(100)), KINDS[kind]
+        spoil = lambda _, __, y, calls=calls: y * torch.nan if next(calls) == 4 else y  # noqa: E731
+        model.register_forward_hook(spoil)
+        with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2 of 3; a smal"):
+            fit(model, data(SMALL[kind]), loss, epochs=5)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+    model = classifier()
     model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(FloatingPointError, match="gradient has norm (inf|nan) in epoch 1, step 1"):
-        fit(model, split())
-
-
-# --- Evaluation -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_evaluate(mode):
-    model, data = small().train(mode), split(11)
-    accuracy = evaluate(model, data)
-    assert model.training is mode
-    expected = (small().eval()(data.x, data.padding).argmax(1) == data.y).double().mean()
-    assert accuracy == expected
-    assert all(evaluate(model, data, batch_size=size) == accuracy for size in (1, 4, 11))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        evaluate(model, data, batch_size=0)
-    with pytest.raises(ValueError, match="split.x holds NaN"):
-        evaluate(model, spoilt("x", lambda x: set_value(x, torch.nan)))
+        fit_series(model)
 
 
 def test_no_bar_is_left_behind(monkeypatch, capfd):
     monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
-    fit(small(), split(), epochs=2)
+    fit_series()
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
-    fit(small(), split(), epochs=2)
+    fit_series(progress=False)
+    assert capfd.readouterr() == ("", "")
+    fit_series()
     shown = capfd.readouterr()
     assert "epochs" in shown.err and shown.out == "" and "\n" not in shown.err
 
 
-def test_checkpoint_holds_no_code(tmp_path):
-    fit(small(), split(), epochs=1, checkpoint=tmp_path / "run.pt")
-    saved = torch.load(tmp_path / "run.pt", weights_only=True)
-    assert set(saved) == {"run", "state", "digest"}
-    assert training.digest(saved["run"], saved["state"]) == saved["digest"]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: CUDA IS NOT TESTED")
-def test_cuda_trains_and_a_checkpoint_moves_between_devices(tmp_path):
-    path, model = tmp_path / "run.pt", small()
-    history = fit(model, split(), epochs=8, device="cuda", checkpoint=path, test=split(9, 1))
-    assert next(model.parameters()).is_cuda and history["loss"][-1] < history["loss"][0]
-    assert evaluate(model, split(9, 1)) == history["test_accuracy"][-1]
-    on_cpu = small()
-    assert fit(on_cpu, split(), epochs=8, checkpoint=path, test=split(9, 1)) == history
-    assert weights(on_cpu) == weights(model) and not next(on_cpu.parameters()).is_cuda
+@every_kind
+def test_cuda_trains_and_a_checkpoint_moves_between_devices(tmp_path, kind):
+    make, data, loss, names = KINDS[kind]
+    path, model, train = tmp_path / "run.pt", make(dropout=0.0), data(SMALL[kind])
+    how = dict(epochs=8, lr=1e-2, test=data(100))
+    history = fit(model, train, loss, device="cuda", checkpoint=path, **how)
+    assert next(model.parameters()).is_cuda
+    again, alone = make(dropout=0.0), make(dropout=0.0)
+    assert fit(again, train, loss, checkpoint=path, **how) == history
+    assert weights(again) == weights(model) and not next(again.parameters()).is_cuda
+    on_cpu = fit(alone, train, loss, **how)
+    for name in names - {"accuracy"}:
+        assert history[f"test_{name}"] == pytest.approx(on_cpu[f"test_{name}"], rel=5e-2)

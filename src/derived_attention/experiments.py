@@ -1,12 +1,14 @@
 """Grids of runs: each result is stored as soon as it is there, and a finished run is not repeated.
 
 A result is found again by a key: what the function is (its source, and the source and values of
-what it reads from its own page), what it was given, the source of this package, the version of
-PyTorch, and the profile. Change any of them, and the run is made again.
+what it reads from its own page), what it was given, the code of this package that it reaches, the
+version of PyTorch, and the profile. Change any of them, and the run is made again. A comment in the
+package, or a module that the function has nothing to do with, changes nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import dis
 import functools
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import platform
+import textwrap
 import time
 import types
 import warnings
@@ -25,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import derived_attention
-from derived_attention import runtime
+from derived_attention import __version__, runtime
 from derived_attention.runtime import (
     cache_dir,
     device_name,
@@ -34,6 +36,7 @@ from derived_attention.runtime import (
     profile,
     write_atomically,
 )
+from derived_attention.sources import Sources
 
 if TYPE_CHECKING:
     import pandas
@@ -41,9 +44,7 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 
 # The package's source as it was when this module was imported: as near as can be to what runs.
-_FOLDER = Path(derived_attention.__file__).parent
-_SOURCES = sorted(_FOLDER.rglob("*.py"))
-PACKAGE = digest([[str(p.relative_to(_FOLDER)), p.read_bytes()] for p in _SOURCES])
+PACKAGE = Sources(Path(__file__).parent)
 
 
 def run_grid(
@@ -194,7 +195,7 @@ def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key
             "python": platform.python_version(),
             "numpy": np.__version__,
             "torch": torch.__version__,
-            "derived_attention": derived_attention.__version__,
+            "derived_attention": __version__,
         },
     }
 
@@ -268,39 +269,67 @@ def _identity(function: Callable[..., Any]) -> list[Any]:
     """Return everything but the config that decides what ``function(**config)`` returns."""
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"function is {function!r}; expected a function defined by def")
-    source = _trace(function, function.__module__, set(), function.__name__)
-    return [source, PACKAGE, torch.__version__, profile()]
+    trace = _Trace(function.__module__)
+    source = trace.of(function, function.__name__)
+    return [source, PACKAGE.digest(trace.reached), torch.__version__, profile()]
 
 
-def _trace(value: Any, page: str, seen: set[int], name: str) -> Any:
-    """Return `value` as something `digest` takes, with the source of functions of this page.
+class _Trace:
+    """Turns a function into what `digest` takes: sources and values of what it reads from its page.
 
-    A function or class of another module counts by its name: the package's own source is part of
-    the key anyway, and PyTorch's version too.
+    A function or class of another module counts by its name. For one of this package, `reached`
+    gets its module, whose code is part of the key; for PyTorch's, the version is.
     """
-    value = inspect.unwrap(value) if callable(value) else value
-    if isinstance(value, types.ModuleType):
-        return ["module", value.__name__]
-    if isinstance(value, functools.partial):
-        return ["partial", _trace([value.func, value.args, value.keywords], page, seen, name)]
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+        self.seen: set[int] = set()
+        self.reached: set[str] = set()
+
+    def of(self, value: Any, name: str) -> Any:
+        """Return `value`, which the function knows as `name`, as something `digest` takes."""
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, types.ModuleType):
+            self.reached |= PACKAGE.modules(value.__name__)
+            return ["module", value.__name__]
+        if isinstance(value, functools.partial):
+            return ["partial", self.of([value.func, value.args, value.keywords], name)]
+        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            return self._definition(value)
+        if isinstance(value, dict):
+            return {key: self.of(item, name) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(item, name) for item in value]
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return [self._definition(type(value)), self.of(fields, name)]
+        try:
+            return digest(value)
+        except TypeError as error:
+            raise TypeError(
+                f"the function reads {name}, a {type(value).__qualname__}, which cannot be "
+                "compared between sessions; make it inside the function, or pass what it is made "
+                "from"
+            ) from error
+
+    def _definition(self, value: Any) -> Any:
+        """Return a function or class: the source of those of this page, of others the name."""
         full_name = f"{value.__module__}.{value.__qualname__}"
-        if value.__module__ != page or id(value) in seen:
+        if value.__module__ != self.page or id(value) in self.seen:
+            self.reached |= PACKAGE.modules(full_name)
             return ["named", full_name]
-        seen.add(id(value))
+        self.seen.add(id(value))
         parts = _class_parts(value) if isinstance(value, type) else _function_parts(value)
-        return [full_name, {part: _trace(parts[part], page, seen, part) for part in parts}]
-    if isinstance(value, dict):
-        return {key: _trace(item, page, seen, name) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_trace(item, page, seen, name) for item in value]
+        self.reached |= _imports(parts.get("<source>", ""))
+        return [full_name, {part: self.of(parts[part], part) for part in parts}]
+
+
+def _imports(source: str) -> set[str]:
+    """Return the modules of the package that a function imports in its body."""
     try:
-        return digest(value)
-    except TypeError as error:
-        raise TypeError(
-            f"the function reads {name}, a {type(value).__qualname__}, which cannot be compared "
-            "between sessions; make it inside the function, or pass what it is made from"
-        ) from error
+        return PACKAGE.imported(textwrap.dedent(source))
+    except SyntaxError:  # a lambda in the middle of a statement, which imports nothing
+        return set()
 
 
 def _function_parts(function: Any) -> dict[str, Any]:

@@ -1,207 +1,109 @@
-"""Train, evaluate and hear a language model on bytes (chapter 10).
+"""A text, byte by byte: what a language model trains on, and the text that it writes (chapter 10).
 
-It is the machinery of `derived_attention.training`, but a run counts steps instead of epochs. All
-randomness of a step (the windows, dropout) is a function of ``(seed, step)``; a checkpoint is
-written after every 100 steps.
+`Windows` and `byte_loss` are what `derived_attention.training.fit` takes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from derived_attention.data.text import check_text, decode, encode
-from derived_attention.runtime import check_count, check_seed
-from derived_attention.training import (
-    History,
-    check_device,
-    check_settings,
-    describe_run,
-    epoch_seed,
-    run_rounds,
-    schedule,
-    take_step,
-)
-
-ROUND_STEPS = 100  # steps between two checkpoints
+from derived_attention.runtime import check_count, check_seed, evaluating
+from derived_attention.training import Batches, Bits, Mean, check_device, mixed_seed
 
 
-def fit_language(
-    model: nn.Module,
-    train: torch.Tensor,
-    *,
-    steps: int = 1000,
-    batch_size: int = 16,
-    lr: float = 1e-2,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    test: torch.Tensor | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-) -> History:
-    """Minimise the cross-entropy of the next byte of `train` with Adam, in place.
+@dataclasses.dataclass(frozen=True)
+class Windows(Batches):
+    """Windows of a text: `length` bytes to read, and the byte after each.
 
-    Each step takes `batch_size` windows of the text, each of ``model.length`` bytes and the one
-    after them, from places drawn at random. Learning rate, clipping and result are as in
-    `derived_attention.training.fit`.
+    A batch is ``(windows,)``, (B, T + 1) int64. To train on, windows come from places drawn at
+    random; a text has no end of them, so an epoch is what `steps` says. What is random in a step
+    follows from the seed and the number of the step: 7 epochs of 50 are one epoch of 350.
+
+    To evaluate, the text is cut into windows that follow each other (the last is what is left), so
+    that every byte but the first is predicted once. The first byte of a window has one byte before
+    it to go by, the last has all: longer windows give fewer bits.
 
     Parameters
     ----------
-    model : nn.Module
-        ``model(x)`` returns logits (B, T, 256) of the bytes after each of `x` (B, T) int64, and
-        ``model.length`` is T. It is moved to `device`, and comes back in evaluation mode.
-    train : torch.Tensor
-        (n,) uint8: see `derived_attention.data.text.load_text`.
-    steps, batch_size : int
-    lr : float
-        The highest learning rate.
-    seed : int
-        Decides the windows and dropout; not the initial weights, which `model` has. The caller's
-        own random generators are left as they were.
-    device, progress
-        As in `fit`.
-    test : torch.Tensor, optional
-        (n,) uint8. Evaluated after every 100 steps, for you to look at. It has no influence.
-    checkpoint : path, optional
-        A file that holds the run after every 100 steps; otherwise as in `fit`.
-
-    Returns
-    -------
-    dict of list of float
-        ``"loss"``, in bits per byte: the mean over each 100 steps (over fewer, at the end), with
-        dropout. Given `test`, also ``"test_loss"``, at the end of each.
-
-    Raises
-    ------
-    TypeError, ValueError, FloatingPointError
-        As `fit`.
-
-    Examples
-    --------
-    >>> history = fit_language(ByteLM(32, dropout=0.0), data.train)  # doctest: +SKIP
-    """
-    settings: dict[str, Any] = dict(steps=steps, batch_size=batch_size, lr=lr, seed=seed)
-    check_settings(**settings)
-    settings["lr"] = float(lr)
-    device = check_device(model, device)
-    length = check_length(model)
-    check_text("train", train, length + 1)
-    if test is not None:
-        check_text("test", test, 2)
-    optimiser = torch.optim.Adam(model.to(device).parameters())
-    text = train.to(device)
-
-    def one_round(number: int) -> dict[str, float]:
-        loss = train_language(model, optimiser, text, number * ROUND_STEPS, **settings)
-        if test is None:
-            return {"loss": loss}
-        return {"loss": loss, "test_loss": evaluate_language(model, test)}
-
-    path = None if checkpoint is None else Path(checkpoint)
-    run = {} if path is None else describe_run("fit_language", model, train, test, settings)
-    rounds = math.ceil(steps / ROUND_STEPS)
-    return run_rounds(one_round, rounds, "rounds", model, optimiser, path, run, progress)
-
-
-def train_language(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    text: torch.Tensor,
-    first: int,
-    *,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-) -> float:
-    """Take the steps of one round, from number `first`; return their mean loss, in bits per byte.
-
-    Raises
-    ------
-    FloatingPointError
-        If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
-    """
-    length = check_length(model)
-    offsets = torch.arange(length + 1)
-    numbers = range(first, min(first + ROUND_STEPS, steps))
-    model.train()
-    bits = 0.0
-    for step in numbers:
-        torch.manual_seed(epoch_seed(seed, step))
-        places = torch.randint(len(text) - length, (batch_size, 1))  # on the CPU: everywhere alike
-        windows = text[(places + offsets).to(text.device)].long()  # (B, T + 1)
-        loss = byte_losses(model, windows[:, :-1], windows[:, 1:]).mean()
-        take_step(model, optimiser, loss, lr, schedule(step, steps), f"step {step + 1} of {steps}")
-        bits += loss.item() / math.log(2)
-    return bits / len(numbers)
-
-
-def byte_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return -ln P(y) for each byte `y` (B, T) after those of `x`, as (B · T,)."""
-    logits = model(x)
-    if logits.shape != (*x.shape, 256):
-        expected = (*x.shape, 256)
-        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
-    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-
-
-@torch.no_grad()
-def evaluate_language(
-    model: nn.Module,
-    text: torch.Tensor,
-    *,
-    batch_size: int = 64,
-    device: torch.device | str | None = None,
-) -> float:
-    """Return the bits per byte of `text` under `model`, in evaluation mode.
-
-    The text is cut into windows of ``model.length`` bytes that do not overlap (the last is what is
-    left), so that every byte but the first is predicted once. The first byte of a window has one
-    byte before it to go by, the last has all: longer windows give fewer bits.
-
-    Parameters
-    ----------
-    model : nn.Module
-        As in `fit_language`. Its mode is restored.
-    text : torch.Tensor
-        (n,) uint8, n at least 2.
+    text : Tensor
+        (n,) uint8, n > T: see `derived_attention.data.text.load_text`.
+    length : int
+        T, at most that of the model.
     batch_size : int
-        How many windows to run at a time; has no influence on the result, but for rounding.
-    device : torch.device or str, optional
-        Where to evaluate; default, where the model is.
+    steps : int
+        How many batches an epoch of training has.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work, before any work.
+        For an argument that cannot work.
 
     Examples
     --------
-    >>> bits = evaluate_language(model, data.test)  # doctest: +SKIP
+    >>> batches = Windows(data.train, length=32, batch_size=16)  # doctest: +SKIP
     """
-    check_count("batch_size", batch_size)
-    device = check_device(model, device)
-    length = check_length(model)
-    check_text("text", text, 2)
-    training, nats = model.training, 0.0
-    model.to(device).eval()
-    whole = (len(text) - 1) // length * length  # bytes in whole windows
-    cuts = [*range(0, whole, batch_size * length), whole, len(text) - 1]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        if start < stop:
-            x, y = (text[start + i : stop + i].to(device).long() for i in (0, 1))
-            rows = (-1, length if stop <= whole else stop - start)
-            nats += float(byte_losses(model, x.view(rows), y.view(rows)).double().sum())
-    model.train(training)
-    return nats / math.log(2) / (len(text) - 1)
+
+    text: Tensor
+    length: int
+    batch_size: int = 64
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch_size", "steps"):
+            check_count(name, getattr(self, name))
+        check_text("text", self.text, self.length + 1)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor]]:
+        """Yield `steps` batches of windows from random places."""
+        offsets = torch.arange(self.length + 1)
+        for step in range(number * self.steps, (number + 1) * self.steps):
+            torch.manual_seed(mixed_seed(seed, step))
+            places = torch.randint(len(self.text) - self.length, (self.batch_size, 1))
+            yield (self.text[places + offsets].long(),)  # (B, T + 1)
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        cut = (len(self.text) - 1) // self.length * self.length  # bytes read in whole windows
+        windows = self.text[: cut + 1].unfold(0, self.length + 1, self.length)  # (n, T + 1)
+        for rows in windows.split(self.batch_size):
+            yield (rows.long(),)
+        if cut < len(self.text) - 1:
+            yield (self.text[None, cut:].long(),)
+
+    def check(self, name: str, model: nn.Module) -> None:
+        """Raise TypeError or ValueError unless `model` reads as many bytes at a time."""
+        if self.length > check_length(model):
+            found = f"{name} has windows of {self.length} bytes"
+            raise ValueError(f"{found}; expected at most {model.length}, the length of the model")
 
 
-@torch.no_grad()
+def byte_loss(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the cross-entropy of the byte after each; report it as ``"bits"`` per byte.
+
+    ``model(x)`` returns logits (B, T, 256) of the bytes after each of x (B, T) int64.
+
+    Raises
+    ------
+    ValueError
+        For a result of another shape.
+    """
+    x, y = batch[0][:, :-1], batch[0][:, 1:]
+    logits = model(x)
+    if logits.shape != (*x.shape, 256):
+        expected = (*x.shape, 256)
+        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
+    nats = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+    return nats.mean(), {"bits": Bits(nats.detach().double().sum().item(), len(nats))}
+
+
 def generate(
     model: nn.Module, prompt: str, n: int, *, temperature: float = 0.0, seed: int = 0
 ) -> str:
@@ -210,7 +112,7 @@ def generate(
     Parameters
     ----------
     model : nn.Module
-        As in `fit_language`. It sees the last ``model.length`` bytes at a time, in evaluation mode.
+        As in `byte_loss`. It sees the last ``model.length`` bytes at a time, in evaluation mode.
     prompt : str
         At least one character.
     n : int
@@ -226,22 +128,21 @@ def generate(
 
     Examples
     --------
-    >>> generate(ByteLM(32), "The ", 40)  # doctest: +SKIP
+    >>> generate(model, "The ", 40)  # doctest: +SKIP
     """
     device, length = check_device(model, None), check_length(model)
     check_prompt(prompt, n, temperature)
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)  # on the CPU: everywhere alike
-    training, text = model.training, encode(prompt)
-    model.eval()
-    for _ in range(n):
-        logits = model(text[-length:].long().to(device)[None])[0, -1].cpu()  # (256,)
-        if temperature == 0:
-            byte = logits.argmax(0, keepdim=True)
-        else:
-            byte = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-        text = torch.cat([text, byte.to(torch.uint8)])
-    model.train(training)
+    text = encode(prompt)
+    with evaluating(model):
+        for _ in range(n):
+            logits = model(text[-length:].long().to(device)[None])[0, -1].cpu()  # (256,)
+            if temperature == 0:
+                byte = logits.argmax(0, keepdim=True)
+            else:
+                byte = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+            text = torch.cat([text, byte.to(torch.uint8)])
     return decode(text)
 
 

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -431,6 +432,68 @@ def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
     return answer.strip().splitlines()[0] if answer.strip() else None
+
+
+class Call(NamedTuple):
+    """What a layer handed to its mechanism: q, k, v of shapes (B, H, N, D), and the options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Call]]:
+    """Record what the attention layers in `model` hand to their mechanisms, while it runs.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With layers such as `MultiheadAttention`, whose `attention` is a function.
+
+    Yields
+    ------
+    list of Call
+        Empty at first; every call of a mechanism adds one, in order. Tensors are detached.
+
+    Raises
+    ------
+    ValueError
+        If there is no such layer in `model`.
+
+    Examples
+    --------
+    >>> from derived_attention import MultiheadAttention
+    >>> layer, x = MultiheadAttention(8, 2), torch.zeros(1, 5, 8)
+    >>> with recorded(layer) as calls:
+    ...     _ = layer(x, x, x, need_weights=False)
+    >>> calls[0].q.shape
+    torch.Size([1, 2, 5, 4])
+    """
+    layers: list[Any] = [m for m in model.modules() if callable(vars(m).get("attention"))]
+    if not layers:
+        raise ValueError(
+            f"model is a {type(model).__name__} without a layer whose attention is a function"
+        )
+    calls: list[Call] = []
+
+    def watched(attention: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(attention)
+        def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            calls.append(Call(q.detach(), k.detach(), v.detach(), options))
+            return attention(q, k, v, **options)
+
+        return call
+
+    before = [layer.attention for layer in layers]
+    try:
+        for layer, attention in zip(layers, before, strict=True):
+            layer.attention = watched(attention)
+        yield calls
+    finally:
+        for layer, attention in zip(layers, before, strict=True):
+            layer.attention = attention
 
 
 def head_distance(A) -> Tensor:

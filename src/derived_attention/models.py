@@ -1,13 +1,12 @@
 """The miniature models of the book, in one readable file.
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
-patches, `TokenClassifier` reads sequences of tokens. `derived_attention.training.fit` trains each.
-`ByteLM` continues a text; `derived_attention.language.fit_language` trains it. `Translator` writes
-a sentence that it reads in another language; `derived_attention.translation.fit_translation` trains
-it.
+patches, `TokenClassifier` reads sequences of tokens. `ByteLM` continues a text. `Translator` writes
+a sentence that it reads in another language. `derived_attention.training.fit` trains each.
 
-The `attention` argument of a model says how its layers mix positions, by one rule: *a function
-replaces the scaled dot product, a class replaces the layer.*
+A model is called with what its data are, and last with a `Config`: the sizes that all have, and how
+their layers mix positions, by one rule: *a function replaces the scaled dot product, a class
+replaces the layer.*
 
 - A function ``f(q, k, v, *, attn_mask, is_causal, scale)`` works inside `MultiheadAttention`;
   ``functools.partial`` sets keywords of its own.
@@ -17,28 +16,74 @@ replaces the scaled dot product, a class replaces the layer.*
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.softmax import MultiheadAttention, softmax_attention
+from derived_attention.attention.checks import Mechanism
+from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import check_series, check_tokens
-from derived_attention.runtime import check_count
+from derived_attention.runtime import check_count, evaluating
 
-Mechanism = Callable[..., Any]
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What every model is made of, whatever it reads.
+
+    Parameters
+    ----------
+    dim, heads, layers, hidden : int
+        Width, heads per layer, layers, and width of the feed-forward part.
+    dropout : float
+    attention : callable
+        A function or a class: see the rule at the top of this module.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work. That `heads` divides `dim` is for the layer to say.
+
+    Examples
+    --------
+    >>> Config(dim=32, heads=2).hidden
+    128
+    """
+
+    dim: int = 64
+    heads: int = 4
+    layers: int = 2
+    hidden: int = 128
+    dropout: float = 0.1
+    attention: Mechanism = softmax_attention
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "heads", "layers", "hidden"):
+            check_count(name, getattr(self, name))
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
+            raise TypeError(f"dropout is {self.dropout!r}; expected a number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; expected 0 <= dropout < 1")
+        is_layer(self.attention)
+
+
+def is_layer(attention: Mechanism) -> bool:
+    """Say if `attention` is a class (or a function), by the rule above; else raise TypeError."""
+    target = attention.func if isinstance(attention, functools.partial) else attention
+    if isinstance(target, nn.Module) or not callable(target):  # a module would be shared by layers
+        raise TypeError(f"attention is {attention!r}; expected a function, or a class of modules")
+    return isinstance(target, type) and issubclass(target, nn.Module)
 
 
 def make_attention(attention: Mechanism, dim: int, heads: int) -> nn.Module:
     """Build one attention layer by the rule at the top of this module; else raise TypeError."""
-    target = attention.func if isinstance(attention, functools.partial) else attention
-    if isinstance(target, type) and issubclass(target, nn.Module):
+    if is_layer(attention):
         return attention(dim, heads)
-    if isinstance(target, nn.Module) or not callable(target):  # a module would be shared by layers
-        raise TypeError(f"attention is {attention!r}; expected a function, or a class of modules")
     return MultiheadAttention(dim, heads, attention=attention)
 
 
@@ -51,11 +96,10 @@ class EncoderLayer(nn.Module):
 
     masks: dict[str, bool] = {}  # what a kind of layer says to its attention each time
 
-    def __init__(
-        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attention = make_attention(attention, dim, heads)
+        dim, hidden, dropout = config.dim, config.hidden, config.dropout
+        self.attention = make_attention(config.attention, dim, config.heads)
         self.feedforward = nn.Sequential(
             nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
         )
@@ -81,11 +125,9 @@ class EncoderLayer(nn.Module):
 class PreNormLayer(EncoderLayer):
     """The same layer, normalised before each branch by LayerNorm, as vision transformers are."""
 
-    def __init__(
-        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
-    ) -> None:
-        super().__init__(dim, heads, hidden, dropout, attention)
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.norm1, self.norm2 = nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
@@ -109,11 +151,10 @@ class CausalLayer(PreNormLayer):
 class DecoderLayer(CausalLayer):
     """A causal layer that also attends the result of an encoder, the memory, between its parts."""
 
-    def __init__(
-        self, dim: int, heads: int, hidden: int, dropout: float, attention: Mechanism
-    ) -> None:
-        super().__init__(dim, heads, hidden, dropout, attention)
-        self.cross, self.norm3 = make_attention(attention, dim, heads), nn.LayerNorm(dim)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.cross = make_attention(config.attention, config.dim, config.heads)
+        self.norm3 = nn.LayerNorm(config.dim)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, memory: Tensor, padding: Tensor | None
@@ -125,43 +166,31 @@ class DecoderLayer(CausalLayer):
         x = x + self.dropout(self.cross(self.norm3(x), memory, memory, **how)[0])
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
-    def maps(  # type: ignore[override]
-        self, x: Tensor, memory: Tensor, padding: Tensor | None
-    ) -> Tensor:
-        """Return the weights (B, H, T, S) with which `forward` attends the memory."""
-        y = self.norm1(x)
-        x = x + self.attention(y, y, y, need_weights=False, **self.masks)[0]
-        how = dict(key_padding_mask=padding, average_attn_weights=False)
-        return self.cross(self.norm3(x), memory, memory, **how)[1]
-
 
 class Encoder(nn.Module):
     """What the models share: layers over a sequence of T steps, and a look at their weights."""
 
     layers: Any  # nn.ModuleList of EncoderLayer
-    mechanism: Mechanism
+    config: Config
     length: int
 
-    @torch.no_grad()
     def attention_maps(self, x: Tensor, padding: Tensor | None = None) -> list[Tensor]:
         """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing.
 
         A mechanism that leaves keys out has fewer columns. One that is not linear in V has no
         weights: what it makes of V = I is returned, or it raises.
         """
-        training, maps = self.training, []
-        try:
-            h = self.eval()._embed(x, padding)
+        maps = []
+        with evaluating(self):
+            h = self._embed(x, padding)
             for layer in self.layers:
                 maps.append(layer.maps(h, padding))
                 h = layer(h, padding)
-        finally:
-            self.train(training)
         return maps
 
     def extra_repr(self) -> str:
         """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"mechanism={self.mechanism}, length={self.length}"
+        return f"{self.config}, length={self.length}"
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Check the input and map it to (B, T, dim), positions included."""
@@ -178,48 +207,29 @@ class SeriesClassifier(Encoder):
     ----------
     channels, classes, length : int
         C, the number of classes, and T: see `derived_attention.data.series.SeriesData`.
-    dim, heads, layers, hidden : int
-        Width, heads per layer, layers, and width of the feed-forward part.
-    dropout : float
-    attention : callable
-        A function or a class: see the rule at the top of this module.
+    config : Config
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type.
+        For a wrong size; in the forward pass, a wrong shape or type.
 
     Examples
     --------
-    >>> model = SeriesClassifier(channels=12, classes=9, length=26)
+    >>> model = SeriesClassifier(channels=12, classes=9, length=26, config=Config())
     >>> model(torch.zeros(4, 26, 12)).shape
     torch.Size([4, 9])
     """
 
-    def __init__(
-        self,
-        channels: int,
-        classes: int,
-        length: int,
-        dim: int = 128,
-        heads: int = 8,
-        layers: int = 2,
-        hidden: int = 256,
-        dropout: float = 0.1,
-        attention: Mechanism = softmax_attention,
-    ) -> None:
+    def __init__(self, channels: int, classes: int, length: int, config: Config) -> None:
         super().__init__()
-        for name in ("channels", "classes", "length", "dim", "heads", "layers", "hidden"):
-            check_count(name, locals()[name])
-        self.channels, self.classes, self.length = channels, classes, length
-        self.mechanism = attention
-        self.embed = nn.Linear(channels, dim)
-        self.positions = nn.Parameter(torch.empty(length, dim).uniform_(-0.02, 0.02))
-        self.layers = nn.ModuleList(
-            EncoderLayer(dim, heads, hidden, dropout, attention) for _ in range(layers)
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(length * dim, classes)
+        check_sizes(config, channels=channels, classes=classes, length=length)
+        self.channels, self.classes, self.length, self.config = channels, classes, length, config
+        self.embed = nn.Linear(channels, config.dim)
+        self.positions = nn.Parameter(torch.empty(length, config.dim).uniform_(-0.02, 0.02))
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.layers))
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(length * config.dim, classes)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return logits (B, classes) of `x` (B, T, C); `padding` (B, T) is True where padded."""
@@ -249,8 +259,7 @@ class SeriesRegressor(SeriesClassifier):
         C and T.
     target : (float, float)
         Mean and standard deviation: see `derived_attention.data.series.SeriesData`.
-    options
-        The other arguments of `SeriesClassifier`.
+    config : Config
 
     Raises
     ------
@@ -259,7 +268,7 @@ class SeriesRegressor(SeriesClassifier):
 
     Examples
     --------
-    >>> model = SeriesRegressor(channels=12, length=26, target=(0.0, 1.0))
+    >>> model = SeriesRegressor(channels=12, length=26, target=(0.0, 1.0), config=Config())
     >>> model(torch.zeros(4, 26, 12)).shape
     torch.Size([4])
     """
@@ -268,9 +277,9 @@ class SeriesRegressor(SeriesClassifier):
     sd: Tensor
 
     def __init__(
-        self, channels: int, length: int, target: tuple[float, float], *options: Any, **named: Any
+        self, channels: int, length: int, target: tuple[float, float], config: Config
     ) -> None:
-        super().__init__(channels, 1, length, *options, **named)
+        super().__init__(channels, 1, length, config)
         if not isinstance(target, tuple) or len(target) != 2:
             raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
         if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
@@ -287,27 +296,14 @@ class SeriesRegressor(SeriesClassifier):
 class PooledClassifier(Encoder):
     """What the next two models share: pre-norm layers, the mean over the steps, one linear map."""
 
-    def __init__(
-        self,
-        classes: int,
-        length: int,
-        dim: int,
-        heads: int,
-        layers: int,
-        hidden: int,
-        dropout: float,
-        attention: Mechanism,
-    ) -> None:
+    def __init__(self, classes: int, length: int, config: Config) -> None:
         super().__init__()
-        for name in ("classes", "length", "dim", "heads", "layers", "hidden"):
-            check_count(name, locals()[name])
-        self.classes, self.length, self.mechanism = classes, length, attention
-        self.positions = nn.Parameter(torch.empty(length, dim).normal_(std=0.5))
-        self.layers = nn.ModuleList(
-            PreNormLayer(dim, heads, hidden, dropout, attention) for _ in range(layers)
-        )
-        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, classes)
+        check_sizes(config, classes=classes, length=length)
+        self.classes, self.length, self.config = classes, length, config
+        self.positions = nn.Parameter(torch.empty(length, config.dim).normal_(std=0.5))
+        self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, classes)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return logits (B, classes)."""
@@ -334,43 +330,28 @@ class VisionTransformer(PooledClassifier):
         Rows and columns of patches. The sequence is the grid row by row: T = rows · columns.
     channels, classes : int
         Numbers in a patch, and classes: see `derived_attention.data.images.ImageData`.
-    dim, heads, layers, hidden, dropout, attention
-        As in `SeriesClassifier`.
+    config : Config
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type, or
+        For a wrong size; in the forward pass, a wrong shape or type, or
         any `padding`: an image has none.
 
     Examples
     --------
-    >>> model = VisionTransformer(grid=(4, 4), channels=4, classes=10)
+    >>> model = VisionTransformer(grid=(4, 4), channels=4, classes=10, config=Config())
     >>> model(torch.zeros(3, 16, 4)).shape
     torch.Size([3, 10])
     """
 
-    def __init__(
-        self,
-        grid: Sequence[int],
-        channels: int,
-        classes: int,
-        dim: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        hidden: int = 128,
-        dropout: float = 0.1,
-        attention: Mechanism = softmax_attention,
-    ) -> None:
+    def __init__(self, grid: Sequence[int], channels: int, classes: int, config: Config) -> None:
         if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
             raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
-        for i, size in enumerate(grid):
-            check_count(f"grid[{i}]", size)
-        check_count("channels", channels)
-        length = grid[0] * grid[1]
-        super().__init__(classes, length, dim, heads, layers, hidden, dropout, attention)
+        check_sizes(config, channels=channels, **{f"grid[{i}]": n for i, n in enumerate(grid)})
+        super().__init__(classes, grid[0] * grid[1], config)
         self.grid, self.channels = tuple(grid), channels
-        self.embed = nn.Linear(channels, dim)
+        self.embed = nn.Linear(channels, config.dim)
 
     def extra_repr(self) -> str:
         """Show what the layers do not; a checkpoint tells two models apart by this text."""
@@ -393,38 +374,26 @@ class TokenClassifier(PooledClassifier):
     ----------
     vocabulary, classes, length : int
         Number of different tokens, of classes, and T.
-    dim, heads, layers, hidden, dropout, attention
-        As in `SeriesClassifier`.
+    config : Config
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size, `dropout` or `attention`; in the forward pass, a wrong shape or type, or
+        For a wrong size; in the forward pass, a wrong shape or type, or
         a token outside the vocabulary.
 
     Examples
     --------
-    >>> model = TokenClassifier(vocabulary=16, classes=10, length=32)
+    >>> model = TokenClassifier(vocabulary=16, classes=10, length=32, config=Config())
     >>> model(torch.zeros(3, 32, dtype=torch.int64)).shape
     torch.Size([3, 10])
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        classes: int,
-        length: int,
-        dim: int = 64,
-        heads: int = 2,
-        layers: int = 2,
-        hidden: int = 128,
-        dropout: float = 0.1,
-        attention: Mechanism = softmax_attention,
-    ) -> None:
-        check_count("vocabulary", vocabulary)
-        super().__init__(classes, length, dim, heads, layers, hidden, dropout, attention)
+    def __init__(self, vocabulary: int, classes: int, length: int, config: Config) -> None:
+        check_sizes(config, vocabulary=vocabulary)
+        super().__init__(classes, length, config)
         self.vocabulary = vocabulary
-        self.embed = nn.Embedding(vocabulary, dim)
+        self.embed = nn.Embedding(vocabulary, config.dim)
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_tokens(x, padding, steps=self.length, vocabulary=self.vocabulary)
@@ -453,45 +422,32 @@ class ByteLM(Encoder):
     ----------
     length : int
         T, the most bytes that the model reads at a time.
-    dim, heads, layers, hidden, dropout, attention
-        As in `SeriesClassifier`.
+    config : Config
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size, `dropout` or `attention`; in the forward pass, for a wrong shape or type,
+        For a wrong size; in the forward pass, for a wrong shape or type,
         a number that is no byte, or any `padding`: a text has none.
 
     Examples
     --------
-    >>> model = ByteLM(length=64)
+    >>> model = ByteLM(length=64, config=Config())
     >>> model(torch.zeros(3, 64, dtype=torch.int64)).shape
     torch.Size([3, 64, 256])
     """
 
     vocabulary = 256
 
-    def __init__(
-        self,
-        length: int,
-        dim: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        hidden: int = 128,
-        dropout: float = 0.1,
-        attention: Mechanism = softmax_attention,
-    ) -> None:
+    def __init__(self, length: int, config: Config) -> None:
         super().__init__()
-        for name in ("length", "dim", "heads", "layers", "hidden"):
-            check_count(name, locals()[name])
-        self.length, self.mechanism = length, attention
-        self.embed = nn.Embedding(self.vocabulary, dim)
-        self.positions = nn.Parameter(sinusoids(length, dim))
-        self.layers = nn.ModuleList(
-            CausalLayer(dim, heads, hidden, dropout, attention) for _ in range(layers)
-        )
-        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, self.vocabulary)
+        check_sizes(config, length=length)
+        self.length, self.config = length, config
+        self.embed = nn.Embedding(self.vocabulary, config.dim)
+        self.positions = nn.Parameter(sinusoids(length, config.dim))
+        self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.layers))
+        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, self.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
@@ -523,18 +479,18 @@ class Translator(nn.Module):
         Number of different tokens, in both languages together.
     length : int
         The most tokens of a sentence, in either language.
-    dim, heads, layers, hidden, dropout, attention
-        As in `SeriesClassifier`; `layers` in the encoder, and as many in the decoder.
+    config : Config
+        `layers` in the encoder, and as many in the decoder.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size, `dropout` or `attention`; in the forward pass, for a wrong shape or type,
+        For a wrong size; in the forward pass, for a wrong shape or type,
         a token outside the vocabulary, or sentences that are too long.
 
     Examples
     --------
-    >>> model = Translator(vocabulary=100, length=16)
+    >>> model = Translator(vocabulary=100, length=16, config=Config())
     >>> source, target = torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 5, dtype=torch.int64)
     >>> model(source, target).shape
     torch.Size([3, 5, 100])
@@ -543,29 +499,17 @@ class Translator(nn.Module):
     encoder: Any  # nn.ModuleList of PreNormLayer
     decoder: Any  # nn.ModuleList of DecoderLayer
 
-    def __init__(
-        self,
-        vocabulary: int,
-        length: int,
-        dim: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        hidden: int = 128,
-        dropout: float = 0.1,
-        attention: Mechanism = softmax_attention,
-    ) -> None:
+    def __init__(self, vocabulary: int, length: int, config: Config) -> None:
         super().__init__()
-        for name in ("vocabulary", "length", "dim", "heads", "layers", "hidden"):
-            check_count(name, locals()[name])
-        self.vocabulary, self.length, self.mechanism = vocabulary, length, attention
+        check_sizes(config, vocabulary=vocabulary, length=length)
+        self.vocabulary, self.length, self.config, dim = vocabulary, length, config, config.dim
         self.embed = nn.Embedding(vocabulary, dim)
         nn.init.normal_(self.embed.weight, std=dim**-0.5)  # so that logits start near N(0, 1)
         self.positions = nn.Parameter(sinusoids(length, dim))
-        options = (dim, heads, hidden, dropout, attention)
-        self.encoder = nn.ModuleList(PreNormLayer(*options) for _ in range(layers))
-        self.decoder = nn.ModuleList(DecoderLayer(*options) for _ in range(layers))
+        self.encoder = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return logits (B, T, V) of the token after each of `target` (B, T), given `source`."""
@@ -590,27 +534,9 @@ class Translator(nn.Module):
         """Map (..., dim) to logits (..., V), by the embedding that reads the tokens."""
         return nn.functional.linear(features, self.embed.weight)
 
-    @torch.no_grad()
-    def alignments(self, source: Tensor, target: Tensor) -> list[Tensor]:
-        """Return each decoder layer's weights (B, H, T, S) from the target to the source.
-
-        Row t shows where the model looks when it writes the token after ``target[:, t]``.
-        """
-        training, maps, padding = self.training, [], source == 0
-        try:
-            memory = self.eval().encode(source)
-            h = self._embed("target", target)
-            check_pairs(memory, target)
-            for layer in self.decoder:
-                maps.append(layer.maps(h, memory, padding))
-                h = layer(h, memory, padding)
-        finally:
-            self.train(training)
-        return maps
-
     def extra_repr(self) -> str:
         """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"mechanism={self.mechanism}, length={self.length}"
+        return f"{self.config}, length={self.length}"
 
     def _embed(self, name: str, tokens: Tensor) -> Tensor:
         check_rows(name, tokens, self.vocabulary, self.length)
@@ -641,3 +567,11 @@ def check_pairs(memory: Tensor, target: Tensor) -> None:
     """Raise ValueError unless there are as many targets as sources."""
     if len(memory) != len(target):
         raise ValueError(f"target has {len(target)} sentences; expected {len(memory)}, as source")
+
+
+def check_sizes(config: Config, **sizes: int) -> None:
+    """Raise TypeError or ValueError, naming it, for a size below 1 or a `config` that is none."""
+    for name, size in sizes.items():
+        check_count(name, size)
+    if not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}; expected a Config, such as Config(dim=64)")

@@ -138,6 +138,26 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(int(seed))
 
 
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Put a model in evaluation mode, without gradients, as long as the block runs.
+
+    At the end, also when an error ends it, each of its modules is in the mode that it was in.
+
+    Examples
+    --------
+    >>> with evaluating(model):  # doctest: +SKIP
+    ...     logits = model(x)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            yield model.eval()
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def progress_wanted() -> bool:
     """Say whether anybody can see a progress bar.
 

@@ -1,9 +1,9 @@
-"""One mechanism on one task: build the model, train it, and say what it scores and what it costs.
+"""One model on one task: build it, train it, and say what it scores and what it costs.
 
 Each function trains one miniature from one seed, and returns numbers that JSON can hold, so that
-`derived_attention.experiments.run_grid` can run a grid of them. `attention` and `heads` go to the
-model: see the rule at the top of `derived_attention.models`. Half the heads at the same width of a
-head: ``functools.partial(MultiheadAttention, head_dim=16)`` and 2 heads in a model of width 64.
+`derived_attention.experiments.run_grid` can run a grid of them. `config` goes to the model: see
+`derived_attention.models.Config`. Half the heads at the same width of a head:
+``Config(heads=2, attention=functools.partial(MultiheadAttention, head_dim=16))``.
 
 Beside its scores each returns the cost of all its attention layers, projections included:
 ``"parameters"``, and ``"flops"``, the operations of one forward pass over one full sequence, as
@@ -18,23 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from derived_attention.attention.softmax import MultiheadAttention
+from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.data.listops import SHORT, make_listops
 from derived_attention.data.series import load_series
 from derived_attention.data.text import load_text
 from derived_attention.data.translation import load_translation, train_vocabulary
-from derived_attention.language import evaluate_language, fit_language
+from derived_attention.language import Windows, byte_loss
 from derived_attention.measure import count_flops
-from derived_attention.models import (
-    ByteLM,
-    Mechanism,
-    SeriesClassifier,
-    TokenClassifier,
-    Translator,
-)
-from derived_attention.runtime import seed_everything
-from derived_attention.training import History, fit
-from derived_attention.translation import evaluate_translation, fit_translation, translate
+from derived_attention.models import ByteLM, Config, SeriesClassifier, TokenClassifier, Translator
+from derived_attention.runtime import evaluating, seed_everything
+from derived_attention.supervised import Examples, class_loss
+from derived_attention.training import evaluate, fit
+from derived_attention.translation import Sentences, token_loss, translate
 
 TRANSLATION_LENGTH = 128  # tokens of a sentence, at most
 
@@ -43,15 +38,11 @@ Numbers = dict[str, float]
 
 
 def language(
-    attention: Mechanism,
-    heads: int,
+    config: Config,
     *,
     seed: int = 0,
     text: str = "python",
     length: int = 32,
-    dim: int = 64,
-    layers: int = 2,
-    hidden: int = 128,
     steps: int = 1000,
     batch_size: int = 16,
     lr: float = 1e-2,
@@ -61,35 +52,28 @@ def language(
 
     Parameters
     ----------
-    attention, heads
-        See the top of this module.
+    config : Config
     text : str
         As in `derived_attention.data.text.load_text`.
-    length, dim, layers, hidden
-        As in `ByteLM`.
-    seed, steps, batch_size, lr, device
-        As in `derived_attention.language.fit_language`; the seed is also that of the initial
-        weights.
+    length, steps, batch_size
+        As in `derived_attention.language.Windows`.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
     """
     data = load_text(text)
     seed_everything(seed)
-    options: dict[str, Any] = {"dropout": 0.0, "attention": attention}
-    model = ByteLM(length, dim, heads, layers, hidden, **options)
+    model = ByteLM(length, config)
     cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))
-    how: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "device": device}
-    fit_language(model, data.train, seed=seed, progress=False, **how)
-    return {"bits": evaluate_language(model, data.test)} | cost
+    train = Windows(data.train, length, batch_size, steps)
+    fit(model, train, byte_loss, epochs=1, lr=lr, seed=seed, device=device, progress=False)
+    return evaluate(model, Windows(data.test, length), byte_loss) | cost
 
 
 def series(
+    config: Config,
     name: str,
-    attention: Mechanism,
-    heads: int,
     *,
     seed: int = 0,
-    dim: int = 64,
-    layers: int = 2,
-    hidden: int = 128,
     epochs: int = 20,
     batch_size: int = 16,
     lr: float = 1e-3,
@@ -102,34 +86,26 @@ def series(
 
     Parameters
     ----------
+    config : Config
     name : str
         As in `derived_attention.data.series.load_series`.
-    attention, heads
-        See the top of this module.
-    dim, layers, hidden
-        As in `SeriesClassifier`.
-    seed, epochs, batch_size, lr, device
+    seed, epochs, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
     """
     data = load_series(name)
     seed_everything(seed)
-    sizes = (dim, heads, layers, hidden)
-    model = SeriesClassifier(data.channels, data.classes, data.length, *sizes, attention=attention)
+    model = SeriesClassifier(data.channels, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
-    how: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "device": device}
-    history = fit(model, data.train, test=data.test, seed=seed, progress=False, **how)
-    return _accuracy(history) | cost
+    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
+    return _accuracy(model, data, batch_size, **how) | cost
 
 
 def listops(
-    attention: Mechanism,
-    heads: int,
+    config: Config,
     *,
     seed: int = 0,
     sizes: dict[str, Any] = SHORT,
-    dim: int = 32,
-    layers: int = 2,
-    hidden: int = 64,
     epochs: int = 6,
     batch_size: int = 128,
     lr: float = 8e-3,
@@ -139,36 +115,26 @@ def listops(
 
     Parameters
     ----------
-    attention, heads
-        See the top of this module.
+    config : Config
     sizes : dict
         Keyword arguments of `derived_attention.data.listops.make_listops`, such as `SHORT`.
-    dim, layers, hidden
-        As in `TokenClassifier`.
-    seed, epochs, batch_size, lr, device
+    seed, epochs, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
     """
     data = make_listops(**sizes)
     seed_everything(seed)
-    model = TokenClassifier(
-        data.vocabulary, data.classes, data.length, dim, heads, layers, hidden, attention=attention
-    )
+    model = TokenClassifier(data.vocabulary, data.classes, data.length, config)
     cost = attention_cost(model, torch.ones(1, data.length, dtype=torch.int64))
-    how: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "device": device}
-    history = fit(model, data.train, test=data.test, seed=seed, progress=False, **how)
-    return _accuracy(history) | cost
+    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
+    return _accuracy(model, data, batch_size, **how) | cost
 
 
 def translation(
-    attention: Mechanism,
-    heads: int,
+    config: Config,
     *,
     seed: int = 0,
     pieces: int = 4000,
-    dim: int = 64,
-    layers: int = 2,
-    hidden: int = 128,
-    dropout: float = 0.0,
     epochs: int = 10,
     batch_size: int = 32,
     lr: float = 4e-3,
@@ -181,40 +147,38 @@ def translation(
 
     Parameters
     ----------
-    attention, heads
-        See the top of this module; they serve all three attentions of the model.
+    config : Config
+        Its attention serves all three of the model.
     pieces : int
         Size of the vocabulary that `train_vocabulary` learns from the training part.
-    dim, layers, hidden, dropout
-        As in `Translator`.
-    seed, epochs, batch_size, lr, device
-        As in `derived_attention.translation.fit_translation`; the seed is also that of the initial
-        weights.
+    seed, epochs, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
     """
     from sacrebleu import corpus_bleu, corpus_chrf  # half a second, which other tasks need not wait
 
     data = load_translation("ding")
     vocabulary = train_vocabulary(data.train, pieces)
     seed_everything(seed)
-    sizes = (dim, heads, layers, hidden, dropout)
-    model = Translator(len(vocabulary), TRANSLATION_LENGTH, *sizes, attention=attention)
+    model = Translator(len(vocabulary), TRANSLATION_LENGTH, config)
     cost = attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
-    how: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "device": device}
-    fit_translation(model, vocabulary, data.train, seed=seed, progress=False, **how)
+    train = Sentences(data.train, vocabulary, batch_size)
+    fit(model, train, token_loss, epochs=epochs, lr=lr, seed=seed, device=device, progress=False)
     german, english = zip(*data.test, strict=True)
     written = translate(model, vocabulary, german)
-    return {
+    scores = {
         "bleu": corpus_bleu(written, [english]).score,
         "chrf": corpus_chrf(written, [english]).score,
-        "bits": evaluate_translation(model, vocabulary, data.test),
-    } | cost
+    }
+    return scores | evaluate(model, Sentences(data.test, vocabulary), token_loss) | cost
 
 
-def _accuracy(history: History) -> Numbers:
-    return {"accuracy": history["test_accuracy"][-1], "best": max(history["test_accuracy"])}
+def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
+    train, test = Examples(data.train, batch_size), Examples(data.test)
+    curve = fit(model, train, class_loss, test=test, progress=False, **how)["test_accuracy"]
+    return {"accuracy": curve[-1], "best": max(curve)}
 
 
-@torch.no_grad()
 def attention_cost(model: nn.Module, *inputs: torch.Tensor) -> Numbers:
     """Return the ``"parameters"`` and ``"flops"`` of the attention layers of a model.
 
@@ -238,13 +202,13 @@ def attention_cost(model: nn.Module, *inputs: torch.Tensor) -> Numbers:
         layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
         for layer in layers
     ]
-    training = model.training
-    try:
-        model.eval()(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    flops = sum(count_flops(functools.partial(layer, *args, **how)) for layer, args, how in calls)
-    model.train(training)
+    with evaluating(model):
+        try:
+            model(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        runs = (functools.partial(layer, *args, **how) for layer, args, how in calls)
+        flops = sum(map(count_flops, runs))
     parameters = {id(p): p.numel() for layer in layers for p in layer.parameters()}
     return {"parameters": sum(parameters.values()), "flops": flops}

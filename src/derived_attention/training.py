@@ -1,25 +1,31 @@
 """Train and evaluate a model: seeded, device-aware, and safe against a killed runtime.
 
-All randomness of an epoch (the order of the series, dropout) is a function of ``(seed, epoch)``,
-and the learning rate is a function of the step. So a run that resumes after any finished epoch
-takes the same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU
-with the same number of threads; a GPU's kernels may add in another order). Language models and
-translators have trainers of their own, made of the same parts.
+A task brings two things. Its `Batches` know the data: in random order to train on, one after
+another to evaluate. Its loss, a function ``loss(model, batch)``, knows what the model is for: it
+returns what to minimise and the numbers to report. `fit` and `evaluate` know neither.
+
+All randomness of an epoch (the batches, dropout) is a function of ``(seed, epoch)``, and the
+learning rate is a function of the step. So a run that resumes after any finished epoch takes the
+same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU with the
+same number of threads; a GPU's kernels may add in another order).
 
 The initial weights are yours. A run is reproducible end to end like this:
 
     seed_everything(seed)
-    model = SeriesClassifier(data.channels, data.classes, data.length)
-    history = fit(model, data.train, seed=seed)
+    model = SeriesClassifier(data.channels, data.classes, data.length, Config())
+    history = fit(model, Examples(data.train, 32), class_loss, epochs=20, seed=seed)
+    accuracy = evaluate(model, Examples(data.test), class_loss)["accuracy"]
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import io
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +34,107 @@ import torch
 from torch import nn
 
 from derived_attention import runtime
-from derived_attention.data.series import SeriesSplit, check_series, check_tokens
-from derived_attention.runtime import check_count, check_seed, digest, write_atomically
+from derived_attention.runtime import (
+    check_count,
+    check_seed,
+    digest,
+    evaluating,
+    write_atomically,
+)
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
 
+
+# --- What a task brings ---------------------------------------------------------------------------
+
+
+class Batches(abc.ABC):
+    """The data of a task, cut into batches: each a tuple of tensors, with None for one left out.
+
+    A subclass is a dataclass: a checkpoint tells two runs apart by the `digest` of its fields.
+    """
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+
+    @abc.abstractmethod
+    def epoch(self, seed: int, number: int) -> Iterator[tuple]:
+        """Yield the batches of one epoch of training.
+
+        What is random comes from PyTorch's global generator, which `fit` has just seeded with
+        ``mixed_seed(seed, number)``.
+        """
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[tuple]:
+        """Yield the batches of an evaluation, in an order that never changes."""
+
+    @abc.abstractmethod
+    def check(self, name: str, model: Any) -> None:
+        """Raise TypeError or ValueError, naming the argument `name`, if `model` cannot take them.
+
+        It is called before any work; what needs no model is checked when the batches are made.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A number to report: what a batch adds to the sum, and for how many items."""
+
+    total: float
+    count: int
+
+    def __add__(self, other: Mean) -> Mean:
+        total, count = self.total + other.total, self.count + other.count
+        return dataclasses.replace(self, total=total, count=count)
+
+    @property
+    def value(self) -> float:
+        """The mean over all items."""
+        return self.total / self.count
+
+
+class RootMean(Mean):
+    """The root of the mean, for sums of squares."""
+
+    @property
+    def value(self) -> float:
+        """The root of the mean over all items."""
+        return math.sqrt(self.total / self.count)
+
+
+class Bits(Mean):
+    """The mean in bits, for sums of -ln P."""
+
+    @property
+    def value(self) -> float:
+        """The mean over all items, of -log₂ P."""
+        return self.total / math.log(2) / self.count
+
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, dict[str, Mean]]]
 History = dict[str, list[float]]
+
+
+# --- Training and evaluation ----------------------------------------------------------------------
 
 
 def fit(
     model: nn.Module,
-    train: SeriesSplit,
+    train: Batches,
+    loss: Loss,
     *,
-    epochs: int = 20,
-    batch_size: int = 16,
+    epochs: int,
     lr: float = 1e-3,
     seed: int = 0,
     device: torch.device | str | None = None,
-    test: SeriesSplit | None = None,
+    test: Batches | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> History:
-    """Minimise the loss of `model` on `train` with Adam, in place.
-
-    The loss is the cross-entropy where ``train.y`` holds classes. Where it holds numbers, it is the
-    mean squared error in units of their variance: that of standardised targets.
+    """Minimise `loss` of `model` on `train` with Adam, in place.
 
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
     clipped to norm 4. The weights after the last epoch are the result: nothing is selected.
@@ -61,19 +142,22 @@ def fit(
     Parameters
     ----------
     model : nn.Module
-        ``model(x, padding)`` returns logits (B, classes), or numbers (B,) in the units of `y`. It
-        is moved to `device`, and comes back in evaluation mode.
-    train : SeriesSplit
-        Series, images or tokens, with classes or numbers as targets.
-    epochs, batch_size : int
+        What `loss` can call. It is moved to `device`, and comes back in evaluation mode.
+    train : Batches
+        `derived_attention.supervised.Examples` (series, images, tokens),
+        `derived_attention.language.Windows` or `derived_attention.translation.Sentences`.
+    loss : callable
+        ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that
+        stands beside those batches.
+    epochs : int
     lr : float
         The highest learning rate.
     seed : int
-        Decides the order of the series and dropout; not the initial weights, which `model` has.
-        The caller's own random generators are left as they were.
+        Decides the batches and dropout; not the initial weights, which `model` has. The caller's
+        own random generators are left as they were.
     device : torch.device or str, optional
         Where to train; default, where the model is.
-    test : SeriesSplit, optional
+    test : Batches, optional
         Evaluated after each epoch, for you to look at. It has no influence on the training.
     checkpoint : path, optional
         A file that holds the run after every epoch, replaced atomically. If it exists, training
@@ -84,9 +168,8 @@ def fit(
     Returns
     -------
     dict of list of float
-        Per epoch ``"loss"`` and ``"accuracy"`` (both over the training batches as they came, with
-        dropout) and, given `test`, ``"test_accuracy"``. For numbers, ``"rmse"`` and
-        ``"test_rmse"``, in their units, in the place of the accuracies.
+        For each epoch what `loss` reports, such as ``"accuracy"`` (over the training batches as
+        they came, with dropout) and, given `test`, the same of that, such as ``"test_accuracy"``.
 
     Raises
     ------
@@ -98,54 +181,29 @@ def fit(
 
     Examples
     --------
-    >>> history = fit(model, data.train, test=data.test)  # doctest: +SKIP
-    >>> history["test_accuracy"][-1], max(history["test_accuracy"])  # doctest: +SKIP
+    >>> history = fit(model, Examples(data.train, 32), class_loss, epochs=20)  # doctest: +SKIP
     """
-    settings: dict[str, Any] = dict(epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
-    check_settings(**settings)
-    settings["lr"] = float(lr)
+    check_settings(epochs, lr, seed)
     device = check_device(model, device)
-    check_split("train", train, model)
-    if test is not None:
-        check_split("test", test, model)
-
+    check_task(model, loss, train=train, **({} if test is None else {"test": test}))
     optimiser = torch.optim.Adam(model.to(device).parameters())
-    metric = "rmse" if train.y.is_floating_point() else "accuracy"
-
-    def one_epoch(epoch: int) -> dict[str, float]:
-        loss, score = train_epoch(model, optimiser, train, device, epoch, **settings)
-        numbers = {"loss": loss, metric: score}
-        return numbers if test is None else numbers | {f"test_{metric}": evaluate(model, test)}
-
-    path = None if checkpoint is None else Path(checkpoint)
-    run = {} if path is None else describe_run("fit", model, train, test, settings)
-    return run_rounds(one_epoch, epochs, "epochs", model, optimiser, path, run, progress)
-
-
-def run_rounds(
-    one_round: Callable[[int], dict[str, float]],
-    rounds: int,
-    label: str,
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    path: Path | None,
-    run: dict[str, Any],
-    progress: bool,
-) -> History:
-    """Call `one_round` for each round that the checkpoint at `path` has not; return the history.
-
-    The numbers that it returns go to the history. Model, optimiser and history are saved after each
-    round. The caller's random generators are left as they were.
-    """
-    history: History = {}
-    if path is not None and path.exists():
-        history = resume(path, run, model, optimiser)
-    left = range(len(history.get("loss", [])), rounds)
-    device = check_device(model, None)
+    path, run, history = None if checkpoint is None else Path(checkpoint), {}, {}
+    if path is not None:
+        run = {"epochs": epochs, "lr": float(lr), "seed": seed}
+        run |= describe_task(model, loss, train, test)
+        history = resume(path, run, model, optimiser) if path.exists() else {}
+    left = range(max(map(len, history.values()), default=0), epochs)
     own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with own_generator, runtime.progress(left, label, progress) as bar:
-        for number in bar:
-            for name, value in one_round(number).items():
+    with own_generator, runtime.progress(left, "epochs", progress) as bar:
+        for epoch in bar:
+            torch.manual_seed(mixed_seed(seed, epoch))
+            batches, n = on(device, train.epoch(seed, epoch)), len(train)
+            rates = [lr * schedule(epoch * n + step, epochs * n) for step in range(n)]
+            numbers = train_epoch(model, optimiser, loss, batches, rates, f"epoch {epoch + 1}")
+            if test is not None:
+                found = evaluate(model, test, loss)
+                numbers |= {f"test_{name}": value for name, value in found.items()}
+            for name, value in numbers.items():
                 history.setdefault(name, []).append(value)
             if path is not None:
                 save(path, run, model, optimiser, history)
@@ -156,112 +214,86 @@ def run_rounds(
 def train_epoch(
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
-    train: SeriesSplit,
-    device: torch.device,
-    epoch: int,
-    *,
-    epochs: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-) -> tuple[float, float]:
-    """Take one pass over `train`, in an order of its own; return mean loss, and accuracy or RMSE.
-
-    Raises
-    ------
-    FloatingPointError
-        If the loss or the gradient becomes infinite or NaN; the weights are still finite then.
-    """
-    x, padding, y = to_device(train, slice(None), device)
-    spread = variance(y)
-    model.train()
-    torch.manual_seed(epoch_seed(seed, epoch))
-    batches = torch.randperm(len(y)).split(batch_size)  # drawn on the CPU: the same everywhere
-    loss_sum, score = 0.0, 0.0
-    for batch, rows in enumerate(batches):
-        rows = rows.to(device)
-        outputs = model(x[rows], None if padding is None else padding[rows])  # (B, classes) or (B,)
-        loss = batch_loss(outputs, y[rows], spread)
-        factor = schedule(epoch * len(batches) + batch, epochs * len(batches))
-        where = f"epoch {epoch + 1}, step {batch + 1} of {len(batches)}"
-        take_step(model, optimiser, loss, lr, factor, where)
-        loss_sum += loss.item() * len(rows)
-        score += batch_score(outputs.detach(), y[rows])
-    return loss_sum / len(y), mean_score(score, y)
-
-
-def take_step(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    loss: torch.Tensor,
-    lr: float,
-    factor: float,
+    loss: Loss,
+    batches: Iterable[tuple],
+    rates: Sequence[float],
     where: str,
-) -> None:
-    """Go down the clipped gradient of `loss` at the learning rate ``lr · factor``.
+) -> dict[str, float]:
+    """Take a step down the clipped gradient of each batch; return what the loss reports.
 
     Raises
     ------
     FloatingPointError
         If the loss or the gradient is infinite or NaN, before the weights change; names `where`.
     """
-    for group in optimiser.param_groups:
-        group["lr"] = lr * factor
-    optimiser.zero_grad()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    if not torch.isfinite(loss + norm):
-        raise FloatingPointError(
-            f"the loss is {loss.item()} and its gradient has norm {norm.item()} in {where}; "
-            f"a smaller lr than {lr} may help"
-        )
-    optimiser.step()
+    model.train()
+    sums: dict[str, Mean] = {}
+    for step, (rate, batch) in enumerate(zip(rates, batches, strict=True), start=1):
+        value, numbers = loss(model, batch)
+        optimiser.zero_grad()
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        if not torch.isfinite(value + norm):
+            raise FloatingPointError(
+                f"the loss is {value.item()} and its gradient has norm {norm.item()} in {where}, "
+                f"step {step} of {len(rates)}; a smaller lr may help"
+            )
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.step()
+        add(sums, numbers)
+    return {name: mean.value for name, mean in sums.items()}
 
 
-def to_device(
-    split: SeriesSplit, rows: slice, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return x, padding and y of some rows on `device`."""
-    padding = None if split.padding is None else split.padding[rows].to(device)
-    return split.x[rows].to(device), padding, split.y[rows].to(device)
+def evaluate(
+    model: nn.Module, batches: Batches, loss: Loss, *, device: torch.device | str | None = None
+) -> dict[str, float]:
+    """Return what `loss` reports of `model` on `batches`, in evaluation mode.
 
+    Parameters
+    ----------
+    model : nn.Module
+        What `loss` can call. Its mode is restored.
+    batches : Batches
+        Their size has no influence on the result, but for rounding.
+    loss : callable
+        As in `fit`.
+    device : torch.device or str, optional
+        Where to evaluate; default, where the model is. The model stays there.
 
-def variance(y: torch.Tensor) -> float:
-    """Return the variance of targets that are numbers; 1 where it is 0, and for classes."""
-    return float(y.double().var(correction=0)) or 1.0 if y.is_floating_point() else 1.0
+    Returns
+    -------
+    dict of float
+        Such as ``{"loss": 0.1, "accuracy": 0.97}``.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work, before any work.
 
-def batch_loss(outputs: torch.Tensor, y: torch.Tensor, spread: float) -> torch.Tensor:
-    """Return the cross-entropy of logits, or the mean squared error of numbers over `spread`."""
-    check_outputs(outputs, y)
-    if y.is_floating_point():
-        return nn.functional.mse_loss(outputs, y) / spread
-    return nn.functional.cross_entropy(outputs, y)
-
-
-def batch_score(outputs: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the number of correct answers, or the sum of squared errors."""
-    check_outputs(outputs, y)
-    if y.is_floating_point():
-        return float((outputs.double() - y.double()).square().sum())
-    return int((outputs.argmax(1) == y).sum())
-
-
-def check_outputs(outputs: torch.Tensor, y: torch.Tensor) -> None:
-    """Raise ValueError unless there is a row of logits, or one number, for each target.
-
-    PyTorch would compare a column of numbers with a row of targets, each with each.
+    Examples
+    --------
+    >>> accuracy = evaluate(model, Examples(data.test), class_loss)["accuracy"]  # doctest: +SKIP
     """
-    numbers = y.is_floating_point()
-    if outputs.ndim != (1 if numbers else 2) or len(outputs) != len(y):
-        found = f"shape {tuple(outputs.shape)} for {len(y)} targets"
-        expected = "numbers; expected (B,)" if numbers else "classes; expected (B, classes)"
-        raise ValueError(f"model returns {found} that are {expected}")
+    device = check_device(model, device)
+    check_task(model, loss, batches=batches)
+    sums: dict[str, Mean] = {}
+    with evaluating(model.to(device)):
+        for batch in on(device, batches):
+            add(sums, loss(model, batch)[1])
+    return {name: mean.value for name, mean in sums.items()}
 
 
-def mean_score(total: float, y: torch.Tensor) -> float:
-    """Return the accuracy, or the root of the mean squared error, from a sum of `batch_score`."""
-    return math.sqrt(total / len(y)) if y.is_floating_point() else total / len(y)
+def on(device: torch.device, batches: Iterable[tuple]) -> Iterator[tuple]:
+    """Yield the batches, moved to `device`."""
+    for batch in batches:
+        yield tuple(None if tensor is None else tensor.to(device) for tensor in batch)
+
+
+def add(sums: dict[str, Mean], numbers: dict[str, Mean]) -> None:
+    """Add what one batch reports to the sums so far."""
+    for name, number in numbers.items():
+        sums[name] = sums[name] + number if name in sums else number
 
 
 def schedule(step: int, steps: int) -> float:
@@ -273,61 +305,17 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the seed of one epoch, or step: unrelated for different ``(seed, epoch)``."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    split: SeriesSplit,
-    *,
-    batch_size: int = 256,
-    device: torch.device | str | None = None,
-) -> float:
-    """Return the accuracy of `model` on `split`, in [0, 1], or its RMSE, in evaluation mode.
-
-    Where ``split.y`` holds numbers, it is the root of the mean squared error, in their units.
-
-    Parameters
-    ----------
-    model : nn.Module
-        ``model(x, padding)`` returns logits (B, classes), or numbers (B,). Its mode is restored.
-    split : SeriesSplit
-    batch_size : int
-        How many sequences to run at a time; has no influence on the result, but for rounding.
-    device : torch.device or str, optional
-        Where to evaluate; default, where the model is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work, before any work.
-
-    Examples
-    --------
-    >>> accuracy = evaluate(model, data.test)  # doctest: +SKIP
-    """
-    check_count("batch_size", batch_size)
-    device = check_device(model, device)
-    check_split("split", split, model)
-    training, score = model.training, 0.0
-    model.to(device).eval()
-    for start in range(0, len(split), batch_size):
-        x, padding, y = to_device(split, slice(start, start + batch_size), device)
-        score += batch_score(model(x, padding), y)
-    model.train(training)
-    return mean_score(score, split.y)
+def mixed_seed(seed: int, number: int) -> int:
+    """Return the seed of one epoch, or step: unrelated for different ``(seed, number)``."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
 
 
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def check_settings(*, lr: float, seed: int, **counts: int) -> None:
+def check_settings(epochs: int, lr: float, seed: int) -> None:
     """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
-    for name, count in counts.items():
-        check_count(name, count)
+    check_count("epochs", epochs)
     if not isinstance(lr, int | float):
         raise TypeError(f"lr is {lr!r}; expected a number")
     if not 0 < lr < math.inf:
@@ -348,59 +336,34 @@ def check_device(model: nn.Module, device: torch.device | str | None) -> torch.d
     return torch.device(device)
 
 
-def check_split(name: str, split: SeriesSplit, model: nn.Module) -> None:
-    """Raise TypeError or ValueError, naming the tensor, unless `split` can be learned from."""
-    if not isinstance(split, SeriesSplit):
-        raise TypeError(f"{name} is {type(split).__name__}; expected a SeriesSplit")
-    x, padding, y = split.x, split.padding, split.y
-    for field, tensor in (("x", x), ("y", y)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}.{field} is {type(tensor).__name__}; expected a tensor")
-    steps, vocabulary, channels = (
-        getattr(model, size, None) for size in ("length", "vocabulary", "channels")
-    )
-    if vocabulary or (x.ndim == 2 and not channels):
-        check_tokens(x, padding, of=f"{name}.", steps=steps, vocabulary=vocabulary)
-    else:
-        check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
-    if len(x) == 0:
-        raise ValueError(f"{name} is empty; expected at least one sequence")
-    if not torch.isfinite(x).all():
-        raise ValueError(f"{name}.x holds NaN or infinity; expected finite numbers")
-    check_targets(f"{name}.y", y, len(x), getattr(model, "classes", None))
+def check_task(model: nn.Module, loss: Loss, **given: Batches) -> None:
+    """Raise TypeError or ValueError unless `model` and `loss` can take the batches given."""
+    for name, batches in given.items():
+        if not isinstance(batches, Batches):
+            found = f"{name} is {type(batches).__name__}"
+            raise TypeError(f"{found}; expected Batches, such as Examples(data.train, 32)")
+        batches.check(name, model)
+    if not callable(loss):
+        raise TypeError(f"loss is {loss!r}; expected a function loss(model, batch)")
 
 
-def check_targets(name: str, y: torch.Tensor, n: int, classes: int | None) -> None:
-    """Raise ValueError unless `y` is n classes, or n numbers where the model's `classes` are 0."""
-    kinds = "int64" if classes else "floats" if classes == 0 else "int64 or floats"
-    fits = {"int64": y.dtype == torch.int64, "floats": y.is_floating_point()}
-    if y.shape != (n,) or not any(fits[kind] for kind in kinds.split(" or ")):
-        found = f"{y.dtype} of shape {tuple(y.shape)}"
-        raise ValueError(f"{name} is {found}; expected {kinds} of shape {(n,)}")
-    if not torch.isfinite(y).all():
-        raise ValueError(f"{name} holds NaN or infinity; expected finite numbers")
-    if fits["int64"] and (y.min() < 0 or y.max() >= (classes or math.inf)):
-        found = f"{int(y.min())} to {int(y.max())}"
-        raise ValueError(f"{name} holds {found}; expected classes 0 <= y < {classes or 'C'}")
-
+# --- Checkpoints ----------------------------------------------------------------------------------
 
 # A checkpoint is one file of torch.save: tensors, numbers and text, never code. It holds
-#   run:     what was run (settings, model, digests of the data and of the initial weights)
-#   state:   weights, optimiser and history after the last finished epoch (or 100 steps)
+#   run:     what was run (settings, model, loss, digests of the data and of the initial weights)
+#   state:   weights, optimiser and history after the last finished epoch
 #   digest:  of all that, because torch.load does not notice a flipped bit
 # The schedule and the random generators need no place in it: they follow from seed and epoch.
 
 
-def describe_run(
-    trainer: str, model: nn.Module, train: Any, test: Any, settings: dict[str, Any]
+def describe_task(
+    model: nn.Module, loss: Loss, train: Batches, test: Batches | None
 ) -> dict[str, Any]:
-    """Return all that decides the result of a run, to compare with a checkpoint's.
-
-    `trainer` is the name of the function that makes it; `digest` takes `train` and `test`.
-    """
-    return settings | {
-        "trainer": trainer,
-        "model": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(model)),
+    """Return all that decides the result of a run beside its settings, to compare."""
+    model_text, loss_text = (re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)) for x in (model, loss))
+    return {
+        "model": model_text,
+        "loss": loss_text,
         "train": digest(train),
         "test": digest(test),
         "initial weights": digest(model.state_dict()),
@@ -435,20 +398,20 @@ def resume(
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
         there, state = saved["run"], saved["state"]
-        whole = saved["digest"] == digest(there, state) and "trainer" in there
+        whole = saved["digest"] == digest(there, state) and there.keys() == run.keys()
     except OSError:
         raise
     except Exception as error:  # a damaged archive raises almost anything
         whole, cause = False, error
     if not whole:
         raise ValueError(
-            f"checkpoint {path} is damaged, or is no checkpoint of {run['trainer']}. It was left "
-            "as it is. Delete it to train again, or give another path."
+            f"checkpoint {path} is damaged, or is no checkpoint of fit. It was left as it is. "
+            "Delete it to train again, or give another path."
         ) from cause
     start = "initial weights"
     if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
         run[start] = there[start]
-    if changed := differences(there, run):
+    if changed := [difference(key, there[key], run[key]) for key in run if there[key] != run[key]]:
         raise ValueError(
             f"checkpoint {path} belongs to another run: {'; '.join(changed)}. It was left as it "
             "is. Repeat that run exactly, or give another path."
@@ -458,15 +421,9 @@ def resume(
     return state["history"]
 
 
-def differences(there: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    """Say in words where the run of a checkpoint, `there`, differs from `run`."""
-    one_kind = there["trainer"] == run["trainer"]  # otherwise nothing else can be compared
-    keys = run if one_kind else ["trainer"]
-    return [_difference(key, there[key], run[key]) for key in keys if there[key] != run[key]]
-
-
-def _difference(key: str, there: Any, here: Any) -> str:
-    if isinstance(here, int | float) or key == "trainer":
+def difference(key: str, there: Any, here: Any) -> str:
+    """Say in words where the run of a checkpoint, `there`, differs from the one `here`."""
+    if isinstance(here, int | float):
         return f"{key} is {there} there and {here} here"
     again = " (build the model again, after the same seed)" if key == "initial weights" else ""
-    return f"{key} differ{'' if key.endswith('s') else 's'}{again}"
+    return f"{key} differ{'' if key.endswith('weights') else 's'}{again}"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.linear import full_precision
-from derived_attention.attention.softmax import _open_dead_rows, causal_mask
+from derived_attention.attention.convention import full_precision
+from derived_attention.attention.masks import BlockMask, Mask, flat_heads
 
 Tensors = list[Tensor]
 
@@ -24,16 +24,12 @@ CHUNK = 128  # queries whose scores are in memory at a time, in the forms that s
 SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
-def attend(
-    form: Any, v: Tensor, attn_mask: Tensor | None, is_causal: bool, *tensors: Tensor
-) -> Tensor:
+def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
     """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
     v = v.to(tensors[0].dtype)
-    if attn_mask is None:
-        return _Chunked.apply(form, is_causal, v, None, *tensors)
-    attn_mask, alive = _open_dead_rows(torch.atleast_2d(attn_mask), v.dtype)
-    out = _Chunked.apply(form, is_causal, v, attn_mask, *tensors)
-    return out.masked_fill(~alive, 0)
+    attn_mask, alive = mask.opened(v.dtype)
+    out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors)
+    return out if alive is None else out.masked_fill(~alive, 0)
 
 
 class Block(NamedTuple):
@@ -53,19 +49,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        form: Any,
-        is_causal: bool,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        *tensors: Tensor,
+        ctx: Any, form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, *tensors: Tensor
     ) -> Tensor:
         """Take v, a mask with no row all masked, and tensors as `form` wants them."""
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
         ctx.save_for_backward(v, attn_mask, out, *tensors)
         ctx.form, ctx.is_causal = form, is_causal
-        values, flat, *ours = (_flat(x, v.dim() - 2) for x in (v, out, *tensors))
-        mask = Mask(attn_mask, is_causal, v)
+        values, flat, *ours = (flat_heads(x, v.dim() - 2) for x in (v, out, *tensors))
+        mask = BlockMask(attn_mask, is_causal, v)
         for block in _blocks(out, v, is_causal):
             heads, rows, m = block
             A, _ = form.weights([x[heads] for x in ours], mask, block, False)
@@ -79,9 +70,9 @@ class _Chunked(torch.autograd.Function):
         v, attn_mask, out, *tensors = ctx.saved_tensors
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
-        values, outs, dout, dv = (_flat(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
-        flat = [[_flat(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
-        mask = Mask(attn_mask, ctx.is_causal, v)
+        values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
+        flat = [[flat_heads(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
+        mask = BlockMask(attn_mask, ctx.is_causal, v)
         with full_precision(v.device):  # autocast may be on again
             for block in _blocks(out, v, ctx.is_causal):
                 heads, rows, m = block
@@ -92,7 +83,7 @@ class _Chunked(torch.autograd.Function):
                 dS = g @ values[heads, :m].mT  # (b, C, m)
                 dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
                 if dmask is not None:
-                    mask.add_gradient(dmask, dS, block)
+                    mask.add_gradient(dmask, dS, *block)
                 ctx.form.spread(dS, kept, ours, theirs, block)
         return None, None, found[0], dmask, *found[1:]
 
@@ -125,36 +116,6 @@ def spread_product(dS: Tensor, ours: Tensors, grads: Tensors, block: Block) -> N
     dk[:, :m].baddbmm_(dS.mT, q[:, rows])
 
 
-class Mask:
-    """What queries may attend."""
-
-    def __init__(self, attn_mask: Tensor | None, is_causal: bool, v: Tensor) -> None:
-        self.is_causal, self.mask = is_causal, attn_mask
-        if attn_mask is not None:
-            self.mask = _flat(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
-            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
-            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
-
-    def softmax(self, scores: Tensor, block: Block) -> Tensor:
-        """Mask scores (b, C, m), and take their softmax over j."""
-        heads, rows, m = block
-        if self.is_causal:  # all of them see what is before the first
-            here = scores[..., rows.start :]
-            past = causal_mask(here.shape[-2], here.shape[-1], here.device)
-            here.masked_fill_(~past, -math.inf)
-        if self.mask is not None:
-            allowed = cut(self.mask, rows, m)
-            if allowed.dtype == torch.bool:  # to add is faster than to fill
-                allowed = add_mask(scores.new_zeros(allowed.shape), allowed)
-            scores = scores.add_(allowed[self.which[heads]])
-        return scores.softmax(-1)
-
-    def add_gradient(self, dmask: Tensor, dS: Tensor, block: Block) -> None:
-        """Add to the gradient of the mask what those scores, with the gradient dS, give."""
-        part = cut(_flat(dmask, dmask.dim() - 2), block.rows, block.m)
-        part.index_add_(0, self.which[block.heads], dS.sum_to_size(len(dS), *part.shape[1:]))
-
-
 def _blocks(out: Tensor, v: Tensor, is_causal: bool) -> list[Block]:
     """Cut heads and queries: on a CPU so that the scores of a block stay in its cache."""
     b, M = math.prod(v.shape[:-2]), v.shape[-2]
@@ -168,21 +129,3 @@ def chunks(q: Tensor, v: Tensor, is_causal: bool) -> list[tuple[slice, int]]:
     N, M = q.shape[-2], v.shape[-2]
     cuts = [slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK)]
     return [(rows, min(rows.stop, M) if is_causal else M) for rows in cuts]
-
-
-def _flat(x: Tensor, leading: int) -> Tensor:
-    """View that many dimensions, the first ones, as one."""
-    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
-
-
-def cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
-    """View those rows and columns of a mask, where it has more than one of them."""
-    picked = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
-    return picked if attn_mask.shape[-1] == 1 else picked[..., :m]
-
-
-def add_mask(scores: Tensor, attn_mask: Tensor) -> Tensor:
-    """Add a mask to scores, or −∞ where a boolean one is False."""
-    if attn_mask.dtype == torch.bool:
-        return scores.masked_fill(~attn_mask, -math.inf)
-    return scores + attn_mask

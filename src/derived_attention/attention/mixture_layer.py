@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import check_count, check_positive
+from derived_attention.attention.checks import Mechanism, check_count, check_positive
+from derived_attention.attention.convention import weights_of
+from derived_attention.attention.layer import ALL, KEY, Heads, MultiheadAttention
+from derived_attention.attention.masks import Mask
 from derived_attention.attention.mixture import (
     em_priors,
     linear_mixture_attention,
     mixture_attention,
 )
 from derived_attention.attention.shifted_mixture import shifted_keys, shifted_mixture_attention
-from derived_attention.attention.softmax import MultiheadAttention, _masks, _merge_masks
 
 
 class MixtureAttention(MultiheadAttention):
-    """Transformer-MGK's attention in H heads, with the interface of ``nn.MultiheadAttention``.
+    """Transformer-MGK's attention in H heads, with the interface of `MultiheadAttention`.
 
-    The parameters are those of `MultiheadAttention`, whose projection makes the keys of the first
-    component; ``key_weight`` (R − 1, G D, kdim) and ``key_bias`` (R − 1, G D) make the others, for
-    G = `kv_heads` heads of keys. None depends on a length. Half the heads at the same width of a
-    head are ``MixtureAttention(embed_dim, H // 2, head_dim=embed_dim // H)``; with ``kv_heads=1``
-    all heads share one mixture of keys for each token, and one value.
+    The projection of `MultiheadAttention` makes the keys of the first component; ``key_weight``
+    (R − 1, G D, kdim) and ``key_bias`` (R − 1, G D) make the others, for G = `kv_heads` heads of
+    keys. Half the heads at the same width of a head are ``MixtureAttention(embed_dim, H // 2,
+    head_dim=embed_dim // H)``; with ``kv_heads=1`` all heads share one mixture of keys for each
+    token, and one value.
 
     Parameters
     ----------
-    embed_dim, num_heads, args
-        As in `MultiheadAttention`.
     components : int
         R, at least 1.
     shifted : bool
@@ -52,30 +52,20 @@ class MixtureAttention(MultiheadAttention):
     learn_variances : bool
         Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
     mixture : dict, optional
-        Other keywords of the function: `distance`, `normalised`, `feature_map`.
-    options
-        The other arguments of `MultiheadAttention`, but for `attention`.
+        Other keywords of the function: `distance`, `normalized`, `feature_map`.
 
     Raises
     ------
     TypeError, ValueError
-        As in `MultiheadAttention`; for a size, a variance or a name that is not as above; for
-        `hard`, variances or "em" with `linear`, which has no Gaussians.
-
-    Examples
-    --------
-    >>> layer = MixtureAttention(16, 2, components=3, priors="learned")
-    >>> x = torch.zeros(2, 5, 16)
-    >>> layer(x, x, x, need_weights=False)[0].shape
-    torch.Size([2, 5, 16])
+        For a size, a variance or a name that is not as above; for `hard`, variances or "em" with
+        `linear`, which has no Gaussians.
     """
 
+    shown = ("kind", "components")
     priors: Tensor | None
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
         *args: Any,
         components: int = 2,
         shifted: bool = False,
@@ -95,15 +85,18 @@ class MixtureAttention(MultiheadAttention):
                 f"linear is True with hard={hard}, variances={variances}, priors={priors!r}; "
                 "expected neither hard, nor variances, nor 'em': a linear kernel has no Gaussians"
             )
-        super().__init__(embed_dim, num_heads, *args, attention=self._mix, **options)
+        function = mixture_attention if not shifted else shifted_mixture_attention
+        function = linear_mixture_attention if linear else function
+        super().__init__(*args, attention=function, **options)
         D, like = self.head_dim, self.out_proj.weight
         sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
         self.components, self.hard, self.linear = R, hard, linear
+        self.kind = "linear" if linear else "hard" if hard else "soft"
         self.mixture = {} if mixture is None else dict(mixture)
         self.fixed_variances = sigma2
-        start = like.new_ones(num_heads, R) * like.new_tensor(sigma2)
+        start = like.new_ones(self.num_heads, R) * like.new_tensor(sigma2)
         self.log_variances = nn.Parameter(start.log()) if learn_variances else None
-        even = like.new_full((num_heads, R), 1 / R)
+        even = like.new_full((self.num_heads, R), 1 / R)
         self.prior_logits = nn.Parameter(torch.zeros_like(even)) if priors == "learned" else None
         self.register_buffer("priors", even if priors == "em" else None)
         kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
@@ -115,8 +108,8 @@ class MixtureAttention(MultiheadAttention):
             width = self.kv_heads * D
             weights = [like.new_empty(width, self.kdim) for _ in range(R - 1)]
             self.key_weight = nn.Parameter(torch.stack(list(map(nn.init.xavier_uniform_, weights))))
-            bias = self.in_proj_bias is not None
-            self.key_bias = nn.Parameter(like.new_zeros(R - 1, width)) if bias else None
+            if self.in_proj_bias is not None:
+                self.key_bias = nn.Parameter(like.new_zeros(R - 1, width))
 
     def keywords(self) -> dict[str, Any]:
         """Return what the function gets beside q, k, v and masks: priors, variances, `mixture`."""
@@ -136,18 +129,10 @@ class MixtureAttention(MultiheadAttention):
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, N, D), k (B, H, R, M, D) and v (B, H, M, D), as `responsibilities` wants.
 
-        Parameters
-        ----------
-        query, key, value : Tensor
-            As in `forward`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As in `forward`.
+        Arguments and errors are those of `forward`.
         """
-        self._check(query, key, value, None, None)
-        q, k, v = self._heads(query, key, value)
+        self.check(query, key, value)
+        q, k, v = (self.project(part, x, ALL) for part, x in enumerate((query, key, value)))
         return q, self._components(k), v
 
     def _components(self, k: Tensor) -> Tensor:
@@ -159,73 +144,33 @@ class MixtureAttention(MultiheadAttention):
         assert self.shifts is not None
         return self.shifts.to(k.dtype).repeat_interleave(self.num_heads // self.kv_heads, 0)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-        own = self.keywords()
+    def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
+        """Attend to mixtures, and in training mode let EM take a step."""
+        own = {**mask.keywords, **self.keywords()}
         if self.linear:
-            return linear_mixture_attention(q, self._components(k), v, **masks, **own)
-        if self.shifts is None:
-            return mixture_attention(q, k, v, hard=self.hard, **masks, **own)
-        shifts = self._shifts(k)
-        return shifted_mixture_attention(q, k, v, shifts=shifts, hard=self.hard, **masks, **own)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `MultiheadAttention.forward` does, and let EM take a step in training mode."""
-        options = (need_weights, attn_mask, average_attn_weights, is_causal)
-        results = super().forward(query, key, value, key_padding_mask, *options)
+            k = self._components(k)
+        else:
+            own |= {"hard": self.hard}
+            own |= {} if self.shifts is None else {"shifts": self._shifts(k)}
+        result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
         if self.training and self.priors is not None:
-            self._update_priors(query, key, value, key_padding_mask, attn_mask, is_causal)
-        return results
+            queries = mask.queries
+            there = None if queries is None else queries.expand(q.shape[:-1])
+            own = {"query_mask": there, **mask.keywords, **self.keywords()}
+            self.priors.copy_(em_priors(q, self._components(k), **own))
+        return result
 
-    @torch.no_grad()
-    def _update_priors(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> None:
-        """Take a step of EM on the queries that are not padding."""
-        assert self.priors is not None
-        q, k, _ = self.heads(query, key, value)
-        masks = _masks(attn_mask, key_padding_mask, is_causal, q, key.shape[-2])
-        if query is key and key_padding_mask is not None:
-            here = _merge_masks(None, key_padding_mask, False, q, key.shape[-2])  # (B, 1, 1, M)
-            here = here if here.dtype == torch.bool else here != -math.inf
-            masks["query_mask"] = here[..., 0, :].expand(q.shape[:-1])
-        self.priors.copy_(em_priors(q, k, **masks, **self.keywords()))
-
-    def _heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Project; keys are (B, H, R, M, D), or (B, H, M, D) where they are to be shifted."""
-        q, k, v = super()._heads(*inputs)
-        if self.shifts is not None:
-            return q, k, v
-        keys = [k]
+    def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
+        """Project; keys become (B, H, R, M, D), or (B, H, M, D) where they are to be shifted."""
+        first = super().project(part, x, heads)
+        if part != KEY or self.shifts is not None:
+            return first
+        keys = [first]
         if self.key_weight is not None:
             biases = [None] * len(self.key_weight) if self.key_bias is None else self.key_bias
             pairs = zip(self.key_weight, biases, strict=True)
-            keys += [self._head(inputs[1], weight, bias) for weight, bias in pairs]
-        return q, torch.stack(keys, -3), v
-
-    def _weights(self, q: Tensor, k: Tensor, **masks: Any) -> Tensor:
-        identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)  # (M, M)
-        return self._mix(q, k, identity.expand(*q.shape[:-2], -1, -1), **masks)
-
-    def extra_repr(self) -> str:
-        """Show what the parameters do not."""
-        kind = "linear" if self.linear else "hard" if self.hard else "soft"
-        return f"{super().extra_repr()}, {kind}, components={self.components}"
+            keys += [self.to_heads(x, weight, bias, heads) for weight, bias in pairs]
+        return torch.stack(keys, -3)
 
 
 def _variances(variances: float | Sequence[float], components: int) -> list[float]:

@@ -24,21 +24,10 @@ KMEANS_STEPS = 10
 def average_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool, Tensor | None]:
     """Pool to the mean of each window, over the steps of it that are there.
 
-    Parameters
-    ----------
-    x : Tensor
-        Keys ``(..., M, D)``; the last window may be shorter than the others.
-    scale : int
-        Steps in a window, s.
-    present : Tensor, optional
-        Boolean, broadcastable to ``(..., M)``: False where a step is padding.
-
-    Returns
-    -------
-    pool : callable
-        Maps ``(..., M, ·)`` to ``(..., ⌈M/s⌉, ·)``; a window without steps gives 0.
-    present : Tensor or None
-        ``(..., ⌈M/s⌉)``: False where a window has no step; None as the argument.
+    Of keys x ``(..., M, D)``, a scale s, and ``present``, boolean and broadcastable to
+    ``(..., M)``, where not all steps are there. Returns a map from ``(..., M, ·)`` to
+    ``(..., ⌈M/s⌉, ·)``, with 0 for a window without steps, and which windows have some
+    ``(..., ⌈M/s⌉)``, or None. The last window may be shorter than the others.
     """
     M = x.shape[-2]
     if present is None and M % scale == 0:

@@ -22,18 +22,18 @@ from torch import Tensor
 
 from derived_attention.attention.blocks import (
     Block,
-    Mask,
     Tensors,
     attend,
     combine,
     split_shares,
     spread_product,
 )
-from derived_attention.attention.checks import check_attention, check_floating, check_shape
-from derived_attention.attention.linear import full_precision
+from derived_attention.attention.checks import check_floating, check_shape, may_look_at
+from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.masks import BlockMask
 from derived_attention.attention.mixture import (
-    _Components,
-    _components,
+    Components,
+    components_of,
     mixture_attention,
     mixture_attention_reference,
 )
@@ -43,22 +43,8 @@ from derived_attention.attention.softmax import sdpa
 def shifted_keys(k: Tensor, shifts: Tensor) -> Tensor:
     """Make k_jr = k_j + b_r, option B of [Nguyen2022]: R components from one projection.
 
-    Parameters
-    ----------
-    k : Tensor
-        Keys ``(..., H, M, D)``.
-    shifts : Tensor
-        b, ``(R, D)`` or ``(H, R, D)``.
-
-    Returns
-    -------
-    Tensor
-        ``(..., H, R, M, D)``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that are no floating tensors of one dtype, for other shapes.
+    Keys `k` are ``(..., H, M, D)``, `shifts` b are ``(R, D)`` or ``(H, R, D)``, and the result is
+    ``(..., H, R, M, D)``. Other shapes are a ValueError, and dtypes that differ a TypeError.
     """
     _check_shifts(k, shifts)
     return k.unsqueeze(-3) + shifts.unsqueeze(-2)
@@ -73,31 +59,18 @@ def _check_shifts(k: Tensor, shifts: Tensor) -> None:
     check_shape("shifts", shifts, (*heads, R, k.shape[-1]), "(R, D) or (H, R, D), with R ≥ 1")
 
 
-def shifted_mixture_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
-) -> Tensor:
-    """`mixture_attention_reference` of `shifted_keys`.
-
-    Arguments, result and errors are those of `shifted_mixture_attention`.
-    """
-    return mixture_attention_reference(q, shifted_keys(k, shifts), v, **options)
+@mechanism
+def shifted_mixture_attention_reference(q, k, v, mask, scale, *, shifts, **own) -> Tensor:
+    """`mixture_attention_reference` of `shifted_keys`, with the other arguments of that."""
+    keys = shifted_keys(k, shifts)
+    return mixture_attention_reference(q, keys, v, scale=scale, **mask.keywords, **own)
 
 
+@mechanism
 def shifted_mixture_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    shifts: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    priors: Tensor | None = None,
-    variances: float | Tensor | None = None,
-    distance: bool = True,
-    normalised: bool = False,
-    hard: bool = False,
-) -> Tensor:
+    q, k, v, mask, scale, *, shifts, priors=None, variances=None, distance=True,
+    normalized=False, hard=False
+) -> Tensor:  # fmt: skip
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
     Some queries at a time, in float32 at least, and again in the backward pass. The weights are
@@ -110,11 +83,9 @@ def shifted_mixture_attention(
 
     Parameters
     ----------
-    q, v : Tensor
-        Queries ``(..., H, N, D)`` and values ``(..., H, M, Dv)``.
-    k, shifts : Tensor
-        As in `shifted_keys`: ``(..., H, M, D)``, and ``(R, D)`` or ``(H, R, D)``.
-    attn_mask, is_causal, scale, priors, normalised, hard
+    shifts : Tensor
+        As in `shifted_keys`, ``(R, D)`` or ``(H, R, D)``; keys are ``(..., H, M, D)``.
+    priors, normalized, hard
         As in `mixture_attention`.
     variances : float or Tensor, optional
         As in `mixture_attention`. A tensor, unless R = 1, is taken for variances that differ. Then
@@ -123,35 +94,23 @@ def shifted_mixture_attention(
         As in `mixture_attention`. Where it is False and the variances are equal, the score is
         scale · q_i·k_j and a term of i alone: shifts and priors cancel, get no gradient, and what
         remains is softmax attention.
-
-    Returns
-    -------
-    Tensor
-        ``(..., H, N, Dv)``, in the dtype of `q`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `mixture_attention` and `shifted_keys`.
     """
     _check_shifts(k, shifts)
-    masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-    check_attention(q, k, v, scale=scale, **masks)
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
-    parts = _components(q, like, scale, hard, priors, variances, distance, normalised)
+    parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:
         own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
-        own |= {"normalised": normalised, "hard": hard, "scale": scale}
-        return mixture_attention(q, shifted_keys(k, shifts), v, **masks, **own)
+        own |= {"normalized": normalized, "hard": hard, "scale": scale, **mask.keywords}
+        return mixture_attention(q, shifted_keys(k, shifts), v, **own)
     with full_precision(q.device):
         if not distance:
-            inputs = (x.to(parts.dtype) for x in (q, k, v))
-            return sdpa(*inputs, scale=parts.scale, **masks).to(q.dtype)
+            Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
+            return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
         form, *tensors = _separate(q, k, shifts, parts, hard)
-        return attend(form, v, attn_mask, is_causal, *tensors).to(q.dtype)
+        return attend(form, v, mask, *tensors).to(q.dtype)
 
 
-def _separate(q: Tensor, k: Tensor, shifts: Tensor, parts: _Components, hard: bool) -> tuple:
+def _separate(q: Tensor, k: Tensor, shifts: Tensor, parts: Components, hard: bool) -> tuple:
     """Choose a form for `attend`, and make its tensors."""
     q, k, b = (x.to(parts.precisions.dtype) for x in (q, k, shifts))
     log_weights = parts.log_weights[..., 0].mT.clamp(min=torch.finfo(q.dtype).min / 4)  # (·, 1, R)
@@ -173,9 +132,7 @@ def _may_multiply(u: Tensor, w: Tensor) -> bool:
     exponents for it leaves the other half to the weights: those that vanish are nothing beside the
     row's largest.
     """
-    if torch.compiler.is_compiling() or u.is_meta or not (u.numel() and w.numel()):
-        return False
-    if u.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not (may_look_at(u) and u.numel() and w.numel()):
         return False
     gaps = [(x.amax(-1) - x.amin(-1)).amax() for x in (u.detach(), w.detach().mT)]
     return bool(torch.minimum(*gaps) <= -math.log(torch.finfo(u.dtype).tiny) / 2)
@@ -186,12 +143,14 @@ class _Sums(NamedTuple):
 
     hard: bool
 
-    def weights(self, ours: Tensors, mask: Mask, block: Block, keep: bool) -> tuple[Tensor, Any]:
+    def weights(
+        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
+    ) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
         q, k, u, w = _cut_tensors(ours, block)
         scores = (u[..., r : r + 1] + w[:, r : r + 1] for r in range(w.shape[1]))
         total, shares = combine(scores, self.hard, keep)
-        return mask.softmax(total.baddbmm_(q, k.mT), block), shares
+        return mask.softmax(total.baddbmm_(q, k.mT), *block), shares
 
     def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
@@ -205,13 +164,15 @@ class _Sums(NamedTuple):
 class _Products(NamedTuple):
     """Weights exp(q_i·k_j + m_j) Σ_r x_ir y_jr, for a constant m."""
 
-    def weights(self, ours: Tensors, mask: Mask, block: Block, keep: bool) -> tuple[Tensor, Any]:
+    def weights(
+        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
+    ) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), x (b, N, R), y (b, R, M), m (b, 1, M).
 
         Returns rows of A (b, C, m), and those of Σ_r x_ir y_jr.
         """
         q, k, x, y, most = _cut_tensors(ours, block)
-        A = mask.softmax((q @ k.mT).add_(most), block)
+        A = mask.softmax((q @ k.mT).add_(most), *block)
         sums = x[..., :1] * y[:, :1]
         for r in range(1, y.shape[1]):  # faster than their product, which is so narrow
             sums.addcmul_(x[..., r : r + 1], y[:, r : r + 1])

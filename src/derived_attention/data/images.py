@@ -116,13 +116,6 @@ def cut_patches(images: torch.Tensor, patch: int) -> torch.Tensor:
     return rows.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
-def join_patches(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Put patches (..., rows · columns, p · p) together again: (..., rows · p, columns · p)."""
-    patch = round(x.shape[-1] ** 0.5)
-    blocks = x.unflatten(-1, (patch, patch)).unflatten(-3, grid)  # (..., R, C, p, p)
-    return blocks.transpose(-3, -2).flatten(-2).flatten(-3, -2)
-
-
 def _digits() -> tuple[Pixels, Pixels]:
     from sklearn.datasets import load_digits
 

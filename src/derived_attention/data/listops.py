@@ -63,14 +63,13 @@ def make_listops(
     max_length: int,
     max_depth: int = 10,
     max_args: int = 10,
-    brackets: bool = True,
     seed: int = 0,
 ) -> ListOpsData:
     """Generate ListOps: no two sequences are equal, in one split or in two.
 
     ``make_listops(**LRA)`` has the settings of the Long Range Arena, ``make_listops(**SHORT)`` is
-    small. The arena's first loader deleted the brackets, and then an expression may have several
-    values: ``MAX 1 MIN 2 9 0`` is 2 if MIN ends at 9, and 1 if it ends at 0.
+    small. (The arena's first loader deleted the brackets, and then an expression may have several
+    values: ``MAX 1 MIN 2 9 0`` is 2 if MIN ends at 9, and 1 if it ends at 0.)
 
     Parameters
     ----------
@@ -80,8 +79,6 @@ def make_listops(
         ``min_length < tokens < max_length``, where ``]`` counts, as in the original.
     max_depth, max_args : int
         Greatest depth, where the root has depth 1, and most arguments of an operator.
-    brackets : bool
-        False deletes every ``]``, as that loader did.
     seed : int
 
     Returns
@@ -101,15 +98,12 @@ def make_listops(
     (torch.Size([200, 16]), 16)
     """
     _check_settings(train, validation, test, min_length, max_length, max_depth, max_args, seed)
-    if not isinstance(brackets, bool):
-        raise TypeError(f"brackets is {brackets!r}; expected True or False")
     sizes = [train, validation, test]
     x = torch.zeros(sum(sizes), max_length, dtype=torch.int64)
     y = torch.zeros(sum(sizes), dtype=torch.int64)
     drawn = _expressions(min_length, max_length, max_depth, max_args, seed)
     for i, (tokens, value) in enumerate(_different(drawn, sum(sizes))):
-        kept = tokens if brackets else [token for token in tokens if token != CLOSE]
-        x[i, : len(kept)] = torch.tensor(kept)
+        x[i, : len(tokens)] = torch.tensor(tokens)
         y[i] = value
     parts = zip(x.split(sizes), y.split(sizes), strict=True)
     learn, choose, judge = (SeriesSplit(x, x == 0, y) for x, y in parts)

@@ -39,11 +39,6 @@ class TextData:
     validation: torch.Tensor
     test: torch.Tensor
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of bytes in each part."""
-        return {part: len(getattr(self, part)) for part in ("train", "validation", "test")}
-
 
 def load_text(name: str) -> TextData:
     """Load a text, divided by documents.

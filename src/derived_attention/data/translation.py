@@ -10,6 +10,7 @@ items in the same place translate each other: the head word, its forms, and phra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import os
@@ -169,6 +170,7 @@ def _find() -> Path:
 # --- Pieces of words ------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """Pieces of words, numbered: what a translator reads and writes.
 
@@ -181,8 +183,12 @@ class Vocabulary:
         A model of `sentencepiece`, in its own format.
     """
 
-    def __init__(self, model: bytes) -> None:
-        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    model: bytes = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def processor(self) -> sentencepiece.SentencePieceProcessor:
+        """What `sentencepiece` makes of the model."""
+        return sentencepiece.SentencePieceProcessor(model_proto=self.model)
 
     def __len__(self) -> int:
         """Return the number of tokens."""

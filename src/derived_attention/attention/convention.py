@@ -1,0 +1,190 @@
+"""The calling convention of every mechanism, written once: that of PyTorch's own attention.
+
+`mechanism` turns a short function ``form(q, k, v, mask, scale, *, own)`` into one with the
+arguments of ``torch.nn.functional.scaled_dot_product_attention``. Checks, masks, dropout and shared
+heads are its business, so that what stands in a chapter's module is the chapter's mathematics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention.attention.checks import (
+    Mechanism,
+    check_flag,
+    check_mask,
+    check_positive,
+    check_qkv,
+)
+from derived_attention.attention.masks import Mask
+
+# What help() and the API page say of every mechanism; its own docstring has what it adds.
+PARAMETERS = {
+    "q, k, v": """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)``, in one of
+    float32, float64, bfloat16, float16. B, N and M may be 0; with no key the result is 0.""",
+    "attn_mask": """attn_mask : Tensor, optional
+    Broadcastable to ``(..., H, N, M)``. Boolean: True where a query may attend. Floating: added
+    to the scores, finite or -inf; if it requires a gradient, PyTorch may store the matrix.""",
+    "dropout_p": """dropout_p : float
+    Probability of dropping a weight. Above 0 the (N, M) matrix is stored, and a mechanism
+    without a formula for it is asked for A with the identity in the place of V.""",
+    "is_causal": """is_causal : bool
+    Query i attends keys j ≤ i, counted from the top left where N ≠ M. Excludes `attn_mask`.""",
+    "scale": """scale : float, optional
+    Finite and positive; replaces 1/√D.""",
+    "enable_gqa": """enable_gqa : bool
+    Whether k and v may have fewer heads than q, a divisor of H, which its neighbours share.""",
+}
+COMPONENTS = """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, values ``(..., H, M, Dv)``, one for each of M tokens, and keys
+    ``(..., H, R, M, D)``: R ≥ 1 components for each token, which are masked together."""
+PER_KEY = """attn_mask : Tensor, optional
+    A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean: True
+    where a key may be attended. Floating: added to the scores, finite or -inf."""
+REST = """
+Returns
+-------
+Tensor
+    ``(..., H, N, Dv)``, in the dtype of `q`. Zeros for a query that may attend nothing.
+
+Raises
+------
+TypeError
+    For an argument that is not a tensor, or not floating, or of another dtype than `q` (under
+    autocast dtypes may differ), a mask that is neither boolean nor floating, a `scale` that is
+    not a number.
+ValueError
+    For shapes or devices that do not fit, a mask that holds NaN or +inf (not looked at under
+    ``torch.compile``), `attn_mask` with `is_causal`, a number that is out of its range.
+"""
+
+
+def mechanism(
+    form: Mechanism | None = None,
+    *,
+    weights: Mechanism | None = None,
+    components: bool = False,
+    per_key: bool = False,
+) -> Mechanism:
+    """Give `form` the arguments that `softmax_attention` describes, and those of its own.
+
+    Parameters
+    ----------
+    form : callable
+        ``form(q, k, v, mask, scale, *, own)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
+        ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None where it was left out.
+    weights : callable, optional
+        ``weights(q, k, attn_mask, is_causal, *, scale, own)`` returns A, where there is a shorter
+        way to it than ``form`` with V = I.
+    components, per_key : bool
+        Whether keys are ``(..., R, M, D)``, and whether a mask has to be one over keys.
+    """
+    if form is None:
+        return lambda form: mechanism(form, weights=weights, components=components, per_key=per_key)
+
+    @functools.wraps(form)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **own: Any,
+    ) -> Tensor:
+        check_flag("enable_gqa", enable_gqa)
+        if enable_gqa:
+            k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
+        mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
+        if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p <= 1):
+            raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+        if per_key:
+            mask.per_key()  # raises for another one
+        if dropout_p > 0:
+            A = weights_of(attend, q, k, **mask.keywords, scale=scale, **own)
+            return F.dropout(A, dropout_p) @ v.to(A.dtype)
+        return form(q, k, v, mask, scale, **own)
+
+    attend.weights = weights  # type: ignore[attr-defined]
+    attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
+    attend.__doc__ = _document(form, components, per_key)
+    return attend
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    components: bool = False,
+) -> tuple[Mask, float | None]:
+    """Check what all mechanisms have in common; return the mask, and the scale as a float."""
+    check_qkv(q, k, v, components)
+    check_mask(attn_mask, q, k, is_causal)
+    return Mask(attn_mask, is_causal), None if scale is None else check_positive("scale", scale)
+
+
+def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Return A (..., N, M), what a mechanism makes of V = I: exact where it is linear in V."""
+    direct = getattr(attention, "weights", None)
+    if direct is not None:
+        return direct(q, k, **options)
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
+    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has."""
+    if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
+        return x  # the checks that follow say what is wrong
+    H, G = q.shape[-3], x.shape[at]
+    if G == 0 or H % G:
+        raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
+    return x if G == H else x.repeat_interleave(H // G, at)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Switch autocast off for a while, so that float32 sums stay in float32."""
+    if not torch.amp.is_autocast_available(device.type):  # "meta" has none to switch off
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
+    """Return the common arguments, and those that `form` has of its own."""
+    common = inspect.signature(attend, follow_wrapped=False).parameters.values()
+    own = [p for p in inspect.signature(form).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    rest = [p for p in inspect.signature(form).parameters.values() if p.kind == p.VAR_KEYWORD]
+    shared = [p for p in common if p.kind != p.VAR_KEYWORD]
+    return inspect.Signature([*shared, *own, *rest], return_annotation="Tensor")
+
+
+def _document(form: Mechanism, components: bool, per_key: bool) -> str:
+    """Put the common arguments, result and errors into the docstring of a form."""
+    text, name = inspect.cleandoc(form.__doc__ or ""), form.__name__
+    if name.endswith("_reference"):
+        fast = name.removesuffix("_reference")
+        return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
+    title = "Parameters\n----------\n"
+    before, _, own = text.partition(title)
+    own, _, after = own.partition("\n\n")
+    common = dict(PARAMETERS)
+    common |= {"q, k, v": COMPONENTS} if components else {}
+    common |= {"attn_mask": PER_KEY} if per_key else {}
+    given = {line.partition(" :")[0] for line in own.splitlines() if not line.startswith(" ")}
+    kept = [entry for key, entry in common.items() if key not in given]
+    parameters = "\n".join([*kept, own]).rstrip()
+    return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"

@@ -1,0 +1,230 @@
+"""Who may attend whom: the only place that knows dead rows, causality and padding.
+
+A mask is boolean, True where query i may attend key j, or floating and added to the scores. A query
+that may attend nothing, a dead row, gets zeros: softmax of a row of -∞ would be 0/0, and kernels
+disagree on what that is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.checks import check_mask_kind, check_mask_values, check_shape
+
+
+def causal_mask(N: int, M: int, device: torch.device | str | None = None) -> Tensor:
+    """Boolean (N, M) mask that lets query i attend the keys j ≤ i, counted from the top left."""
+    return torch.ones(N, M, dtype=torch.bool, device=device).tril()
+
+
+def masked_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, with rows of zeros where all is masked."""
+    if attn_mask is None:
+        return scores.softmax(-1)
+    attn_mask, alive = open_dead_rows(attn_mask, scores.dtype)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    else:
+        scores = scores + attn_mask
+    return scores.softmax(-1).masked_fill(~alive, 0)
+
+
+def open_dead_rows(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Let a row that may attend nothing attend everything; its output is set to zero afterwards.
+
+    So no kernel meets one, and the zero written afterwards stops the gradient too. Returns the
+    mask, and (..., N, 1) alive.
+    """
+    if attn_mask.dtype == torch.bool:
+        alive = attn_mask.any(-1, keepdim=True)
+        return attn_mask | ~alive, alive
+    attn_mask = attn_mask.to(dtype)  # a finite number may become -inf: before the next line
+    alive = (attn_mask != -math.inf).any(-1, keepdim=True)
+    return attn_mask.masked_fill(~alive, 0), alive
+
+
+def allowed(attn_mask: Tensor) -> Tensor:
+    """Turn a mask into True where a key may be attended."""
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
+
+
+def within(keep: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Restrict a mask, boolean or floating, to the keys of a pattern."""
+    if attn_mask is None:
+        return keep
+    if attn_mask.dtype == torch.bool:
+        return keep & attn_mask
+    return torch.where(keep, attn_mask, -math.inf)
+
+
+class Mask:
+    """What the queries of a call may attend: `attn_mask`, or `is_causal`, or everything.
+
+    A layer's mask may have causality in what was given, and knows what is padding.
+    """
+
+    def __init__(self, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
+        self.given = None if attn_mask is None else torch.atleast_2d(attn_mask)  # (..., N, M)
+        self.is_causal = is_causal  # and nothing was given
+        self.keys: Tensor | None = None  # (B, 1, M): which are there, where a layer was told
+        self.queries: Tensor | None = None  # (B, 1, N)
+
+    @classmethod
+    def of_layer(
+        cls,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        query: Tensor,
+        key: Tensor,
+        num_heads: int,
+    ) -> Mask:
+        """Check and merge a layer's masks, which are True where one may not attend.
+
+        Their shapes are those of ``nn.MultiheadAttention``: `attn_mask` is ``(N, M)`` or
+        ``(B·H, N, M)``, `key_padding_mask` is ``(B, M)``; without a batch ``(H, N, M)`` and
+        ``(M,)``. Where `query` and `key` are one tensor, padded keys are padded queries too.
+        """
+        *batch, N, M = *query.shape[:-1], key.shape[-2]
+        closed = []
+        if attn_mask is not None:
+            two = isinstance(attn_mask, Tensor) and attn_mask.dim() == 2
+            shape = (N, M) if two else (math.prod(batch) * num_heads, N, M)
+            _check("attn_mask", attn_mask, query, shape)
+            closed.append(attn_mask if two else attn_mask.reshape(*batch, num_heads, N, M))
+        if key_padding_mask is not None:
+            _check("key_padding_mask", key_padding_mask, query, (*batch, M))
+            closed.append(key_padding_mask[..., None, None, :])  # (B, 1, 1, M)
+        if is_causal and closed:
+            closed.append(~causal_mask(N, M, query.device))
+        result = cls(_open(closed), is_causal and not closed)
+        if key_padding_mask is not None:
+            boolean = key_padding_mask.dtype == torch.bool
+            there = ~key_padding_mask if boolean else allowed(key_padding_mask)
+            result.keys = there.unsqueeze(-2)  # (B, 1, M)
+            result.queries = result.keys if query is key else None
+        return result
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """How to hand it on to another mechanism."""
+        return {"attn_mask": self.given, "is_causal": self.is_causal}
+
+    def dense(self, N: int, M: int, device: torch.device) -> Tensor | None:
+        """Return (..., N or 1, M or 1), boolean or floating, with causality in it."""
+        return causal_mask(N, M, device) if self.is_causal else self.given
+
+    def on(self, scores: Tensor) -> Tensor | None:
+        """Return what `dense` does for scores (..., N, M)."""
+        return self.dense(scores.shape[-2], scores.shape[-1], scores.device)
+
+    def part(self, rows: slice, m: int, device: torch.device) -> Tensor | None:
+        """Return what `dense` has for some queries and the first m keys."""
+        if self.is_causal:
+            return causal_mask(rows.stop, m, device)[rows]
+        return None if self.given is None else cut(self.given, rows, m)
+
+    def rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return which keys each query may attend (..., N, M), and its own mask (..., N, 1, M)."""
+        shape, dense = (*q.shape[:-1], k.shape[-2]), self.dense(q.shape[-2], k.shape[-2], q.device)
+        if dense is None:
+            return torch.ones(shape, dtype=torch.bool, device=q.device), None
+        return allowed(dense).expand(shape), dense.expand(shape).unsqueeze(-2)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Return weights (..., N, M) that sum to 1 over the keys allowed, or to 0 if none is."""
+        return masked_softmax(scores, self.on(scores))
+
+    def opened(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return what was given without dead rows, and (..., N, 1) which rows are alive."""
+        return (None, None) if self.given is None else open_dead_rows(self.given, dtype)
+
+    def per_key(self) -> Tensor | None:
+        """Return (..., 1, M or 1), or ValueError: for forms below N M in time and memory."""
+        if self.given is None or self.given.shape[-2] == 1:
+            return self.given
+        raise ValueError(
+            f"attn_mask has shape {tuple(self.given.shape)}; expected the size 1 in place of N, as "
+            "in (B, 1, 1, M): this form takes a mask over keys, the same for every query; for "
+            "causality alone say is_causal=True, where it is taken, without a mask"
+        )
+
+    def present(self, M: int) -> Tensor | None:
+        """Return which keys are there, (..., M): for forms that mix keys along the length."""
+        if self.keys is not None:
+            return self.keys
+        mask = self.per_key()
+        if mask is None:
+            return None
+        there = allowed(mask).squeeze(-2)
+        return there.expand(*there.shape[:-1], M)
+
+    def factor(self, dtype: torch.dtype, per_key: bool = True) -> Tensor | None:
+        """Return what a mask multiplies a kernel by, up to a factor per row, which divides out."""
+        mask = self.per_key() if per_key else self.given
+        if mask is None or mask.dtype == torch.bool or mask.numel() == 0:
+            return None if mask is None else mask.to(dtype)
+        mask = mask.to(dtype)
+        top = mask.detach().amax(-1, keepdim=True)  # so that e to its power does not overflow
+        return (mask - top.masked_fill(top == -math.inf, 0)).exp()
+
+
+def _check(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> None:
+    check_mask_kind(name, mask, query.device)
+    check_shape(name, mask, shape, "(N, M) or (B·H, N, M) for attn_mask, (B, M) for padding")
+    check_mask_values(name, mask)
+
+
+def _open(closed: list[Tensor]) -> Tensor | None:
+    """Merge masks that are True where one may not attend into one that is True where one may."""
+    if not closed:
+        return None
+    if all(mask.dtype == torch.bool for mask in closed):
+        return ~functools.reduce(torch.logical_or, closed)
+    added = (torch.where(x, -math.inf, 0.0) if x.dtype == torch.bool else x for x in closed)
+    return functools.reduce(torch.add, added)
+
+
+def cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
+    """View those rows and columns of a mask, where it has more than one of them."""
+    picked = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
+    return picked if attn_mask.shape[-1] == 1 else picked[..., :m]
+
+
+def flat_heads(x: Tensor, leading: int) -> Tensor:
+    """View that many dimensions, the first ones, as one."""
+    return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+
+
+class BlockMask:
+    """A mask without dead rows, block by block: some heads, viewed as one dimension; some rows."""
+
+    def __init__(self, attn_mask: Tensor | None, is_causal: bool, v: Tensor) -> None:
+        self.is_causal, self.mask = is_causal, attn_mask
+        if attn_mask is not None:
+            self.mask = flat_heads(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
+            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
+            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
+
+    def softmax(self, scores: Tensor, heads: slice, rows: slice, m: int) -> Tensor:
+        """Mask scores (b, C, m) in place, and take their softmax over j."""
+        if self.is_causal:  # all of them see what is before the first
+            here = scores[..., rows.start :]
+            past = causal_mask(here.shape[-2], here.shape[-1], here.device)
+            here.masked_fill_(~past, -math.inf)
+        if self.mask is not None:
+            mask = cut(self.mask, rows, m)
+            if mask.dtype == torch.bool:  # to add is faster than to fill
+                mask = scores.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            scores = scores.add_(mask[self.which[heads]])
+        return scores.softmax(-1)
+
+    def add_gradient(self, dmask: Tensor, dS: Tensor, heads: slice, rows: slice, m: int) -> None:
+        """Add to the gradient of the mask what those scores, with the gradient dS, give."""
+        part = cut(flat_heads(dmask, dmask.dim() - 2), rows, m)
+        part.index_add_(0, self.which[heads], dS.sum_to_size(len(dS), *part.shape[1:]))

@@ -1,0 +1,328 @@
+"""The registry: one entry a mechanism, and no other list of them anywhere.
+
+Benchmarks, plots, the API page, the contract tests and the package's public names read it. To add
+a mechanism, write its module and its page, add an entry to `MECHANISMS`, and test what is special.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Options = Callable[[int, int, int], dict[str, Any]]  # for N tokens, H heads, D features
+PACKAGE = "derived_attention.attention"
+
+
+def no_options(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return no options."""
+    return {}
+
+
+def plain_keys(k: Tensor) -> Tensor:
+    """Return keys (..., M, D) as they are."""
+    return k
+
+
+def two_keys(k: Tensor) -> Tensor:
+    """Return keys (..., 2, M, D): the second as random as the first, and other ones."""
+    return torch.stack([k, -k.flip(-2)], -3)
+
+
+def two_shifts(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return two shifts for each head, as random as keys, since they make keys."""
+    return {"shifts": torch.randn(H, 2, D, generator=torch.Generator().manual_seed(0))}
+
+
+def four_scales(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return the scales 1, 2, 4 and 8, each for a quarter of the heads."""
+    return {"scales": [2 ** (4 * h // H) for h in range(H)]}
+
+
+def near_root(N: int) -> int:
+    """Largest power of two up to √N, the cheapest stride of sparse patterns."""
+    return 1 << (N.bit_length() - 1) // 2
+
+
+def grid_of(N: int) -> tuple[int, int]:
+    """Rows and columns of the squarest image of N pixels."""
+    rows = next(r for r in range(math.isqrt(N), 0, -1) if N % r == 0)
+    return rows, N // rows
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A mechanism: its names, where it is, what it takes and what it promises."""
+
+    label: str  # in tables and legends
+    color: str  # in figures: a contrast of 3:1 on white and on dark pages
+    chapter: int  # where it is derived
+    # ``module.name`` in derived_attention.attention: the fast form, beside ``name_reference``,
+    function: str
+    # and the layer, which is given the function if it is MultiheadAttention.
+    layer: str = "layer.MultiheadAttention"
+    # Makes its keys of (..., M, D), and sample options; tensors among them are parameters.
+    keys: Callable[[Tensor], Tensor] = plain_keys
+    options: Options = no_options
+    layer_options: Options | None = None  # where they are not those of the function
+    sample: str = ""  # what tables say of the options
+    causal: bool = True  # takes is_causal=True
+    any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
+    square: bool = False  # takes only as many keys as queries
+    linear: bool = False  # its time grows linearly with N
+    # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
+    # SDPA's time, "full" and "causal" (forward, N = 4096, float32, one thread of a CPU); the
+    # longest N at which the formula is weighed, and 2N.
+    heads: int = 1
+    goals: Mapping[str, float] = field(default_factory=dict)
+    reference_length: int = 1024
+
+    @property
+    def fast(self) -> Callable[..., Tensor]:
+        """The fast form."""
+        return _load(self.function)
+
+    @property
+    def reference(self) -> Callable[..., Tensor]:
+        """The formula."""
+        return _load(f"{self.function}_reference")
+
+    def make_layer(self, embed_dim: int, num_heads: int, N: int, **own: Any) -> torch.nn.Module:
+        """Build its layer with the sample options for N tokens, and `own`."""
+        options = (self.layer_options or self.options)(N, num_heads, embed_dim // num_heads)
+        if self.layer == Entry.layer:
+            options = {"attention": functools.partial(self.fast, **options)}
+        return _load(self.layer)(embed_dim, num_heads, **options, **own)
+
+
+def _load(where: str) -> Any:
+    module, name = where.split(".")
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+
+
+_SPARSE, _BN, _CONV = "#966e14", "#009664", "#c8788c"
+
+MECHANISMS: dict[str, Entry] = {
+    "softmax": Entry("Softmax", "#1e8cf0", 1, "softmax.softmax_attention", any_mask=True),
+    "linear": Entry(
+        "Linear",
+        "#f06e0a",
+        4,
+        "linear.linear_attention",
+        linear=True,
+        goals={"causal": 0.15},
+    ),
+    "window": Entry(
+        "Window",
+        _SPARSE,
+        4,
+        "sparse.window_attention",
+        options=lambda N, H, D: {"window": min(64, N // 4)},
+        sample="64 to each side",
+        linear=True,
+        goals={"full": 0.10},
+    ),
+    "strided": Entry(
+        "Strided",
+        _SPARSE,
+        4,
+        "sparse.strided_attention",
+        options=lambda N, H, D: {"stride": near_root(N)},
+        sample="every √N-th",
+    ),
+    "fixed": Entry(
+        "Fixed",
+        _SPARSE,
+        4,
+        "sparse.fixed_attention",
+        options=lambda N, H, D: {"stride": near_root(N)},
+        sample="blocks of √N",
+    ),
+    "bn": Entry(
+        "Attention-BN",
+        _BN,
+        5,
+        "normalized.normalized_attention",
+        layer="normalized.NormalizedAttention",
+        sample="recentred",
+        any_mask=True,
+        goals={"full": 1.05, "causal": 1.10},
+        reference_length=128,
+    ),
+    "bn_full": Entry(
+        "Attention-BN, full",
+        _BN,
+        5,
+        "normalized.normalized_attention",
+        layer="normalized.NormalizedAttention",
+        options=lambda N, H, D: {"eps": 1e-5},
+        any_mask=True,
+        goals={"full": 1.05, "causal": 1.10},
+        reference_length=128,
+    ),
+    "sh": Entry(
+        "Attention-SH",
+        "#aa32b4",
+        5,
+        "scaled.scaled_heads_attention",
+        layer="scaled.ScaledHeadsAttention",
+        options=four_scales,
+        sample="scales 1, 2, 4, 8",
+        causal=False,
+        goals={"full": 0.52},
+    ),
+    "bn_sh": Entry(
+        "Attention-BN+SH",
+        "#6ea046",
+        5,
+        "scaled.normalized_scaled_heads_attention",
+        layer="scaled.NormalizedScaledHeadsAttention",
+        options=four_scales,
+        sample="scales 1, 2, 4, 8",
+        causal=False,
+        goals={"full": 0.52},
+        reference_length=128,
+    ),
+    "conv1d": Entry(
+        "Attention-Conv1D",
+        _CONV,
+        6,
+        "convolutional.conv1d_attention",
+        layer="convolutional.Conv1DAttention",
+        options=lambda N, H, D: {"weight": torch.linspace(0.1, 0.3, 5)},
+        layer_options=no_options,
+        sample="5 taps",
+        goals={"full": 1.10},
+    ),
+    "conv2d": Entry(
+        "Attention-Conv2D",
+        _CONV,
+        6,
+        "convolutional.conv2d_attention",
+        layer="convolutional.Conv2DAttention",
+        options=lambda N, H, D: {
+            "weight": torch.linspace(0.05, 0.2, 9).view(3, 3),
+            "grid": grid_of(N),
+        },
+        layer_options=lambda N, H, D: {"grid": grid_of(N)},
+        sample="3×3 taps",
+        causal=False,
+        square=True,
+    ),
+    "mgk": Entry(
+        "MGK",
+        "#6e6e0a",
+        9,
+        "mixture.mixture_attention",
+        layer="mixture_layer.MixtureAttention",
+        keys=two_keys,
+        sample="2 keys",
+        any_mask=True,
+        heads=2,
+        goals={"full": 1.15, "causal": 1.20},
+        reference_length=2048,
+    ),
+    "hard_mgk": Entry(
+        "MGK, hard E-step",
+        "#d21e64",
+        9,
+        "mixture.hard_mixture_attention",
+        layer="mixture_layer.MixtureAttention",
+        keys=two_keys,
+        layer_options=lambda N, H, D: {"hard": True},
+        sample="2 keys",
+        any_mask=True,
+        heads=2,
+        goals={"full": 1.10},
+        reference_length=2048,
+    ),
+    "smgk": Entry(
+        "sMGK",
+        "#b48c64",
+        10,
+        "shifted_mixture.shifted_mixture_attention",
+        layer="mixture_layer.MixtureAttention",
+        options=two_shifts,
+        layer_options=lambda N, H, D: {"shifted": True},
+        sample="2 shifts",
+        any_mask=True,
+        heads=2,
+        goals={"full": 1.00},
+        reference_length=2048,
+    ),
+    "mlk": Entry(
+        "MLK",
+        "#505afa",
+        10,
+        "mixture.linear_mixture_attention",
+        layer="mixture_layer.MixtureAttention",
+        keys=two_keys,
+        layer_options=lambda N, H, D: {"linear": True},
+        sample="2 keys",
+        linear=True,
+        heads=2,
+        goals={"causal": 0.15},
+    ),
+}
+
+# What else can be imported from `derived_attention`, by module.
+_OTHERS = {
+    "controls": ("identity_attention", "uniform_attention"),
+    "convolutional": ("CvTAttention", "mixing_matrix_1d", "mixing_matrix_2d"),
+    "layer": ("MultiheadAttention",),
+    "linear": ("elu_feature_map", "linear_attention_weights"),
+    "masks": ("causal_mask",),
+    "mixture": ("em_priors", "responsibilities"),
+    "pooling": ("ConvolutionPooling",),
+    "shifted_mixture": ("shifted_keys",),
+    "softmax": ("attention_weights",),
+    "sparse": ("fixed_mask", "strided_mask", "window_mask"),
+}
+
+
+def _public() -> dict[str, str]:
+    """Return the module of every public name."""
+    found = {name: module for module, names in _OTHERS.items() for name in names}
+    for entry in MECHANISMS.values():
+        for where in (entry.function, f"{entry.function}_reference", entry.layer):
+            module, name = where.split(".")
+            found[name] = module
+    return {name: f"{PACKAGE}.{module}" for name, module in found.items()}
+
+
+PUBLIC = _public()
+
+
+def list_attentions() -> list[str]:
+    """Return the names that `get_attention` knows, in the order of the chapters.
+
+    Examples
+    --------
+    >>> list_attentions()[:2]
+    ['softmax', 'linear']
+    """
+    return list(MECHANISMS)
+
+
+def get_attention(name: str) -> Callable[..., Tensor]:
+    """Return a mechanism by its name: a function with the arguments of `softmax_attention`.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not one of `list_attentions`.
+
+    Examples
+    --------
+    >>> get_attention("mgk").__name__
+    'mixture_attention'
+    """
+    if name not in MECHANISMS:
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(MECHANISMS)}")
+    return MECHANISMS[name].fast

@@ -1,0 +1,133 @@
+"""A tiny model, data and loss of every kind, for the tests of the trainer and of the tasks."""
+
+import functools
+
+import torch
+
+from derived_attention.data.series import SeriesSplit
+from derived_attention.data.translation import train_vocabulary
+from derived_attention.language import Windows, byte_loss
+from derived_attention.models import (
+    ByteLM,
+    Config,
+    SeriesClassifier,
+    SeriesRegressor,
+    TokenClassifier,
+    Translator,
+    VisionTransformer,
+)
+from derived_attention.runtime import digest, seed_everything
+from derived_attention.supervised import Examples, class_loss, number_loss
+from derived_attention.translation import Sentences, token_loss
+
+SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
+PAIRS = (
+    ("Das ist gut.", "That is good."),
+    ("Das ist nicht gut.", "That is not good."),
+    ("Der Hund schläft.", "The dog is asleep."),
+    ("Der Hund schläft heute nicht.", "The dog is not asleep today."),
+    ("Wie geht es dir?", "How are you?"),
+    ("Wie geht es dem Hund heute?", "How is the dog today?"),
+    ("Ich habe keine Zeit.", "I have no time."),
+    ("Heute habe ich Zeit für dich.", "I have time for you today."),
+    ("Die Katze ist müde.", "The cat is tired."),
+    ("Die Katze schläft, und der Hund ist müde.", "The cat is asleep, and the dog is tired."),
+)
+VOCABULARY = train_vocabulary(PAIRS, 90)
+
+
+def weights(model):
+    return digest(model.state_dict())
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+def series(n=24, seed=0):
+    """Two classes that differ in the mean of one channel; lengths from 3 to 6."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % 2
+    x = torch.randn(n, 6, 3, generator=generator)
+    x[..., 0] += 2.0 * y[:, None]
+    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
+    return SeriesSplit(x.masked_fill(padding[..., None], 0), padding, y)
+
+
+def numbers(n=24, seed=0):
+    """The mean of a channel over the real steps, in large units far from 0."""
+    split = series(n, seed)
+    real = ~split.padding
+    y = 1000 + 50 * (split.x[..., 0] * real).sum(1) / real.sum(1)
+    return SeriesSplit(split.x, split.padding, y)
+
+
+def images(n=24, seed=0):
+    """Two classes that differ in one patch of six; no padding."""
+    y = torch.arange(n) % 2
+    x = torch.randn(n, 6, 4, generator=torch.Generator().manual_seed(seed))
+    x[:, 2] += 2.0 * y[:, None]
+    return SeriesSplit(x, None, y)
+
+
+def tokens(n=24, seed=0):
+    """Two classes: is the first token below 4 or not? Lengths from 3 to 6."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(1, 8, (n, 6), generator=generator)
+    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
+    return SeriesSplit(x.masked_fill(padding, 0), padding, (x[:, 0] >= 4).long())
+
+
+def text(n=500, seed=0):
+    """Bytes of which each is the one before, or the next of three: 1 bit each."""
+    steps = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
+    return (97 + steps.cumsum(0) % 3).to(torch.uint8)
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def classifier(seed=0, **changes):
+    seed_everything(seed)
+    return SeriesClassifier(3, 2, 6, Config(**SIZES | changes))
+
+
+def regressor(seed=0, **changes):
+    seed_everything(seed)
+    y = numbers().y
+    target = (float(y.mean()), float(y.std(correction=0)))
+    return SeriesRegressor(3, 6, target, Config(**SIZES | changes))
+
+
+def vision(seed=0, **changes):
+    seed_everything(seed)
+    return VisionTransformer((2, 3), 4, 2, Config(**SIZES | changes))
+
+
+def reader(seed=0, **changes):
+    seed_everything(seed)
+    return TokenClassifier(8, 2, 6, Config(**SIZES | changes))
+
+
+def writer(seed=0, length=6, **changes):
+    seed_everything(seed)
+    return ByteLM(length, Config(**SIZES | changes))
+
+
+def translator(seed=0, length=40, **changes):
+    seed_everything(seed)
+    sizes = dict(dim=16, heads=4, layers=2, hidden=32)
+    return Translator(90, length, Config(**sizes | changes))
+
+
+# --- Everything that `fit` takes: model, train and test of a size, loss, what the loss reports ----
+
+squared = functools.partial(number_loss, variance=float(numbers().y.double().var(correction=0)))
+KINDS = {
+    "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
+    "numbers": (regressor, lambda n: Examples(numbers(), n), squared, {"loss", "rmse"}),
+    "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
+    "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
+    "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
+    "pairs": (translator, lambda n: Sentences(PAIRS, VOCABULARY, n), token_loss, {"bits"}),
+}
+SMALL = {"series": 8, "numbers": 8, "images": 8, "tokens": 8, "text": 8, "pairs": 4}  # 3 batches

@@ -1,0 +1,208 @@
+"""What the layer of every mechanism promises: to be a drop-in for ``nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+from helpers import (
+    B,
+    H,
+    assert_all_close,
+    every_causal_mechanism,
+    every_mechanism,
+    is_pooled,
+    relative_errors,
+)
+from torch import nn
+
+from derived_attention.attention.layer import ALL, KEY, VALUE
+from derived_attention.attention.mechanisms import MECHANISMS
+
+N, E = 21, 12
+GONE = torch.arange(N) >= torch.tensor([N - 5, N])[:, None]  # where a sequence has ended
+
+
+def make_layer(name, dtype=torch.float64, heads=H, **own):
+    """Its layer, with parameters that are not those it starts with."""
+    torch.manual_seed(0)
+    layer = MECHANISMS[name].make_layer(E, heads, N, dtype=dtype, **own)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return layer.eval()
+
+
+def sequences(dtype=torch.float64):
+    return torch.randn(B, N, E, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def output(layer, x, *args, **options):
+    return layer(x, x, x, *args, need_weights=False, **options)[0]
+
+
+def assert_weights_give(out, A, layer, x):
+    """Whether weights times values, put through the output projection, are the output."""
+    heads = A @ layer.project(VALUE, x, ALL)  # (B, H, N, D)
+    assert_all_close([layer.out_proj(heads.transpose(1, 2).flatten(2))], [out], 1e-10)
+
+
+@every_mechanism
+def test_layer_has_the_interface_of_pytorchs(name):
+    layer, theirs = make_layer(name), nn.MultiheadAttention(E, H, batch_first=True)
+    ours, wanted = (list(inspect.signature(x.forward).parameters) for x in (layer, theirs))
+    assert ours == wanted
+    arguments = list(inspect.signature(type(layer)).parameters.values())
+    assert [p.name for p in arguments[:4]] == ["embed_dim", "num_heads", "dropout", "bias"]
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in arguments[4:])
+    assert "num_heads=3" in repr(layer)
+    found = dict(layer.named_parameters())
+    assert all(found[key].shape == weight.shape for key, weight in theirs.named_parameters())
+    layer = make_layer(name, bias=False, kdim=4, vdim=7)
+    out, A = layer(sequences(), sequences()[..., :4], sequences()[..., :7])
+    assert out.shape == (B, N, E) and A.shape == (B, N, N)
+
+
+@every_mechanism
+def test_layer_is_saved_copied_and_moved(name):
+    layer, other = make_layer(name), MECHANISMS[name].make_layer(E, H, N, dtype=torch.float64)
+    x = sequences()
+    exact = output(layer, x)
+    assert str(other.load_state_dict(layer.state_dict())) == "<All keys matched successfully>"
+    for same in (other.eval(), copy.deepcopy(layer)):
+        assert torch.equal(output(same, x), exact)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = output(copy.deepcopy(layer).to(dtype), x.to(dtype))
+        error = relative_errors([out], [exact])[0]
+        assert out.dtype == dtype and error < 8 * torch.finfo(dtype).eps, f"{dtype}: {error}"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_errors([output(layer.float(), x.float())], [exact])[0] < 3e-2
+    slopes = torch.autograd.grad(output(layer, x.float()).square().sum(), list(layer.parameters()))
+    assert all(bool(x.isfinite().all()) and bool(x.any()) for x in slopes)
+
+
+@every_mechanism
+def test_layer_takes_padding_as_absence(name):
+    layer, x = make_layer(name), sequences()
+    out, added = output(layer, x, GONE), torch.zeros(B, N).double().masked_fill(GONE, -math.inf)
+    assert_all_close([output(layer, x, added)[~GONE]], [out[~GONE]], 1e-10, "floating")
+    y = x + 5 * GONE[..., None]
+    for need_weights in (False, True):
+        assert_all_close([layer(y, y, y, GONE, need_weights)[0][~GONE]], [out[~GONE]], 1e-10)
+    if not MECHANISMS[name].square:
+        assert_all_close([output(layer, x[:1, : N - 5])], [out[:1, : N - 5]], 1e-10, "shorter")
+    for one, gone, expected in zip(x, GONE, out, strict=True):
+        single, A = layer(one, one, one, gone)
+        assert_all_close([single[~gone]], [expected[~gone]], 1e-10, "without a batch")
+        assert A.shape == (N, N)
+    nothing = output(layer, x, torch.ones(B, N).bool())
+    assert torch.equal(nothing, layer.out_proj.bias.expand_as(nothing))
+
+
+@every_mechanism
+def test_layer_gives_weights_that_reproduce_its_output(name):
+    layer, x = make_layer(name), sequences()
+    shared = make_layer(name, head_dim=5, kv_heads=1)
+    assert shared.out_proj.weight.shape == (E, 5 * H)
+    assert shared.in_proj_weight.shape == (5 * H + 2 * 5, E)
+    for part in (KEY, VALUE):
+        heads = shared.project(part, x, ALL)
+        assert heads.shape[1] == H and torch.equal(heads, heads[:, :1].expand_as(heads))
+    for one, gone in ((layer, None), (layer, GONE), (shared, GONE)):
+        out, A = one(x, x, x, gone, average_attn_weights=False)
+        assert_all_close([output(one, x, gone)], [out], 1e-10)
+        assert_all_close([A.sum(-1)], [torch.ones(B, H, N, dtype=A.dtype)], 1e-10)
+        assert_all_close([one(x, x, x, gone)[1]], [A.mean(1)], 1e-10)
+        assert_weights_give(out, A, one, x)
+    assert A.shape == (B, H, N, N) and not A[0, ..., GONE[0]].any()
+
+
+@every_mechanism
+def test_layer_drops_weights_in_training_only(name):
+    layer, x = make_layer(name, dropout=0.5), sequences()
+    plain, kept = make_layer(name)(x, x, x, average_attn_weights=False)
+    assert_all_close([output(layer, x)], [plain], 1e-10)
+    torch.manual_seed(3)
+    out, A = layer.train()(x, x, x, average_attn_weights=False)
+    torch.manual_seed(3)
+    assert torch.equal(output(layer, x), out) and not torch.allclose(out, plain)
+    assert_weights_give(out, A, layer, x)
+    assert is_pooled(name) or 0.4 < float((A[kept > 0] == 0).double().mean()) < 0.6
+
+
+@every_causal_mechanism
+def test_causal_layer_sees_no_future(name):
+    own = "causal" in inspect.signature(type(make_layer(name))).parameters
+    layer, x = make_layer(name, **{"causal": True} if own else {}), sequences()
+    for need_weights in (False, True):
+        out = layer(x, x, x, None, need_weights, is_causal=True)[0]
+        for t in (0, 4, N - 2):
+            y = x + 5 * (torch.arange(N) > t)[:, None]
+            other = layer(y, y, y, None, need_weights, is_causal=True)[0]
+            assert_all_close([other[:, : t + 1]], [out[:, : t + 1]], 1e-13)
+            assert not torch.allclose(other[:, t + 1 :], out[:, t + 1 :])
+
+
+@every_mechanism
+def test_layer_in_pytorchs_encoder(name):
+    """nn.TransformerEncoderLayer would replace the layer by fused softmax in evaluation."""
+    torch.manual_seed(0)
+    heads = 4  # PyTorch replaces only layers with an even number of heads
+    encoder = nn.TransformerEncoderLayer(E, heads, 16, dropout=0.0, batch_first=True).eval()
+    layer, x = make_layer(name, torch.float32, heads), sequences(torch.float32)
+    with torch.no_grad():
+        softmax = encoder(x, src_key_padding_mask=GONE)
+    encoder.self_attn = layer
+    slow = encoder.train()(x, src_key_padding_mask=GONE)
+    with torch.no_grad():
+        fast = encoder.eval()(x, src_key_padding_mask=GONE)
+        changed = encoder(x + 5 * GONE[..., None], src_key_padding_mask=GONE)
+    torch.testing.assert_close(fast, slow)
+    torch.testing.assert_close(changed[~GONE], fast[~GONE], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(fast[~GONE], softmax[~GONE], atol=1e-2)
+    slow[~GONE].sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+X = torch.zeros(B, N, E)
+BAD_CALLS = [
+    ({"query": [0.0]}, TypeError, "query is of type list"),
+    ({"query": X.double()}, TypeError, "query has dtype torch.float64; expected torch.float32"),
+    ({"query": X[None]}, ValueError, r"query has shape \(1, 2, 21, 12\); expected"),
+    ({"query": X[..., :7]}, ValueError, r"query has shape .*; expected \(2, 21, 12\)"),
+    ({"key": X.half()}, TypeError, "key has dtype torch.float16; expected torch.float32"),
+    ({"key": X[..., :7]}, ValueError, r"key has shape .*; expected \(2, 21, 12\)"),
+    ({"key": X[0]}, ValueError, r"key has shape \(21, 12\); expected \(2, 21, 12\)"),
+    ({"value": X.long()}, TypeError, "value has dtype torch.int64"),
+    ({"value": X.to("meta")}, ValueError, "value is on device meta; expected cpu"),
+    ({"value": X[:, :6]}, ValueError, r"value has shape .*; expected \(2, 21, 12\)"),
+    ({"key_padding_mask": GONE.byte()}, TypeError, "key_padding_mask has dtype torch.uint8"),
+    ({"key_padding_mask": GONE[:, :4]}, ValueError, r"key_padding_mask has shape \(2, 4\)"),
+    (
+        {"key_padding_mask": torch.full((B, N), math.nan)},
+        ValueError,
+        "key_padding_mask contains NaN",
+    ),
+]
+BAD_LAYERS = [
+    ({"embed_dim": 13}, ValueError, "embed_dim is 13 and num_heads 3; expected"),
+    ({"batch_first": False}, ValueError, "batch_first is False; expected True"),
+    ({"dropout": 1.5}, ValueError, "dropout is 1.5; expected a probability"),
+    ({"kv_heads": 2}, ValueError, "kv_heads is 2; expected a divisor of num_heads 3"),
+    ({"head_dim": 0}, ValueError, "head_dim is 0; expected a whole number"),
+    ({"add_bias_kv": True}, TypeError, "add_bias_kv"),
+]
+
+
+@every_mechanism
+def test_layer_names_what_is_wrong(name):
+    make, layer = MECHANISMS[name].make_layer, MECHANISMS[name].make_layer(E, H, N)
+    for changed, error, match in BAD_CALLS:
+        with pytest.raises(error, match=match):
+            layer(**{"query": X, "key": X, "value": X, **changed})
+    for own, error, match in BAD_LAYERS:
+        with pytest.raises(error, match=match):
+            make(**{"embed_dim": E, "num_heads": H, "N": N, **own})

@@ -1,0 +1,505 @@
+"""MultiheadAttention: parity with nn.MultiheadAttention, and other mechanisms in its place.
+
+What it shares with the layers of all mechanisms is in `test_contract_layers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from helpers import Largest, cuda
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from derived_attention.attention.layer import ALL, KEY, QUERY, MultiheadAttention
+from derived_attention.attention.masks import causal_mask
+from derived_attention.attention.softmax import attention_weights, softmax_attention
+
+B, N, M, E, H = 2, 5, 7, 12, 3
+D = E // H
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.float64: 1e-12,
+    torch.bfloat16: 6e-2,
+    torch.float16: 1e-2,
+}
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def boolean(*shape, seed=1):
+    """Random mask of forbidden keys that leaves the first one to every query."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+    mask[..., 0] = False
+    return mask
+
+
+def pair(dtype=torch.float32, **options):
+    """PyTorch's layer with biases that are not zero, and ours with its weights."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=dtype, **options)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    ours = MultiheadAttention(E, H, dtype=dtype, **options)
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    return ours, theirs
+
+
+def run(layer, inputs, **options):
+    """Output, weights, and the gradients of inputs and parameters."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output, weights = layer(*leaves, **options)
+    slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
+    loss = (output * slope.view_as(output)).sum()
+    if weights is not None:
+        loss = loss + (weights**2).sum()
+    names, parameters = zip(*sorted(layer.named_parameters()), strict=True)
+    gradients = torch.autograd.grad(loss, [*leaves, *parameters])
+    return {
+        "output": output,
+        "weights": weights,
+        **dict(zip(["query", "key", "value", *names], gradients, strict=True)),
+    }
+
+
+def assert_same(ours, theirs, tol):
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        y = theirs[name]
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.shape == y.shape and x.dtype == y.dtype, name
+            torch.testing.assert_close(x, y, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CAUSAL = ~causal_mask(N, M)
+MASKS = {
+    "none": {},
+    "boolean 2-D": {"attn_mask": boolean(N, M)},
+    "boolean 3-D": {"attn_mask": boolean(B * H, N, M)},
+    "float 2-D": {"attn_mask": random(N, M, seed=5)},
+    "float 3-D": {"attn_mask": random(B * H, N, M, seed=5)},
+    "float with -inf": {"attn_mask": torch.zeros(N, M).masked_fill(CAUSAL, -math.inf)},
+    "padding": {"key_padding_mask": boolean(B, M)},
+    "float padding": {"key_padding_mask": random(B, M, seed=6)},
+    "boolean both": {"attn_mask": CAUSAL, "key_padding_mask": boolean(B, M)},
+    "boolean both, 3-D": {
+        "attn_mask": boolean(B * H, N, M),
+        "key_padding_mask": boolean(B, M, seed=7),
+    },
+    "float both": {"attn_mask": random(N, M, seed=5), "key_padding_mask": random(B, M, seed=6)},
+    "causal hint": {"attn_mask": CAUSAL, "is_causal": True},
+    "causal hint and padding": {
+        "attn_mask": CAUSAL,
+        "is_causal": True,
+        "key_padding_mask": boolean(B, M),
+    },
+}
+
+
+def masks_in(name, dtype):
+    return {
+        key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for key, x in MASKS[name].items()
+    }
+
+
+# --- parity ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"kdim": 4, "vdim": 9}, {"vdim": 5}], ids=str
+)
+def test_same_seed_gives_the_same_initial_weights(options):
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(E, H, batch_first=True, **options)
+    torch.manual_seed(3)
+    ours = MultiheadAttention(E, H, **options)
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+    theirs.load_state_dict(ours.state_dict())  # and back
+
+
+def three(dtype=torch.float64, sizes=((N, E), (M, E), (M, E))):
+    """Query, key and value."""
+    return [random(B, *size, dtype=dtype, seed=i) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_parity(name):
+    ours, theirs = pair(torch.float64)
+    for how in ({"need_weights": False}, {}, {"average_attn_weights": False}):
+        options = {**masks_in(name, torch.float64), **how}
+        assert_same(run(ours, three(), **options), run(theirs, three(), **options), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parity_in_other_dtypes(dtype):
+    ours, theirs = pair(dtype)
+    for name in ("none", "boolean both", "float both", "causal hint"):
+        for need_weights in (False, True):
+            options = {**masks_in(name, dtype), "need_weights": need_weights}
+            results = [run(layer, three(dtype), **options) for layer in (ours, theirs)]
+            assert_same(*results, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("options", [{"kdim": 4, "vdim": 9}, {"kdim": 5}, {"bias": False}], ids=str)
+def test_parity_of_other_sizes(options):
+    ours, theirs = pair(torch.float64, **options)
+    inputs = three(sizes=[(N, E), (M, ours.kdim), (M, ours.vdim)])
+    for need_weights in (False, True):
+        masks = {"key_padding_mask": boolean(B, M), "need_weights": need_weights}
+        assert_same(run(ours, inputs, **masks), run(theirs, inputs, **masks), 1e-12)
+
+
+def test_parity_of_self_attention_in_evaluation():
+    """PyTorch takes another path here: its fused inference kernel."""
+    ours, theirs = (layer.eval() for layer in pair())
+    x = random(B, N, E)
+    for name in ("none", "padding", "boolean 2-D", "boolean both"):
+        masks = {k: mask[..., :N] for k, mask in MASKS[name].items()}
+        for need_weights in (False, True):
+            with torch.no_grad():
+                left, right = (
+                    f(x, x, x, need_weights=need_weights, **masks) for f in (ours, theirs)
+                )
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_parity_without_a_batch():
+    ours, theirs = pair(torch.float64)
+    inputs = [x[0] for x in three()]
+    masks = [masks_in(name, torch.float64) for name in ("none", "boolean 2-D", "float 2-D")]
+    masks += [{"key_padding_mask": boolean(M)}, {"attn_mask": boolean(H, N, M)}]
+    masks.append({"key_padding_mask": boolean(M), "attn_mask": CAUSAL})
+    for options in masks:
+        for need_weights in (False, True):
+            how = {**options, "need_weights": need_weights}
+            assert_same(run(ours, inputs, **how), run(theirs, inputs, **how), 1e-12)
+
+
+def test_parity_of_one_head_and_of_one_token():
+    for heads, n, m in [(1, N, M), (E, N, M), (H, 1, 1), (H, 1, M), (H, N, 1)]:
+        theirs = nn.MultiheadAttention(E, heads, batch_first=True, dtype=torch.float64)
+        ours = MultiheadAttention(E, heads, dtype=torch.float64)
+        ours.load_state_dict(theirs.state_dict())
+        inputs = three(sizes=[(n, E), (m, E), (m, E)])
+        options = {"attn_mask": boolean(n, m), "key_padding_mask": boolean(B, m)}
+        assert_same(run(ours, inputs, **options), run(theirs, inputs, **options), 1e-12)
+
+
+def test_dropout_in_training_is_pytorchs():
+    ours, theirs = pair(dropout=0.4)
+    for need_weights in (False, True):
+        results = []
+        for layer in (ours, theirs):
+            torch.manual_seed(11)
+            inputs = three(torch.float32)
+            results.append(run(layer.train(), inputs, need_weights=need_weights))
+        assert_same(*results, 1e-5)
+
+
+# --- the differences from PyTorch that the docstring lists ---------------------------------------
+
+
+def test_a_fully_masked_row_gives_the_bias_where_pytorch_gives_nan():
+    padding = torch.zeros(B, M, dtype=torch.bool)
+    padding[1] = True
+    for dtype in TOLERANCE:
+        ours, theirs = pair(dtype)
+        for need_weights in (False, True):
+            options = {"key_padding_mask": padding, "need_weights": need_weights}
+            result = run(ours, three(dtype), **options)
+            torch.testing.assert_close(result["output"][1], ours.out_proj.bias.expand(N, E))
+            if need_weights:
+                assert bool((result["weights"][1] == 0).all())
+                assert bool(theirs(*three(dtype), **options)[0][1].isnan().all())
+            assert all(bool(x.isfinite().all()) for x in result.values() if x is not None)
+            assert not result["query"][1].any() and not result["value"][1].any()
+
+
+def test_is_causal_needs_no_mask_and_where_there_is_one_both_hold():
+    ours, theirs = pair(torch.float64)
+    padding, other = {"key_padding_mask": boolean(B, M)}, boolean(N, M)
+    for need_weights in (False, True):
+        how = {"need_weights": need_weights}
+        for also in (how, how | padding):
+            expected = run(theirs, three(), attn_mask=CAUSAL, **also)
+            assert_same(run(ours, three(), is_causal=True, **also), expected, 1e-12)
+        both = run(ours, three(), is_causal=True, attn_mask=other, **how)
+        assert_same(both, run(theirs, three(), attn_mask=CAUSAL | other, **how), 1e-12)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        theirs(*three(), is_causal=True)
+
+
+def test_boolean_and_float_masks_may_be_mixed():
+    ours, theirs = pair(torch.float64)
+    padding, bias = boolean(B, M), random(N, M, dtype=torch.float64)
+    added = torch.zeros(B, M, dtype=torch.float64).masked_fill(padding, -math.inf)
+    mixed = run(ours, three(), attn_mask=bias, key_padding_mask=padding)
+    assert_same(mixed, run(theirs, three(), attn_mask=bias, key_padding_mask=added), 1e-12)
+
+
+def test_what_pytorch_has_and_the_layer_has_not():
+    for own in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        nn.MultiheadAttention(E, H, **own)
+        with pytest.raises(TypeError, match=next(iter(own))):
+            MultiheadAttention(E, H, **own)
+    with pytest.raises(ValueError, match="batch_first is False; expected True: inputs here are"):
+        MultiheadAttention(E, H, batch_first=False)
+    with pytest.raises(TypeError, match="positional"):
+        MultiheadAttention(E, H, 0.0, True, False)
+    nested = torch.nested.nested_tensor([torch.zeros(3, E), torch.zeros(4, E)], layout=torch.jagged)
+    with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)):
+        MultiheadAttention(E, H)(nested, nested, nested)
+    for bad, name in ((math.nan, "NaN"), (math.inf, r"\+inf")):
+        for argument, shape in (("attn_mask", (N, M)), ("key_padding_mask", (B, M))):
+            with pytest.raises(ValueError, match=f"{argument} contains {name}"):
+                MultiheadAttention(E, H)(
+                    *three(torch.float32), **{argument: torch.full(shape, bad)}
+                )
+
+
+def test_in_an_encoder_of_several_layers_as_the_docstring_says():
+    torch.manual_seed(0)
+    one = nn.TransformerEncoderLayer(E, 4, 16, dropout=0.0, batch_first=True)
+    one.self_attn = MultiheadAttention(
+        E, 4, attention=functools.partial(softmax_attention, scale=5)
+    )
+    encoder = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
+    x, padding = random(B, N, E), torch.arange(N) >= torch.tensor([[3], [N]])
+    slow = encoder(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        fast = encoder.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(fast, slow)
+
+
+# --- shapes, memory, compilers -----------------------------------------------------------------
+
+
+def test_small_and_empty_inputs():
+    ours, _ = pair()
+    for b, n, m in [(0, N, M), (B, 0, M), (B, N, 0), (0, 0, 0), (1, 1, 1)]:
+        inputs = [random(b, length, E) for length in (n, m, m)]
+        masks = {"key_padding_mask": torch.zeros(b, m, dtype=torch.bool)}
+        for options in ({}, masks, {**masks, "is_causal": True}):
+            for need_weights in (False, True):
+                result = run(ours, inputs, need_weights=need_weights, **options)
+                assert result["output"].shape == (b, n, E)
+                assert not need_weights or result["weights"].shape == (b, n, m)
+                assert all(bool(x.isfinite().all()) for x in result.values() if x is not None)
+                if m == 0:
+                    assert torch.equal(result["output"], ours.out_proj.bias.expand(b, n, E))
+
+
+def test_no_matrix_is_stored():
+    length = 256
+    ours, _ = pair()
+    inputs = [random(B, length, E)] * 3
+    for options in ({"key_padding_mask": boolean(B, length)}, {"is_causal": True}):
+        sizes = []
+        for need_weights in (False, True):
+            with Largest() as largest:
+                run(ours, inputs, need_weights=need_weights, **options)
+            sizes.append(largest.numel)
+        assert sizes[1] >= B * H * length**2, "the recorder must see the matrix of need_weights"
+        assert sizes[0] < length**2 / 2
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+            run(ours, inputs, need_weights=False, **options)
+
+
+def test_compiles_without_a_break():
+    ours, _ = pair()
+    for name in ("none", "boolean both", "float both", "causal hint"):
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
+        for need_weights in (False, True):
+            options, inputs = {**MASKS[name], "need_weights": need_weights}, three(torch.float32)
+            torch.testing.assert_close(compiled(*inputs, **options), ours(*inputs, **options))
+
+
+def test_autocast():
+    ours, _ = pair()
+    for name in ("none", "boolean both", "float both", "causal hint"):
+        for need_weights in (False, True):
+            options, inputs = {**MASKS[name], "need_weights": need_weights}, three(torch.float32)
+            exact, _ = ours(*inputs, **options)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output, _ = ours(*inputs, **options)
+            assert output.dtype == torch.bfloat16
+            torch.testing.assert_close(output.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+# --- other mechanisms --------------------------------------------------------------------------
+
+
+def kernel_attention(q, k, v, *, attn_mask=None, is_causal=False, scale=None):
+    """Linear attention, a mechanism that is not softmax: φ(x) = elu(x) + 1."""
+    weights = (nn.functional.elu(q) + 1) @ (nn.functional.elu(k) + 1).mT
+    if is_causal:
+        weights = weights.tril()
+    if attn_mask is not None:
+        weights = weights * attn_mask
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+class Tempered(nn.Module):
+    """Softmax attention with one learned temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, q, k, v, **options):
+        return softmax_attention(q / self.temperature, k, v, **options)
+
+
+def test_weights_of_another_mechanism_are_exact():
+    """The weights asked for with V = I reproduce the output, whatever the mechanism and mask."""
+    for mechanism in (kernel_attention, lambda *qkv, **options: softmax_attention(*qkv, **options)):
+        layer = MultiheadAttention(E, H, attention=mechanism, dtype=torch.float64)
+        inputs = three()
+        for options in ({}, {"is_causal": True}, {"key_padding_mask": boolean(B, M)}):
+            fast = run(layer, inputs, need_weights=False, **options)["output"]
+            output, A = layer(*inputs, average_attn_weights=False, **options)
+            assert A.shape == (B, H, N, M)
+            torch.testing.assert_close(A.sum(-1), torch.ones(B, H, N, dtype=torch.float64))
+            torch.testing.assert_close(output, fast, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_of_softmax_do_not_depend_on_how_they_are_asked_for():
+    ours, _ = pair(torch.float64)
+    wrapped, _ = pair(torch.float64)
+    wrapped.attention = lambda *qkv, **options: softmax_attention(*qkv, **options)
+    inputs = three()
+    options = {"key_padding_mask": boolean(B, M), "average_attn_weights": False}
+    assert_same(run(ours, inputs, **options), run(wrapped, inputs, **options), 1e-12)
+    q, k = (ours.project(part, inputs[part], ALL) for part in (QUERY, KEY))
+    A = attention_weights(q, k, attn_mask=~options["key_padding_mask"][:, None, None])
+    torch.testing.assert_close(ours(*inputs, **options)[1], A, rtol=0, atol=0)
+
+
+def test_a_mechanism_with_parameters_learns_and_saves_them():
+    layer = MultiheadAttention(E, H, attention=Tempered())
+    x = random(B, N, E)
+    layer(x, x, x, need_weights=False)[0].square().sum().backward()
+    assert float(layer.attention.temperature.grad) != 0
+    assert "attention.temperature" in layer.state_dict()
+
+
+# --- heads of another width, heads that share keys and values ------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_shared_keys_are_repeated_keys(groups):
+    # A layer with all its heads, whose key and value weights are copies within each group.
+    heads, width, dtype = 4, 3, torch.float64
+    shared = MultiheadAttention(12, heads, kv_heads=groups, dtype=dtype)
+    whole = MultiheadAttention(12, heads, dtype=dtype)
+    torch.nn.init.normal_(shared.in_proj_bias)
+
+    def repeat(x):
+        return x.unflatten(0, (groups, width)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+
+    sizes = (heads * width, groups * width, groups * width)
+    with torch.no_grad():
+        for own, full in (
+            (shared.in_proj_weight, whole.in_proj_weight),
+            (shared.in_proj_bias, whole.in_proj_bias),
+        ):
+            q, k, v = own.split(sizes)
+            full.copy_(torch.cat([q, repeat(k), repeat(v)]))
+        whole.out_proj.load_state_dict(shared.out_proj.state_dict())
+    inputs = random(B, N, 12, dtype=dtype), *(random(B, M, 12, dtype=dtype, seed=s) for s in (2, 3))
+    for mask in ("none", "boolean both", "causal hint"):
+        for need_weights in (False, True):
+            how = {"need_weights": need_weights, **masks_in(mask, dtype)}
+            ours, theirs = (layer(*inputs, **how) for layer in (shared, whole))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    grads = run(shared, inputs, need_weights=False)
+    assert grads["in_proj_weight"].shape == (sum(sizes), 12)
+    assert all(grads[name].abs().max() > 0 for name in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize("width", [1, 5, 8])
+def test_the_width_of_a_head_is_free(width):
+    layer = MultiheadAttention(E, 2, head_dim=width, dtype=torch.float64)
+    assert layer.in_proj_weight.shape == (3 * 2 * width, E)
+    assert layer.out_proj.weight.shape == (E, 2 * width)
+    x = random(B, N, E, dtype=torch.float64)
+    q, k, v = (x @ w.mT for w in layer.in_proj_weight.chunk(3))
+    parts = [
+        torch.softmax(q[..., cut] @ k[..., cut].mT / math.sqrt(width), -1) @ v[..., cut]
+        for cut in (slice(0, width), slice(width, None))
+    ]
+    expected = torch.cat(parts, -1) @ layer.out_proj.weight.mT
+    torch.testing.assert_close(layer(x, x, x)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_multi_query_layers_with_their_own_feature_sizes():
+    layer = MultiheadAttention(E, H, kdim=5, vdim=6, kv_heads=1, head_dim=2)
+    assert layer.k_proj_weight.shape == (2, 5) and layer.v_proj_weight.shape == (2, 6)
+    out, weights = layer(random(B, N, E), random(B, M, 5), random(B, M, 6))
+    assert out.shape == (B, N, E) and weights.shape == (B, N, M)
+
+
+def test_a_layer_prints_its_heads():
+    assert "num_heads=3" in repr(MultiheadAttention(E, H))
+    assert "kv_heads=1" in repr(MultiheadAttention(E, H, kv_heads=1))
+
+
+# --- errors, beside those of `test_contract_layers` ----------------------------------------------
+
+X = torch.zeros(B, N, E)
+BAD_LAYERS = [
+    ({"num_heads": 5}, ValueError, "embed_dim is 12 and num_heads 5; expected positive numbers"),
+    ({"num_heads": 0}, ValueError, "embed_dim is 12 and num_heads 0"),
+    ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
+    ({"dropout": math.nan}, ValueError, "dropout is nan; expected a probability"),
+    ({"attention": "softmax"}, TypeError, "attention is 'softmax'; expected a function"),
+    ({"kv_heads": 0}, ValueError, "kv_heads is 0"),
+    ({"kv_heads": 1.5}, TypeError, "kv_heads is of type float"),
+    ({"head_dim": "4"}, TypeError, "head_dim is of type str"),
+]
+BAD_MASKS = [
+    ({"attn_mask": [[True]]}, TypeError, "attn_mask is of type list"),
+    ({"attn_mask": torch.ones(N, N).long()}, TypeError, "attn_mask has dtype torch.int64"),
+    ({"attn_mask": torch.ones(N, 7)}, ValueError, r"attn_mask has shape \(5, 7\); expected"),
+    ({"attn_mask": boolean(B, N, N)}, ValueError, r"shape \(2, 5, 5\); expected \(6, 5, 5\)"),
+    ({"attn_mask": X[0].to("meta")}, ValueError, "attn_mask is on device meta; expected cpu"),
+    ({"key_padding_mask": boolean(M)}, ValueError, r"shape \(7,\); expected \(2, 5\)"),
+]  # fmt: skip
+
+
+def test_bad_arguments_are_named():
+    for changed, error, match in BAD_LAYERS:
+        with pytest.raises(error, match=match):
+            MultiheadAttention(**{"embed_dim": E, "num_heads": H, **changed})
+    for changed, error, match in BAD_MASKS:
+        with pytest.raises(error, match=match):
+            MultiheadAttention(E, H)(X, X, X, **changed)
+    layer = MultiheadAttention(E, H, kdim=4, vdim=9)
+    with pytest.raises(ValueError, match=r"value has shape \(2, 5, 12\); expected \(2, 5, 9\)"):
+        layer(X, X[..., :4], X)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------
+
+
+@cuda
+def test_cuda_parity():
+    layers, inputs = [layer.cuda() for layer in pair()], [x.cuda() for x in three(torch.float32)]
+    for masks in MASKS.values():
+        options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in masks.items()}
+        for need_weights in (False, True):
+            how = {**options, "need_weights": need_weights}
+            assert_same(*(run(layer, inputs, **how) for layer in layers), 1e-4)

@@ -1,0 +1,44 @@
+"""The recorded scores are read by name, without torch, and a bad name is said."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from derived_attention.recorded import FOLDER, load_experiment, scores
+
+
+def test_every_file_is_read_and_every_arm_has_its_seeds():
+    names = {path.stem.rpartition("_")[0] for path in FOLDER.glob("*.json")}
+    assert len(names) >= 6
+    for name in names:
+        data = load_experiment(name)[0]
+        metric = data["columns"][0][0]
+        found = scores(name, metric)
+        assert list(found) == list(dict.fromkeys(row["arm"] for row in data["rows"]))
+        assert sum(map(len, found.values())) == len(data["rows"])
+
+
+def test_the_first_device_counts(tmp_path):
+    for kind, value in (("cuda", 2.0), ("cpu", 1.0)):
+        data = {"schema": 1, "rows": [{"arm": "a", "bits": value}]}
+        (tmp_path / f"x_{kind}.json").write_text(json.dumps(data))
+    assert [d["rows"][0]["bits"] for d in load_experiment("x", tmp_path)] == [1.0, 2.0]
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="name is 'nothing', which has no results; there are mix"):
+        load_experiment("nothing")
+    with pytest.raises(ValueError, match="there are none"):
+        load_experiment("nothing", tmp_path)
+    (tmp_path / "old_cpu.json").write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="results of old have another schema; expected 1"):
+        load_experiment("old", tmp_path)
+    with pytest.raises(ValueError, match="metric is 'rouge'; expected one of seconds"):
+        scores("mixtures_translation", "rouge")
+
+
+def test_reading_needs_no_torch():
+    code = "import sys; import derived_attention.recorded; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

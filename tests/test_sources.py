@@ -1,0 +1,108 @@
+"""What code depends on of the package: modules by their imports, and what these say in code."""
+
+from pathlib import Path
+
+import pytest
+
+from derived_attention import sources
+from derived_attention.sources import Sources
+
+FILES = {
+    "__init__.py": "from derived_attention.attention.mechanisms import PUBLIC\n",  # when asked
+    "attention/__init__.py": "",
+    "attention/softmax.py": "from derived_attention import helper\n\ndef softmax(): ...\n",
+    "attention/mixture.py": "def mixture_attention(): ...\n",
+    "attention/mechanisms.py": "PUBLIC = ...\n",
+    "helper.py": "VALUE = 1\n",
+    "alone.py": "import math\n",
+    "plot.py": "from derived_attention.attention.mechanisms import LOOKS\nMAIN = ('softmax',)\n",
+    "sliders.py": "from derived_attention.plot import COLORS\n",
+}
+PUBLIC = {
+    "softmax_attention": "derived_attention.attention.softmax",
+    "mixture_attention": "derived_attention.attention.mixture",
+}
+LOOKS = {"softmax": ("Softmax", "blue"), "mgk": ("MGK", "red")}
+EVERYTHING = {"", ".attention", ".attention.mechanisms", ".attention.softmax", ".attention.mixture"}
+EVERYTHING |= {".helper"}
+
+
+def package(folder, looks=LOOKS, **changes):
+    """Write a package, and read it; `changes` are texts of modules."""
+    for name, text in FILES.items():
+        path = folder / "derived_attention" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(changes.get(path.stem, text))
+    return Sources(folder / "derived_attention", PUBLIC, looks)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import numpy, math", set()),
+        ("import derived_attention.alone", {"", ".alone"}),
+        ("from derived_attention import alone", {"", ".alone"}),
+        ("from derived_attention.alone import *", {"", ".alone"}),
+        ("def f():\n    from derived_attention.alone import x", {"", ".alone"}),
+        ("from derived_attention import __version__", {""}),
+        (
+            "from derived_attention.attention.softmax import softmax_attention",
+            {"", ".attention", ".attention.softmax", ".helper"},
+        ),
+        (
+            "from derived_attention import softmax_attention",
+            {"", ".attention", ".attention.softmax", ".helper"},
+        ),
+        (
+            "from derived_attention import mixture_attention as f",
+            {"", ".attention", ".attention.mixture"},
+        ),
+        ("from derived_attention import sliders", {"", ".sliders", ".plot", ".attention"}),
+        ("from derived_attention import get_attention", EVERYTHING),
+        ("from derived_attention import *", EVERYTHING),
+        ("import derived_attention as da", EVERYTHING),
+        ("from derived_attention.attention.mechanisms import LOOKS", EVERYTHING),
+        ("from derived_attention import plot, list_attentions", EVERYTHING | {".plot"}),
+    ],
+)
+def test_imports_are_followed_through_the_package(tmp_path, code, expected):
+    found = package(tmp_path)
+    reached = found.dependencies(found.imported(code))
+    assert {name.removeprefix("derived_attention") for name in reached} == expected
+
+
+def test_only_code_counts(tmp_path):
+    def digest(helper):
+        found = package(tmp_path, helper=helper)
+        return found.digest(found.modules("derived_attention.helper"))
+
+    plain = digest("def f(x):\n    return 'text', x\n")
+    assert plain == digest('"""Help."""\n\ndef f(x):  # this\n    """Say."""\n    return "text", x')
+    assert plain != digest("def f(x):\n    return 'other', x\n")
+    assert digest('"""Help."""') == digest("")
+
+
+def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
+    def digest(page, looks=LOOKS, **changes):
+        found = package(tmp_path, looks, **changes)
+        return found.digest(found.imported(page), page)
+
+    page = "from derived_attention import sliders\nCOLORS['mgk']"
+    before = digest(page)
+    assert before == digest(page, LOOKS | {"new": ("New", "green")}, mechanisms="PUBLIC = 2\n")
+    assert before != digest(page, LOOKS | {"mgk": ("MGK", "green")})
+    assert before != digest(page, LOOKS | {"softmax": ("Softmax", "green")}), "plot.py names it"
+    other = page.replace("mgk", "linear")
+    assert digest(other) == digest(other, LOOKS | {"mgk": ("MGK", "green")})
+    whole = page + "\nfrom derived_attention import list_attentions"
+    assert digest(whole) != digest(whole, mechanisms="PUBLIC = 2\n")
+
+
+def test_of_this_package_every_module_is_known():
+    folder = Path(sources.__file__).parent
+    found = Sources(folder)
+    assert (
+        len(found.texts) == len(list(folder.rglob("*.py"))) and "derived_attention" in found.texts
+    )
+    for name in found.texts:
+        assert name in found.dependencies(found.modules(name))

@@ -1,0 +1,145 @@
+"""Series, images and tokens with a class or a number: batches, losses, wrong data."""
+
+import dataclasses
+
+import pytest
+import torch
+from kinds import classifier, images, numbers, reader, regressor, series, squared, tokens, vision
+from torch import nn
+
+from derived_attention.data.series import SeriesSplit
+from derived_attention.supervised import Examples, class_loss, number_loss
+from derived_attention.training import evaluate, fit
+
+
+def test_every_example_is_seen_once_per_epoch_in_a_new_order():
+    """In an evaluation: in the order that they have."""
+    x = torch.arange(10.0).view(10, 1, 1).expand(10, 2, 3)
+    split = SeriesSplit(x, torch.rand(10, 2) > 0.5, torch.arange(10))
+    batches, orders = Examples(split, 4), []
+    for seed, number in ((0, 0), (0, 0), (1, 0), (0, 1)):
+        torch.manual_seed(10 * seed + number)
+        found = list(batches.epoch(seed, number))
+        assert [len(y) for *_, y in found] == [4, 4, 2] and len(batches) == 3
+        for rows, padding, y in found:
+            assert torch.equal(rows, x[y]) and torch.equal(padding, split.padding[y])
+        orders.append(torch.cat([y for *_, y in found]).tolist())
+        assert sorted(orders[-1]) == list(range(10))
+    assert orders[0] == orders[1] and len(set(map(tuple, orders))) == 3
+    assert torch.cat([y for *_, y in batches]).tolist() == list(range(10))
+    assert [(len(y), padding) for _, padding, y in Examples(images())] == [(24, None)]
+
+
+def test_loss_and_accuracy_are_means_over_examples():
+    """Trained in one batch at a tiny rate without dropout, they are those of the first weights."""
+    data = series(10)
+    first = classifier(dropout=0.0)(data.x, data.padding)
+    history = fit(classifier(dropout=0.0), Examples(data, 10), class_loss, epochs=1, lr=1e-12)
+    assert history["loss"][0] == pytest.approx(nn.functional.cross_entropy(first, data.y).item())
+    assert history["accuracy"][0] == (first.argmax(1) == data.y).double().mean()
+    first = classifier().eval()(data.x, data.padding)
+    for size in (1, 4, 10):
+        found = evaluate(classifier(), Examples(data, size), class_loss)
+        assert found["accuracy"] == (first.argmax(1) == data.y).double().mean()
+        assert found["loss"] == pytest.approx(nn.functional.cross_entropy(first, data.y).item())
+
+
+def test_loss_of_numbers_is_that_of_standardised_targets_and_the_error_has_units():
+    data = numbers()
+    first = regressor(dropout=0.0)(data.x, data.padding)
+    mean, sd = data.y.mean(), data.y.std(correction=0)
+    expected = nn.functional.mse_loss((first - mean) / sd, (data.y - mean) / sd)
+    history = fit(regressor(dropout=0.0), Examples(data), squared, epochs=1, lr=1e-12)
+    assert history["loss"][0] == pytest.approx(expected.item(), rel=1e-4)
+    assert history["rmse"][0] == pytest.approx((first - data.y).square().mean().sqrt().item())
+    errors = regressor().eval()(data.x, data.padding) - data.y
+    for size in (1, 5, 24):
+        found = evaluate(regressor(), Examples(data, size), number_loss)
+        assert found["rmse"] == pytest.approx(errors.square().mean().sqrt().item())
+
+
+def test_what_does_not_fit_the_model_before_any_work():
+    for make, split, message in (
+        (regressor, series(), "train.y is torch.int64; expected floats, as the model answers"),
+        (vision, dataclasses.replace(images(), y=torch.zeros(24)), "train.y is .* expected int64"),
+        (classifier, dataclasses.replace(series(), y=series().y + 1), "train.y holds 1 to 2; .* 2"),
+        (reader, SeriesSplit(tokens().x + 1, None, tokens().y), "train.x holds .* 0 <= x < 8"),
+        (reader, series(), "train.x is torch.float32 of shape .24, 6, 3.; expected int64"),
+        (classifier, tokens(), "train.x is torch.int64 of shape .24, 6.; expected floats"),
+        (vision, series(), "train.x is .*; expected floats of shape .n, 6, 4."),
+    ):
+        model = make()
+        model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+        with pytest.raises(ValueError, match=message):
+            fit(model, Examples(split), class_loss, epochs=1)
+
+
+class Column(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(3, 1)
+
+    def forward(self, x, padding):
+        return self.map(x[:, 0])  # (B, 1), which PyTorch would spread over all targets
+
+
+def test_losses_see_what_the_model_returns():
+    row = regressor()
+    del row.classes  # so that nothing is known of it before it runs
+    wide = nn.Sequential()
+    wide.forward = lambda x, padding: x
+    for model, split, loss, message in (
+        (Column(), numbers(), number_loss, r"model returns shape \(24, 1\) for 24 .* numbers; exp"),
+        (row, series(), class_loss, r"model returns shape \(24,\) for 24 .* classes; expected"),
+        (wide, series(), class_loss, r"model returns shape \(24, 6, 3\)"),
+        (Column(), numbers(), class_loss, "y is torch.float32; expected int64 classes"),
+        (Column(), series(), number_loss, "y is torch.int64; expected floats"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(model, Examples(split), loss)
+    for variance in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="variance is .*; expected a positive number"):
+            number_loss(regressor(), next(iter(Examples(numbers()))), variance=variance)
+
+
+def spoilt(field, change):
+    good = series()
+    return dataclasses.replace(good, **{field: change(getattr(good, field))})
+
+
+def set_value(tensor, value):
+    tensor = tensor.clone()
+    tensor.view(len(tensor), -1)[3, 0] = value
+    return tensor
+
+
+WRONG = [
+    (None, TypeError, "split is NoneType; expected a SeriesSplit"),
+    (spoilt("x", lambda x: set_value(x, torch.nan)), ValueError, "split.x holds NaN or infinity"),
+    (spoilt("x", lambda x: set_value(x, torch.inf)), ValueError, "split.x holds NaN or infinity"),
+    (spoilt("x", lambda x: x[:, :, 0]), ValueError, "split.x is torch.float32 of shape"),
+    (spoilt("x", lambda x: x.tolist()), TypeError, "split.x is list"),
+    (spoilt("x", lambda x: x[:-1]), ValueError, "split.padding is"),
+    (spoilt("padding", lambda p: p.float()), ValueError, "split.padding is torch.float32"),
+    (spoilt("padding", lambda p: p.tolist()), TypeError, "split.padding is list"),
+    (spoilt("y", lambda y: y.int()), ValueError, "split.y is torch.int32"),
+    (spoilt("y", lambda y: y[1:]), ValueError, "split.y is torch.int64 of shape"),
+    (spoilt("y", lambda y: y.tolist()), TypeError, "split.y is list"),
+    (spoilt("y", lambda y: y - 1), ValueError, "split.y holds -1; expected classes 0 <= y"),
+    (spoilt("y", lambda y: y[:, None].float()), ValueError, r"split.y is .* shape \(24,\)"),
+    (spoilt("y", lambda y: set_value(y.float(), torch.nan)), ValueError, "split.y holds NaN"),
+    (SeriesSplit(tokens().x.int(), None, tokens().y), ValueError, "split.x is torch.int32"),
+    (SeriesSplit(torch.zeros(0, 6, 3), None, torch.zeros(0)), ValueError, "split is empty"),
+]
+
+
+@pytest.mark.parametrize("split, error, message", WRONG, ids=[w[2] for w in WRONG])
+def test_splits_that_nothing_can_be_learned_from(split, error, message):
+    with pytest.raises(error, match=message):
+        Examples(split)
+
+
+def test_wrong_batch_size():
+    for size, error in ((0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"batch_size is {size}"):
+            Examples(series(), size)
