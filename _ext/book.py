@@ -188,14 +188,19 @@ class Experiments(SphinxDirective):
 
 
 class Mechanisms(SphinxDirective):
-    """``{mechanisms}``: a table of the registry, and the modules of ``attention/``."""
+    """``{mechanisms}``: a table of the registry, and the modules of ``attention/``.
+
+    Of a module that has public names, only these: the rest serves other modules.
+    """
 
     def run(self):
         """Return what is documented, in the order of the chapters."""
         self.env.note_dependency(mechanisms.__file__)
         lines = [*mechanisms_table(self.env.found_docs), "", "```{eval-rst}"]
         for module in attention_modules():
-            lines += [f".. automodule:: {mechanisms.PACKAGE}.{module}", "   :members:", ""]
+            name = f"{mechanisms.PACKAGE}.{module}"
+            public = ", ".join(n for n, where in mechanisms.PUBLIC.items() if where == name)
+            lines += [f".. automodule:: {name}", f"   :members: {public}".rstrip(), ""]
         part = nodes.container()
         self.state.nested_parse(StringList([*lines, "```"], mechanisms.__file__), 0, part)
         return part.children

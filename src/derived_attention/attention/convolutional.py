@@ -19,7 +19,6 @@ As in PyTorch, "convolution" slides the filter without flipping it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -100,9 +99,10 @@ def conv1d_attention_reference(
     q, k, v, mask, scale, *, weight, key_weight=None, attention=softmax_attention_reference
 ) -> Tensor:
     """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
-    multiply = lambda x, w: _multiply(mixing_matrix_1d(w, x.shape[-2], mask.is_causal), x)  # noqa
-    q, k = _mix(q, k, mask, 1, multiply, weight, key_weight)
-    return attention(q, k, v, scale=scale, **mask.keywords)
+    w, w_k, k = _filters(q, k, mask, 1, weight, key_weight)
+    C = mixing_matrix_1d(w, q.shape[-2], mask.is_causal)  # (H or 1, N, N)
+    C_k = mixing_matrix_1d(w_k, k.shape[-2], mask.is_causal)  # (H or 1, M, M)
+    return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
 
 
 @mechanism
@@ -112,9 +112,9 @@ def conv2d_attention_reference(
 ) -> Tensor:  # fmt: skip
     """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
     _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    multiply = lambda x, w: _multiply(mixing_matrix_2d(w, grid, class_token), x)  # noqa
-    q, k = _mix(q, k, mask, 2, multiply, weight, key_weight)
-    return attention(q, k, v, scale=scale, **mask.keywords)
+    w, w_k, k = _filters(q, k, mask, 2, weight, key_weight)
+    C, C_k = (mixing_matrix_2d(x, grid, class_token) for x in (w, w_k))  # (H or 1, N, N)
+    return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
 
 
 def _multiply(C: Tensor, x: Tensor) -> Tensor:
@@ -123,11 +123,11 @@ def _multiply(C: Tensor, x: Tensor) -> Tensor:
         return (C.to(wide(x)) @ x.to(wide(x))).to(x.dtype).view_as(x)
 
 
-def _mix(q, k, mask, sides, convolve, weight, key_weight) -> tuple[Tensor, Tensor]:
-    """Check the filters, and convolve queries and the keys that are there."""
+def _filters(q, k, mask, sides, weight, key_weight) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the filters; return those of queries and keys, and the keys without masked ones."""
     weight = _per_head("weight", weight, q, sides)
     key_weight = weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
-    return convolve(q, weight), convolve(_blank(k, mask.present(k.shape[-2])), key_weight)
+    return weight, key_weight, _blank(k, mask.present(k.shape[-2]))
 
 
 def _blank(x: Tensor, present: Tensor | None) -> Tensor:
@@ -164,8 +164,8 @@ def conv1d_attention(
         with its calling convention.
     """
     check_callable("attention", attention)
-    convolve = functools.partial(_convolve, causal=mask.is_causal)
-    q, k = _mix(q, k, mask, 1, convolve, weight, key_weight)
+    w, w_k, k = _filters(q, k, mask, 1, weight, key_weight)
+    q, k = _convolve(q, w, mask.is_causal), _convolve(k, w_k, mask.is_causal)
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
@@ -192,8 +192,8 @@ def conv2d_attention(
     """
     check_callable("attention", attention)
     _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    convolve = functools.partial(_convolve_grid, grid=grid, class_token=class_token)
-    q, k = _mix(q, k, mask, 2, convolve, weight, key_weight)
+    w, w_k, k = _filters(q, k, mask, 2, weight, key_weight)
+    q, k = (_convolve_grid(*xw, grid, class_token) for xw in ((q, w), (k, w_k)))
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 

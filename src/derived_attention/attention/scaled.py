@@ -70,7 +70,10 @@ def normalized_scaled_heads_attention_reference(
 ) -> Tensor:  # fmt: skip
     """Attention-BN+SH with average pooling, as it is written."""
     bn = functools.partial(normalized_attention_reference, eps=eps, attention=attention)
-    run_of = lambda h: functools.partial(bn, beta=_of_heads(beta, [h]))  # noqa: E731
+
+    def run_of(h: int) -> Mechanism:
+        return functools.partial(bn, beta=_of_heads(beta, [h]))
+
     return _head_by_head(run_of, q, k, v, mask, scale, scales, class_token)
 
 
