@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derived_attention.attention.checks import Mechanism
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mechanisms import MECHANISMS, Entry
 from derived_attention.attention.shifted_mixture import shifted_keys
 from derived_attention.attention.softmax import softmax_attention_reference
 
-Attention = Callable[..., Tensor]  # (q, k, v, **options) -> output
 HEADS, DIM = 8, 64
 
 
@@ -47,8 +47,8 @@ class Case:
     """
 
     label: str
-    fast: Attention
-    reference: Attention
+    fast: Mechanism
+    reference: Mechanism
     options: Callable[[int], dict[str, Any]]
     baseline: str
     goal: float | None = None
@@ -80,14 +80,14 @@ def dense_shifted_mixture(
 
 
 # The references of mixtures take O(N²D): nobody's choice where memory counts.
-_DENSE: dict[str, Attention] = {
+_DENSE: dict[str, Mechanism] = {
     "mgk": dense_mixture,
     "hard_mgk": functools.partial(dense_mixture, hard=True),
     "smgk": dense_shifted_mixture,
 }
 
 
-def two_heads(form: Attention) -> Attention:
+def two_heads(form: Mechanism) -> Mechanism:
     """Attend with twice the heads, one for each key of `two_keys`, and add up in pairs."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -123,7 +123,7 @@ def _baselines() -> dict[str, Case]:
 
 
 def _case(name: str, entry: Entry, is_causal: bool) -> Case:
-    def with_keys(form: Attention) -> Attention:
+    def with_keys(form: Mechanism) -> Mechanism:
         return lambda q, k, v, **options: form(q, entry.keys(k), v, **options)
 
     return Case(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Attention, Case
+from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Case
 from benchmarks.table import (
     MODES,
     NOTE,
@@ -28,6 +28,7 @@ from benchmarks.table import (
     slug,
     time_table,
 )
+from derived_attention.attention.checks import Mechanism
 from derived_attention.measure import count_flops, machine, peak_bytes
 from derived_attention.runtime import write_atomically
 
@@ -49,7 +50,7 @@ def inputs(length: int, dtype: torch.dtype, device: str, training: bool) -> list
     return [*(x.requires_grad_(training) for x in (q, k, v)), gradient]
 
 
-def call(form: Attention, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
+def call(form: Mechanism, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
     """Return what is timed: the forward pass, and the backward one where q asks for gradients."""
     q, k, v, gradient = tensors
     options = {

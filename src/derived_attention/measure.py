@@ -70,30 +70,6 @@ def projection_flops(length, inputs, outputs):
     return 2 * length * inputs * outputs
 
 
-def moved_bytes(queries, keys, dim, value_dim=None, heads=1, *, itemsize=4, fused=False):
-    """Bytes that attention reads from and writes to memory.
-
-    Q, K, V are read and the output is written once: H (ND + MD + MDv + NDv) numbers. The N×N
-    form also writes the scores, reads them for the softmax, writes the weights and reads them
-    for the product with V: 4HNM numbers more. A fused kernel keeps a tile of scores on chip, so
-    that none of these reach memory. Both are lower bounds: a fused kernel reads K and V again
-    for each block of queries where its cache is too small, and an N×N form in which scale and
-    mask are steps of their own moves the matrix again for each of them.
-
-    Parameters
-    ----------
-    queries, keys, dim, value_dim, heads : int or sympy expression
-        As in `attention_flops`.
-    itemsize : int, default 4
-        Bytes per number: 4 in float32, 2 in bfloat16.
-    fused : bool, default False
-        Whether scores stay on chip.
-    """
-    value_dim = dim if value_dim is None else value_dim
-    once = (queries + keys) * (dim + value_dim)
-    return itemsize * heads * (once if fused else once + 4 * queries * keys)
-
-
 def stored_bytes(queries, keys, heads=1, *, itemsize=4, fused=False):
     """Bytes that attention holds at its peak, besides inputs and output.
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derived_attention.attention.checks import Mechanism
+
 Options = Callable[[int, int, int], dict[str, Any]]  # for N tokens, H heads, D features
 PACKAGE = "derived_attention.attention"
 
@@ -84,12 +86,12 @@ class Entry:
     reference_length: int = 1024
 
     @property
-    def fast(self) -> Callable[..., Tensor]:
+    def fast(self) -> Mechanism:
         """The fast form."""
         return _load(self.function)
 
     @property
-    def reference(self) -> Callable[..., Tensor]:
+    def reference(self) -> Mechanism:
         """The formula."""
         return _load(f"{self.function}_reference")
 
@@ -310,7 +312,7 @@ def list_attentions() -> list[str]:
     return list(MECHANISMS)
 
 
-def get_attention(name: str) -> Callable[..., Tensor]:
+def get_attention(name: str) -> Mechanism:
     """Return a mechanism by its name: a function with the arguments of `softmax_attention`.
 
     Raises
