@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
@@ -237,8 +238,12 @@ def save(path: Path, data: Mapping[str, Any]) -> None:
     write_atomically(path, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 
 
+@functools.cache
 def commit() -> str | None:
-    """Name the commit that is checked out, with a mark where files differ from it."""
+    """Name the commit that is checked out, with a mark where files differ from it.
+
+    It is looked up once, before this run itself writes files.
+    """
     git = shutil.which("git")
     if git is None:
         return None
