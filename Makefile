@@ -64,7 +64,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt package.json package-lock.json
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
 _build/.extensions: $(wildcard _ext/*.py) benchmarks/table.py _config.yml _toc.yml book/references.bib _build/.settings
-	rm -rf _build/.doctrees
+	rm -rf _build/.doctrees $(HTML)/_modules
 	touch $@
 
 # What the environment says; touched only when that differs from the last build.
