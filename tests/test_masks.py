@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import boolean
+from helpers import Largest, boolean
 
 from derived_attention.attention.masks import (
     BlockMask,
@@ -28,6 +28,13 @@ def test_causal_mask_is_the_top_left_triangle():
     assert causal_mask(2, 3).tolist() == [[T, F, F], [T, T, F]]
     assert causal_mask(3, 2).tolist() == [[T, F], [T, T], [T, T]]
     assert causal_mask(0, 2).shape == (0, 2)
+
+
+def test_a_part_of_the_triangle_is_all_that_is_made():
+    with Largest() as largest:
+        part = Mask(None, True).part(slice(96, 100), 100, torch.device("cpu"))
+    assert torch.equal(part, causal_mask(100, 100)[96:])
+    assert largest.numel == 4 * 100
 
 
 def test_softmax_gives_zeros_where_nothing_may_be_attended():

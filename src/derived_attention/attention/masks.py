@@ -125,8 +125,9 @@ class Mask:
 
     def part(self, rows: slice, m: int, device: torch.device) -> Tensor | None:
         """Return what `dense` has for some queries and the first m keys."""
-        if self.is_causal:
-            return causal_mask(rows.stop, m, device)[rows]
+        if self.is_causal:  # those rows of the triangle alone: all of it has N M entries
+            here = torch.ones(rows.stop - rows.start, m, dtype=torch.bool, device=device)
+            return here.tril(rows.start)
         return None if self.given is None else cut(self.given, rows, m)
 
     def rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
