@@ -4,7 +4,10 @@ A page makes a claim where it derives it. Every function here
 
 1. checks the claim and raises `ClaimError` when it does not hold,
 2. checks a *mutant*, a plausible wrong version of it, and raises when that is **not** rejected,
-3. displays one line with both margins, and leaves the result in the cell's output as data, from
+3. refuses a check that shows nothing: with one computation on both sides, made of typed numbers
+   alone, with a mutant that is a typed number or the right side a little changed, or recorded for
+   another item of the same paper before,
+4. displays one line with both margins, and leaves the result in the cell's output as data, from
    which the book's ledger is made.
 
 `item` is an id of the papers' inventory, such as ``"000.eq24"``, or None for a fact of our own.
@@ -13,10 +16,12 @@ A page makes a claim where it derives it. Every function here
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import json
 import random
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
@@ -25,12 +30,15 @@ from typing import Any
 import numpy as np
 import sympy
 
+from derived_attention.call_site import CallSite
+
 OUTPUT_KEY = "derived_attention_claim"  # in the metadata of a notebook output
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
+GENEROUS = 10  # how many times the refutation's margin a correction may have to spare
 
 
 class ClaimError(AssertionError):
-    """A claim that does not hold, or a mutant that was not rejected."""
+    """A claim that does not hold, a mutant that was not rejected, or a check that shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +154,14 @@ def identity(
     ClaimError
         If an entry of `residual` does not simplify to zero, or the mutant's entries all do.
     """
+    _read(item, identity, ("residual", "mutant"))
     for expression in _entries(residual, "residual"):
         if not _is_zero(expression):
             raise ClaimError(f"{_name(item)}: residual {expression} is not zero")
     size = max(_magnitude(expression) for expression in _entries(mutant, "mutant"))
     if size == 0:
         raise ClaimError(f"{_name(item)}: the mutant is zero too, so this check cannot fail")
+    _remember(item, "identity", residual, mutant)
     return _record(item, "identity", holds_if, statement, 0.0, size)
 
 
@@ -183,11 +193,14 @@ def equal(
     ClaimError
         If the error exceeds `tol` or is not a number, or the mutant's does not exceed ``10 * tol``.
     """
+    _read(item, equal, ("left", "right"), wrong="mutant")
+    _refuse_one_array(item, left=left, right=right)
     error, wrong = _error(left, right, "right"), _error(left, mutant, "mutant")
     if not error <= tol:
         raise ClaimError(f"{_name(item)}: error {error:.3e} exceeds tol={tol:.0e}")
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its error is only {wrong:.3e}")
+    _remember(item, "equal", left, right, mutant)
     return _record(item, "equal", holds_if, statement, error, wrong)
 
 
@@ -218,11 +231,14 @@ def inequality(
     ClaimError
         If an entry exceeds its bound, or none exceeds the mutant's.
     """
+    _read(item, inequality, ("smaller", "larger"), wrong="mutant")
+    _refuse_one_array(item, smaller=smaller, larger=larger)
     slack, wrong = _slack(smaller, larger, "larger"), _slack(smaller, mutant, "mutant")
     if not slack >= -_rounding(smaller, larger):
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
     if not wrong < -_rounding(smaller, mutant):
         raise ClaimError(f"{_name(item)}: mutant not rejected, its bound has slack {wrong:.3e}")
+    _remember(item, "inequality", smaller, larger, mutant)
     return _record(item, "inequality", holds_if, statement, slack, -wrong)
 
 
@@ -257,6 +273,7 @@ def certificate(
     ClaimError
         If the gap or a residual exceeds `tol`, or the mutant's gap does not exceed ``10 * tol``.
     """
+    _read(item, certificate, ("primal", "dual"), wrong="mutant")
     residuals = {"duality gap": abs(primal - dual) / (1 + abs(primal)), **(kkt or {})}
     for name, value in residuals.items():
         if not 0 <= value <= tol:
@@ -264,6 +281,7 @@ def certificate(
     wrong = abs(primal - mutant) / (1 + abs(primal))
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its gap is only {wrong:.3e}")
+    _remember(item, "certificate", primal, dual, mutant)
     worst = float(max(residuals.values()))
     return _record(item, "certificate", holds_if, statement, worst, float(wrong))
 
@@ -278,7 +296,7 @@ def refuted(
     relation: str = "<=",
     tol: float = 1e-9,
 ) -> Claim:
-    """Refute a printed claim by one explicit counterexample.
+    """Refute a printed claim by a counterexample, on which a corrected statement holds.
 
     Parameters
     ----------
@@ -287,21 +305,23 @@ def refuted(
     printed
         What the paper's statement gives on the counterexample: a bound or a value.
     actual
-        What is true there.
+        What is true there, computed in a way that knows neither statement.
     corrected
         What the corrected statement gives on the same counterexample. It plays the mutant's part:
-        refuting *it* in the same way must fail.
+        refuting *it* in the same way must fail. A bound may not have ten times as much to spare as
+        the printed one lacks: nearly everything would survive so. Entries of an array are
+        instances; one has to show the violation, another may show that the correction is sharp.
     correction
         The corrected statement, in one line.
     relation
         "<=" when the paper claims ``actual <= printed``, "==" when it claims equality.
     tol
-        Violations up to this size do not refute.
+        Largest error of the corrected statement. The violation must exceed ten times that.
 
     Raises
     ------
     ClaimError
-        If the printed statement survives, or the corrected one does not.
+        If the printed statement survives, or the corrected one does not or by far too much.
     ValueError
         If `relation` is not one of the two, or `correction` is empty.
     """
@@ -309,12 +329,22 @@ def refuted(
         raise ValueError(f"relation must be '<=' or '==', got {relation!r}")
     if not correction.strip():
         raise ValueError("correction must state what holds instead, got an empty string")
+    _read(item, refuted, ("actual", "corrected"))
+    _refuse_one_array(item, actual=actual, corrected=corrected)
     measure = (lambda a, b: -_slack(a, b, "printed")) if relation == "<=" else _difference
     violation, survivor = measure(actual, printed), measure(actual, corrected)
-    if not violation > tol:
-        raise ClaimError(f"{_name(item)}: not refuted, violation {violation:.3e} <= {tol:.0e}")
+    if not violation > 10 * tol:
+        raise ClaimError(
+            f"{_name(item)}: not refuted, violation {violation:.3e} <= 10 tol, tol={tol:.0e}"
+        )
     if not survivor <= tol:
         raise ClaimError(f"{_name(item)}: the correction fails too, by {survivor:.3e}")
+    if not -survivor <= GENEROUS * violation:
+        raise ClaimError(
+            f"{_name(item)}: the correction has {-survivor:.3g} to spare where the printed bound "
+            f"lacks {violation:.3g}; take an instance on which it bites"
+        )
+    _remember(item, "refuted", printed, actual, corrected)
     return _record(item, "refuted", None, correction, violation, survivor)
 
 
@@ -339,9 +369,12 @@ def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int,
     """
     if not shapes:
         raise ValueError("definition needs at least one name=(array, shape) to check")
+    for name in shapes:
+        _read(item, definition, (name,))
     for name, (array, shape) in shapes.items():
         if tuple(np.shape(array)) != tuple(shape):
             raise ClaimError(f"{_name(item)}: {name} has shape {np.shape(array)}, not {shape}")
+    _remember(item, "definition", *(array for array, _ in shapes.values()))
     return _record(item, "definition", None, statement, 0.0, None)
 
 
@@ -405,6 +438,44 @@ def _record(
     claim = Claim(item, kind, verdict, text, margin, mutant_margin, _next_anchor(item))
     _display(claim)
     return claim
+
+
+def _read(
+    item: str | None, check: Callable, sides: tuple[str, ...], wrong: str | None = None
+) -> None:
+    """Refuse what the text of the call of a check shows: see the head of this module."""
+    site = CallSite(check, sys._getframe(2))
+    if site.arguments and all(site.literal(name) for name in sides):
+        raise ClaimError(f"{_name(item)}: {' and '.join(sides)} are typed numbers: nothing ran")
+    if len(sides) == 2 and site.same(*sides):
+        raise ClaimError(f"{_name(item)}: {sides[0]} and {sides[1]} are one expression")
+    if wrong is not None and site.literal(wrong):
+        raise ClaimError(f"{_name(item)}: the {wrong} is a typed number; say what mistake gives it")
+    if wrong is not None and site.nudged(wrong, sides[1]):
+        raise ClaimError(f"{_name(item)}: the {wrong} is {sides[1]} a little changed: no mistake")
+
+
+def _refuse_one_array(item: str | None, **sides: Any) -> None:
+    """Refuse one array, or views of one, on both sides."""
+    (one, a), (other, b) = sides.items()
+    numbers = [x.detach().cpu().numpy() if hasattr(x, "detach") else x for x in (a, b)]
+    arrays = all(isinstance(x, np.ndarray) for x in numbers)
+    if arrays and np.may_share_memory(*numbers) and np.array_equal(*numbers):
+        raise ClaimError(f"{_name(item)}: {one} and {other} are one array")
+
+
+_checked: dict[tuple[str, ...], str] = {}  # a paper and the digest of a check -> the item
+
+
+def _remember(item: str | None, kind: str, *sides: Any) -> None:
+    """Refuse a check that another item of the paper has already: it cannot settle both."""
+    if item is None:
+        return
+    texts = [str(x) if kind == "identity" else _float(x, "").tobytes().hex() for x in sides]
+    digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()
+    other = _checked.setdefault((item.partition(".")[0], digest), item)
+    if other != item:
+        raise ClaimError(f"{item}: this is the check that {other} has; each item needs its own")
 
 
 def _display(claim: Claim) -> None:
