@@ -141,6 +141,11 @@ def test_one_computation_on_both_sides_is_refused():
     with pytest.raises(ClaimError, match="left and right are one array"):
         tensor = torch.from_numpy(a)
         claims.equal(None, tensor[:2], a, mutant=pair)
+    e, f = [], []  # lists that a loop fills are no expression
+    for z in pair:
+        e.append(float(z))
+        f.append(float(z * one))
+    claims.equal(None, e, f, mutant=a)
     a = pair**0.5  # another way to it
     claims.equal(None, a, root(pair), mutant=pair)
 

@@ -7,7 +7,6 @@ on random tensors.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import subprocess
@@ -16,6 +15,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import DV, Case, D, M, N, added, assert_forms_agree, causality_of, disturbed, keys_of
 from helpers import (
     DTYPES,
     TOLERANCE,
@@ -28,10 +28,7 @@ from helpers import (
     every_causal_mechanism,
     every_mechanism,
     is_pooled,
-    output_and_gradients,
-    qkv,
     relative_errors,
-    tensors,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,73 +38,8 @@ from derived_attention.attention.convention import weights_of
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mechanisms import MECHANISMS, PUBLIC
 
-N, M, D, DV = 21, 23, 6, 5
 FORMS = ["fast", "reference"]
 COMMON = ["q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
-
-
-class Case:
-    """A mechanism with its sample options, on random tensors; `common` are arguments of all."""
-
-    def __init__(
-        self, name, *, n=N, m=M, leading=(B, H), d=D, dv=DV, dtype=torch.float64, device="cpu",
-        seed=0, **common,
-    ):  # fmt: skip
-        self.entry = MECHANISMS[name]
-        m = n if self.entry.square else m
-        q, k, v = qkv(leading, n, m, d, dv, dtype=dtype, device=device, seed=seed)
-        own = self.entry.options(max(n, 1), leading[-1] if leading else 1, d)
-        if "grid" in own and n == 0:
-            own["grid"] = (0, 4)
-        own |= common
-        self.tensors = {"q": q, "k": self.entry.keys(k.detach()).requires_grad_(), "v": v}
-        for key, x in own.items():
-            if isinstance(x, torch.Tensor):
-                mine = key == "attn_mask"
-                self.tensors[key] = x if mine else x.to(device, dtype).requires_grad_()
-        self.options = {key: x for key, x in own.items() if key not in self.tensors}
-
-    def run(self, form="fast", **changed):
-        form = getattr(self.entry, form) if isinstance(form, str) else form
-        return form(**{**self.tensors, **self.options, **changed})
-
-    def results(self, form="fast"):
-        """The output, and the gradients of q, k, v, of parameters, and of a floating mask."""
-        return output_and_gradients(
-            lambda *values: self.run(form, **dict(zip(self.tensors, values, strict=True))),
-            list(self.tensors.values()),
-        )
-
-    def copied(self, change):
-        """The same with other values in the tensors: `change(name, tensor)`."""
-        other = copy.copy(self)
-        other.tensors = {
-            key: x if x.dtype == torch.bool else change(key, x.detach()).requires_grad_()
-            for key, x in self.tensors.items()
-        }
-        return other
-
-
-def assert_forms_agree(name, what, tol=1e-10, **changed):
-    case = Case(name, **changed)
-    assert_all_close(case.results("fast"), case.results("reference"), tol, f"{name}, {what}")
-
-
-def keys_of(name):
-    """As many keys as usual."""
-    return N if MECHANISMS[name].square else M
-
-
-def causality_of(name, *others):
-    """Other options, each in a dictionary, and causality where there is one."""
-    return [*others, *[{"is_causal": True}] * MECHANISMS[name].causal]
-
-
-def added(name, keep, dtype=torch.float64):
-    """A floating mask that is -inf where `keep` is False, with a gradient where it may have one."""
-    bias = tensors(keep.shape, seed=4)[0].detach().to(dtype)
-    bias = torch.zeros_like(bias) if is_pooled(name) else bias
-    return bias.masked_fill(~keep, -math.inf).requires_grad_(not is_pooled(name))
 
 
 # --- the calling convention ----------------------------------------------------------------------
@@ -320,18 +252,6 @@ def test_a_query_that_may_attend_nothing_gets_zeros(name):
             assert not any(bool(x.any()) for x in results), f"{name}, {form}"
 
 
-def disturbed(case, t):
-    """The same with other queries, keys and values after position t."""
-
-    def change(key, x):
-        if key not in ("q", "k", "v"):
-            return x
-        late = (torch.arange(x.shape[-2]) > t)[:, None]
-        return x + late * torch.linspace(-5, 5, x.shape[-1]).to(x.dtype)
-
-    return case.copied(change)
-
-
 @every_causal_mechanism
 def test_causal_attention_sees_no_future_bit_for_bit(name):
     f32 = torch.float32
@@ -341,10 +261,12 @@ def test_causal_attention_sees_no_future_bit_for_bit(name):
         out, last = case.run(), min(n, m) - 1
         leaves = [case.tensors[key] for key in ("q", "k", "v")]
         for t in range(last) if last < 10 else {0, 15, min(64, last - 1), min(127, last - 1)}:
-            changed, what = disturbed(case, t).run(), f"{name}, {n}, {m}, {dtype}, {t}"
+            what = f"{name}, {n}, {m}, {dtype}, {t}"
             past, future = (..., slice(t + 1), slice(None)), (..., slice(t + 1, None), slice(None))
-            assert torch.equal(out[past], changed[past]), what
-            assert not torch.equal(out[future], changed[future]), what
+            for size in (5, 1e4):  # a huge future moves no bit either
+                changed = disturbed(case, t, size).run()
+                assert torch.equal(out[past], changed[past]), what
+                assert not torch.equal(out[future], changed[future]), what
             slopes = torch.autograd.grad(out[past].square().sum(), leaves, retain_graph=True)
             assert not any(bool(x[future].any()) for x in slopes), what
 
@@ -450,6 +372,9 @@ def test_gradients_are_those_of_finite_differences(name):
 NAN, INF = torch.full((N,), math.nan), torch.full((N,), math.inf)
 BAD = [  # what is changed, to what, and the error
     ("q", lambda q: q.tolist(), TypeError, "q is of type list; expected a Tensor"),
+    ("q", lambda q: None, TypeError, "q is of type NoneType; expected a Tensor"),
+    ("k", lambda k: None, TypeError, "k is of type NoneType; expected a Tensor"),
+    ("v", lambda v: None, TypeError, "v is of type NoneType; expected a Tensor"),
     ("q", lambda q: q.long(), TypeError, "q has dtype torch.int64; expected one of torch.float32"),
     ("q", lambda q: q[0, 0, 0], ValueError, r"q has shape \(6,\); expected \(..., N, D\)"),
     ("q", lambda q: q[..., :0], ValueError, r"q has shape \(2, 3, 21, 0\).* at least 1"),
@@ -474,6 +399,8 @@ BAD = [  # what is changed, to what, and the error
     ("attn_mask", lambda _: INF, ValueError, r"attn_mask contains \+inf"),
     ("is_causal", lambda _: 1, TypeError, "is_causal is 1; expected True or False"),
     ("enable_gqa", lambda _: "yes", TypeError, "enable_gqa is 'yes'; expected True or False"),
+    ("dropout_p", lambda _: True, TypeError, "dropout_p is of type bool; expected a probability"),
+    ("dropout_p", lambda _: "1", TypeError, "dropout_p is of type str; expected a probability"),
     ("dropout_p", lambda _: 1.5, ValueError, "dropout_p is 1.5; expected a probability"),
     ("dropout_p", lambda _: math.nan, ValueError, "dropout_p is nan; expected a probability"),
     ("scale", lambda _: math.nan, ValueError, "scale is nan; expected a finite positive number"),

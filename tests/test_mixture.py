@@ -344,6 +344,67 @@ def test_long_keys_cost_no_precision(dtype):
         assert (out.double() - exact).norm() < 0.5 * torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.parametrize("distance", [300, 3000])
+def test_keys_too_long_for_float16(distance):
+    """‖k‖²/2 is beyond the largest number of float16, 65504."""
+    q, k, v = (x.detach() for x in qkv(n=24, m=24, d=16, dv=16, r=2, dtype=torch.float16))
+    q, k = q + distance / 4, k + distance / 4  # of length `distance`
+    wide = [x.double() for x in (q, k, v)]
+    for variances in (None, 40.0, torch.tensor([30.0, 60.0])):
+        for mask in ({}, {"is_causal": True}, {"attn_mask": keep(24)}):
+            options = {"variances": variances, **mask}
+            exact = mixture_attention_reference(*wide, **options)
+            out = mixture_attention(q, k, v, **options)
+            # the products of numbers that large have rounding errors too, of eps² of their sum
+            tol = max(4 * torch.finfo(torch.float16).eps, 3e-9 * distance**2)
+            assert (out.double() - exact).norm() < tol * exact.norm(), f"{variances}, {mask}"
+
+
+@pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
+def test_an_offset_of_queries_and_keys_changes_nothing(forms):
+    """Distances stay; the parts that ‖q − k‖² is taken into do not."""
+    band = (torch.arange(40)[:, None] - torch.arange(40)).abs() <= 3
+    for name, mask in {**masks(40, 40), "band": {"attn_mask": band}}.items():
+        for own in ({}, {"variances": positive(R).detach().float()}):
+            q, k, v = (x.detach() for x in qkv(n=40, m=40, dtype=torch.float32))
+            q, k = q + 1000, k + 1000
+            wide = {key: x.double() for key, x in own.items()} | mask
+            exact = forms[1](q.double(), k.double(), v.double(), **wide)
+            out = forms[0](q, k, v, **own, **mask)
+            torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# What priors and variances may come to in training: EM reaches a 0 in one step, and a variance
+# that is learned has no lower end.
+EXTREMES = [
+    {"priors": torch.tensor([1.0, 0.0]), "variances": 0.1},
+    {"priors": torch.tensor([0.0, 1.0]), "variances": 0.1},
+    {"priors": torch.tensor([1.0, 0.0]), "variances": torch.tensor([0.1, 1e-3])},
+    {"priors": torch.tensor([110.0, 0.0]).softmax(-1), "variances": 1e-4},
+    {"priors": torch.tensor([1e30, 1e-30]), "variances": 1e4},
+    {"variances": torch.tensor([1e-6, 1e6])},
+    {"variances": torch.tensor([1e-6, 1e6]), "normalized": True},
+]
+
+
+@pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_extreme_priors_and_variances(forms, dtype):
+    for own in EXTREMES:
+        for mask in ({}, {"is_causal": True}, {"attn_mask": causal_mask(N, M)}):
+            inputs = qkv(r=2, dtype=dtype)
+            results = with_gradients(forms[0], inputs, **own, **mask)
+            assert all(bool(x.isfinite().all()) for x in results), f"{own}, {mask}"
+            same = {key: x.double() if torch.is_tensor(x) else x for key, x in own.items()}
+            wide = [x.detach().double() for x in inputs]
+            exact = forms[1](*wide, **same, **mask)
+            # near a tie, σ → 0 turns a rounding error of a score into another key
+            sharp = min(1e-2, *torch.as_tensor(own["variances"]).reshape(-1).tolist()) < 1e-2
+            if dtype == torch.float32 or not sharp:
+                tol = 1e-3 if dtype == torch.float32 else 0.1
+                torch.testing.assert_close(results[0].double(), exact, rtol=tol, atol=tol)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("forms", ALL.values(), ids=ALL)
 def test_keys_far_from_all_queries_give_no_nan(forms, dtype):

@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_learns
+from torch.utils.checkpoint import checkpoint
 
 from derived_attention.attention.mixture import (
     em_priors,
@@ -156,6 +157,18 @@ def test_em_in_the_layer_takes_a_step_in_training_only():
     other.priors.fill_(1 / 3)
     other(garbage, garbage, garbage, key_padding_mask=padding)
     torch.testing.assert_close(other.priors, layer.priors)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_em_refuses_activation_checkpointing(reentrant):
+    """A forward pass moves the priors: the one that the backward pass repeats would see others."""
+    layer = MixtureAttention(E, HEADS, priors="em")
+    x = inputs_for_layer()[0].requires_grad_()
+    out = checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="priors is 'em' under activation checkpointing; expect"):
+        out.sum().backward()
+    layer.eval()  # where they stay
+    checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=reentrant).sum().backward()
 
 
 def test_em_of_cross_attention_counts_all_queries():

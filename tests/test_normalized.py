@@ -222,6 +222,18 @@ def test_statistics_are_those_of_the_keys_that_a_query_may_attend(offset):
                 assert_all_close((mean[b, h, i], variance[b, h, i]), expected, tol, name)
 
 
+def test_variance_in_a_window_does_not_cancel():
+    """No key is in all windows, and the mean is large, or drifts."""
+    for drift in (0, 100):
+        k = qkv(m=200, dtype=torch.float32)[1].detach() + 1e4 + drift * torch.arange(200.0)[:, None]
+        band = (torch.arange(200)[:, None] - torch.arange(200)).abs() <= 3
+        for mask in (band, band & causal_mask(200, 200)):
+            _, variance, _ = key_statistics(k, Mask(mask))
+            exact = [k[..., row, :].double().var(-2, correction=0) for row in mask]
+            exact = torch.stack(exact, -2)
+            assert float(((variance - exact).abs() / exact.clamp(min=1e-2)).max()) < 1e-3
+
+
 def test_running_variance_does_not_cancel():
     """E k² − μ² in float32 has no digit left here."""
     k = qkv(m=200, dtype=torch.float32)[1].detach() + 1e4
@@ -320,8 +332,11 @@ def test_causal_linear_attention_centres_a_key_by_its_own_past(eps):
     options = {"attention": linear_attention, "center_keys": True, "is_causal": True, "eps": eps}
     out = normalized_attention(q, k, v, beta=0.6, **options)
     mean, variance, count = key_statistics(k, Mask(is_causal=True))
-    s = 1 if eps is None else (variance + eps).rsqrt().masked_fill(count == 1, 0)
-    queries, keys = (q - 0.6 * mean) * s, (k - 0.6 * mean) * s
+    s = torch.tensor(1.0) if eps is None else (variance + eps).rsqrt()
+    # A query alone has no weight to change. A key alone is a key of later queries.
+    alone = count == 1 if eps is not None else torch.tensor(False)
+    queries, keys = ((q - 0.6 * mean) * s).masked_fill(alone, 0), (k - 0.6 * mean) * s
+    assert eps is None or torch.allclose(keys[..., 0, :], 0.4 * k[..., 0, :] / eps**0.5)
     expected = linear_attention_reference(queries, keys, v, is_causal=True)
     torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
     later = (torch.arange(M) > 3)[:, None]
@@ -458,12 +473,16 @@ def test_learned_beta_is_one_parameter_per_head():
     assert torch.equal(again(x, x, x)[0], layer(x, x, x)[0])
 
 
-def test_fixed_beta_is_shown_and_follows_the_layer():
-    layer = NormalizedAttention(E, HEADS, beta=0.5).double()
-    assert "[0.5, 0.5, 0.5, 0.5]" in repr(layer) and layer.beta.dtype == torch.float64
-    assert not any("beta" in name for name in layer.state_dict())
-    x, _ = layer_inputs()
-    assert layer(x, x, x)[0].dtype == torch.float64
+def test_fixed_beta_is_shown_and_no_part_of_the_state():
+    for beta in (0.5, [0.5, 0.5, 0.25, 0.0]):
+        layer = NormalizedAttention(E, HEADS, beta=beta).double()
+        betas = beta if isinstance(beta, list) else [beta] * HEADS
+        assert str(betas) in repr(layer) and layer.beta is None
+        assert not any("beta" in name for name in layer.state_dict())
+        learned = NormalizedAttention(E, HEADS, beta=beta, learn_beta=True).double()
+        learned.load_state_dict(layer.state_dict() | {"beta": torch.tensor(betas)})
+        x, _ = layer_inputs()
+        torch.testing.assert_close(layer(x, x, x)[0], learned(x, x, x)[0])
 
 
 def test_layer_of_linear_attention_centres_its_keys():

@@ -51,7 +51,7 @@ from derived_attention.attention.scaled import (
     scaled_heads_attention,
     scaled_heads_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
 from derived_attention.attention.sparse import window_attention, window_mask
 
 H, M = 4, 11
@@ -155,6 +155,30 @@ def test_scales_of_one_are_plain_attention_with_any_mask():
         out = normalized_scaled_heads_attention(q, k, v, scales=ones, eps=0.1, **options)
         expected = normalized_attention_reference(q, k, v, eps=0.1, **options)
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("pooling", ["average", "max", "k-means", "convolution"])
+def test_a_scale_far_above_the_length_costs_nothing(pooling):
+    """It is one window, of all steps: nothing is filled up to the scale."""
+    far = 10**5
+    q, k, v = (x.detach() for x in qkv((1, 2), n=5, m=7, d=4, dv=4))
+    pool = pooling
+    if pooling == "convolution":
+        pool = ConvolutionPooling([far], dtype=torch.float64)
+        exact = (k.sum(-2, keepdim=True) / far, v.sum(-2, keepdim=True) / far)
+    else:
+        how = torch.amax if pooling == "max" else torch.mean
+        exact = tuple(how(x, -2, keepdim=True) for x in (k, v))
+    with Largest() as largest:
+        out = scaled_heads_attention(q, k, v, scales=[far, far], pooling=pool)
+    assert largest.numel < 1000 or (pooling == "convolution" and largest.numel <= far)
+    torch.testing.assert_close(out, softmax_attention(q, *exact))
+    if pooling in ("average", "max"):
+        options = {"scales": [far, 1], "pooling": pool, "positional": True}
+        out = scaled_heads_attention(q, k[..., :5, :], v[..., :5, :], **options)
+        options["scales"] = [5, 1]
+        wanted = scaled_heads_attention(q, k[..., :5, :], v[..., :5, :], **options)
+        torch.testing.assert_close(out, wanted)
 
 
 def test_one_scale_as_long_as_the_keys_is_the_mean_of_the_values():

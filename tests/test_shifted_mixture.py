@@ -105,7 +105,7 @@ def route(request, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)  # two heads at a time
     if request.param == "logarithms":
-        monkeypatch.setattr(module, "_may_multiply", lambda u, w: False)
+        monkeypatch.setattr(module, "may_look_at", lambda u: False)
     return {"hard": request.param == "maxima"}
 
 
@@ -258,37 +258,72 @@ def test_causal_is_the_causal_mask(route):
 # --- which form runs ---------------------------------------------------------------------------
 
 
-def gaps(*sizes):
-    """One-dimensional q and k for which u and w have these gaps between two components."""
-    u_gap, w_gap = sizes
-    q, k = torch.zeros(4, 2), torch.zeros(5, 2)
+def gaps(u_gap, w_gap):
+    """One-dimensional q and k: the third query and the fourth key prefer one shift by so much."""
+    q, k = torch.zeros(6, 2), torch.zeros(7, 2)
     q[2, 0], k[3, 0] = u_gap, w_gap
-    return q, k, torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    return q, k, torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
 
 
-def test_components_are_multiplied_only_where_that_is_exact(monkeypatch):
-    b = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: u and w differ by q and k alone
-    found, may = [], module._may_multiply
-    monkeypatch.setattr(module, "_may_multiply", lambda u, w: found.append(may(u, w)) or found[-1])
-    for sizes in ((3, 3), (300, 3), (3, -300), (60, 60), (300, -300)):
-        q, k, v = gaps(*sizes)
-        out = shifted_mixture_attention(q, k, v, shifts=b, scale=1.0)
-        wide = (x.double() for x in (q, k, v))
-        exact = shifted_mixture_attention_reference(*wide, shifts=b.double(), scale=1.0)
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
-    assert found == [True, True, True, False, False]
+SHIFTS = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: u and w differ by q, k alone
+
+
+def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch):
+    """Each query for itself: one that may not, moves no bit of the others."""
+    monkeypatch.setattr(blocks, "CHUNK", 4)
+    found, settled = [], module._Shifted.settled
+
+    def record(self, ours):
+        found.append(settled(self, ours))
+        return found[-1]
+
+    monkeypatch.setattr(module._Shifted, "settled", record)
+    for sizes in ((3, 3), (300, 3), (3, -30), (60, 60), (300, -30)):
+        q, k, v = (x.requires_grad_() for x in gaps(*sizes))
+        mask = {"is_causal": True} if sizes[0] == 60 else {}
+        results = with_gradients(FORMS[0], [q, k, v], shifts=SHIFTS, scale=1.0, **mask)
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exact = with_gradients(FORMS[1], wide, shifts=SHIFTS.double(), scale=1.0, **mask)
+        for ours, theirs in zip(results, exact, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+        others, far = torch.arange(6) != 2, sizes[0] > 44
+        assert found[-1].all != far
+        assert torch.equal(found[-1].may[0], others if far else torch.ones(6).bool())
+        same = FORMS[0](q * others[:, None], k, v, shifts=SHIFTS, scale=1.0, **mask)
+        assert torch.equal(same[others], results[0][others])
 
 
 def test_what_is_multiplied_would_underflow():
     """The case that the guard is for: exp(u − n) exp(w − m) is 0 in float32 for all components."""
     q, k, v = gaps(300, 300)
-    q, k = q[2:3], k[3:4]  # one query, one key, which prefer opposite components
-    b = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])
-    u, w = q @ b.T, -(k + b[:, None]).square().sum(-1) / 2  # (1, R), (R, 1)
-    x, y = (u - u.amax(-1, keepdim=True)).exp(), (w - w.amax(0)).exp()
+    q, k, v = q[2:3], k[3:4], v[3:4]  # one query, one key, which prefer opposite components
+    u, w = q @ SHIFTS.T, -(k + SHIFTS[:, None]).square().sum(-1) / 2  # (1, R), (R, 1)
+    x, y, _ = module._factors(u, w)
     assert float(x @ y) == 0
-    out = shifted_mixture_attention(q, k, v[3:4], shifts=b, scale=1.0)
-    torch.testing.assert_close(out, v[3:4])
+    out = shifted_mixture_attention(q, k, v, shifts=SHIFTS, scale=1.0)
+    torch.testing.assert_close(out, v)
+
+
+def test_an_offset_of_queries_and_keys_changes_nothing():
+    """Distances stay; the parts that ‖q − k‖² is taken into do not."""
+    for name, mask in masks().items():
+        q, k, v, b = (x.detach() for x in qkvb(dtype=torch.float32))
+        q, k = q + 1000, k + 1000
+        exact = FORMS[1](q.double(), k.double(), v.double(), shifts=b.double(), **mask)
+        out = FORMS[0](q, k, v, shifts=b, **mask)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_priors_of_0_and_small_variances():
+    for priors in ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [1e30, 1.0, 1e-30]):
+        for mask in masks().values():
+            inputs = qkvb(dtype=torch.float32)
+            own = {"priors": torch.tensor(priors), "variances": 0.01, **mask}
+            results = results_of(FORMS[0], inputs, **own)
+            exact = results_of(FORMS[1], [x.detach().double().requires_grad_() for x in inputs],
+                               **own | {"priors": torch.tensor(priors).double()})  # fmt: skip
+            assert all(bool(x.isfinite().all()) for x in results)
+            torch.testing.assert_close(results[0].double(), exact[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])

@@ -82,6 +82,9 @@ class CallSite:
             def visit_Name(self, name: ast.Name) -> ast.AST:
                 if name.id not in assigned or name.id in inside:
                     return name
+                # A typed value, such as the empty list that a loop fills, is no computation.
+                if not any(isinstance(n, ast.Name) for n in ast.walk(assigned[name.id])):
+                    return name
                 return expand(assigned[name.id], (*inside, name.id))
 
         return Expand().visit(ast.parse(ast.unparse(node), mode="eval").body)

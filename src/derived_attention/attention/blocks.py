@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from derived_attention.attention.convention import full_precision
 from derived_attention.attention.masks import BlockMask, Mask, flat_heads
@@ -44,19 +43,19 @@ class _Chunked(torch.autograd.Function):
     """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
 
     The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
-    rowsum(dO ∘ out)), which `form` passes on to its tensors.
+    rowsum(dO ∘ out)), which `form` passes on to its tensors. Where that gradient is to be
+    differentiated again, it is that of `_whole` instead.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, *tensors: Tensor
+        form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, *tensors: Tensor
     ) -> Tensor:
         """Take v, a mask with no row all masked, and tensors as `form` wants them."""
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
-        ctx.save_for_backward(v, attn_mask, out, *tensors)
-        ctx.form, ctx.is_causal = form, is_causal
         values, flat, *ours = (flat_heads(x, v.dim() - 2) for x in (v, out, *tensors))
         mask = BlockMask(attn_mask, is_causal, v)
+        form = form.settled(ours)
         for block in _blocks(out, v, is_causal):
             heads, rows, m = block
             A, _ = form.weights([x[heads] for x in ours], mask, block, False)
@@ -64,28 +63,77 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        ctx.form, ctx.is_causal, *given = inputs
+        ctx.save_for_backward(*given, output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to v, the mask and the tensors."""
-        v, attn_mask, out, *tensors = ctx.saved_tensors
+        (grad,), (v, attn_mask, *tensors, out) = grads, ctx.saved_tensors
+        some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in some):
+            return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors)
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
-        values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grads[0], found[0]))
+        values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grad, found[0]))
         flat = [[flat_heads(x, v.dim() - 2) for x in xs] for xs in (tensors, found[1:])]
         mask = BlockMask(attn_mask, ctx.is_causal, v)
+        form = ctx.form.settled(flat[0])
         with full_precision(v.device):  # autocast may be on again
             for block in _blocks(out, v, ctx.is_causal):
                 heads, rows, m = block
                 ours, theirs = ([x[heads] for x in xs] for xs in flat)
-                A, kept = ctx.form.weights(ours, mask, block, True)
+                A, kept = form.weights(ours, mask, block, True)
                 g = dout[heads, rows]
                 dv[heads, :m].baddbmm_(A.mT, g)
                 dS = g @ values[heads, :m].mT  # (b, C, m)
                 dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
                 if dmask is not None:
                     mask.add_gradient(dmask, dS, *block)
-                ctx.form.spread(dS, kept, ours, theirs, block)
+                form.spread(dS, kept, ours, theirs, block)
         return None, None, found[0], dmask, *found[1:]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
+        """Let the mapped dimension be one more leading dimension."""
+        v, attn_mask, *tensors = given
+        of_v, of_mask, *of_tensors = in_dims[2:]
+        leading = v.dim() - 2 - (of_v is not None)
+
+        def front(x: Tensor, dim: int | None) -> Tensor:
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        if attn_mask is not None and of_mask is not None:
+            attn_mask = front(attn_mask, of_mask)
+            attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
+        moved = [front(x, dim) for x, dim in zip(tensors, of_tensors, strict=True)]
+        return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
+
+
+def _whole(
+    form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, *tensors: Tensor
+) -> Tensor:
+    """Return what `_Chunked` does, with all of A in memory: it can be differentiated at will."""
+    return Mask(attn_mask, is_causal).softmax(form.scores(*tensors)) @ v
+
+
+def _differentiable(
+    ctx: Any, grad: Tensor, v: Tensor, attn_mask: Tensor | None, tensors: Tensors
+) -> list[Tensor | None]:
+    """Return the gradients of `_Chunked` with respect to v, the mask and the tensors."""
+    learned = ctx.needs_input_grad[3]  # else it is a constant here
+
+    def again(v: Tensor, *rest: Tensor) -> Tensor:
+        mask, tensors = (rest[0], rest[1:]) if learned else (attn_mask, rest)
+        return _whole(ctx.form, ctx.is_causal, v, mask, *tensors)
+
+    with full_precision(v.device):
+        given = (v, attn_mask, *tensors) if learned else (v, *tensors)
+        pull: Any = torch.func.vjp(again, *given)[1]
+        dv, *found = pull(grad)
+    return [dv, *found] if learned else [dv, None, *found]
 
 
 def combine(scores: Iterator[Tensor], hard: bool, keep: bool) -> tuple[Tensor, Tensors]:
@@ -94,7 +142,8 @@ def combine(scores: Iterator[Tensor], hard: bool, keep: bool) -> tuple[Tensor, T
     for own in scores:
         before = total
         combine = torch.maximum if hard else torch.logaddexp
-        total = combine(before, own, out=None if keep else own)
+        free = not keep and not torch.compiler.is_compiling()  # a traced graph may want gradients
+        total = combine(before, own, out=own if free else None)
         if keep:
             shares.append(own.gt_(before) if hard else own.sub_(total).exp_())
     return total, shares

@@ -108,6 +108,14 @@ def check_positive(name: str, value: float) -> float:
     return float(value)
 
 
+def check_probability(name: str, value: float) -> None:
+    """Check for a Python number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {_kind(value)}; expected a probability, from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; expected a probability, from 0 to 1")
+
+
 def check_flag(name: str, value: bool) -> None:
     """Check for True or False."""
     if not isinstance(value, bool):

@@ -21,6 +21,7 @@ from derived_attention.attention.checks import (
     check_flag,
     check_mask,
     check_positive,
+    check_probability,
     check_qkv,
 )
 from derived_attention.attention.masks import Mask
@@ -106,9 +107,10 @@ def mechanism(
         check_flag("enable_gqa", enable_gqa)
         if enable_gqa:
             k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
+        if v is None:
+            raise TypeError("v is of type NoneType; expected a Tensor")
         mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
-        if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p <= 1):
-            raise ValueError(f"dropout_p is {dropout_p!r}; expected a probability, from 0 to 1")
+        check_probability("dropout_p", dropout_p)
         if per_key:
             mask.per_key()  # raises for another one
         if dropout_p > 0:

@@ -218,6 +218,8 @@ class _ShiftedSum(torch.autograd.Function):
     The gradient with respect to X is Cᵀ G: the same sum, with the offsets reversed.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
         """Take X (..., H, ·, D), weight (H or 1, taps), and an offset along · for each tap."""

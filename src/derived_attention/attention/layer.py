@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from derived_attention.attention.checks import (
     Mechanism,
     check_callable,
     check_count,
     check_floating,
+    check_probability,
     check_shape,
 )
 from derived_attention.attention.convention import weights_of
@@ -58,7 +60,7 @@ class MultiheadAttention(nn.Module):
     - ``is_causal=True`` needs no `attn_mask`, and where there is one, both hold;
     - sequences are batch first, and arguments after `bias` are keywords;
     - there is no `add_bias_kv` and no `add_zero_attn`;
-    - nested tensors are not taken: give ``nn.TransformerEncoder`` ``enable_nested_tensor=False``;
+    - nested tensors are padded for a while: ``nn.TransformerEncoder`` makes them in evaluation;
     - an error names the argument; a mask with NaN or +inf is one.
 
     Parameters
@@ -132,8 +134,7 @@ class MultiheadAttention(nn.Module):
         groups = num_heads if kv_heads is None else check_count("kv_heads", kv_heads, 1)
         if num_heads % groups:
             raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of num_heads {num_heads}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout is {dropout}; expected a probability, from 0 to 1")
+        check_probability("dropout", dropout)
         if not batch_first:
             raise ValueError(
                 "batch_first is False; expected True: inputs here are (batch, length, features), "
@@ -150,7 +151,10 @@ class MultiheadAttention(nn.Module):
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         # The same draws in the same order as PyTorch's layer: a seed gives the same weights.
-        self.out_proj = nn.Linear(num_heads * D, embed_dim, bias=bias, **factory)
+        # And of the same type, which dynamic quantisation leaves alone: its weight is looked at.
+        self.out_proj = NonDynamicallyQuantizableLinear(
+            num_heads * D, embed_dim, bias=bias, **factory
+        )
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(nn.init.xavier_uniform_(torch.empty(*shape, **factory)))
@@ -183,7 +187,8 @@ class MultiheadAttention(nn.Module):
         Parameters
         ----------
         query, key, value : Tensor
-            ``(B, N, embed_dim)``, ``(B, M, kdim)``, ``(B, M, vdim)``, or all three without B.
+            ``(B, N, embed_dim)``, ``(B, M, kdim)``, ``(B, M, vdim)``, or all three without B, or
+            nested.
         key_padding_mask : Tensor, optional
             ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added.
         need_weights, average_attn_weights : bool
@@ -199,7 +204,7 @@ class MultiheadAttention(nn.Module):
         Returns
         -------
         output : Tensor
-            ``(B, N, embed_dim)``
+            ``(B, N, embed_dim)``, nested where `query` is.
         weights : Tensor or None
             ``(B, N, M)`` if averaged, else ``(B, H, N, M)``; after dropout, as in PyTorch.
 
@@ -209,6 +214,10 @@ class MultiheadAttention(nn.Module):
             Naming the argument, what it was and what was expected.
         """
         given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
+            how: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+            how |= {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            return self._forward_nested((query, key, value), key_padding_mask, how)
         self.check(query, key, value, **given, is_causal=is_causal, need_weights=need_weights)
         mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
         q = self.project(QUERY, query, ALL)  # (B, H, N, D)
@@ -227,6 +236,31 @@ class MultiheadAttention(nn.Module):
             return output, None
         A = in_order(maps, order)
         return output, A.mean(-3) if average_attn_weights else A
+
+    def _forward_nested(
+        self, given: tuple[Tensor, ...], key_padding_mask: Tensor | None, how: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pad nested query, key and value, attend, and cut the output to the queries again."""
+        for name, x in zip(("query", "key", "value"), given, strict=True):
+            if not (isinstance(x, Tensor) and x.is_nested):
+                raise TypeError(f"{name} is not nested; expected all of query, key, value to be")
+        if key_padding_mask is not None:
+            raise ValueError(
+                "key_padding_mask is given with nested tensors; expected None: their lengths say "
+                "what is padding"
+            )
+        query: Any = given[0]
+        key = given[1]
+        # what was one tensor stays one: then padded keys are padded queries too
+        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in given}
+        lengths = torch.tensor([len(x) for x in key.unbind()], device=query.device)
+        gone = torch.arange(padded[id(key)].shape[1], device=query.device) >= lengths[:, None]
+        q, k, v = (padded[id(x)] for x in given)
+        output, A = self.forward(q, k, v, gone, **how)
+        rows = [x[: len(own)] for x, own in zip(output, query.unbind(), strict=True)]
+        if query.layout == torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets()), A
+        return torch.nested.as_nested_tensor(rows), A
 
     def extra_repr(self) -> str:
         """Show what the parameters do not; a checkpoint tells two layers apart by this text."""

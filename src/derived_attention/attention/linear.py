@@ -104,13 +104,18 @@ def _causal(
     q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, scale: float | None
 ) -> Tensor:
     """Walk over the positions in segments, and carry Σ φ(k_j) [v_j, 1]ᵀ from one to the next."""
-    N = q.shape[-2]
+    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     # The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
     length = SEGMENT if q.device.type == "cpu" else max(N, 1)
+    starts = range(0, max(N, 1), length)
+
+    # The gradient of a slice is as long as what it was cut from, that of a split is put together.
+    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:
+        return x[..., :n, :].split([max(0, min(n - start, length)) for start in starts], -2)
+
     state: Tensor | None = None
     outputs = []
-    for start in range(0, max(N, 1), length):
-        q_s, k_s, v_s = (x[..., start : min(start + length, N), :] for x in (q, k, v))
+    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
         phi_q, phi_k = features(feature_map, q_s, k_s, scale)
         with full_precision(q.device):
             sums, state = _causal_segment(phi_q, phi_k, _with_ones(v_s, phi_k.dtype), state)

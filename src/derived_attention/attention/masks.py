@@ -165,6 +165,14 @@ class Mask:
         there = allowed(mask).squeeze(-2)
         return there.expand(*there.shape[:-1], M)
 
+    def anchor(self, M: int, device: torch.device) -> Tensor | None:
+        """Return `anchor` of its keys, (..., M), or None for all."""
+        if self.is_causal:
+            return torch.arange(M, device=device) == 0
+        if self.given is None:
+            return None
+        return anchor(allowed(self.given).expand(*self.given.shape[:-1], M))
+
     def factor(self, dtype: torch.dtype, per_key: bool = True) -> Tensor | None:
         """Return what a mask multiplies a kernel by, up to a factor per row, which divides out."""
         mask = self.per_key() if per_key else self.given
@@ -173,6 +181,18 @@ class Mask:
         mask = mask.to(dtype)
         top = mask.detach().amax(-1, keepdim=True)  # so that e to its power does not overflow
         return (mask - top.masked_fill(top == -math.inf, 0)).exp()
+
+
+def anchor(here: Tensor) -> Tensor:
+    """Return which keys (..., M) a common centre may be taken from, of boolean (..., N or 1, M).
+
+    Those that every query may attend which has a key at all; where there is none, the first one
+    that some query may attend. So a centre shows no query its future, and holds no padding.
+    """
+    common = (here | ~here.any(-1, keepdim=True)).all(-2)
+    some = here.any(-2)
+    first = some & (some.cumsum(-1) == 1)
+    return torch.where(common.any(-1, keepdim=True), common, first)
 
 
 def _check(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> None:

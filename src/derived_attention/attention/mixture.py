@@ -141,6 +141,7 @@ def hard_mixture_attention(q, k, v, mask, scale, **own) -> Tensor:
 def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
     """Attend to R M keys at once."""
     R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
+    q, k = centred(q, k, parts, mask, parts.dtype)
     q, k, v = _augment(q, k, v, parts, parts.dtype)
     v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
     if mask.given is not None:
@@ -154,8 +155,38 @@ def _chunked(
     q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool = False
 ) -> Tensor:
     """Compute the scores of some queries at a time, in float32 at least."""
+    q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
     return attend(_Logarithms(hard), v, mask, parts.scale * q, k)
+
+
+def centred(
+    q: Tensor, k: Tensor, parts: Components, mask: Mask, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Take the mean of some keys from all queries and keys (..., R, M, D), in float32 at least.
+
+    Distances stay, and so do weights and gradients. But ‖q − k‖² is taken apart, and what an offset
+    of all tokens adds to the parts would not cancel without rounding errors. What is left may have
+    to be rounded to `dtype`; if that is less than float32, features whose differences are no exact
+    numbers of it stay as they are.
+    """
+    q, k = q.to(parts.precisions), k.to(parts.precisions)
+    if not parts.distance or k.shape[-2] == 0:
+        return q, k
+    some = mask.anchor(k.shape[-2], k.device)
+    if some is None:
+        centre = k.detach().mean((-3, -2), keepdim=True)
+    else:
+        share = some / some.sum(-1, keepdim=True).clamp(min=1)  # (..., M)
+        share = share[..., None, None, :]  # for heads, components, and the row of a product
+        centre = (share.to(k.dtype) @ k.detach()).mean(-3, keepdim=True)  # (..., H, 1, 1, D)
+    if torch.finfo(dtype).bits < 32:
+        # x − c is exact if x and c are numbers of that dtype, and x is from c/2 to 2c (Sterbenz)
+        centre = centre.to(dtype).to(k.dtype)
+        off = (k.detach() - centre).abs().amax((-3, -2), keepdim=True)
+        off = off.maximum((q.detach().unsqueeze(-3) - centre).abs().amax((-3, -2), keepdim=True))
+        centre = centre.where(2 * off <= centre.abs(), 0)
+    return q - centre.squeeze(-3), k - centre
 
 
 def _augment(
@@ -170,21 +201,37 @@ def _augment(
     bias = parts.log_weights / parts.scale  # (..., R, 1, 1)
     if parts.distance:
         bias = bias - parts.precisions * k.square().sum(-1, keepdim=True) / 2
-    bias = bias.clamp(min=torch.finfo(dtype).min / 2)  # −∞ − −∞ would be NaN
-    pairs = [(torch.ones_like(q[..., :1]), x) for x in _split(bias, dtype)]
+    unit = _unit(dtype)
+    # −∞ − −∞ would be NaN, and so would be what overflows when it is multiplied by the scale
+    bias = bias.clamp(min=torch.finfo(dtype).min / 4 / max(1.0, parts.scale) * unit)
+    pairs = [(torch.full_like(q[..., :1], unit), x) for x in _split(bias / unit, dtype)]
     if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond component 1
         beyond = (parts.precisions[..., :1, :, :] - parts.precisions) * q.shape[-1] / 2
         lengths, beyonds = (_split(x, dtype) for x in (q.square().mean(-1, keepdim=True), beyond))
         pairs += [(x, y) for n, x in enumerate(lengths) for y in beyonds[: len(beyonds) - n]]
     ours, theirs = zip(*pairs, strict=True)
     sizes = (*k.shape[:-1], 1)
-    q = torch.cat([q.to(dtype), *(x.to(dtype) for x in ours)], -1)
-    k = torch.cat([(parts.precisions * k).to(dtype), *(x.expand(sizes) for x in theirs)], -1)
+    q = torch.cat([_fit(q, dtype), *(x.to(dtype) for x in ours)], -1)
+    k = torch.cat([_fit(parts.precisions * k, dtype), *(x.expand(sizes) for x in theirs)], -1)
     v = v.to(dtype)
     if q.device.type != "cpu":
         return q, k, v
     width = max(q.shape[-1], v.shape[-1])
     return widen(q, width), widen(k, width), widen(v, width)
+
+
+def _unit(dtype: torch.dtype) -> int:
+    """Return what stands for 1 in a query, so that −‖k‖²/2 over it is a number of that dtype.
+
+    The largest number of float16 is 65504, and a key of length 362 has that for ‖k‖²/2.
+    """
+    return 2048 if dtype == torch.float16 else 1
+
+
+def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a dtype, and to its largest number what is larger."""
+    limit = torch.finfo(dtype).max
+    return x if x.dtype == dtype else x.clamp(-limit, limit).to(dtype)
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -195,14 +242,23 @@ def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """
     if torch.finfo(dtype).bits >= 32:
         return [x.to(dtype)]
-    rounded = x.to(dtype)
-    return [rounded, (x - rounded.to(x.dtype)).to(dtype)]
+    rounded = _fit(x, dtype)
+    return [rounded, _fit(x - rounded.to(x.dtype), dtype)]
 
 
 class _Logarithms(NamedTuple):
     """Weights exp(s_ij), where s_ij = log Σ_r exp(q_i·k_jr), or max_r q_i·k_jr if hard."""
 
     hard: bool
+
+    def settled(self, ours: Tensors) -> _Logarithms:
+        """Return itself: nothing depends on the data."""
+        return self
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return all s (..., N, M), of q (..., N, E) and k (..., R, M, E)."""
+        products = q.unsqueeze(-3) @ k.mT
+        return products.max(-3).values if self.hard else products.logsumexp(-3)
 
     def weights(
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
@@ -269,7 +325,7 @@ def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixt
     _, scale = prepare(q, k, None, None, False, scale, components=True)
     parts = components_of(q, k, scale, False, **mixture)
     with full_precision(q.device):
-        return _component_scores(q, k, parts).softmax(-3)
+        return _component_scores(*centred(q, k, parts, Mask()), parts).softmax(-3)
 
 
 def _component_scores(q: Tensor, k: Tensor, parts: Components) -> Tensor:
@@ -322,6 +378,7 @@ def em_priors(
         check_mask_kind("query_mask", query_mask, q.device)
         check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
+    q, k = centred(q, k, parts, mask)
     for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
         here = mask.part(rows, m, q.device)
         with full_precision(q.device):

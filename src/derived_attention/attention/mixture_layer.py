@@ -46,7 +46,7 @@ class MixtureAttention(MultiheadAttention):
         π is 1/R; or the softmax of the parameter ``prior_logits`` (H, R); or the buffer
         ``priors`` (H, R), and each forward pass in training mode ends with a step of `em_priors`
         on its queries. Padded ones do not count where `query` and `key` are one tensor. All start
-        at 1/R.
+        at 1/R. Not under activation checkpointing, which runs a forward pass twice.
     variances : float or sequence of float, optional
         σ², one for all components or one for each; √D where left out.
     learn_variances : bool
@@ -154,6 +154,7 @@ class MixtureAttention(MultiheadAttention):
             own |= {} if self.shifts is None else {"shifts": self._shifts(k)}
         result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
         if self.training and self.priors is not None:
+            refuse_recomputation()
             queries = mask.queries
             there = None if queries is None else queries.expand(q.shape[:-1])
             own = {"query_mask": there, **mask.keywords, **self.keywords()}
@@ -171,6 +172,16 @@ class MixtureAttention(MultiheadAttention):
             pairs = zip(self.key_weight, biases, strict=True)
             keys += [self.to_heads(x, weight, bias, heads) for weight, bias in pairs]
         return torch.stack(keys, -3)
+
+
+def refuse_recomputation() -> None:
+    """Raise where a backward pass runs `forward` again, as activation checkpointing does."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
+        raise RuntimeError(
+            "priors is 'em' under activation checkpointing; expected 'fixed' or 'learned', or no "
+            "checkpointing of this layer: a forward pass moves the priors, so that the second one "
+            "would not compute what the first one did"
+        )
 
 
 def _variances(variances: float | Sequence[float], components: int) -> list[float]:

@@ -34,7 +34,7 @@ from derived_attention.attention.checks import (
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
-from derived_attention.attention.masks import Mask, allowed
+from derived_attention.attention.masks import Mask, allowed, anchor
 from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
 
 
@@ -97,11 +97,11 @@ def normalized_attention(
         return attention(q, k, v, scale=scale, **mask.keywords)
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
-        k = _normalize(k, mean, variance, count, beta, eps)
+        k = _normalize(k, mean, variance, None, beta, eps)
     if mask.is_causal:
         mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
         variance = None if variance is None else _at_queries(variance, q.shape[-2])
-    q = _normalize(q, mean, variance, count, beta, eps, twice=not center_keys)
+    q = _normalize(q, mean, variance, count > 1, beta, eps, twice=not center_keys)
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
@@ -158,13 +158,14 @@ def _masked_statistics(
     mean = _weighted_sum(share, k)  # (..., H, R, D)
     if not variance:
         return mean, None, count
-    # E(k−c)² − (μ−c)² for any c; a c near μ keeps it from cancelling. The mean of the keys that
-    # all queries share is one: with padding it is μ, and with a causal mask it is no future key.
-    common = (here | (count == 0)).all(-2, keepdim=True)
-    shared = common.to(k.dtype) / common.sum(-1, keepdim=True).clamp(min=1)
-    c = _weighted_sum(shared, k.detach())  # (..., H, 1, D)
-    spread = _weighted_sum(share, (k - c).square()) - (mean - c).square()
-    return mean, spread.clamp(min=0), count
+    # E(k−c)² − (μ−c)² for any c; a c near μ keeps it from cancelling. With padding the anchor's
+    # mean is μ. With a window it may be far, so float64 has to bear what is left.
+    some = anchor(here).unsqueeze(-2)  # (..., 1, M)
+    c = _weighted_sum(some.to(k.dtype) / some.sum(-1, keepdim=True).clamp(min=1), k.detach())
+    exact = k.dtype if k.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    k, share = (k - c).to(exact), here.to(exact) / count.clamp(min=1)
+    spread = _weighted_sum(share, k.square()) - _weighted_sum(share, k).square()
+    return mean, spread.clamp(min=0).to(mean.dtype), count
 
 
 def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
@@ -180,15 +181,19 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
     return (weights @ columns).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
 
-def _normalize(x, mean, variance, count, beta, eps, twice=False) -> Tensor:
-    """Centre and scale queries or keys; `twice` scales for the other side of q·k too."""
+def _normalize(x, mean, variance, several, beta, eps, twice=False) -> Tensor:
+    """Centre and scale queries or keys; `twice` scales for the other side of q·k too.
+
+    A query that may not attend `several` keys becomes 0: its score has no weight to change, and
+    would be as large as 1/ε. Keys have None there: one that is alone now has later queries.
+    """
     if isinstance(beta, Tensor):
         out = x - beta * mean  # (..., H, N, D)
     else:
         out = torch.sub(x, mean, alpha=beta)  # the same in one pass
     if eps is not None and variance is not None:
-        # A score on a single key has no weight to change, and would be as large as 1/ε: here 0.
-        spread = variance + torch.where(count > 1, variance.new_full((), eps), math.inf)
+        spread = variance + eps
+        spread = spread if several is None else spread.masked_fill(~several, math.inf)
         out = out / (spread if twice else spread.sqrt())
     if x.dtype != out.dtype:  # 1/ε may be more than float16 holds
         limit = torch.finfo(x.dtype).max
@@ -237,19 +242,18 @@ def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mas
 class NormalizedAttention(MultiheadAttention):
     """Attention-BN in H heads, with the interface of `MultiheadAttention`.
 
-    It adds ``beta`` (H,), a parameter where β is learned.
+    It adds ``beta`` (H,), a parameter, where β is learned.
 
     Parameters
     ----------
     beta : float or sequence of float
         β, one for all heads or one for each.
     learn_beta : bool
-        Whether β is a parameter that starts there. Else it is saved nowhere.
+        Whether β is a parameter that starts there. Else it is no part of the state.
     eps, center_keys
         As in `normalized_attention`.
     """
 
-    beta: Tensor
     shown = ("betas", "eps", "attention")
 
     def __init__(
@@ -267,15 +271,23 @@ class NormalizedAttention(MultiheadAttention):
             raise ValueError(f"beta is {betas}; expected one number, or one for each head")
         for b in betas:
             check_normalization(b, eps, torch.empty(0))
-        start = self.out_proj.weight.new_tensor([float(b) for b in betas])
-        if learn_beta:
-            self.beta = nn.Parameter(start)
-        else:
-            self.register_buffer("beta", start, persistent=False)
+        self.fixed_betas = [float(b) for b in betas]
+        start = self.out_proj.weight.new_tensor(self.fixed_betas)
+        self.beta = nn.Parameter(start) if learn_beta else None
         self.betas = "learned" if learn_beta else betas
         self.eps, self.center_keys = eps, center_keys
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Normalise before `base`, with the β of these heads."""
         own = {"eps": self.eps, "attention": base, "center_keys": self.center_keys}
-        return functools.partial(normalized_attention, beta=self.beta[heads], **own)
+        return functools.partial(normalized_attention, beta=self._beta(heads), **own)
+
+    def _beta(self, heads: Heads) -> float | Tensor:
+        """Return β of some heads; what is fixed is made of numbers, which no move can lose."""
+        if self.beta is not None:
+            return self.beta[heads]
+        fixed = self.fixed_betas
+        if len(set(fixed)) == 1:
+            return fixed[0]
+        weight = self.out_proj.weight
+        return torch.cat([weight.new_full((1,), b) for b in fixed])[heads]

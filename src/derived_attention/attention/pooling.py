@@ -103,7 +103,12 @@ class ConvolutionPooling(nn.Module):
             raise ValueError(f"scale is {scale}; expected one of {list(self.kernels)}")
         w = self.kernels[str(scale)][:, None]  # (s, 1)
         here = None if present is None else windows(present[..., None], scale).any(-2).squeeze(-1)
-        return lambda y: (windows(_blank(y, present), scale) * w).sum(-2).to(y.dtype), here
+
+        def pool(y: Tensor) -> Tensor:
+            cut = windows(_blank(y, present), scale)  # (..., M/s, s or M, ·)
+            return (cut * w[: cut.shape[-2]]).sum(-2).to(y.dtype)
+
+        return pool, here
 
 
 POOLINGS: dict[str, Pooling] = {
@@ -114,7 +119,11 @@ POOLINGS: dict[str, Pooling] = {
 
 
 def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
-    """Cut (..., M, D) into (..., ⌈M/s⌉, s, D), with `fill` after the last step."""
+    """Cut (..., M, D) into (..., ⌈M/s⌉, s, D), with `fill` after the last step.
+
+    A scale above M is M: one window, and nothing to fill.
+    """
+    scale = min(scale, x.shape[-2] or scale)
     missing = -x.shape[-2] % scale
     if missing:
         x = F.pad(x, (0, 0, 0, missing), value=fill)

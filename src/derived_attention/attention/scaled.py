@@ -69,6 +69,7 @@ def normalized_scaled_heads_attention_reference(
     attention=softmax_attention_reference
 ) -> Tensor:  # fmt: skip
     """Attention-BN+SH with average pooling, as it is written."""
+    check_normalization(beta, eps, q)
     bn = functools.partial(normalized_attention_reference, eps=eps, attention=attention)
 
     def run_of(h: int) -> Mechanism:
@@ -209,6 +210,7 @@ def _attend_aligned(
     as long as the pooled keys, and in it query and key of a window stand at the same place.
     """
     N = q.shape[-2]
+    s = min(s, N or s)
     q = windows(q, s).transpose(-3, -2)  # (..., H, s, N_h, D)
     k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], s, -1, -1) for x in (k, v))
     mask = None if attn_mask is None else attn_mask.unsqueeze(-3)

@@ -4,7 +4,7 @@ Option B of [Nguyen2022] makes component r of token j from its one key, k_jr = k
 have one variance σ² = 1/scale, the score of eq. 7, up to a term of i alone, is ::
 
     s_ijr = scale · q_i·k_j + u_ir + w_jr
-    u_ir = scale · q_i·b_r + log π_r,    w_jr = −scale · ‖k_j + b_r‖² / 2
+    u_ir = scale · q_i·b_r,    w_jr = log π_r − scale · (k_j·b_r + ‖k_j‖²/2 + ‖b_r‖²/2)
 
 so that log Σ_r exp(s_ijr) needs one product Q Kᵀ of width D, where R free keys need R. What is
 left is of width R: Σ_r exp(u_ir) exp(w_jr) is a product of an (N, R) and an (R, M) matrix, and it
@@ -33,6 +33,7 @@ from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.masks import BlockMask
 from derived_attention.attention.mixture import (
     Components,
+    centred,
     components_of,
     mixture_attention,
     mixture_attention_reference,
@@ -75,11 +76,11 @@ def shifted_mixture_attention(
 
     Some queries at a time, in float32 at least, and again in the backward pass. The weights are
     exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), with n_i = max_r u_ir and
-    m_j = max_r w_jr, so that no exponential overflows. The sum is at least exp(−g), if g is the
-    smaller one of two numbers: the largest gap n_i − min_r u_ir, and the largest m_j − min_r w_jr.
-    Where g could cost precision (more than 43 in float32, 354 in float64), and where data cannot be
-    looked at (``torch.compile``, capture of a CUDA graph), log Σ_r exp(u_ir + w_jr) is added to the
-    scores instead; and so is max_r, in the hard form. To look makes a GPU wait once per call.
+    m_j = max_r w_jr, so that no exponential overflows. The sum is at least exp(−g_i), with the gap
+    g_i = n_i − min_r u_ir. For queries where that could cost precision (more than 43 in float32,
+    354 in float64), and where data cannot be looked at (``torch.compile``, capture of a CUDA
+    graph), log Σ_r exp(u_ir + w_jr) is added to the scores instead; and so is max_r, in the hard
+    form. To look makes a GPU wait once per call.
 
     Parameters
     ----------
@@ -106,72 +107,75 @@ def shifted_mixture_attention(
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
             return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
-        form, *tensors = _separate(q, k, shifts, parts, hard)
-        return attend(form, v, mask, *tensors).to(q.dtype)
+        queries, keys = centred(q, k.unsqueeze(-3), parts, mask)
+        tensors = _separate(queries, keys.squeeze(-3), shifts, parts)
+        return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
 
 
-def _separate(q: Tensor, k: Tensor, shifts: Tensor, parts: Components, hard: bool) -> tuple:
-    """Choose a form for `attend`, and make its tensors."""
-    q, k, b = (x.to(parts.precisions.dtype) for x in (q, k, shifts))
-    log_weights = parts.log_weights[..., 0].mT.clamp(min=torch.finfo(q.dtype).min / 4)  # (·, 1, R)
+def _separate(
+    q: Tensor, k: Tensor, shifts: Tensor, parts: Components
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make the tensors of `_Shifted`: scale · q, k, u and w."""
+    b = shifts.to(parts.precisions.dtype)
+    log_weights = parts.log_weights[..., 0].clamp(min=torch.finfo(b.dtype).min / 4)  # (..., R, 1)
     squares = k.square().sum(-1).unsqueeze(-2) + b.square().sum(-1, keepdim=True)
-    w = -parts.scale * (b @ k.mT + squares / 2)  # (..., R, M)
+    w = log_weights - parts.scale * (b @ k.mT + squares / 2)  # (..., R, M)
     q = parts.scale * q
-    u = q @ b.mT + log_weights  # (..., N, R)
-    if hard or not _may_multiply(u, w):
-        return _Sums(hard), q, k, u, w
-    n, m = u.detach().amax(-1, keepdim=True), w.detach().amax(-2, keepdim=True)
-    return _Products(), q, k, (u - n).exp(), (w - m).exp(), m
+    return q, k, q @ b.mT, w
 
 
-def _may_multiply(u: Tensor, w: Tensor) -> bool:
-    """Say whether Σ_r exp(u_ir − n_i) exp(w_jr − m_j) is far from underflow for all i and j.
+class _Shifted(NamedTuple):
+    """Weights exp(s_ij), where s_ij = q_i·k_j + log Σ_r exp(u_ir + w_jr), or max_r if hard.
 
-    With the r of the largest u_ir, the term of r is at least exp(min_r w_jr − m_j); and the same
-    with u and w exchanged. So the smaller gap bounds the sum, by exp(−g). Half the range of
-    exponents for it leaves the other half to the weights: those that vanish are nothing beside the
-    row's largest.
+    Query i may multiply, exp(q_i·k_j + m_j) by Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where the sum
+    is far from underflow for all j. With the r of the largest w_jr, its term is at least
+    exp(min_r u_ir − n_i). Half the range of exponents for it leaves the other half to the weights:
+    those that vanish are nothing beside the row's largest. Other queries add the logarithm. Which
+    of the two a query does depends on that query alone: nobody else's data moves a bit of it.
     """
-    if not (may_look_at(u) and u.numel() and w.numel()):
-        return False
-    gaps = [(x.amax(-1) - x.amin(-1)).amax() for x in (u.detach(), w.detach().mT)]
-    return bool(torch.minimum(*gaps) <= -math.log(torch.finfo(u.dtype).tiny) / 2)
-
-
-class _Sums(NamedTuple):
-    """Weights exp(s_ij), where s_ij = q_i·k_j + log Σ_r exp(u_ir + w_jr), or max_r if hard."""
 
     hard: bool
+    may: Tensor | None = None  # (b, N): which queries may multiply; None: nobody looked
+    all: bool = False  # whether all may
+
+    def settled(self, ours: Tensors) -> _Shifted:
+        """Look at u (b, N, R)."""
+        u = ours[2]
+        if self.hard or not may_look_at(u) or not u.numel():
+            return self
+        may = u.amax(-1) - u.amin(-1) <= -math.log(torch.finfo(u.dtype).tiny) / 2
+        return self._replace(may=may, all=bool(may.all()))
+
+    def scores(self, q: Tensor, k: Tensor, u: Tensor, w: Tensor) -> Tensor:
+        """Return all s (..., N, M), of tensors as `weights` takes them, with any leading ones."""
+        shifts = u.mT.unsqueeze(-1) + w.unsqueeze(-2)  # (..., R, N, M)
+        return q @ k.mT + (shifts.max(-3).values if self.hard else shifts.logsumexp(-3))
 
     def weights(
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
     ) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
+        if self.may is None:
+            A, shares = self._add(ours, mask, block, keep)
+            return A, (None, None, shares)
+        A, sums = self._multiply(ours, mask, block)
+        may = None if self.all else self.may[block.heads, block.rows, None]  # (b, C, 1)
+        if may is None or bool(may.all()):
+            return A, (None, sums, None)
+        other, shares = self._add(ours, mask, block, keep)
+        return torch.where(may, A, other), (may, sums.masked_fill_(~may, 1), shares)
+
+    def _add(self, ours: Tensors, mask: BlockMask, block: Block, keep: bool) -> tuple:
+        """Return rows of A (b, C, m), and if `keep` the shares of components."""
         q, k, u, w = _cut_tensors(ours, block)
         scores = (u[..., r : r + 1] + w[:, r : r + 1] for r in range(w.shape[1]))
         total, shares = combine(scores, self.hard, keep)
         return mask.softmax(total.baddbmm_(q, k.mT), *block), shares
 
-    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
-        """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
-        spread_product(dS, ours[:2], grads[:2], block)
-        du, dw = grads[2:]
-        for r, own in split_shares(dS, shares):
-            du[:, block.rows, r] += own.sum(-1)
-            dw[:, r, : block.m] += own.sum(-2)
-
-
-class _Products(NamedTuple):
-    """Weights exp(q_i·k_j + m_j) Σ_r x_ir y_jr, for a constant m."""
-
-    def weights(
-        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
-    ) -> tuple[Tensor, Any]:
-        """Take q (b, N, D), k (b, M, D), x (b, N, R), y (b, R, M), m (b, 1, M).
-
-        Returns rows of A (b, C, m), and those of Σ_r x_ir y_jr.
-        """
-        q, k, x, y, most = _cut_tensors(ours, block)
+    def _multiply(self, ours: Tensors, mask: BlockMask, block: Block) -> tuple[Tensor, Tensor]:
+        """Return rows of A (b, C, m), and those of Σ_r x_ir y_jr."""
+        q, k, u, w = _cut_tensors(ours, block)
+        x, y, most = _factors(u, w)
         A = mask.softmax((q @ k.mT).add_(most), *block)
         sums = x[..., :1] * y[:, :1]
         for r in range(1, y.shape[1]):  # faster than their product, which is so narrow
@@ -179,13 +183,27 @@ class _Products(NamedTuple):
         A.mul_(sums)
         return A.div_(A.sum(-1, keepdim=True)), sums
 
-    def spread(self, dS: Tensor, sums: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
-        """Add to `grads` what those rows of log A, with the gradient dS, give to our tensors."""
+    def spread(self, dS: Tensor, kept: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
+        """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
         spread_product(dS, ours[:2], grads[:2], block)
-        (x, y), (dx, dy), (_, rows, m) = ours[2:4], grads[2:4], block
-        dS.div_(sums)
-        dx[:, rows].baddbmm_(dS, y[..., :m].mT)
-        dy[..., :m].baddbmm_(x[:, rows].mT, dS)
+        (may, sums, shares), (du, dw), (_, rows, m) = kept, grads[2:], block
+        if shares is not None:
+            added = dS if may is None else dS.masked_fill(may, 0)
+            for r, own in split_shares(added, shares):
+                du[:, rows, r] += own.sum(-1)
+                dw[:, r, :m] += own.sum(-2)
+        if sums is not None:
+            dS = dS if may is None else dS.masked_fill_(~may, 0)
+            x, y, _ = _factors(*_cut_tensors(ours, block)[2:])
+            dS.div_(sums)
+            du[:, rows] += x * (dS @ y.mT)
+            dw[..., :m] += y * (x.mT @ dS)
+
+
+def _factors(u: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exp(u_ir − n_i), exp(w_jr − m_j) and m_j, with n_i = max_r u_ir, m_j = max_r w_jr."""
+    most = w.amax(-2, keepdim=True)
+    return (u - u.amax(-1, keepdim=True)).exp_(), (w - most).exp_(), most
 
 
 def _cut_tensors(ours: Tensors, block: Block) -> Tensors:

@@ -1,0 +1,297 @@
+"""What every mechanism and layer promises to who transforms it: to be right, or to raise.
+
+Second derivatives, ``torch.func``, checkpointing, export, the meta device, nested tensors,
+quantisation, replicas. And how time and memory grow in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from cases import Case, causality_of, keys_of
+from helpers import (
+    H,
+    assert_all_close,
+    boolean,
+    every_mechanism,
+    relative_errors,
+)
+from test_contract_layers import GONE, E, N, make_layer, output, sequences
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from derived_attention.attention.mechanisms import MECHANISMS
+
+REFUSALS = (RuntimeError, NotImplementedError)  # PyTorch's own, of kernels that lack a derivative
+WHICH = ["q", "k", "v"]
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+def loss_of(case, form, key):
+    """A function of one tensor of a case, not linear in its output."""
+    weights = torch.linspace(-1, 1, case.tensors["v"].shape[-1], dtype=torch.float64)
+    return lambda x: (weights * case.run(form, **{key: x})).sum(-1).square().sum()
+
+
+def right_or_refused(found, expected, what):
+    """Whether a derivative is what the formula says; True where PyTorch raises instead."""
+    try:
+        result = found()
+    except REFUSALS as error:
+        assert (
+            "not implemented" in str(error)
+            or "does not support" in str(error)
+            or ("must implement the jvp" in str(error))
+        ), f"{what}: {error}"
+        return True
+    assert_all_close([result], [expected], 1e-9, what)
+    return False
+
+
+# The kernel that PyTorch has for softmax on a CPU has a first derivative only.
+FUSED = {"softmax", "window", "bn", "bn_full", "sh", "bn_sh", "conv1d", "conv2d"}
+
+
+@every_mechanism
+def test_second_derivatives_are_right_or_refused(name):
+    refused = set()
+    for options in causality_of(name, {}, {"attn_mask": boolean(keys_of(name))}):
+        case = Case(name, leading=(1, H), **options)
+        for key in case.tensors:
+            if key == "attn_mask":
+                continue
+            x = case.tensors[key].detach()
+            step = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+            fast, formula = (loss_of(case, form, key) for form in ("fast", "reference"))
+            expected = torch.autograd.functional.hvp(formula, x, step)[1]
+            gradient = torch.autograd.functional.vjp(formula, x)[1]
+            assert_all_close([torch.func.grad(fast)(x)], [gradient], 1e-9, f"{name}, {key}")
+            along = lambda t, f=fast, s=step: (torch.func.grad(f)(t) * s).sum()  # noqa: E731
+            for how, found in {
+                "hvp": lambda f=fast, x=x, s=step: torch.autograd.functional.hvp(f, x, s)[1],
+                "grad of grad": lambda a=along, x=x: torch.func.grad(a)(x),
+                "jvp of grad": lambda f=fast, x=x, s=step: torch.func.jvp(
+                    torch.func.grad(f), (x,), (s,)
+                )[1],
+            }.items():
+                what = f"{name}, {how}, {key}, {list(options)}"
+                if right_or_refused(found, expected, what) and how != "jvp of grad":
+                    refused.add(bool(options.get("is_causal")))
+    # What runs block by block is ours, and is right; only PyTorch's own kernel may refuse.
+    assert refused <= ({False, True} if name in FUSED else {False} if name == "mgk" else set())
+
+
+@every_mechanism
+def test_forward_derivatives_are_right_or_refused(name):
+    for options in causality_of(name, {}):
+        case = Case(name, leading=(1, H), **options)
+        for key in WHICH:
+            x = case.tensors[key].detach()
+            step = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+            found = [
+                lambda form=form, x=x, s=step, key=key, case=case: torch.func.jvp(
+                    lambda t: case.run(form, **{key: t}), (x,), (s,)
+                )[1]
+                for form in ("fast", "reference")
+            ]
+            right_or_refused(found[0], found[1](), f"{name}, {key}, {list(options)}")
+
+
+@every_mechanism
+def test_vmap_is_a_loop(name):
+    masks = {"attn_mask": boolean(keys_of(name))}
+    for options in causality_of(name, {}, masks):
+        for which in (["q"], ["k"], ["v"], WHICH, ["attn_mask"]):
+            first, other = (Case(name, leading=(H,), seed=s, **options) for s in (0, 1))
+            if not set(which) <= {*first.tensors}:
+                continue
+            if which == ["attn_mask"]:
+                other.tensors["attn_mask"] = boolean(keys_of(name), seed=5)
+            stacked = [
+                torch.stack([c.tensors[key].detach() for c in (first, other)]) for key in which
+            ]
+
+            def run(*values, case=first, which=which):
+                return case.run(**dict(zip(which, values, strict=True)))
+
+            expected = torch.stack([run(*values) for values in zip(*stacked, strict=True)])
+            found = torch.func.vmap(run)(*stacked)
+            assert_all_close([found], [expected], 1e-12, f"{name}, {which}, {list(options)}")
+    one = torch.func.grad(loss_of(first, "fast", "q"))  # gradients for each sample
+    queries = torch.stack([first.tensors["q"], other.tensors["q"]]).detach()
+    loop = torch.stack([one(q) for q in queries])
+    assert_all_close([torch.func.vmap(one)(queries)], [loop], 1e-10, f"{name}, per sample")
+
+
+# --- growth ---------------------------------------------------------------------------------------
+
+
+class Made(TorchDispatchMode):
+    """Counts the numbers that operations write, backward too: a proxy of time and of memory."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if torch.is_tensor(x)}
+        for x in tree_leaves(out):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in given:
+                self.numel += x.numel()
+        return out
+
+
+# How much more a sequence four times as long may take: 4 is linear, 8 is N√N, 16 quadratic.
+GROWTH = {name: 4.2 for name, entry in MECHANISMS.items() if entry.linear}
+GROWTH |= {"strided": 8.4, "fixed": 8.4}
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_training_grows_with_the_length_as_it_should(name):
+    for options in causality_of(name, {}, {"attn_mask": torch.tensor(True)}):
+        made = []
+        for n in (4096, 16384):
+            sizes = {"n": n, "m": n, "leading": (1, 1), "d": 32, "dv": 32}
+            case = Case(name, **sizes, dtype=torch.float32, **options)
+            with Made() as counter:
+                case.results()
+            made.append(counter.numel)
+        assert made[1] / made[0] < GROWTH[name], f"{name}, {list(options)}: {made}"
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+@every_mechanism
+def test_layer_under_activation_checkpointing(name):
+    layer = make_layer(name).train()
+    names = [key for key, _ in layer.named_parameters()]
+
+    def slopes(run):
+        x = sequences().requires_grad_()
+        return torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()])
+
+    plain = slopes(lambda x: output(layer, x, GONE))
+    for reentrant in (False, True):
+        again = lambda x, r=reentrant: checkpoint(output, layer, x, GONE, use_reentrant=r)  # noqa: E731
+        if reentrant:
+            x = sequences().requires_grad_()
+            layer.zero_grad()
+            again(x).square().sum().backward()
+            found = [x.grad, *(p.grad for p in layer.parameters())]
+        else:
+            found = slopes(again)
+        assert_all_close(found, plain, 1e-10, f"{name}, {['x', *names]}")
+
+
+class Alone(nn.Module):
+    """A layer as a model: self-attention without its weights."""
+
+    def __init__(self, layer, **options):
+        super().__init__()
+        self.layer, self.options = layer, options
+
+    def forward(self, x):
+        return output(self.layer, x, **self.options)
+
+
+@every_mechanism
+@pytest.mark.filterwarnings("ignore")
+def test_layer_is_exported_with_its_gradients(name):
+    own = {"causal": True} if name == "conv1d" else {}
+    for options in causality_of(name, {}):
+        model, x = Alone(make_layer(name, **(own if options else {})), **options), sequences()
+        exported = torch.export.export(model, (x,)).module()
+        slopes = [
+            torch.autograd.grad(m(x).square().sum(), [p for _, p in sorted(m.named_parameters())])
+            for m in (model, exported)
+        ]
+        assert_all_close([exported(x)], [model(x)], 1e-10, name)
+        assert_all_close(slopes[1], slopes[0], 1e-10, name)
+
+
+@every_mechanism
+def test_layer_comes_from_the_meta_device_by_its_state(name):
+    layer = make_layer(name)
+    empty = MECHANISMS[name].make_layer(E, H, N, dtype=torch.float64, device="meta")
+    with torch.no_grad():
+        for x in (empty := empty.to_empty(device="cpu")).state_dict().values():
+            x.fill_(math.nan)  # what memory may hold
+        for key, x in empty.named_buffers():
+            assert key in empty.state_dict() or not x.is_floating_point(), f"{name}: {key} is lost"
+    empty.load_state_dict(layer.state_dict())
+    assert torch.equal(output(empty.eval(), sequences()), output(layer, sequences()))
+
+
+@every_mechanism
+def test_layer_takes_nested_tensors(name):
+    """nn.TransformerEncoder makes them of padding in evaluation, before it asks the layer."""
+    layer = make_layer(name, torch.float32, heads=4)
+    x, lengths = sequences(torch.float32), [N - 5, N]
+    exact = output(layer, x, GONE)
+    for layout in (torch.strided, torch.jagged):
+        rows = [one[:n] for one, n in zip(x, lengths, strict=True)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+            out = output(layer, nested) + nested
+        assert out.is_nested and out.layout == layout
+        for n, one, row, wanted in zip(lengths, out.unbind(), rows, exact, strict=True):
+            torch.testing.assert_close(one, wanted[:n] + row)
+        A = layer(nested, nested, nested)[1]
+        torch.testing.assert_close(A[~GONE], layer(x, x, x, GONE)[1][~GONE])
+    with pytest.raises(ValueError, match="key_padding_mask is given with nested tensors"):
+        layer(nested, nested, nested, GONE)
+    with pytest.raises(TypeError, match="value is not nested; expected all of"):
+        layer(nested, nested, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = nn.TransformerEncoderLayer(E, 4, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(block, 2).eval()
+    for block in encoder.layers:
+        block.self_attn = copy.deepcopy(layer)
+    slow = encoder(x, src_key_padding_mask=GONE)
+    with torch.no_grad():
+        fast = encoder(x, src_key_padding_mask=GONE)
+    assert not fast[GONE].any(), "PyTorch did not make a nested tensor: this tests nothing"
+    torch.testing.assert_close(fast[~GONE], slow[~GONE])
+
+
+@every_mechanism
+@pytest.mark.filterwarnings("ignore")
+def test_layer_in_a_model_that_is_quantised_dynamically(name):
+    model = nn.Sequential(nn.Linear(E, E), Alone(make_layer(name, torch.float32)), nn.Linear(E, E))
+    x = sequences(torch.float32)
+    small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert "DynamicQuantizedLinear" in repr(small)
+    assert relative_errors([small(x)], [model(x).double()])[0] < 0.05
+
+
+@every_mechanism
+def test_replicas_use_their_own_parameters(name):
+    """DataParallel gives each device a shallow copy of the modules, with other parameters."""
+    layer = make_layer(name)
+
+    def replica(module):
+        copied = module._replicate_for_data_parallel()
+        for key, p in module._parameters.items():  # they become plain attributes
+            setattr(copied, key, None if p is None else (2 * p.detach()).requires_grad_())
+        copied._modules = {key: replica(child) for key, child in module._modules.items()}
+        for key, child in copied._modules.items():
+            setattr(copied, key, child)
+        return copied
+
+    twice = copy.deepcopy(layer)
+    with torch.no_grad():
+        for p in twice.parameters():
+            p.mul_(2)
+    x = sequences()
+    assert torch.equal(output(replica(layer), x), output(twice, x))
+    assert not torch.equal(output(twice, x), output(layer, x))
