@@ -170,12 +170,13 @@ def test_a_mutant_is_a_mistake_that_someone_would_make():
         lambda: claims.inequality(None, pair, pair + one - 1, mutant=0.99 * (pair + one - 1)),
         lambda: claims.inequality(None, pair, two * pair / 2, mutant=two * pair / 2 - 0.1),
         lambda: claims.inequality(None, one, three / 3, mutant=(three / 3) / 1.5),
-        lambda: claims.equal(None, pair[0], one, mutant=-1 + one),
+        lambda: claims.equal(None, pair[0], one, mutant=-0.1 + one),
         lambda: claims.equal(None, pair, root(pair**2), mutant=root(pair**2)[[1]] * 1.01),
     ):
         with pytest.raises(ClaimError, match="a little changed"):
             nudge()
     claims.equal(None, pair, root(pair**2), mutant=2 * root(pair**2))  # a lost ½
+    claims.equal(None, pair[1], two, mutant=two - 1)  # one off
     claims.equal(None, pair[1], two, mutant=two**2)
 
 

@@ -60,7 +60,8 @@ class CallSite:
     def nudged(self, wrong: str, right: str) -> bool:
         """Say whether `wrong` is `right` times, over, plus or minus a typed number.
 
-        A whole factor is let pass: a lost 2 is a mistake that people make, and 0.99 is none.
+        A whole number is let pass: to lose a 2, or to be one off, is a mistake that people make,
+        and 0.99 is none.
         """
         if wrong not in self.arguments or right not in self.arguments:
             return False
@@ -71,8 +72,7 @@ class CallSite:
             value = _number(number)
             bare = rest.value if isinstance(rest, ast.Subscript) else rest  # x[[3]] is x as well
             if value is not None and target in (ast.dump(rest), ast.dump(bare)):
-                factor = isinstance(node.op, (ast.Mult, ast.Div))
-                return not (factor and value.is_integer())
+                return not value.is_integer()
         return False
 
     def _expanded(self, node: ast.expr, inside: tuple[str, ...] = ()) -> ast.AST:

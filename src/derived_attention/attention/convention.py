@@ -65,6 +65,9 @@ TypeError
 ValueError
     For shapes or devices that do not fit, a mask that holds NaN or +inf (not looked at under
     ``torch.compile``), `attn_mask` with `is_causal`, a number that is out of its range.
+RuntimeError, NotImplementedError
+    For a second derivative, or one in forward mode, where a fused kernel has none. No wrong one is
+    returned, and the formula, ``..._reference``, has them all.
 """
 
 
