@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from cases import Case, causality_of, keys_of
+from cases import Case, added, causality_of, keys_of
 from helpers import (
     H,
     assert_all_close,
@@ -107,14 +107,19 @@ def test_forward_derivatives_are_right_or_refused(name):
 
 @every_mechanism
 def test_vmap_is_a_loop(name):
-    masks = {"attn_mask": boolean(keys_of(name))}
-    for options in causality_of(name, {}, masks):
+    masks = (
+        {"attn_mask": boolean(keys_of(name))},
+        {"attn_mask": added(name, boolean(keys_of(name))).detach()},
+    )
+    for options in causality_of(name, {}, *masks):
         for which in (["q"], ["k"], ["v"], WHICH, ["attn_mask"]):
             first, other = (Case(name, leading=(H,), seed=s, **options) for s in (0, 1))
             if not set(which) <= {*first.tensors}:
                 continue
             if which == ["attn_mask"]:
-                other.tensors["attn_mask"] = boolean(keys_of(name), seed=5)
+                keep = boolean(keys_of(name), seed=5)
+                floating = options["attn_mask"].dtype != torch.bool
+                other.tensors["attn_mask"] = added(name, keep) if floating else keep
             stacked = [
                 torch.stack([c.tensors[key].detach() for c in (first, other)]) for key in which
             ]

@@ -58,6 +58,8 @@ def test_no_kernel_meets_a_row_of_nothing():
     finite = torch.tensor([[0.0, -1e300], [-1e300, -1e300]], dtype=torch.float64)
     opened, alive = open_dead_rows(finite, torch.float32)  # -1e300 is -inf in float32
     assert opened.tolist() == [[0, NO], [0, 0]] and alive.tolist() == [[T], [F]]
+    large = torch.tensor([[1e5, 0.0]])  # more than float16 holds: not +inf, which is NaN later
+    assert open_dead_rows(large, torch.float16)[0].tolist() == [[65504, 0]]
 
 
 def test_masks_are_restricted_to_a_pattern():

@@ -304,6 +304,14 @@ def test_linear_mixes_features_and_not_keys():
     assert not torch.allclose(linear_attention(q, mixed, v), expected, atol=1e-2)
 
 
+def test_a_huge_or_tiny_common_factor_of_the_priors_divides_out_of_linear_kernels():
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+    even = linear_mixture_attention(q, k, v, priors=torch.ones(R))
+    for factor in (1e37, 1e-44):
+        out = linear_mixture_attention(q, k, v, priors=torch.full((R,), factor))
+        torch.testing.assert_close(out, even)
+
+
 def test_linear_takes_other_feature_maps():
     for causal in (False, True):
         options = {"is_causal": causal, "feature_map": lambda x: x.exp()}
@@ -344,20 +352,72 @@ def test_long_keys_cost_no_precision(dtype):
         assert (out.double() - exact).norm() < 0.5 * torch.finfo(dtype).eps * exact.norm()
 
 
-@pytest.mark.parametrize("distance", [300, 3000])
-def test_keys_too_long_for_float16(distance):
+@pytest.mark.parametrize("length, how", [(400, "offset"), (400, "spread"), (3000, "spread")])
+def test_keys_too_long_for_float16(length, how):
     """‖k‖²/2 is beyond the largest number of float16, 65504."""
     q, k, v = (x.detach() for x in qkv(n=24, m=24, d=16, dv=16, r=2, dtype=torch.float16))
-    q, k = q + distance / 4, k + distance / 4  # of length `distance`
-    wide = [x.double() for x in (q, k, v)]
-    for variances in (None, 40.0, torch.tensor([30.0, 60.0])):
+    by = length / 4  # as ‖(1, ..., 1)‖ = 4
+    q, k = (x + by if how == "offset" else x * by for x in (q, k))
+    assert float(k.float().square().sum(-1).max()) / 2 > 65504
+    wide, unit = [x.double() for x in (q, k, v)], 1 if how == "offset" else by**2
+    for variances in (40.0 * unit, torch.tensor([30.0, 60.0]) * unit):
         for mask in ({}, {"is_causal": True}, {"attn_mask": keep(24)}):
             options = {"variances": variances, **mask}
             exact = mixture_attention_reference(*wide, **options)
             out = mixture_attention(q, k, v, **options)
-            # the products of numbers that large have rounding errors too, of eps² of their sum
-            tol = max(4 * torch.finfo(torch.float16).eps, 3e-9 * distance**2)
-            assert (out.double() - exact).norm() < tol * exact.norm(), f"{variances}, {mask}"
+            error = (out.double() - exact).norm() / exact.norm() / torch.finfo(torch.float16).eps
+            assert error < 4, f"{variances}, {mask}: {error} roundings"
+
+
+def test_half_precision_rounds_no_key_over_its_variance():
+    """Queries near keys: a rounding of k/σ² is one of the score."""
+    for dtype in (torch.bfloat16, torch.float16):
+        _, k, v = (x.detach() for x in qkv((), m=64, d=16, r=2, dtype=dtype))
+        q = k[0] + 0.3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for variances in (torch.tensor([0.1, 1.0]), torch.tensor([1.0, 1e-3])):
+            exact = mixture_attention_reference(
+                q.double(), k.double(), v.double(), variances=variances.double()
+            )
+            error = mixture_attention(q, k, v, variances=variances).double() - exact
+            assert float(error.abs().max()) < 4 * torch.finfo(dtype).eps, f"{dtype}, {variances}"
+
+
+@pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
+def test_a_key_far_from_all_others_costs_them_no_precision(forms):
+    """As the first token of a text may be: what all tokens are measured from must not be it."""
+    everyone = masks(32, 32) | {"triangle": {"attn_mask": causal_mask(32, 32)}}
+    for r in (1, 2):
+        for name, mask in everyone.items():
+            q, k, v = (x.detach() for x in qkv(n=32, m=32, d=16, r=r, dtype=torch.float32))
+            k[..., 0, 0] = 1000
+            exact = forms[1](q.double(), k.double(), v.double(), **mask)
+            out, what = forms[0](q, k, v, **mask).double(), f"{name}, {r}"
+            torch.testing.assert_close(out, exact, rtol=2e-5, atol=2e-5, msg=what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_key_a_token_sees_no_future_bit_for_bit(dtype):
+    """R = 1 is one fused call; R = 2 is tested by the contract."""
+    q, k, v = (x.detach() for x in qkv(n=9, m=9, r=1, dtype=dtype))
+    for offset in (0, 10, 300):
+        for form in (mixture_attention, hard_mixture_attention):
+            out = form(q + offset, k + offset, v, is_causal=True)
+            for far in (1, 300, 3000):
+                late = far * (torch.arange(9) > 4)[:, None].to(dtype)
+                moved = form(q + offset + late, k + offset - late, v + late, is_causal=True)
+                assert torch.equal(moved[..., :5, :], out[..., :5, :])
+
+
+def test_gradients_do_not_depend_on_which_component_is_the_narrow_one():
+    q, k, v = qkv(n=16, m=16, d=8, r=2, dtype=torch.float32)
+    for variances in ([1e-2, 1.0], [1e-4, 1.0], [1e-6, 1.0], [1.0, 1e-4]):
+        narrow = torch.tensor(variances).requires_grad_()
+        results = with_gradients(mixture_attention, [q, k, v], variances=narrow)
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v, narrow)]
+        exact = with_gradients(mixture_attention_reference, wide[:3], variances=wide[3])
+        for ours, theirs in zip(results, exact, strict=True):
+            error = (ours.double() - theirs).norm() / theirs.norm()
+            assert error < 1e-4, f"{variances}: {error}"
 
 
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
@@ -384,6 +444,7 @@ EXTREMES = [
     {"priors": torch.tensor([1e30, 1e-30]), "variances": 1e4},
     {"variances": torch.tensor([1e-6, 1e6])},
     {"variances": torch.tensor([1e-6, 1e6]), "normalized": True},
+    {"priors": torch.tensor([1.0, 0.0]), "variances": 1e8},
 ]
 
 

@@ -234,6 +234,17 @@ def test_variance_in_a_window_does_not_cancel():
             assert float(((variance - exact).abs() / exact.clamp(min=1e-2)).max()) < 1e-3
 
 
+@pytest.mark.parametrize("constant", [0.3, 10.0])
+def test_a_constant_feature_of_the_keys_costs_no_precision(constant):
+    """1/(σ² + ε) is 1/ε there, and multiplies what is the same for all keys."""
+    for options in ({}, {"is_causal": True}, {"attn_mask": boolean(64)}):
+        q, k, v = (x.detach() for x in qkv(n=64, m=64, d=16, dtype=torch.float32))
+        k[..., 0] = constant
+        exact = FORMS[1](q.double(), k.double(), v.double(), eps=1e-5, **options)
+        out = FORMS[0](q, k, v, eps=1e-5, **options)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_running_variance_does_not_cancel():
     """E k² − μ² in float32 has no digit left here."""
     k = qkv(m=200, dtype=torch.float32)[1].detach() + 1e4

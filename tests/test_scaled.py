@@ -367,6 +367,21 @@ def test_every_pooling_in_every_dtype():
                         torch.testing.assert_close(out, v.expand_as(out), msg=pooling)
 
 
+def test_clusters_of_tokens_with_an_offset():
+    """Labels are those of float64, under autocast too."""
+    x = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
+    present = torch.arange(60) < torch.tensor([[60], [50]])
+    for here in (None, present):
+        for offset in (0, 30, 1000):
+            moved = x + offset
+            exact = kmeans_pooling(moved.double(), 4, here)[0](x.double())
+            plain = kmeans_pooling(moved, 4, here)[0](x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                cast = kmeans_pooling(moved, 4, here)[0](x)
+            for found in (plain, cast):
+                torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_poolings_under_autocast():
     for pooling in ALL_POOLINGS:
         inputs = [x.detach() for x in heads_of(dtype=torch.float32)]

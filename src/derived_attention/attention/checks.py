@@ -73,8 +73,14 @@ def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
 
 
 def may_look_at(x: Tensor) -> bool:
-    """Say whether data can be read: not under a compiler, in a CUDA graph's capture, on "meta"."""
+    """Say whether data can be read.
+
+    Not under a compiler, in the capture of a CUDA graph, on "meta", and not in a transform of
+    ``torch.func``, where one tensor may stand for many.
+    """
     if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -160,8 +160,9 @@ def _ratio(sums: Tensor) -> Tensor:
 
 
 def _divide(x: Tensor, total: Tensor) -> Tensor:
-    """Quotient x / total, and 0 with gradient 0 where the total is 0."""
-    return x / total.masked_fill(total == 0, math.inf)
+    """Quotient x / total, and 0 with gradient 0 where the total is 0 or has lost its digits."""
+    lost = total.detach().abs() < torch.finfo(total.dtype).tiny
+    return x / total.masked_fill(lost, math.inf)
 
 
 def normalized_kernel(kernel: Tensor, mask: Mask) -> Tensor:
@@ -179,10 +180,13 @@ def wide(x: Tensor) -> torch.dtype:
 def features(
     feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """φ(scale · q) and φ(k) in float32 at least, checked."""
+    """φ(scale · q), up to a factor for each query, and φ(k), in float32 at least, checked."""
     check_callable("feature_map", feature_map, FEATURE_MAP)
-    scaled = q if scale is None else scale * q
-    return _features(feature_map, scaled), _features(feature_map, k)
+    phi_q = _features(feature_map, q if scale is None else scale * q)
+    # A factor of its own divides out of each row, and spares small features an underflow; those
+    # that have lost their digits are none.
+    most = phi_q.detach().abs().amax(-1, keepdim=True)
+    return _divide(phi_q, most), _features(feature_map, k)
 
 
 def _features(feature_map: FeatureMap, x: Tensor) -> Tensor:

@@ -43,9 +43,16 @@ def open_dead_rows(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     if attn_mask.dtype == torch.bool:
         alive = attn_mask.any(-1, keepdim=True)
         return attn_mask | ~alive, alive
-    attn_mask = attn_mask.to(dtype)  # a finite number may become -inf: before the next line
+    attn_mask = narrowed(attn_mask, dtype)  # a number may become -inf: before the next line
     alive = (attn_mask != -math.inf).any(-1, keepdim=True)
     return attn_mask.masked_fill(~alive, 0), alive
+
+
+def narrowed(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a floating mask; of finite numbers, only negative ones may become infinite."""
+    limit = torch.finfo(dtype).max
+    wider = torch.finfo(attn_mask.dtype).max > limit
+    return attn_mask.clamp(max=limit).to(dtype) if wider else attn_mask.to(dtype)
 
 
 def allowed(attn_mask: Tensor) -> Tensor:
@@ -165,20 +172,12 @@ class Mask:
         there = allowed(mask).squeeze(-2)
         return there.expand(*there.shape[:-1], M)
 
-    def anchor(self, M: int, device: torch.device) -> Tensor | None:
-        """Return `anchor` of its keys, (..., M), or None for all."""
-        if self.is_causal:
-            return torch.arange(M, device=device) == 0
-        if self.given is None:
-            return None
-        return anchor(allowed(self.given).expand(*self.given.shape[:-1], M))
-
     def factor(self, dtype: torch.dtype, per_key: bool = True) -> Tensor | None:
         """Return what a mask multiplies a kernel by, up to a factor per row, which divides out."""
         mask = self.per_key() if per_key else self.given
         if mask is None or mask.dtype == torch.bool or mask.numel() == 0:
             return None if mask is None else mask.to(dtype)
-        mask = mask.to(dtype)
+        mask = narrowed(mask, dtype)
         top = mask.detach().amax(-1, keepdim=True)  # so that e to its power does not overflow
         return (mask - top.masked_fill(top == -math.inf, 0)).exp()
 
@@ -193,6 +192,27 @@ def anchor(here: Tensor) -> Tensor:
     some = here.any(-2)
     first = some & (some.cumsum(-1) == 1)
     return torch.where(common.any(-1, keepdim=True), common, first)
+
+
+def nearer_zero(a: Tensor, b: Tensor) -> Tensor:
+    """Return, entry by entry, the one that is nearer 0, and 0 where signs differ."""
+    return torch.where(a.abs() < b.abs(), a, b).where(a.sign() == b.sign(), 0)
+
+
+def shared_offset(k: Tensor, mask: Mask) -> Tensor:
+    """Return what keys (..., M, D) share: (..., 1, D), without gradient, to be taken from them all.
+
+    The mean of `anchor`. If causal, the number nearer 0 of the first two keys, as one may be far
+    from all that follow; the query that sees only one of them gives it all weight, with any offset.
+    """
+    k = k.detach()
+    if mask.is_causal:
+        return nearer_zero(k[..., :1, :], k[..., 1:2, :]) if k.shape[-2] > 1 else k[..., :1, :]
+    if mask.given is None:
+        return k.mean(-2, keepdim=True)
+    some = anchor(allowed(mask.given).expand(*mask.given.shape[:-1], k.shape[-2]))
+    share = some / some.sum(-1, keepdim=True).clamp(min=1)  # (..., M)
+    return share.unsqueeze(-2).to(k.dtype) @ k
 
 
 def _check(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> None:

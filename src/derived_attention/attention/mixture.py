@@ -48,7 +48,14 @@ from derived_attention.attention.linear import (
     normalized_kernel,
     wide,
 )
-from derived_attention.attention.masks import BlockMask, Mask, allowed, masked_softmax
+from derived_attention.attention.masks import (
+    BlockMask,
+    Mask,
+    allowed,
+    masked_softmax,
+    nearer_zero,
+    shared_offset,
+)
 from derived_attention.attention.softmax import sdpa, widen
 
 
@@ -64,7 +71,7 @@ class Components(NamedTuple):
     scale: float
     equal: bool
     distance: bool
-    dtype: torch.dtype  # what SDPA would compute in
+    dtype: torch.dtype  # what SDPA is to compute in
 
 
 # --- the formula ---------------------------------------------------------------------------------
@@ -141,7 +148,8 @@ def hard_mixture_attention(q, k, v, mask, scale, **own) -> Tensor:
 def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
     """Attend to R M keys at once."""
     R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
-    q, k = centred(q, k, parts, mask, parts.dtype)
+    if torch.finfo(parts.dtype).bits >= 32:  # half precision would round what is left once more
+        q, k = centred(q, k, parts, mask)
     q, k, v = _augment(q, k, v, parts, parts.dtype)
     v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
     if mask.given is not None:
@@ -160,33 +168,23 @@ def _chunked(
     return attend(_Logarithms(hard), v, mask, parts.scale * q, k)
 
 
-def centred(
-    q: Tensor, k: Tensor, parts: Components, mask: Mask, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Take the mean of some keys from all queries and keys (..., R, M, D), in float32 at least.
+def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Take an offset that they share from all queries and keys (..., R, M, D), float32 at least.
 
     Distances stay, and so do weights and gradients. But ‖q − k‖² is taken apart, and what an offset
-    of all tokens adds to the parts would not cancel without rounding errors. What is left may have
-    to be rounded to `dtype`; if that is less than float32, features whose differences are no exact
-    numbers of it stay as they are.
+    of all tokens adds to the parts would not cancel without rounding errors. If causal, no query
+    that its own future could change has a part in it.
     """
     q, k = q.to(parts.precisions), k.to(parts.precisions)
-    if not parts.distance or k.shape[-2] == 0:
+    if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
         return q, k
-    some = mask.anchor(k.shape[-2], k.device)
-    if some is None:
-        centre = k.detach().mean((-3, -2), keepdim=True)
-    else:
-        share = some / some.sum(-1, keepdim=True).clamp(min=1)  # (..., M)
-        share = share[..., None, None, :]  # for heads, components, and the row of a product
-        centre = (share.to(k.dtype) @ k.detach()).mean(-3, keepdim=True)  # (..., H, 1, 1, D)
-    if torch.finfo(dtype).bits < 32:
-        # x − c is exact if x and c are numbers of that dtype, and x is from c/2 to 2c (Sterbenz)
-        centre = centre.to(dtype).to(k.dtype)
-        off = (k.detach() - centre).abs().amax((-3, -2), keepdim=True)
-        off = off.maximum((q.detach().unsqueeze(-3) - centre).abs().amax((-3, -2), keepdim=True))
-        centre = centre.where(2 * off <= centre.abs(), 0)
-    return q - centre.squeeze(-3), k - centre
+    keys = k[..., :2, :] if mask.is_causal else k
+    offset = shared_offset(keys.detach().mean(-3), mask)  # (..., H, 1, D)
+    alike = mask.given is None or mask.given.shape[-2] == 1
+    one = q[..., :2, :][..., -1:, :] if mask.is_causal else q[..., :1, :]
+    queries = q.mean(-2, keepdim=True) if alike and not mask.is_causal else one
+    offset = nearer_zero(offset, queries.detach())
+    return q - offset, k - offset.unsqueeze(-3)
 
 
 def _augment(
@@ -205,10 +203,10 @@ def _augment(
     # −∞ − −∞ would be NaN, and so would be what overflows when it is multiplied by the scale
     bias = bias.clamp(min=torch.finfo(dtype).min / 4 / max(1.0, parts.scale) * unit)
     pairs = [(torch.full_like(q[..., :1], unit), x) for x in _split(bias / unit, dtype)]
-    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond component 1
-        beyond = (parts.precisions[..., :1, :, :] - parts.precisions) * q.shape[-1] / 2
-        lengths, beyonds = (_split(x, dtype) for x in (q.square().mean(-1, keepdim=True), beyond))
-        pairs += [(x, y) for n, x in enumerate(lengths) for y in beyonds[: len(beyonds) - n]]
+    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+        widest = parts.precisions.amin(-3, keepdim=True)
+        beyond = (widest - parts.precisions) * q.shape[-1] / 2
+        pairs.append((q.square().mean(-1, keepdim=True), beyond))  # in float32 at least
     ours, theirs = zip(*pairs, strict=True)
     sizes = (*k.shape[:-1], 1)
     q = torch.cat([_fit(q, dtype), *(x.to(dtype) for x in ours)], -1)
@@ -306,6 +304,7 @@ def linear_mixture_attention(
     pi = _per_component("priors", priors, q, k).to(wide(q))
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
     with full_precision(q.device):
+        pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
         mixed = (pi * phi_k).sum(-3)
         own = {"feature_map": lambda x: x, **mask.keywords}
         return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **own).to(q.dtype)
@@ -393,7 +392,7 @@ def em_priors(
             found = found.masked_fill(~query_mask[..., None, rows], 0)
         counts += found.sum(-1).sum_to_size(counts.shape)
     total = counts.sum(-1, keepdim=True)
-    return torch.where(total > 0, counts / total, 1 / k.shape[-3])
+    return torch.where(total == 0, 1 / k.shape[-3], counts / total)
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -431,6 +430,9 @@ def components_of(
     kind, dtype = q.device.type, q.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    # Half precision would round k/σ², and float16 would end −‖k‖²/2σ² at a small number.
+    if isinstance(variances, Tensor) or (dtype == torch.float16 and scale < 1e-4):
+        dtype = torch.promote_types(dtype, torch.float32)
     return Components(log_weights, precisions, float(scale), equal, distance, dtype)
 
 

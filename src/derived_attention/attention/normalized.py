@@ -34,7 +34,7 @@ from derived_attention.attention.checks import (
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
-from derived_attention.attention.masks import Mask, allowed, anchor
+from derived_attention.attention.masks import Mask, allowed, anchor, shared_offset
 from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
 
 
@@ -98,6 +98,10 @@ def normalized_attention(
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
         k = _normalize(k, mean, variance, None, beta, eps)
+    elif eps is not None and torch.finfo(k.dtype).bits >= 32:
+        # Softmax does not mind. 1/(σ² + ε) may be large, and what all keys share would not cancel
+        # without rounding errors; but half precision would round what is left of them.
+        k = k - shared_offset(k, mask)
     if mask.is_causal:
         mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
         variance = None if variance is None else _at_queries(variance, q.shape[-2])

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from derived_attention.attention.convention import full_precision
+
 # A pooling looks at the keys, at their scale, and at which of them are there (None: all), and
 # returns the map (..., M, ·) -> (..., N_h, ·) for keys, values and weights, and the same mask for
 # what it returns.
@@ -137,15 +139,24 @@ def _blank(x: Tensor, present: Tensor | None, fill: float = 0.0) -> Tensor:
 @torch.no_grad()
 def _clusters(x: Tensor, scale: int, present: Tensor | None) -> Tensor:
     """Label each step with its nearest centre, after `KMEANS_STEPS` steps of Lloyd's algorithm."""
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    x = _blank(x.detach().to(torch.promote_types(x.dtype, torch.float32)), present)
+    # What all steps share would not cancel in x·c − |c|²/2. Steps that are not there share it too.
+    x = x - x.mean(-2, keepdim=True) if present is None else x - _mean(x, present)
     pool, here = average_pooling(x, scale, present)
-    centres = pool(x)  # (..., K, D)
-    labels = _nearest(x, centres, here)
-    for _ in range(KMEANS_STEPS):
-        means, count = _cluster_means(x, labels, centres.shape[-2], present)
-        centres = torch.where(count[..., None] > 0, means, centres)
+    with full_precision(x.device):
+        centres = pool(x)  # (..., K, D)
         labels = _nearest(x, centres, here)
+        for _ in range(KMEANS_STEPS):
+            means, count = _cluster_means(x, labels, centres.shape[-2], present)
+            centres = torch.where(count[..., None] > 0, means, centres)
+            labels = _nearest(x, centres, here)
     return labels
+
+
+def _mean(x: Tensor, present: Tensor) -> Tensor:
+    """Mean (..., 1, D) of the steps that are there, the others being 0."""
+    count = present.expand(*present.shape[:-1], x.shape[-2]).sum(-1)[..., None, None]
+    return x.sum(-2, keepdim=True) / count.clamp(min=1)
 
 
 def _nearest(x: Tensor, centres: Tensor, here: Tensor | None) -> Tensor:

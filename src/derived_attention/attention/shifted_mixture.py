@@ -117,9 +117,9 @@ def _separate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Make the tensors of `_Shifted`: scale · q, k, u and w."""
     b = shifts.to(parts.precisions.dtype)
-    log_weights = parts.log_weights[..., 0].clamp(min=torch.finfo(b.dtype).min / 4)  # (..., R, 1)
     squares = k.square().sum(-1).unsqueeze(-2) + b.square().sum(-1, keepdim=True)
-    w = log_weights - parts.scale * (b @ k.mT + squares / 2)  # (..., R, M)
+    w = parts.log_weights[..., 0] - parts.scale * (b @ k.mT + squares / 2)  # (..., R, M)
+    w = w.clamp(min=torch.finfo(b.dtype).min / 4)  # −∞ − −∞ would be NaN
     q = parts.scale * q
     return q, k, q @ b.mT, w
 
