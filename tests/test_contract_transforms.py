@@ -22,6 +22,7 @@ from helpers import (
 )
 from test_contract_layers import GONE, E, N, make_layer, output, sequences
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +137,27 @@ def test_vmap_is_a_loop(name):
     assert_all_close([torch.func.vmap(one)(queries)], [loop], 1e-10, f"{name}, per sample")
 
 
+@every_mechanism
+def test_gradients_of_many_outputs_at_once(name):
+    """``is_grads_batched`` and ``jacrev`` give a backward pass tensors that stand for many."""
+    for options in causality_of(name, {}):
+        case = Case(name, n=5, m=5, leading=(1, H), **options)
+        for key in WHICH:
+            x = case.tensors[key]
+            run = lambda t, case=case, key=key: case.run(**{key: t}).sum(-1).flatten()  # noqa: E731
+            out = run(x)
+            loop = torch.stack([torch.autograd.grad(y, x, retain_graph=True)[0] for y in out])
+            (batched,) = torch.autograd.grad(
+                out, x, torch.eye(len(out), dtype=out.dtype), retain_graph=True,
+                is_grads_batched=True,
+            )  # fmt: skip
+            found = [batched, torch.func.jacrev(run)(x.detach())]
+            with torch.no_grad():
+                found.append(torch.func.jacrev(run)(x.detach()))
+            for jacobian in found:
+                assert_all_close([jacobian.detach()], [loop], 1e-10, f"{name}, {key}")
+
+
 # --- growth ---------------------------------------------------------------------------------------
 
 
@@ -194,6 +216,43 @@ def test_layer_under_activation_checkpointing(name):
         else:
             found = slopes(again)
         assert_all_close(found, plain, 1e-10, f"{name}, {['x', *names]}")
+
+
+@every_mechanism
+def test_who_hands_tensors_on_does_not_change_the_layer(name):
+    """Self-attention is so, too, where what was one tensor comes as three."""
+    layer = make_layer(name).train()
+    x = sequences().requires_grad_()
+
+    def slopes(run):
+        out = run()[~GONE]
+        return out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+
+    plain = slopes(lambda: output(layer, x, GONE))
+    for reentrant in (False, True):
+        layer.zero_grad()
+        three = checkpoint(layer, x, x, x, GONE, False, use_reentrant=reentrant)[0][~GONE]
+        three.square().sum().backward()
+        found = [three, x.grad, *(p.grad for p in layer.parameters())]
+        assert_all_close(found, plain, 1e-10, f"{name}, checkpoint, {reentrant}")
+        x.grad = None
+    handle = layer.register_full_backward_hook(lambda *_: None)
+    assert_all_close(slopes(lambda: output(layer, x, GONE)), plain, 1e-10, f"{name}, hook")
+    handle.remove()
+    one = lambda q, k, v, gone: layer(q, k, v, gone, need_weights=False)[0]  # noqa: E731
+    mapped = torch.func.vmap(one)(x.detach(), x.detach(), x.detach(), GONE)
+    assert_all_close([mapped[~GONE]], [plain[0]], 1e-10, f"{name}, vmap")
+
+
+@every_mechanism
+def test_values_of_fake_tensors_are_not_looked_at(name):
+    with FakeTensorMode():
+        layer = MECHANISMS[name].make_layer(E, H, N)
+        x = torch.randn(2, N, E)
+        for mask in (None, torch.zeros(2, N), torch.zeros(2, N).bool()):
+            out = layer(x, x, x, mask)[0]
+            out.sum().backward()
+            assert out.shape == (2, N, E)
 
 
 class Alone(nn.Module):
@@ -256,6 +315,9 @@ def test_layer_takes_nested_tensors(name):
         layer(nested, nested, nested, GONE)
     with pytest.raises(TypeError, match="value is not nested; expected all of"):
         layer(nested, nested, x)
+    other = torch.nested.nested_tensor([rows[0][:3], rows[1]], layout=torch.jagged)
+    with pytest.raises(ValueError, match="value has other lengths than key"):
+        layer(nested, nested, other)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         block = nn.TransformerEncoderLayer(E, 4, 16, dropout=0.0, batch_first=True)

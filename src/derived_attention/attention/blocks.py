@@ -73,7 +73,8 @@ class _Chunked(torch.autograd.Function):
         """Return the gradients with respect to v, the mask and the tensors."""
         (grad,), (v, attn_mask, *tensors, out) = grads, ctx.saved_tensors
         some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in some):
+        again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
+        if again or any(map(_stands_for_many, some)):
             return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors)
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
@@ -110,6 +111,17 @@ class _Chunked(torch.autograd.Function):
             attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
         moved = [front(x, dim) for x, dim in zip(tensors, of_tensors, strict=True)]
         return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
+
+
+def _stands_for_many(x: Tensor) -> bool:
+    """Say whether a transform has put several tensors into one: no sum of one can take them."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        x.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # how ``is_grads_batched`` shows
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _whole(

@@ -75,14 +75,38 @@ def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
 def may_look_at(x: Tensor) -> bool:
     """Say whether data can be read.
 
-    Not under a compiler, in the capture of a CUDA graph, on "meta", and not in a transform of
-    ``torch.func``, where one tensor may stand for many.
+    Not under a compiler, in the capture of a CUDA graph, of a tensor on "meta" or a fake one, and
+    not in a transform of ``torch.func``, where one tensor may stand for many.
     """
-    if torch.compiler.is_compiling() or x.is_meta:
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or not has_data(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def same_tokens(a: Tensor, b: Tensor) -> bool:
+    """Say whether two arguments are one tensor, or views of the same numbers.
+
+    Hooks, checkpointing and ``torch.func`` hand on what was one tensor as several.
+    """
+    if torch.compiler.is_compiling():
+        return a is b
+    wraps = torch._C._functorch
+    while a is not b and all(map(wraps.is_functorch_wrapped_tensor, (a, b))):
+        if wraps.maybe_get_bdim(a) != wraps.maybe_get_bdim(b):
+            return False
+        a, b = wraps.get_unwrapped(a), wraps.get_unwrapped(b)
+    if a is b:
+        return True
+    if any(x.is_nested or not has_data(x) for x in (a, b)):
+        return False
+    alike = a.shape == b.shape and a.stride() == b.stride()
+    return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()
+
+
+def has_data(x: Tensor) -> bool:
+    """Say whether a tensor has numbers: not on "meta", not a fake one, not one in a transform."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not (x.is_meta or hasattr(x, "fake_mode") or wrapped)
 
 
 def check_mask_values(name: str, mask: Tensor) -> None:

@@ -249,8 +249,8 @@ def _shifted_sum(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
     out = source_of * taps[here]
     for t, offset in enumerate(offsets):
         if t != here:
-            to, source = _overlap(x, offset)
-            out[to].addcmul_(source_of[source], taps[t])
+            to, source = _overlap(out, source_of, offset)
+            to.addcmul_(source, taps[t])
     return out.to(x.dtype)
 
 
@@ -259,18 +259,17 @@ def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
     grad, x = grad.to(wide(x)), x.to(wide(x))
     head = x.dim() - len(offsets[0]) - 2
     others = [d for d in range(x.dim()) if d != head]
-    overlaps = [_overlap(x, offset) for offset in offsets]
-    return torch.stack([(grad[to] * x[source]).sum(others) for to, source in overlaps], -1)
+    pairs = (_overlap(grad, x, offset) for offset in offsets)
+    return torch.stack([(g * source).sum(others) for g, source in pairs], -1)
 
 
-def _overlap(x: Tensor, offset: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Select the places i for which i + offset is a place too, and select these."""
-    to, source = [], []
-    for n, o in zip(x.shape[-1 - len(offset) : -1], offset, strict=True):
-        first, last = max(0, -o), max(0, -o, min(n, n - o))
-        to.append(slice(first, last))
-        source.append(slice(first + o, last + o))
-    return (..., *to, slice(None)), (..., *source, slice(None))
+def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """View the places i of y, (..., ·, D), for which i + offset is one of x, and these of x."""
+    for at, o in enumerate(offset, -1 - len(offset)):
+        n = x.shape[at]
+        length = max(0, n - abs(o))
+        y, x = y.narrow(at, min(max(0, -o), n), length), x.narrow(at, min(max(0, o), n), length)
+    return y, x
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -253,14 +253,17 @@ class MultiheadAttention(nn.Module):
         key = given[1]
         # what was one tensor stays one: then padded keys are padded queries too
         padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in given}
-        lengths = torch.tensor([len(x) for x in key.unbind()], device=query.device)
+        rows = [len(x) for x in key.unbind()]
+        if rows != [len(x) for x in given[2].unbind()]:
+            raise ValueError("value has other lengths than key; expected one value for each key")
+        lengths = torch.tensor(rows, device=query.device)
         gone = torch.arange(padded[id(key)].shape[1], device=query.device) >= lengths[:, None]
         q, k, v = (padded[id(x)] for x in given)
         output, A = self.forward(q, k, v, gone, **how)
-        rows = [x[: len(own)] for x, own in zip(output, query.unbind(), strict=True)]
+        cut = [x[: len(own)] for x, own in zip(output, query.unbind(), strict=True)]
         if query.layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets()), A
-        return torch.nested.as_nested_tensor(rows), A
+            return torch.nested.nested_tensor_from_jagged(torch.cat(cut), query.offsets()), A
+        return torch.nested.as_nested_tensor(cut), A
 
     def extra_repr(self) -> str:
         """Show what the parameters do not; a checkpoint tells two layers apart by this text."""

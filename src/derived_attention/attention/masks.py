@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_mask_kind, check_mask_values, check_shape
+from derived_attention.attention.checks import (
+    check_mask_kind,
+    check_mask_values,
+    check_shape,
+    same_tokens,
+)
 
 
 def causal_mask(N: int, M: int, device: torch.device | str | None = None) -> Tensor:
@@ -114,7 +119,7 @@ class Mask:
             boolean = key_padding_mask.dtype == torch.bool
             there = ~key_padding_mask if boolean else allowed(key_padding_mask)
             result.keys = there.unsqueeze(-2)  # (B, 1, M)
-            result.queries = result.keys if query is key else None
+            result.queries = result.keys if same_tokens(query, key) else None
         return result
 
     @property
