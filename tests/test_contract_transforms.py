@@ -311,6 +311,11 @@ def test_layer_takes_nested_tensors(name):
             torch.testing.assert_close(one, wanted[:n] + row)
         A = layer(nested, nested, nested)[1]
         torch.testing.assert_close(A[~GONE], layer(x, x, x, GONE)[1][~GONE])
+    if not MECHANISMS[name].square:
+        other = torch.nested.nested_tensor([x[0, :7], x[1, :9]], layout=torch.jagged)
+        out = layer(nested, other, other, need_weights=False)[0].unbind()[0]
+        alone = layer(x[0, : N - 5], x[0, :7], x[0, :7], need_weights=False)[0]
+        torch.testing.assert_close(out, alone)
     with pytest.raises(ValueError, match="key_padding_mask is given with nested tensors"):
         layer(nested, nested, nested, GONE)
     with pytest.raises(TypeError, match="value is not nested; expected all of"):

@@ -473,6 +473,16 @@ def test_layer_with_padding_and_causal_sees_no_future():
         assert bool((slope[:, t + 1 :] == 0).all()) and bool((slope[:, : t + 1] != 0).any())
 
 
+def test_compiles_for_lengths_that_change():
+    torch._dynamo.reset()
+    layer = NormalizedAttention(E, HEADS, beta=0.6, eps=0.1, dtype=torch.float64)
+    run = lambda x: layer(x, x, x, need_weights=False)[0]  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 9, 14):
+        x = torch.randn(2, length, E, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), run(x))
+
+
 def test_learned_beta_is_one_parameter_per_head():
     layer = NormalizedAttention(E, HEADS, beta=0.6, learn_beta=True)
     assert layer.state_dict()["beta"].tolist() == pytest.approx([0.6] * HEADS)

@@ -19,6 +19,7 @@ from derived_attention.attention.masks import BlockMask, Mask, flat_heads
 
 Tensors = list[Tensor]
 
+SPARE = (None,) * 4  # compilers want as many tensors for each form
 CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
 SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
@@ -27,7 +28,7 @@ def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
     """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
     v = v.to(tensors[0].dtype)
     attn_mask, alive = mask.opened(v.dtype)
-    out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors)
+    out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors, *SPARE[len(tensors) :])
     return out if alive is None else out.masked_fill(~alive, 0)
 
 
@@ -49,9 +50,17 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, *tensors: Tensor
+        form: Any,
+        is_causal: bool,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None,
+        d: Tensor | None,
     ) -> Tensor:
-        """Take v, a mask with no row all masked, and tensors as `form` wants them."""
+        """Take v, a mask with no row all masked, and two or four tensors as `form` wants them."""
+        tensors = [x for x in (a, b, c, d) if x is not None]
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
         values, flat, *ours = (flat_heads(x, v.dim() - 2) for x in (v, out, *tensors))
         mask = BlockMask(attn_mask, is_causal, v)
@@ -71,11 +80,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to v, the mask and the tensors."""
-        (grad,), (v, attn_mask, *tensors, out) = grads, ctx.saved_tensors
+        (grad,), (v, attn_mask, *given, out) = grads, ctx.saved_tensors
+        tensors = [x for x in given if x is not None]
+        spare = SPARE[len(tensors) :]
         some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
         again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
         if again or any(map(_stands_for_many, some)):
-            return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors)
+            return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors), *spare
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
         values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grad, found[0]))
@@ -94,7 +105,7 @@ class _Chunked(torch.autograd.Function):
                 if dmask is not None:
                     mask.add_gradient(dmask, dS, *block)
                 form.spread(dS, kept, ours, theirs, block)
-        return None, None, found[0], dmask, *found[1:]
+        return None, None, found[0], dmask, *found[1:], *spare
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
@@ -109,7 +120,8 @@ class _Chunked(torch.autograd.Function):
         if attn_mask is not None and of_mask is not None:
             attn_mask = front(attn_mask, of_mask)
             attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
-        moved = [front(x, dim) for x, dim in zip(tensors, of_tensors, strict=True)]
+        pairs = zip(tensors, of_tensors, strict=True)
+        moved = [None if x is None else front(x, dim) for x, dim in pairs]
         return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
 
 

@@ -213,13 +213,29 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, what it was and what was expected.
         """
-        given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
-            how: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-            how |= {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+            how = (need_weights, attn_mask, average_attn_weights, is_causal)
             return self._forward_nested((query, key, value), key_padding_mask, how)
-        self.check(query, key, value, **given, is_causal=is_causal, need_weights=need_weights)
+        how = (need_weights, attn_mask, average_attn_weights, is_causal)
+        return self._forward((query, key, value), key_padding_mask, None, *how)
+
+    def _forward(
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        key_padding_mask: Tensor | None,
+        query_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as `forward` says, and know which queries are padding where that is known."""
+        query, key, value = given
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        self.check(query, key, value, **masks, is_causal=is_causal, need_weights=need_weights)
         mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
+        if query_padding_mask is not None:
+            mask.queries = ~query_padding_mask.unsqueeze(-2)  # (B, 1, N)
         q = self.project(QUERY, query, ALL)  # (B, H, N, D)
         outputs, maps = [], []
         order: list[int] = []
@@ -238,7 +254,7 @@ class MultiheadAttention(nn.Module):
         return output, A.mean(-3) if average_attn_weights else A
 
     def _forward_nested(
-        self, given: tuple[Tensor, ...], key_padding_mask: Tensor | None, how: dict[str, Any]
+        self, given: tuple[Any, Any, Any], key_padding_mask: Tensor | None, how: tuple
     ) -> tuple[Tensor, Tensor | None]:
         """Pad nested query, key and value, attend, and cut the output to the queries again."""
         for name, x in zip(("query", "key", "value"), given, strict=True):
@@ -249,21 +265,15 @@ class MultiheadAttention(nn.Module):
                 "key_padding_mask is given with nested tensors; expected None: their lengths say "
                 "what is padding"
             )
-        query: Any = given[0]
-        key = given[1]
-        # what was one tensor stays one: then padded keys are padded queries too
-        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in given}
-        rows = [len(x) for x in key.unbind()]
-        if rows != [len(x) for x in given[2].unbind()]:
+        queries, keys, values = ([len(row) for row in x.unbind()] for x in given)
+        if values != keys:
             raise ValueError("value has other lengths than key; expected one value for each key")
-        lengths = torch.tensor(rows, device=query.device)
-        gone = torch.arange(padded[id(key)].shape[1], device=query.device) >= lengths[:, None]
-        q, k, v = (padded[id(x)] for x in given)
-        output, A = self.forward(q, k, v, gone, **how)
-        cut = [x[: len(own)] for x, own in zip(output, query.unbind(), strict=True)]
-        if query.layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(torch.cat(cut), query.offsets()), A
-        return torch.nested.as_nested_tensor(cut), A
+        q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in given)
+        output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *how)
+        rows = [x[:length] for x, length in zip(output, queries, strict=True)]
+        if given[0].layout == torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), given[0].offsets()), A
+        return torch.nested.as_nested_tensor(rows), A
 
     def extra_repr(self) -> str:
         """Show what the parameters do not; a checkpoint tells two layers apart by this text."""
@@ -343,6 +353,12 @@ class MultiheadAttention(nn.Module):
             return self.attend(run, q, k, v, mask), None
         A = F.dropout(self.attend(run, q, k, None, mask), drop)
         return A @ v, A  # (B, H', N, M) @ (B, H', M, D)
+
+
+def _beyond(lengths: list[int], x: Tensor) -> Tensor:
+    """Return (B, N), True where a sequence of x (B, N, ·) has ended."""
+    steps = torch.arange(x.shape[1], device=x.device)
+    return steps >= torch.tensor(lengths, device=x.device)[:, None]
 
 
 def pick(x: Tensor, heads: Heads, at: int = -3) -> Tensor:

@@ -217,7 +217,7 @@ def check_normalization(
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):
         kind = type(beta).__name__
         raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")
-    if not math.isfinite(beta):
+    if not -math.inf < beta < math.inf:  # NaN compares false
         raise ValueError(f"beta is {beta}; expected a finite number")
     return float(beta), eps
 
