@@ -50,7 +50,8 @@ def linear_attention_weights(
     """Attention matrix a_ij = φ(q_i)ᵀφ(k_j) / Σ_l φ(q_i)ᵀφ(k_l), the weights of linear attention.
 
     Arguments and errors are those of `linear_attention`, but for the mask, which may be any that
-    broadcasts to ``(..., H, N, M)``. So is the result; a row whose kernel is all zeros is zeros.
+    broadcasts to ``(..., H, N, M)``. So is the result; a row whose kernel is all zeros, or too
+    small for normal numbers of its dtype, is zeros.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
@@ -180,13 +181,10 @@ def wide(x: Tensor) -> torch.dtype:
 def features(
     feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """φ(scale · q), up to a factor for each query, and φ(k), in float32 at least, checked."""
+    """φ(scale · q) and φ(k) in float32 at least, checked."""
     check_callable("feature_map", feature_map, FEATURE_MAP)
-    phi_q = _features(feature_map, q if scale is None else scale * q)
-    # A factor of its own divides out of each row, and spares small features an underflow; those
-    # that have lost their digits are none.
-    most = phi_q.detach().abs().amax(-1, keepdim=True)
-    return _divide(phi_q, most), _features(feature_map, k)
+    scaled = q if scale is None else scale * q
+    return _features(feature_map, scaled), _features(feature_map, k)
 
 
 def _features(feature_map: FeatureMap, x: Tensor) -> Tensor:

@@ -145,11 +145,11 @@ def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | Non
     Its terms, (k_j − μ_j)² j/(j−1), are never negative, so nothing cancels, however large μ is.
     """
     count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype, device=k.device)[:, None]  # (M, 1)
-    mean = k.cumsum(-2) / count
+    mean = k.cumsum(-2).div_(count)  # in place: no backward pass needs what is overwritten
     if not variance:
         return mean, None, count
-    terms = (k - mean).square() * (count / (count - 1).clamp(min=1))  # the first one is 0
-    return mean, terms.cumsum(-2) / count, count
+    terms = (k - mean).square().mul_(count / (count - 1).clamp(min=1))  # the first one is 0
+    return mean, terms.cumsum(-2).div_(count), count
 
 
 def _masked_statistics(
@@ -196,8 +196,8 @@ def _normalize(x, mean, variance, several, beta, eps, twice=False) -> Tensor:
     else:
         out = torch.sub(x, mean, alpha=beta)  # the same in one pass
     if eps is not None and variance is not None:
-        spread = variance + eps
-        spread = spread if several is None else spread.masked_fill(~several, math.inf)
+        floor = variance.new_full((), eps)
+        spread = variance + (floor if several is None else torch.where(several, floor, math.inf))
         out = out / (spread if twice else spread.sqrt())
     if x.dtype != out.dtype:  # 1/ε may be more than float16 holds
         limit = torch.finfo(x.dtype).max
