@@ -237,7 +237,11 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
 
 
 def test_machines_and_dtypes_stand_side_by_side(measured):
-    amd = {name: measured["amd-epyc"][name] for name in ("linear_causal", "bn_causal")}
+    amd = {
+        name: copy.deepcopy(measured["amd-epyc"][name]) for name in ("linear_causal", "bn_causal")
+    }
+    for data in amd.values():  # whatever was measured
+        data["times"][2]["ratio"]["median"] = 0.149
     intel, cuda = (copy.deepcopy(amd) for _ in range(2))
     for data in intel.values():
         data["machine"]["processor"] = "Intel(R) Xeon(R) CPU @ 2.70GHz"

@@ -97,6 +97,9 @@ def test_refuted_needs_a_violation_and_a_correction_that_survives():
         "001.thm1", printed=1.8, actual=two, corrected=2.1, correction="a factor is missing"
     )
     assert claim.verdict == "wrong as printed" and claim.margin == pytest.approx(0.2)
+    assert "violated by 0.2 · correction survives, 0.1 to spare" in str(claim)
+    value = {"printed": 1.8, "actual": two, "corrected": 2.0, "correction": "c", "relation": "=="}
+    assert "correction survives, 0 off" in str(claims.refuted(None, **value))
     with pytest.raises(ClaimError, match="not refuted"):
         claims.refuted(None, printed=2.1, actual=two, corrected=2.2, correction="c")
     with pytest.raises(ClaimError, match="correction fails too"):

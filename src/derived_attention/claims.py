@@ -94,7 +94,8 @@ class Claim:
         if self.mutant_margin is None:
             return ""
         if self.kind == "refuted":
-            return f"correction survives ({self.mutant_margin:.2g})"
+            how = "to spare" if self.mutant_margin < 0 else "off"  # a bound, or a value
+            return f"correction survives, {abs(self.mutant_margin):.2g} {how}"
         return f"mutant rejected at {self.mutant_margin:.2g}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
