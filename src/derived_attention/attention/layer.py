@@ -213,11 +213,11 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, what it was and what was expected.
         """
-        if any(isinstance(x, Tensor) and x.is_nested for x in (query, key, value)):
-            how = (need_weights, attn_mask, average_attn_weights, is_causal)
-            return self._forward_nested((query, key, value), key_padding_mask, how)
+        given = (query, key, value)
         how = (need_weights, attn_mask, average_attn_weights, is_causal)
-        return self._forward((query, key, value), key_padding_mask, None, *how)
+        if any(isinstance(x, Tensor) and x.is_nested for x in given):
+            return self._forward_nested(given, key_padding_mask, how)
+        return self._forward(given, key_padding_mask, None, *how)
 
     def _forward(
         self,

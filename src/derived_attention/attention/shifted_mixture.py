@@ -130,8 +130,8 @@ class _Shifted(NamedTuple):
     Query i may multiply, exp(q_i·k_j + m_j) by Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where the sum
     is far from underflow for all j. With the r of the largest w_jr, its term is at least
     exp(min_r u_ir − n_i). Half the range of exponents for it leaves the other half to the weights:
-    those that vanish are nothing beside the row's largest. Other queries add the logarithm. Which
-    of the two a query does depends on that query alone: nobody else's data moves a bit of it.
+    those that vanish are nothing beside the row's largest. Other queries add the logarithm. Each
+    query decides for itself, so that, if causal, no later token moves a bit of its result.
     """
 
     hard: bool
