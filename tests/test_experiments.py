@@ -362,6 +362,31 @@ def test_progress(page, monkeypatch, capfd):
     assert "train_once" in shown.err and shown.out == ""
 
 
+def test_full_says_what_is_to_come_and_the_others_do_not(page, monkeypatch, capsys):
+    counting = (
+        "seed_everything(seed)",
+        "__import__('derived_attention').runtime.counted['steps'] += 1200",
+    )
+    page.run(counting)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "full")
+    page.run(counting, grid=CONFIGS[:1])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "train_once: 1 run. An estimate follows the first."
+    assert second == "The first took less than a second for 1,200 steps."
+    page.run(counting)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "train_once: 3 runs, 1 of them stored. An estimate follows the first."
+    assert "for 1,200 steps: 1 more, about less than a second if they are alike" in second
+    page.run(counting)
+    assert capsys.readouterr().out == "", "everything is stored"
+
+
+def test_duration():
+    times = [experiments.duration(s) for s in (0.2, 41, 100, 3600, 14 * 3600)]
+    assert times == ["less than a second", "41 s", "2 min", "60 min", "14 h"]
+
+
 RESULTS = [
     {"attention": "softmax", "seed": 0, "accuracy": 0.9},
     {"attention": "softmax", "seed": 1, "accuracy": 0.8},

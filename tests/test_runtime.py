@@ -29,20 +29,43 @@ def test_start_prints_one_line_and_seeds(monkeypatch, capsys):
     assert run.seed == 4
 
 
-def test_profile_follows_the_environment_and_the_device(monkeypatch):
-    for name, value in (("quick", 1), ("full", 2)):
+def test_profile_is_the_argument_s_the_environment_s_or_the_device_s(monkeypatch):
+    values = {"quick": 1, "medium": 2, "full": 3}
+    for name, value in values.items():
         monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", name)
-        assert runtime.start().pick(quick=1, full=2) == value
+        assert runtime.start().pick(**values) == value
+        for other in values:
+            assert runtime.start(profile=other).pick(**values) == values[other]
+            assert runtime.current_profile() == other
+    assert runtime.start(profile="medium").pick(quick=1, full=3) == 1
     monkeypatch.delenv("DERIVED_ATTENTION_PROFILE")
-    for has_cuda, name in ((False, "quick"), (True, "full")):
+    runtime.start()
+    for has_cuda, name in ((False, "quick"), (True, "medium")):  # `full` is asked for
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
-        assert runtime.profile() == name
+        assert runtime.current_profile() == name
+
+
+def test_one_thread_unless_the_usual_variable_asks_for_more():
+    code = "import torch; from derived_attention import runtime; runtime.start()\n"
+    code += "runtime.start(); print(torch.get_num_threads())"
+    for asked in ("", "2"):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment |= {"OMP_NUM_THREADS": asked} if asked else {}
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        *lines, threads = run.stdout.splitlines()
+        assert threads == (asked or "1") and lines[0] == lines[1]
+        assert f"· {threads} thread" in lines[0]
+        many = runtime._OFFERED > 1 or (os.cpu_count() or 1) > 1
+        assert ("OMP_NUM_THREADS=" in lines[0]) == (not asked and many)
 
 
 def test_wrong_environment_and_seed_are_named(monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "fast")
     with pytest.raises(ValueError, match="DERIVED_ATTENTION_PROFILE is 'fast'"):
         runtime.start()
+    with pytest.raises(ValueError, match="profile is 'fast'; expected 'quick', 'medium' or 'full'"):
+        runtime.start(profile="fast")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "yes")
     with pytest.raises(ValueError, match="DERIVED_ATTENTION_PROGRESS is 'yes'"):
         runtime.progress_wanted()
@@ -82,15 +105,15 @@ def test_progress_is_silent_unless_somebody_can_see_it(monkeypatch, capfd):
     assert shown.endswith("\r") and not shown.rsplit("\r", 2)[1].strip()  # wiped at the end
 
 
-def test_bar_is_wiped_after_an_error_and_never_doubled(monkeypatch, capfd):
+def test_bar_is_wiped_after_an_error_and_the_inner_steps_stand_behind_it(monkeypatch, capfd):
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
     for _ in range(2):
-        with pytest.raises(KeyError), runtime.progress(range(3), "outer") as steps:
+        with pytest.raises(KeyError), runtime.progress(range(2), "outer") as steps:
             for _ in steps:
-                assert drain(runtime.progress(range(2), "inner")) == [0, 1]
+                assert drain(runtime.progress(range(7), "inner")) == list(range(7))
                 raise KeyError
         shown = capfd.readouterr().err
-        assert "outer" in shown and "inner" not in shown and "\n" not in shown
+        assert "outer" in shown and "inner 0/7" in shown and "\n" not in shown
         assert shown.endswith("\r") and not shown.rsplit("\r", 2)[1].strip()
 
 

@@ -31,9 +31,9 @@ import torch
 from derived_attention import __version__, runtime
 from derived_attention.runtime import (
     cache_dir,
+    current_profile,
     device_name,
     digest,
-    profile,
     write_atomically,
 )
 from derived_attention.sources import Sources
@@ -55,6 +55,10 @@ def run_grid(
     progress: bool = True,
 ) -> list[Result]:
     """Call ``function(**config)`` for each config of the grid, or read its stored result.
+
+    In the profile ``full`` it says before it starts how many runs there are to make, and after the
+    first one how long that took and what the others will. Stop it when you like: what is done is
+    stored, and the next call goes on from there.
 
     Parameters
     ----------
@@ -104,14 +108,26 @@ def run_grid(
         _check_json("config", config)
     identity = _identity(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
+    keys = [digest(identity, _to_json(config, sort_keys=True)) for config in configs]
+    runs = [
+        (config, key, folder / f"{key}.json") for config, key in zip(configs, keys, strict=True)
+    ]
+    left = sum(not path.exists() for *_, path in runs)
+    announced = current_profile() != "full" or not left
+    if not announced:
+        print(_before(function.__name__, len(runs), left), flush=True)
     results = []
-    with runtime.progress(configs, function.__name__, progress) as bar:
-        for config in bar:
-            key = digest(identity, _to_json(config, sort_keys=True))
-            path = folder / f"{key}.json"
+    with runtime.progress(runs, function.__name__, progress) as bar:
+        for config, key, path in bar:
             if (record := _read(path, key)) is None:
+                before = runtime.counted["steps"]
                 write_atomically(path, _to_json(_run(function, config, key)).encode())
                 record = _read(path, key) or {}
+                left -= 1
+                if not announced:
+                    text = _after(record["seconds"], runtime.counted["steps"] - before, left)
+                    getattr(bar, "write", print)(text)
+                    announced = True
             times = {name: record[name] for name in ("seconds", "cpu_seconds")}
             results.append(times | config | record["result"])
     return results
@@ -151,21 +167,47 @@ def summarise(
         for result in results:
             if name not in result:
                 raise ValueError(f"no {name!r} in a result; it has {', '.join(result)}")
-    values: dict[tuple, list[float]] = {}
-    for result in results:
-        group = tuple(tuple(v) if isinstance(v := result[g], list) else v for g in groups)
-        values.setdefault(group, []).append(float(result[metric]))
-    rows = [[*group, *_statistics(np.array(values[group]))] for group in values]
-    return pandas.DataFrame(rows, columns=[*groups, *COLUMNS]).set_index(groups)
-
-
-COLUMNS = ("mean", "sd", "min", "max", "n")
-
-
-def _statistics(x: np.ndarray) -> list[float]:
+    rows = [[*(_hashable(result[g]) for g in groups), float(result[metric])] for result in results]
+    *columns, value = range(len(groups) + 1)
+    found = pandas.DataFrame(rows).groupby(columns, sort=False, dropna=False)[value]
     with np.errstate(invalid="ignore"):  # a diverged run makes its group's numbers inf or NaN
-        sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    return [x.mean(), sd, x.min(), x.max(), len(x)]
+        table = found.agg(
+            mean=lambda x: x.mean(skipna=False),
+            sd=lambda x: x.std(skipna=False),
+            min=lambda x: x.min(skipna=False),
+            max=lambda x: x.max(skipna=False),
+            n="size",
+        )
+    table.index.names = groups
+    return table
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _before(name: str, runs: int, left: int) -> str:
+    """Say what is going to happen, before the first run."""
+    stored = f", {runs - left} of them stored" if left < runs else ""
+    return f"{name}: {runs} run{'s' * (runs > 1)}{stored}. An estimate follows the first."
+
+
+def _after(seconds: float, steps: int, left: int) -> str:
+    """Say what the first run took, and what the others will."""
+    took = f"The first took {duration(seconds)}" + (f" for {steps:,} steps" if steps else "")
+    if not left:
+        return f"{took}."
+    return (
+        f"{took}: {left} more, about {duration(left * seconds)} if they are alike. What is done "
+        "is stored: stop when you like, and run the cell again to go on."
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a reader says it: ``"4 s"``, ``"12 min"``, ``"14 h"``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.0f} h"
 
 
 def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key: str) -> Result:
@@ -190,7 +232,7 @@ def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key
         "cpu_seconds": cpu_seconds,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(torch.device("cuda" if cuda else "cpu")),
-        "profile": profile(),
+        "profile": current_profile(),
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,
@@ -271,7 +313,7 @@ def _identity(function: Callable[..., Any]) -> list[Any]:
         raise TypeError(f"function is {function!r}; expected a function defined by def")
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
-    return [source, PACKAGE.digest(trace.reached), torch.__version__, profile()]
+    return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile()]
 
 
 class _Trace:

@@ -2,8 +2,9 @@
 
 Environment variables that a reader may set:
 
-- ``DERIVED_ATTENTION_PROFILE``: ``quick`` or ``full``;
+- ``DERIVED_ATTENTION_PROFILE``: ``quick``, ``medium`` or ``full``;
 - ``DERIVED_ATTENTION_PROGRESS``: ``0`` for no progress bars, ``1`` for bars everywhere;
+- ``OMP_NUM_THREADS``: how many threads PyTorch takes on a CPU;
 - ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``,
   ``DERIVED_ATTENTION_TEXT``: where runs and downloads are kept.
 """
@@ -16,9 +17,11 @@ import hashlib
 import os
 import random
 import sys
+import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +29,10 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
+PROFILES = ("quick", "medium", "full")
+_asked: str | None = None  # the profile that the last call of `start` asked for
+_OFFERED = torch.get_num_threads()  # threads before anybody chose
+counted = Counter(steps=0)  # what training has done in this process, for announcements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Run:
     device : torch.device
         CUDA where there is a GPU, otherwise the CPU.
     profile : str
-        ``"quick"`` (a chapter in about a minute on a CPU) or ``"full"``.
+        ``"quick"`` (a chapter in about a minute on a CPU), ``"medium"`` (more seeds and longer
+        training: minutes on a GPU) or ``"full"`` (the papers' settings: hours).
     seed : int
         The seed that `start` was given.
     """
@@ -46,18 +54,25 @@ class Run:
     profile: str
     seed: int
 
-    def pick(self, *, quick: T, full: T) -> T:
-        """Return the value that belongs to this run's profile."""
-        return full if self.profile == "full" else quick
+    def pick(self, *, quick: T, full: T, medium: T | None = None) -> T:
+        """Return the value that belongs to this run's profile; `medium` is `quick` if not given."""
+        values = {"quick": quick, "medium": quick if medium is None else medium, "full": full}
+        return values[self.profile]
 
 
-def start(seed: int = 0) -> Run:
-    """Seed every generator, choose device and profile, and print both in one line.
+def start(seed: int = 0, profile: str | None = None) -> Run:
+    """Seed every generator, choose device, profile and threads, and print them in one line.
+
+    PyTorch gets one thread, unless ``OMP_NUM_THREADS`` says otherwise: the models of this book are
+    small, and two threads that wait for each other on busy cores are many times slower than one.
 
     Parameters
     ----------
     seed : int
         Passed to `seed_everything`.
+    profile : str, optional
+        ``"quick"``, ``"medium"`` or ``"full"``; goes before ``DERIVED_ATTENTION_PROFILE``. By
+        default ``"quick"`` on a CPU and ``"medium"`` on a GPU: both end in minutes.
 
     Returns
     -------
@@ -66,39 +81,56 @@ def start(seed: int = 0) -> Run:
     Raises
     ------
     TypeError, ValueError
-        For a seed that is not an integer in [0, 2³²), or a ``DERIVED_ATTENTION_PROFILE`` that
-        is neither ``quick`` nor ``full``.
+        For a seed that is not an integer in [0, 2³²), or a profile that there is not.
 
     Examples
     --------
     >>> run = start(seed=0)  # doctest: +SKIP
-    cpu · 2 threads · profile quick · torch 2.13.0
-    >>> epochs = run.pick(quick=30, full=400)  # doctest: +SKIP
+    cpu · 1 thread · profile quick · torch 2.13.0
+    >>> epochs = run.pick(quick=30, medium=60, full=400)  # doctest: +SKIP
     """
-    run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), profile(), seed)
+    global _asked
+    if profile is not None:
+        _check_profile("profile", profile)
+    _asked = profile
+    run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), current_profile(), seed)
     seed_everything(seed)
-    threads = torch.get_num_threads()
-    where = "cpu" if run.device.type == "cpu" else f"cuda ({device_name(run.device)})"
     version = torch.__version__.partition("+")[0]
-    plural = "" if threads == 1 else "s"
-    print(f"{where} · {threads} thread{plural} · profile {run.profile} · torch {version}")
+    where = "cpu" if run.device.type == "cpu" else f"cuda ({device_name(run.device)})"
+    print(f"{where} · {_take_threads()} · profile {run.profile} · torch {version}")
     return run
 
 
-def profile() -> str:
-    """Return ``quick`` or ``full``: ``DERIVED_ATTENTION_PROFILE``, or ``full`` only with CUDA.
+def _take_threads() -> str:
+    """Leave PyTorch one thread where nothing is asked for; return what holds, in words."""
+    if "OMP_NUM_THREADS" in os.environ:
+        threads, more = torch.get_num_threads(), ""
+    else:
+        torch.set_num_threads(threads := 1)
+        more = f" of {_OFFERED} (OMP_NUM_THREADS={_OFFERED} takes all)" if _OFFERED > 1 else ""
+    return f"{threads} thread{'' if threads == 1 else 's'}{more}"
+
+
+def current_profile() -> str:
+    """Return the profile that `start` or ``DERIVED_ATTENTION_PROFILE`` asks for, or the default.
 
     Raises
     ------
     ValueError
         If ``DERIVED_ATTENTION_PROFILE`` is set to anything else.
     """
-    chosen = os.environ.get("DERIVED_ATTENTION_PROFILE", "")
-    if not chosen:
-        return "full" if torch.cuda.is_available() else "quick"
-    if chosen not in ("quick", "full"):
-        raise ValueError(f"DERIVED_ATTENTION_PROFILE is {chosen!r}; expected 'quick' or 'full'")
-    return chosen
+    if _asked is not None:
+        return _asked
+    name = "DERIVED_ATTENTION_PROFILE"
+    if chosen := os.environ.get(name, ""):
+        _check_profile(name, chosen)
+        return chosen
+    return "medium" if torch.cuda.is_available() else "quick"
+
+
+def _check_profile(name: str, chosen: str) -> None:
+    if chosen not in PROFILES:
+        raise ValueError(f"{name} is {chosen!r}; expected 'quick', 'medium' or 'full'")
 
 
 def device_name(device: torch.device) -> str:
@@ -180,14 +212,15 @@ def progress_wanted() -> bool:
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
-_bar_shown = False
+_bar: Any = None  # the bar on the screen
 
 
 @contextlib.contextmanager
 def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iterable[T]]:
     """Give `steps` a progress bar that vanishes at the end, also when an error ends it.
 
-    A bar inside another one is not shown: a notebook without ipywidgets would keep its lines.
+    Within another one there is no second bar, whose lines a notebook without ipywidgets would keep:
+    the outer bar says how far the inner steps are.
 
     Parameters
     ----------
@@ -208,20 +241,34 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
     ...     for epoch in epochs:
     ...         pass
     """
-    global _bar_shown
-    if not (show and progress_wanted()) or _bar_shown:
+    global _bar
+    if not (show and progress_wanted()):
         yield steps
+        return
+    if _bar is not None:
+        yield _told(steps, label, _bar)
         return
     with warnings.catch_warnings():
         # Without ipywidgets tqdm falls back to a text bar, which serves; its warning would stay.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
-    _bar_shown = True
     try:
-        with tqdm(steps, desc=label, leave=False) as bar:
-            yield bar
+        with tqdm(steps, desc=label, leave=False) as _bar:
+            yield _bar
     finally:
-        _bar_shown = False
+        _bar = None
+
+
+def _told(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
+    """Yield the steps; write how many are done behind `bar`, no more than five times a second."""
+    total = f"/{len(steps)}" if isinstance(steps, Sized) else ""
+    said = 0.0
+    for done, step in enumerate(steps):
+        if time.monotonic() - said > 0.2:
+            bar.set_postfix_str(f"{label} {done}{total}")
+            said = time.monotonic()
+        yield step
+    bar.set_postfix_str("", refresh=False)
 
 
 def cache_dir(kind: str) -> Path:
@@ -233,12 +280,9 @@ def cache_dir(kind: str) -> Path:
     chosen = os.environ.get(f"DERIVED_ATTENTION_{kind.upper()}", "")
     if chosen:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification ignores relative paths
-        base = os.environ.get("LOCALAPPDATA", "") if os.name == "nt" else ""
-        home_cache = "Library/Caches" if sys.platform == "darwin" else ".cache"
-        base = base or str(Path.home() / home_cache)
-    return Path(base) / "derived-attention" / kind
+    import platformdirs  # here: who only trains keeps nothing, and the core does without it
+
+    return Path(platformdirs.user_cache_dir("derived-attention", appauthor=False)) / kind
 
 
 def write_atomically(path: Path, data: bytes) -> None:

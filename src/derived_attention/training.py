@@ -241,6 +241,7 @@ def train_epoch(
         for group in optimiser.param_groups:
             group["lr"] = rate
         optimiser.step()
+        runtime.counted["steps"] += 1
         add(sums, numbers)
     return {name: mean.value for name, mean in sums.items()}
 
