@@ -65,7 +65,7 @@ def language(
     model = ByteLM(length, config)
     cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))
     train = Windows(data.train, length, batch_size, steps)
-    fit(model, train, byte_loss, epochs=1, lr=lr, seed=seed, device=device, progress=False)
+    fit(model, train, byte_loss, epochs=1, lr=lr, seed=seed, device=device)
     return evaluate(model, Windows(data.test, length), byte_loss) | cost
 
 
@@ -163,7 +163,7 @@ def translation(
     model = Translator(len(vocabulary), TRANSLATION_LENGTH, config)
     cost = attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
     train = Sentences(data.train, vocabulary, batch_size)
-    fit(model, train, token_loss, epochs=epochs, lr=lr, seed=seed, device=device, progress=False)
+    fit(model, train, token_loss, epochs=epochs, lr=lr, seed=seed, device=device)
     german, english = zip(*data.test, strict=True)
     written = translate(model, vocabulary, german)
     scores = {
@@ -175,7 +175,7 @@ def translation(
 
 def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
     train, test = Examples(data.train, batch_size), Examples(data.test)
-    curve = fit(model, train, class_loss, test=test, progress=False, **how)["test_accuracy"]
+    curve = fit(model, train, class_loss, test=test, **how)["test_accuracy"]
     return {"accuracy": curve[-1], "best": max(curve)}
 
 

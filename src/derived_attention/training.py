@@ -194,12 +194,15 @@ def fit(
         history = resume(path, run, model, optimiser) if path.exists() else {}
     left = range(max(map(len, history.values()), default=0), epochs)
     own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with own_generator, runtime.progress(left, "epochs", progress) as bar:
+    with own_generator, runtime.progress(left, "epochs", progress and epochs > 1) as bar:
         for epoch in bar:
             torch.manual_seed(mixed_seed(seed, epoch))
             batches, n = on(device, train.epoch(seed, epoch)), len(train)
             rates = [lr * schedule(epoch * n + step, epochs * n) for step in range(n)]
-            numbers = train_epoch(model, optimiser, loss, batches, rates, f"epoch {epoch + 1}")
+            # An epoch that is the whole run, of a language model, is as long as many others are.
+            with runtime.progress(rates, "steps", progress and epochs == 1) as steps:
+                where = f"epoch {epoch + 1}"
+                numbers = train_epoch(model, optimiser, loss, batches, steps, where)
             if test is not None:
                 found = evaluate(model, test, loss)
                 numbers |= {f"test_{name}": value for name, value in found.items()}
@@ -216,7 +219,7 @@ def train_epoch(
     optimiser: torch.optim.Optimizer,
     loss: Loss,
     batches: Iterable[tuple],
-    rates: Sequence[float],
+    rates: Iterable[float],
     where: str,
 ) -> dict[str, float]:
     """Take a step down the clipped gradient of each batch; return what the loss reports.
@@ -236,7 +239,7 @@ def train_epoch(
         if not torch.isfinite(value + norm):
             raise FloatingPointError(
                 f"the loss is {value.item()} and its gradient has norm {norm.item()} in {where}, "
-                f"step {step} of {len(rates)}; a smaller lr may help"
+                f"step {step}; a smaller lr may help"
             )
         for group in optimiser.param_groups:
             group["lr"] = rate
