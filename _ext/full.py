@@ -1,0 +1,69 @@
+"""Run one chapter with the papers' settings, unattended: ``python _ext/full.py 05``.
+
+What its cells say, and how far they are, appears as it comes. Every finished run is stored: stop,
+lose the machine, start again, and it goes on where it was. The executed notebook lies in
+_build/full/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from derived_attention.runtime import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "_build" / "full"
+
+
+class Speaking(NotebookClient):
+    """Passes on what cells print, while they run."""
+
+    def output(self, outs, msg, display_id, cell_index):
+        """Print a stream, keep every output."""
+        if msg["msg_type"] == "stream":
+            content = msg["content"]
+            print(content["text"], end="", file=getattr(sys, content["name"]), flush=True)
+        return super().output(outs, msg, display_id, cell_index)
+
+
+def run(path: Path) -> int:
+    """Execute a notebook in the profile full; return 1 if a cell failed."""
+    os.environ.update(DERIVED_ATTENTION_PROFILE="full", DERIVED_ATTENTION_PROGRESS="1")
+    notebook = nbformat.read(path, as_version=4)
+    TARGET.mkdir(parents=True, exist_ok=True)
+    client = Speaking(
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(TARGET)}},
+    )
+    failed = None
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        failed = error
+    finally:
+        write_atomically(TARGET / path.name, nbformat.writes(notebook).encode())
+    print(failed or f"{path.stem} is done", file=sys.stderr if failed else sys.stdout)
+    return int(failed is not None)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the chapter that the only argument numbers."""
+    chapter = arguments[0] if len(arguments) == 1 else ""
+    found = sorted((ROOT / "notebooks").glob(f"{chapter.zfill(2)}_*.ipynb")) if chapter else []
+    if len(found) != 1:
+        known = ", ".join(sorted(p.name[:2] for p in (ROOT / "notebooks").glob("*.ipynb")))
+        print(f"{chapter!r} is no chapter; expected one of {known}", file=sys.stderr)
+        return 2
+    return run(found[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
