@@ -195,6 +195,7 @@ def test_the_longest_page_runs_first(project):
     ],
 )
 def test_what_remains_follows_the_pace_of_what_is_done(done, elapsed, said):
+    expected = {"a": 240.0, "b": 180.0, "c": 180.0}
     assert execute.remaining(expected, done, elapsed, 2) == said
 
 
