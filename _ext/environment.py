@@ -168,11 +168,15 @@ def progress() -> str:
 
 
 def fail(what: str) -> None:
-    """Exit with the end of the log and a line of advice."""
+    """Exit with the lines of the log that matter and one of advice."""
     lines = LOG.read_text("utf8", "replace").splitlines()
-    advice = next((a for p, a in ADVICE.items() if re.search(p, "\n".join(lines[-60:]))), "")
-    print(*lines[-8:], f"{what}. All output: {LOG.relative_to(ROOT)}", sep="\n", file=sys.stderr)
-    sys.exit(advice or 1)
+    shown, advice = lines[-8:], 1
+    for pattern, sentence in ADVICE.items():
+        if found := [line.strip()[:200] for line in lines if re.search(pattern, line)]:
+            shown, advice = found[-2:], sentence
+            break
+    print(*shown, f"{what} (log: {LOG.relative_to(ROOT)}).", sep="\n", file=sys.stderr)
+    sys.exit(advice)
 
 
 def state(folder: Path, version: str) -> str:

@@ -35,7 +35,6 @@ from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 from nbformat import NotebookNode
-from sqlalchemy.exc import SQLAlchemyError
 
 from derived_attention.sources import Sources
 
@@ -145,10 +144,11 @@ def open_cache() -> tuple[JupyterCacheBase, dict[str, float]]:
     """Return the cache, and how long the pages in it took; a damaged database is made anew."""
     cache = get_cache(CACHE)
     try:
-        records = sorted(cache.list_cache_records(), key=lambda record: record.created)
+        cache.db.dispose()  # the first look at it makes the database where there is none
         with closing(sqlite3.connect(CACHE / DB_NAME)) as database:
             sound = database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    except (RuntimeError, SQLAlchemyError, sqlite3.DatabaseError):
+        records = sorted(cache.list_cache_records(), key=lambda record: record.created)
+    except (RuntimeError, sqlite3.DatabaseError):  # no tables, or no database at all
         sound = False
     if not sound:
         say("The store of the pages' results is damaged; it is made anew.")
