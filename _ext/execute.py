@@ -22,7 +22,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -45,6 +45,7 @@ RUNS = ROOT / "_build" / "runs"  # a folder for each page
 RUNNING = ROOT / "_build" / "running"  # where pages run
 LOG = ROOT / "_build" / "kernels.log"
 TIMEOUT = 900  # seconds a cell
+PULSE = 60  # seconds without a page that ends, after which a line says that all is well
 USUAL = 90  # seconds a page, of which nothing is known yet
 
 
@@ -232,22 +233,27 @@ def run_all(paths: Iterable[Path], known: dict[str, float]) -> Iterator[tuple]:
     """
     expected, done = estimate(paths, known), {}
     total, workers = len(expected), min(os.cpu_count() or 1, len(expected))
+    side = f", {workers} at a time" if workers > 1 else ""
     left = remaining(expected, done, 0, workers)
-    say(f"Running {total} page{'s' * (total > 1)}, {workers} at a time: {left}.")
+    say(f"Running {total} page{'s' * (total > 1)}{side}: {left}.")
     shutil.rmtree(RUNNING, ignore_errors=True)  # what a kill may have left
     LOG.write_bytes(b"")
     begin = time.time()
     with ThreadPoolExecutor(workers) as pool:
         jobs = {pool.submit(execute, path): path for path in expected}
-        for number, job in enumerate(as_completed(jobs), 1):
-            path = jobs[job]
-            notebook, error, seconds = job.result()
-            yield path, notebook, error, seconds
-            done[path] = seconds
-            line = f"  {number} of {total}: {path.stem}{' FAILED' * bool(error)}, {seconds:.0f} s"
-            if number < total:
-                line += f"; {remaining(expected, done, time.time() - begin, workers)} left"
-            say(line)
+        while jobs:
+            ended, _ = wait(jobs, PULSE, FIRST_COMPLETED)
+            if not ended:
+                left = remaining(expected, done, time.time() - begin, workers)
+                say(f"  {time.time() - begin:.0f} s at work; {left} left")
+            for job in ended:
+                path = jobs.pop(job)
+                notebook, error, done[path] = job.result()
+                yield path, notebook, error, done[path]
+                line = f"  {len(done)} of {total}: {path.stem}, {done[path]:.0f} s"
+                if jobs:
+                    line += f"; {remaining(expected, done, time.time() - begin, workers)} left"
+                say(line + ", FAILED" * bool(error))
     shutil.rmtree(RUNNING, ignore_errors=True)
 
 
