@@ -18,8 +18,9 @@ LOG = BUILD / "build.log"
 DOCTREES = BUILD / ".doctrees"
 OPTIONS = ("-W", "-n", "--keep-going")
 RENDERING = BUILD / ".rendering"  # there while Sphinx writes what a kill leaves half written
-PHASES = {"reading sources": "reading the pages", "writing output": "writing the pages"}
+PHASES = {"reading sources... [": "reading the pages", "writing output... [": "writing the pages"}
 REPORTED = re.compile(r"^(ledger|wheel): ")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 PROBLEM = re.compile(r"WARNING|ERROR|Error:|Exception:")
 
 
@@ -48,14 +49,13 @@ def render() -> int:
 
 def follow(command: list) -> int:
     """Run a command with its output in the log, and say when a phase of it begins."""
-    environment = {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     said = set()
     with (
         open(LOG, "w", encoding="utf8") as log,
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -64,6 +64,7 @@ def follow(command: list) -> int:
         ) as process,
     ):
         for line in process.stdout:
+            line = COLOR.sub("", line)
             log.write(line)
             log.flush()
             for phase in PHASES:

@@ -283,3 +283,15 @@ def test_two_builds_of_one_folder_do_not_run_at_once(tmp_path, monkeypatch):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(SystemExit, match="Another `make`"):
             make_book.main()
+
+
+def test_the_log_has_no_colours_and_each_phase_is_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(make_book, "LOG", tmp_path / "build.log")
+    monkeypatch.setattr(make_book, "ROOT", tmp_path)
+    color = "\033[01m{}\033[39;49;00m{}"
+    lines = [("writing output... ", "")]  # of translations, of which there are none
+    lines += [("reading sources... ", "[ 50%] a"), ("reading sources... ", "[100%] b")]
+    text = "\n".join(color.format(*line) for line in [*lines, ("writing output... ", "[ 50%] a")])
+    assert make_book.follow([sys.executable, "-c", f"print({text!r}); raise SystemExit(3)"]) == 3
+    assert capsys.readouterr().out == "  reading the pages\n  writing the pages\n"
+    assert "\033" not in (tmp_path / "build.log").read_text()
