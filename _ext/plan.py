@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
 SECONDS_PER_LAUNCH = 10e-6  # what PyTorch needs to start one operation on a GPU, in eager mode
 FLOPS_PER_SECOND = 4e12  # float32, half of what a T4 can do: the GPU that runtimes lend for nothing
-SAMPLE, PATIENCE = 4, 2.0  # steps, or batches of an evaluation, that are timed; seconds at most
+SAMPLE, PATIENCE = 3, 0.5  # steps, or batches of an evaluation, that are timed; seconds at most
 
 # Training series, test series, length, channels, classes (0: a number), as the archives state them.
 SIZES = {
@@ -108,18 +108,19 @@ class Sampler:
         begin = time.process_time()
         if key not in self.known:
             first, *others = itertools.islice(items, 1 + SAMPLE)
+            kept: list[dict] = []
             with Launches() as launches:
-                flops = count_flops(lambda: do([first]))
-            seconds, timed = time.process_time() - begin, 1
-            if seconds < PATIENCE:
-                before, timed = time.process_time(), 0
-                for item in others or [first]:
+                flops = count_flops(lambda: kept.append(do([first])))
+            each = time.process_time() - begin  # too much, for the counting; a sample replaces it
+            if each < PATIENCE:
+                before = time.process_time()
+                for done, item in enumerate(others or [first], start=1):
                     do([item])
-                    seconds, timed = time.process_time() - before, timed + 1
-                    if seconds > PATIENCE:
+                    each = (time.process_time() - before) / done
+                    if each * done > PATIENCE:
                         break
             gpu = SECONDS_PER_LAUNCH * launches.count + flops / FLOPS_PER_SECOND
-            self.known[key] = do([first]), seconds / timed, gpu, steps()
+            self.known[key] = kept[0], each, gpu, steps()
         numbers, each, gpu, n = self.known[key]
         self.plan.update({counter: n, "cpu": n * each, "gpu": n * gpu})
         self.spent += time.process_time() - begin
