@@ -108,14 +108,14 @@ class Tally(SphinxRole):
 
 
 def filters() -> str:
-    """Return the form that chooses rows; without scripts it stays hidden, and all rows show."""
+    """Return the form that chooses rows; without scripts it is hidden, and all rows show."""
     boxes = "".join(
         f'<label><input type="checkbox" name="verdict" value="{slug(verdict)}"> {verdict}</label>'
         for verdict in (*VERDICTS, OPEN)
     )
     papers = {paper: f"{paper}: {paper_title(paper)}" for paper in PAPERS}
     return (
-        '<form class="da-filter" role="search" aria-label="Items of the ledger" hidden>'
+        '<form class="da-filter" role="search" aria-label="Items of the ledger">'
         f"<fieldset><legend>Verdict</legend>{boxes}</fieldset>"
         f"{_select('paper', 'Paper', papers)}{_select('kind', 'Kind of check', KINDS)}"
         '<label>Words <input type="search" name="words" autocomplete="off"></label>'
@@ -181,7 +181,8 @@ def ledger_part(app, doc: str, paper: str) -> list[nodes.Node]:
     rows = ledger(claims)
     done = [item for item in items_of(paper) if item in rows]
     header = ["item", "verdict", "what the machine did"]
-    parts = [item_table(app, doc, done, rows, claims, header)] if done else []
+    says = {item: item_says(item, rows[item]) for item in done}
+    parts = [item_table(app, doc, says, claims, header)] if done else []
     return parts + _not_reached([item for item in items_of(paper) if item not in rows])
 
 
@@ -195,18 +196,16 @@ def errata_part(app, doc: str, paper: str) -> list[nodes.Node]:
         found = "of which none is wrong as printed" if checked else "so far"
         return [paragraph(f"{len(checked)} of {len(items_of(paper))} items checked, {found}.")]
     header = ["item", "what holds instead", "what the machine did"]
-    return [item_table(app, doc, wrong, rows, claims, header)]
+    says = {item: typeset(rows[item]["statement"]) for item in wrong}
+    return [item_table(app, doc, says, claims, header)]
 
 
-def item_table(app, doc, items, rows, claims, header) -> nodes.table:
+def item_table(app, doc: str, says: dict[str, list], claims, header: list[str]) -> nodes.table:
     """Return a table with a row for each item, whose name is the row's anchor."""
-    lines, checks = [], {}
-    for item in items:
-        checks[item] = [(page, claim) for page, claim in claims if claim["item"] == item]
-        parts = [item_name(item), item_says(item, rows[item]), _checks(app, doc, checks[item])]
-        lines.append(parts)
-    result = table(header, lines, ["da-ledger"])
-    for item, row in zip(items, list(result.findall(nodes.row))[1:], strict=True):
+    checks = {item: [(p, claim) for p, claim in claims if claim["item"] == item] for item in says}
+    lines = [[item_name(item), says[item], _checks(app, doc, checks[item])] for item in says]
+    result, rows = table(header, lines, ["da-ledger"]), ledger(claims)
+    for item, row in zip(says, list(result.findall(nodes.row))[1:], strict=True):
         row["ids"] = [item]
         kinds = dict.fromkeys(f"kind-{claim['kind']}" for _, claim in checks[item])
         row["classes"] = [f"verdict-{slug(rows[item]['verdict'])}", *kinds]
@@ -245,22 +244,22 @@ def check_text(claim: dict) -> str:
     if kind == "definition":
         return "Definition: the shapes are right."
     if kind == "identity":
-        return f"Identity: zero, exactly; the mutant is not, but {number(mutant)}."
+        return f"Identity: zero, exactly; the mutant leaves {number(mutant)}."
     if kind == "equal":
-        return f"Equality: error {number(margin)}; the mutant’s {number(mutant)}."
+        error = f"error {number(margin)}" if margin else "no error"
+        return f"Equality: {error}; the mutant’s {number(mutant)}."
     if kind == "certificate":
         return f"Certificate: gap {number(margin)}; the mutant’s {number(mutant)}."
     if kind == "inequality":  # a claim may lack no more than rounding
         slack = f"slack {number(margin)}" if margin > 0 else "tight, up to rounding"
         return f"Inequality: {slack}; the mutant is violated by {number(mutant)}."
-    left = f"{number(-mutant)} to spare" if mutant < 0 else f"error {number(mutant)}"
-    return f"Counterexample: the print fails by {number(margin)}; the correction has {left}."
+    left = f"has {number(-mutant)} to spare" if mutant < 0 else f"has error {number(mutant)}"
+    left = left if mutant else "is exact"
+    return f"Counterexample: the print fails by {number(margin)}; the correction {left}."
 
 
 def number(value: float) -> str:
     """Return a size in two digits, with a power of ten where it is small or large."""
-    if value == 0:
-        return "0"
     if 1e-3 <= value < 1e4:
         return f"{value:.2g}" if value < 100 else f"{value:.0f}"
     digits, power = f"{value:.0e}".split("e")

@@ -56,5 +56,4 @@ form.addEventListener("input", () => (filter(), write()));
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("reset", () => setTimeout(() => (filter(), write())));
 addEventListener("hashchange", read);
-form.hidden = false;
 location.hash ? read() : filter();
