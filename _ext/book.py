@@ -1,4 +1,4 @@
-"""What this book adds to Sphinx: its ledger, its status page, measured times and launch buttons.
+"""What this book adds to Sphinx: its status page, tables, measured times and launch buttons.
 
 Pages leave their claims and their times in the executed notebooks; the tables made from them are
 filled in when pages are written, so that they report this very build, cached pages included.
@@ -26,7 +26,7 @@ from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 import status_page
 from derived_attention import recorded
 from derived_attention.attention import mechanisms
-from derived_attention.claims import OUTPUT_KEY, VERDICTS, inventory, ledger, to_json
+from derived_attention.claims import OUTPUT_KEY, inventory
 from execute import CACHE, RECORD, read_page
 
 ROOT = Path(__file__).parents[1]
@@ -89,13 +89,13 @@ class PendingInline(nodes.Inline, nodes.TextElement):
     """The same, within a line of text."""
 
 
-class Table(SphinxDirective):
-    """``{ledger}``, ``{errata}``, ``{status}``, ``{coverage}``: made from the executed pages."""
+class Status(SphinxDirective):
+    """``{status}``: made from the executed pages."""
 
     def run(self):
         """Leave a placeholder."""
         self.env.metadata[self.env.docname]["always_write"] = True
-        return [Pending(kind=self.name)]
+        return [Pending()]
 
 
 class Benchmarks(SphinxDirective):
@@ -117,10 +117,10 @@ class Benchmarks(SphinxDirective):
             times = benchmarks.time_table(results, names)
         except ValueError as error:
             raise self.error(str(error)) from error
-        captions = [_paragraph(benchmarks.caption(found)) for found in results.values()]
+        captions = [paragraph(benchmarks.caption(found)) for found in results.values()]
         memory = map(benchmarks.memory_table, benchmarks.of_each_kind(results))
         first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
-        return [*captions, first, _paragraph(benchmarks.NOTE), *others]
+        return [*captions, first, paragraph(benchmarks.NOTE), *others]
 
 
 def _result_files(names) -> list[str]:
@@ -143,7 +143,7 @@ class Experiments(SphinxDirective):
             raise self.error(str(error)) from error
         parts = []
         for data in results:
-            parts.append(_paragraph(benchmarks.experiment_caption(data)))
+            parts.append(paragraph(benchmarks.experiment_caption(data)))
             parts.append(table(*benchmarks.experiment_table(data), ["da-benchmarks"]))
         return parts
 
@@ -214,14 +214,8 @@ class Measured(SphinxRole):
 
 
 def _fill_in(app, doctree, doc):
-    makers = {
-        "ledger": ledger_table,
-        "errata": errata_list,
-        "status": status_table,
-        "coverage": coverage,
-    }
     for node in list(doctree.findall(Pending)):
-        node.replace_self(makers[node["kind"]](app, doc))
+        node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
         text = status_page.measured(app, doc, node["kind"])
         # Plans are committed; what this build measured must not get into the notebooks.
@@ -238,12 +232,13 @@ def table(header: list[str], rows: list[list], classes: list[str]) -> nodes.tabl
     group += [nodes.colspec(colwidth=1) for _ in header]
     for part, content in ((nodes.thead(), [header]), (nodes.tbody(), rows)):
         for row in content:
-            part += nodes.row("", *(nodes.entry("", _paragraph(cell)) for cell in row))
+            part += nodes.row("", *(nodes.entry("", paragraph(cell)) for cell in row))
         group += part
     return nodes.table("", group, classes=classes)
 
 
-def _paragraph(cell) -> nodes.paragraph:
+def paragraph(cell) -> nodes.paragraph:
+    """Return text, or a list of inline nodes, as a paragraph."""
     return nodes.paragraph("", "", *([nodes.Text(cell)] if isinstance(cell, str) else cell))
 
 
@@ -258,94 +253,12 @@ def page_title(app, doc: str) -> str:
     return app.env.titles[doc].astext()
 
 
-def places(app, doc: str, item: str, claims) -> list:
-    """Return links to all checks of one item."""
-    nodes_ = []
-    for page, claim in claims:
-        if claim["item"] == item:
-            chapter, number = int(page[5:7]), claim["anchor"].rpartition("-")[2]
-            nodes_ += [nodes.Text(", ")] if nodes_ else []
-            nodes_.append(link(app, doc, page, claim["anchor"], f"ch. {chapter}, check {number}"))
-    return nodes_
-
-
-def coverage(app, doc: str):
-    """Return one line: how many items have a verdict, and which."""
-    verdicts = [row["verdict"] for row in ledger(claims_of(app)).values()]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
-    return _paragraph(f"{len(verdicts)} of {len(inventory())} items have a verdict: {counts}.")
-
-
-def ledger_table(app, doc: str):
-    """Return the whole ledger: one table a paper, a line on coverage before it."""
-    claims = claims_of(app)
-    rows = ledger(claims)
-    parts = [coverage(app, doc)]
-    for paper in sorted({item[:3] for item in inventory()}):
-        items = [item for item in inventory() if item.startswith(paper)]
-        done = sum(item in rows for item in items)
-        title = f"Paper {paper}: {done} of {len(items)} items"
-        section = nodes.section("", nodes.title("", title), ids=[f"paper-{paper}"])
-        section += table(
-            ["item", "what the machine says", "check, margin / mutant", "place"],
-            [_ledger_row(app, doc, item, rows, claims) for item in items],
-            ["da-ledger"],
-        )
-        parts.append(section)
-    return parts
-
-
-def _ledger_row(app, doc, item, rows, claims) -> list:
-    topic = inventory()[item]["topic"]
-    name = [nodes.literal("", item), nodes.Text(f" {topic}")]
-    if item not in rows:
-        return [name, "not reached yet", "", ""]
-    verdict, statement = rows[item]["verdict"], rows[item]["statement"]
-    says = [nodes.strong("", verdict, classes=[f"da-{verdict.replace(' ', '-')}"])]
-    if statement != topic:
-        says.append(nodes.Text(f": {statement}"))
-    checks = [_check_text(check) for check in rows[item]["checks"]]
-    return [name, says, "; ".join(checks), places(app, doc, item, claims)]
-
-
-def _check_text(check: dict) -> str:
-    if check["kind"] == "definition":
-        return "shapes"
-    margin = "exact" if check["kind"] == "identity" else f"{check['margin']:.1e}"
-    return f"{check['kind']} {margin} / {check['mutant_margin']:.1e}"
-
-
-def errata_list(app, doc: str):
-    """Return every item that is wrong as printed, with its correction and a link."""
-    claims = claims_of(app)
-    rows = [
-        [
-            [nodes.literal("", item), nodes.Text(f" {inventory()[item]['topic']}")],
-            row["statement"],
-            places(app, doc, item, claims),
-        ]
-        for item, row in ledger(claims).items()
-        if row["verdict"] == "wrong as printed"
-    ]
-    return table(["item", "correction", "place"], rows, ["da-ledger"])
-
-
 def status_table(app, doc: str):
     """Return times, claims and figures of each chapter of this build."""
     header, rows = status_page.status_rows(
         app, doc, lambda page: link(app, doc, page, "", page_title(app, page)), claims_of(app)
     )
     return table(header, rows, ["da-status"])
-
-
-def _write_ledger(app, error):
-    if error is None and app.builder.format == "html":
-        path = Path(app.outdir).parent / "ledger.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(to_json(ledger(claims_of(app))), "utf8")
-        os.replace(temporary, path)
-        done = len(json.loads(path.read_text("utf8")))
-        print(f"ledger: {done} of {len(inventory())} items have a verdict")
 
 
 # --- what must be read or written again ----------------------------------------------------------
@@ -536,8 +449,7 @@ def setup(app):
     """Register everything above."""
     app.add_node(Pending)
     app.add_node(PendingInline)
-    for name in ("ledger", "errata", "status", "coverage"):
-        app.add_directive(name, Table)
+    app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("experiments", Experiments)
@@ -550,5 +462,4 @@ def setup(app):
     app.connect("autodoc-skip-member", _skip)
     app.connect("doctree-resolved", _fill_in)
     app.connect("html-page-context", _furnish, priority=900)
-    app.connect("build-finished", _write_ledger)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
 sys.path.insert(0, str(ROOT / "_ext"))
 import book  # noqa: E402
+import ledger_page  # noqa: E402
+import plain_maths  # noqa: E402
 
 
 def paper(prefix, numbers):
@@ -86,17 +88,96 @@ def test_every_verdict_but_definition_has_a_check_with_a_rejected_mutant(ledger)
 def test_the_ledger_page_shows_every_item_and_links_to_its_checks(ledger):
     page = (HTML / "book" / "ledger.html").read_text("utf8")
     for item in claims.inventory():
-        assert f">{item}</span>" in page, item
+        assert f">{item}</span>" in page and page.count(f'id="{item}"') == 1, item
     links = re.findall(r'href="(\d\d_\w+\.html)#(claim-[\w.-]+)"', page)
     assert {anchor.split("-")[1] for _, anchor in links} == set(ledger)
     for target, anchor in links:
         assert f'id="{anchor}"' in (HTML / "book" / target).read_text("utf8")
+    contents = page.partition('class="bd-sidebar-secondary')[2]
+    for paper in ledger_page.PAPERS:
+        assert ledger_page.paper_title(paper) in contents, paper
+
+
+def test_the_ledger_folds_what_is_not_reached(ledger):
+    page = (HTML / "book" / "ledger.html").read_text("utf8")
+    folded = "".join(re.findall("<details class=.da-open.>.*?</details>", page, re.S))
+    assert set(re.findall(r'<li[^>]* id="([\w.]+)"', folded)) == set(claims.inventory()) - set(
+        ledger
+    )
+    counts = [int(n) for n in re.findall(r"<summary>(\d+) items not reached", folded)]
+    assert sum(counts) == len(claims.inventory()) - len(ledger)
+
+
+def test_the_ledger_for_programs_lies_beside_the_page(ledger):
+    assert json.loads((HTML / "book" / "ledger.json").read_text("utf8")) == ledger
+
+
+def test_a_check_says_in_words_what_its_numbers_are():
+    def says(kind, margin, mutant):
+        check = {"kind": kind, "margin": margin, "mutant_margin": mutant}
+        return ledger_page.check_text(check)
+
+    assert says("inequality", 0.0349, 0.1398) == (
+        "Inequality: slack 0.035; the mutant is violated by 0.14."
+    )
+    assert says("inequality", -3e-14, 2.5).startswith("Inequality: tight, up to rounding;")
+    assert says("equal", 2.2e-16, 0.39) == "Equality: error 2·10⁻¹⁶; the mutant’s 0.39."
+    assert says("refuted", 24.0, 0.0).endswith("the print fails by 24; the correction is exact.")
+    assert says("refuted", 0.463, -0.4245).endswith("the correction has 0.42 to spare.")
+    assert says("refuted", 0.7, 2e-16).endswith("the correction has error 2·10⁻¹⁶.")
+    assert "the mutant leaves 0.0028" in says("identity", 0.0, 0.0028)
+
+
+def test_no_check_of_the_ledger_reads_as_a_failure(ledger):
+    for item, row in ledger.items():
+        for check in row["checks"]:
+            text = ledger_page.check_text(check)
+            assert not re.search(r"[-−]\d|nan|inf\b", text), f"{item}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("plain", "tex"),
+    {
+        "σ_jr^{-D} exp(−(‖q‖²+‖k_jr‖²)/2σ_jr²) stays": [
+            r"σ_{jr}^{-D} \exp(-(‖q‖^{2}+‖k_{jr}‖^{2})/2σ_{jr}^{2})"
+        ],
+        "π_jr = Σ_i a_ij γ_ir / Σ_i a_ij; the rule": [
+            r"π_{jr} = \sum_{i} a_{ij} γ_{ir} / \sum_{i} a_{ij}"
+        ],
+        "for s | N: C ≥ max |v_j(d)| (of all)": [r"s \mid N", r"C ≥ \max |v_{j}(d)|"],
+        "a point on the left-hand side, App. D, the 'same' W^proj": [r"W^{\mathrm{proj}}"],
+        "(logarithms of K, σ from 1 to 10^{-8})": ["K", "σ", "10^{-8}"],
+        "there are C(D+t-1, t) of degree t, for W Phi/h": ["C(D+t-1, t)", "t", "W Φ/h"],
+    }.items(),
+)
+def test_formulas_in_plain_text_are_found(plain, tex):
+    found = plain_maths.pieces(plain)
+    assert [plain_maths.to_tex(piece) for piece, is_formula in found if is_formula] == tex
+    assert "".join(piece for piece, _ in found) == plain
+
+
+def test_no_formula_of_the_ledger_stays_plain_text(ledger):
+    lines = [row["topic"] for row in claims.inventory().values()]
+    for line in [*lines, *(row["statement"] for row in ledger.values())]:
+        assert "".join(piece for piece, _ in plain_maths.pieces(line)) == line
+        assert not plain_maths.missed(line), line
 
 
 def test_the_errata_page_lists_just_what_is_wrong_as_printed(ledger):
     page = (HTML / "book" / "errata.html").read_text("utf8")
     wrong = {k for k, row in ledger.items() if row["verdict"] == "wrong as printed"}
     assert {i for i in claims.inventory() if f">{i}</span>" in page} == wrong
+    assert all(f'id="{item}"' in page for item in wrong)
+
+
+def test_the_landing_page_counts_this_build_and_is_no_chapter(ledger):
+    page = (HTML / "book" / "index.html").read_text("utf8")
+    wrong = sum(row["verdict"] == "wrong as printed" for row in ledger.values())
+    hook = re.sub("<[^>]+>", "", page.partition('class="da-hook"')[2].partition("</p>")[0])
+    assert f"{wrong} of the {len(ledger)} printed claims" in hook
+    assert page.count('<svg class="da-picture"') == 5
+    assert page.count('class="da-figure da-slider"') == 1 and "cell_input" not in page
+    assert not (HTML / "notebooks" / "index.ipynb").exists()
 
 
 def test_the_api_page_has_every_mechanism_and_module_with_public_signatures():
@@ -167,7 +248,7 @@ def test_the_archive_holds_the_whole_site(tmp_path):
     with zipfile.ZipFile(ROOT / "_build" / "derived-attention.zip") as archive:
         names = set(archive.namelist())
     assert {f"html/{page}.html" for page in toc_pages()} <= names
-    assert "html/_static/katex/katex.min.css" in names
+    assert {"html/_static/katex/katex.min.css", "html/book/ledger.json"} <= names
 
 
 def test_a_broken_formula_is_a_warning_of_the_build(tmp_path):

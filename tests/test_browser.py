@@ -303,6 +303,8 @@ def dead_links(pages: dict[str, Links], name: str) -> list[str]:
         path, anchor = unquote(urlsplit(path).path).lstrip("/"), unquote(anchor)
         if not (HTML / path).is_file():
             problems.append(f"{name}: no such file: {address}")
+        elif "=" in anchor:  # a choice of the ledger's rows
+            continue
         elif anchor and path in pages and (times := pages[path].ids.count(anchor)) != 1:
             problems.append(f"{name}: {times} anchors for {address}")
     return problems
@@ -532,3 +534,67 @@ def test_dead_links_are_found(parsed, defect):
     name = f"{PAGES[0]}.html"
     broken = Links(source(PAGES[0]) + f'<a href="{defect}">there</a>')
     assert len(dead_links({**parsed, name: broken}, name)) == 1
+
+
+# --- the ledger's filters ------------------------------------------------------------------------
+
+SHOWN = "nodes => nodes.filter(node => node.checkVisibility()).map(node => node.id)"
+ROWS = ".da-ledger tbody tr, details.da-open li"
+
+
+def shown(page) -> list[str]:
+    return page.locator(ROWS).evaluate_all(SHOWN)
+
+
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_ledger_is_filtered_by_keyboard(page, origins, scheme):
+    with watched(page, origins[scheme]) as problems:
+        visit(page, f"{origins[scheme]}book/ledger.html")
+        count, everything = page.locator(".da-filter output"), page.locator(ROWS).count()
+        assert count.inner_text() == f"{everything} of {everything} items"
+        page.locator("[value=wrong-as-printed]").focus()
+        page.keyboard.press("Space")
+        wrong = page.locator("tr.verdict-wrong-as-printed").evaluate_all("a => a.map(r => r.id)")
+        assert shown(page) == wrong and 0 < len(wrong) < everything
+        assert count.inner_text() == f"{len(wrong)} of {everything} items"
+        assert page.evaluate("location.hash") == "#verdict=wrong-as-printed"
+        page.locator("[name=paper]").focus()
+        page.keyboard.type("004")
+        page.locator("[name=words]").focus()
+        page.keyboard.type("Posterior PRODUCTS")
+        assert shown(page) == ["004.eq6"]
+        page.reload()
+        settle(page)
+        assert shown(page) == ["004.eq6"], "the address does not hold the choice"
+        page.locator(".da-filter button").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_function("!location.hash")
+        assert count.inner_text() == f"{everything} of {everything} items"
+    report(problems)
+
+
+def test_ledger_follows_its_address(page, web):
+    visit(page, f"{web}book/index.html")
+    page.locator(".da-hook a").first.click()
+    page.wait_for_url("**/ledger.html#verdict=wrong-as-printed")
+    settle(page)
+    wrong = shown(page)
+    assert str(len(wrong)) == page.locator(".da-counts tr:last-child a").first.inner_text()
+    page.locator(
+        ".da-counts a[href='#paper=000&verdict=holds-if'], "
+        ".da-counts a[href$='#paper=000&verdict=holds-if']"
+    ).click()
+    rows = page.locator("tr.verdict-holds-if[id^='000.']")
+    assert shown(page) == rows.evaluate_all("a => a.map(r => r.id)")
+    hidden = page.locator("details.da-open li").first.get_attribute("id")
+    page.evaluate(f"location.hash = '{hidden}'")  # neither filtered away nor folded
+    page.locator(f"[id='{hidden}']").wait_for()
+    assert page.locator("tr.verdict-holds").first.is_visible()
+
+
+def test_ledger_shows_everything_without_scripts(browser, web):
+    with browser.new_context(java_script_enabled=False) as context:
+        page = context.new_page()
+        page.goto(f"{web}book/ledger.html")
+        assert not page.locator(".da-filter").is_visible()
+        assert page.locator(".da-ledger tbody tr").last.is_visible()

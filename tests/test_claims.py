@@ -70,6 +70,7 @@ def test_inequality_needs_the_bound_to_hold_and_the_sharper_one_to_break():
     sharp, low = np.array([1.5, 1.9]), np.array([1.0, 1.8])
     claim = claims.inequality(None, pair, [1.5, 2.0], mutant=sharp)
     assert claim.margin == 0 and claim.mutant_margin == pytest.approx(0.1)
+    assert "tight, up to rounding" in str(claim)
     with pytest.raises(ClaimError, match="violated"):
         claims.inequality(None, pair, [1.5, 1.9], mutant=sharp)
     with pytest.raises(ClaimError, match="mutant not rejected"):

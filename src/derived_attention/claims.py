@@ -79,10 +79,12 @@ class Claim:
 
     @property
     def _margin(self) -> str:
+        # Less than nothing to spare is rounding: what lacks more has raised an error.
+        slack = f"slack {self.margin:.2g}" if self.margin > 0 else "tight, up to rounding"
         words = {
             "identity": "zero exactly",
             "equal": f"error {self.margin:.1e}",
-            "inequality": f"slack {self.margin:.2g}",
+            "inequality": slack,
             "certificate": f"gap and KKT residuals {self.margin:.1e}",
             "refuted": f"violated by {self.margin:.3g}",
             "definition": "shapes checked",
