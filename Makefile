@@ -23,8 +23,8 @@ book: $(HTML)/.complete ## build the book, as `make` alone does; what has not ch
 	@echo "The book is ready. Open $(PAGES)"
 
 test: lint book ## check everything: style, types, the book with warnings as errors, all tests
-	@echo "Running the tests: about 5 minutes."
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	@echo "Running the tests: some minutes; each dot is one that has passed."
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n auto --dist worksteal
 
 lint: $(VENV)/.ready ## check style and types alone
 	@echo "Checking the style (ruff)."

@@ -1,0 +1,70 @@
+"""Formulas are rendered by one Node process, which ends with the build and is never shared."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
+import katex_prerender as katex
+
+FOLDER = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
+APP = SimpleNamespace(config=SimpleNamespace(katex_path=str(FOLDER)))
+
+
+@pytest.fixture(autouse=True)
+def server():
+    """Forget formulas of other tests, and start Node."""
+    katex._katex.cache_clear()
+    yield katex._server(FOLDER / "katex.min.js", os.getpid())
+    katex._stop(APP, None)
+
+
+def test_lines_and_other_scripts_come_back_whole(server):
+    for tex in ("x\n= y", "\\text{été \u4e00 \U0001d538}"):
+        assert 'class="katex"' in katex._katex(FOLDER, tex, True)
+    assert katex._server(FOLDER / "katex.min.js", os.getpid()) is server, "one for all formulas"
+
+
+def test_a_formula_that_is_refused_does_not_end_it():
+    with pytest.raises(katex.FormulaError, match="ParseError.*Undefined control sequence"):
+        katex._katex(FOLDER, "\\nonsense", False)
+    with pytest.raises(katex.FormulaError, match="Unexpected character"):
+        katex._katex(FOLDER, "a\u2028b", False)  # a line's end to Node
+    assert "katex-display" not in katex._katex(FOLDER, "x", False)
+
+
+def test_it_ends_with_the_build(server):
+    katex._katex(FOLDER, "x", False)
+    katex._stop(APP, None)
+    assert server.returncode == 0
+    katex._stop(APP, None)  # a build without formulas
+
+
+def test_a_process_that_has_died_is_an_error_with_its_status(server):
+    server.kill()
+    with pytest.raises(katex.ExtensionError, match="exit status -9"):
+        katex._katex(FOLDER, "x", False)
+    katex._server.cache_clear()
+
+
+def _render(queue, tex):
+    queue.put(katex._katex(FOLDER, tex, False))
+    katex._stop(APP, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_forked_processes_have_servers_of_their_own(server):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    formulas = [f"x^{{{i}}}" for i in range(4)]
+    workers = [context.Process(target=_render, args=(queue, tex)) for tex in formulas]
+    for worker in workers:
+        worker.start()
+    found = {queue.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join(60)
+    assert found == {katex._katex(FOLDER, tex, False) for tex in formulas}
