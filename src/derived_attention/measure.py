@@ -270,7 +270,7 @@ def compare(
             f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
         )
     names = list(functions)
-    # torch.utils.benchmark has no rounds: each of its measurements is of one function, 3 calls or more.
+    # torch.utils.benchmark has no rounds, and makes three calls at least of one function at a time.
     clock = _cuda_seconds if _device(device).type == "cuda" else _cpu_seconds
     seconds = np.empty((repeats, len(names)))
     for turn in range(-warmup, repeats):
