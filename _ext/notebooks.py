@@ -47,12 +47,13 @@ if missing:
     else:
         $otherwise
     print(f"Installing {source[-1]}: a minute or two.", flush=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     kept = [name for name in ("torch", "numpy") if importlib.util.find_spec(name)]
     kept = [f"{name}=={importlib.metadata.version(name)}" for name in kept]
-    done = subprocess.run([*pip, *source, *kept], capture_output=True, text=True)
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([*pip, *source, *kept], **both, text=True)
     if done.returncode:
-        said = "\\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+        said = "\\n".join(done.stdout.strip().splitlines()[-12:])
         raise RuntimeError(f"pip could not install it. Is there a network? It said:\\n{said}")
     sys.path[:0] = [str(p / "src") for p in checkouts[:1]]  # Python looks for links when it starts
     importlib.invalidate_caches()
@@ -139,7 +140,8 @@ class Writer:
         source = next(n for n in cell.findall(nodes.literal_block)).astext()
         metadata: dict = {}
         if "hide-input" in cell.get("cell_metadata", {}).get("tags", []):
-            source = f"#@title {code_label(self.app, self.doc, cell)}\n{source}"
+            label = code_label(self.app, self.doc, cell) or "code"
+            source = f"#@title {label}\n{source}"
             metadata = {"cellView": "form", "jupyter": {"source_hidden": True}}
         self.cells.append(code_cell(source, metadata))
         for figure in cell.findall(nodes.figure):

@@ -34,30 +34,34 @@ assert softmax_attention(q, q, q).shape == q.shape and "mgk" in list_attentions(
 NOBODY = "http://127.0.0.1:9/simple"  # where nobody listens
 
 
-def fake_wheel(name: str) -> bytes:
+def fake_wheel(name: str, needs: str) -> bytes:
     """Return a wheel of an empty module, newer than any that is installed."""
     info, data = f"{name}-99.0.dist-info", io.BytesIO()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n{needs}\n"
     with zipfile.ZipFile(data, "w") as wheel:
         wheel.writestr(f"{name}.py", "")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
+        wheel.writestr(f"{info}/METADATA", metadata)
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
     return data.getvalue()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """An index that has version 99.0 of anything."""
+    """An index that has version 99.0 of tqdm, and of what nobody should be given."""
 
     def do_GET(self):
         name = self.path.rstrip("/").rpartition("/")[2].partition("-99.0")[0]
         self.server.asked.add(name.replace("-", "_"))
+        if name.replace("-", "_") not in {"tqdm", "derived_attention", "torch", "numpy"}:
+            return self.send_error(404)
         file = f"{name.replace('-', '_')}-99.0-py3-none-any.whl"
         page = f'<a href="/files/{file}">{file}</a>'.encode()
         self.send_response(200)
         kind = "application/zip" if self.path.endswith(".whl") else "text/html"
         self.send_header("Content-Type", kind)
         self.end_headers()
-        self.wfile.write(fake_wheel(name) if self.path.endswith(".whl") else page)
+        needs = self.server.needs if name == "tqdm" else ""
+        self.wfile.write(fake_wheel(name, needs) if self.path.endswith(".whl") else page)
 
     def log_message(self, *_):
         pass
@@ -67,13 +71,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def index():
     """Serve on a free port; ``asked`` holds the names that pip has asked for."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = set()
+    server.asked, server.needs = set(), ""
     server.url = f"http://127.0.0.1:{server.server_port}/simple"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
-    assert not server.asked & {"derived_attention", "torch", "numpy"}
+    assert "derived_attention" not in server.asked, "anybody can register this name"
 
 
 class Machine:
@@ -226,6 +230,13 @@ def test_an_installation_that_fails_raises_with_what_pip_says(machine, wheels):
     done = machine.run()
     assert done.returncode == 1 and "Is there a network?" in done.stderr
     assert "No matching distribution found for tqdm" in done.stderr.splitlines()[-1]
+
+
+def test_no_other_numpy_is_installed_whatever_wants_one(machine, wheels, index):
+    shutil.copy(wheels / notebooks.WHEEL, machine.folder)
+    index.needs = "Requires-Dist: numpy>=90"
+    done = machine.run(index.url)
+    assert done.returncode == 1 and "conflict" in done.stderr and not machine.installed()
 
 
 def test_the_package_index_is_asked_only_when_the_name_is_ours(monkeypatch):
