@@ -232,9 +232,9 @@ def test_an_installation_that_fails_raises_with_what_pip_says(machine, wheels):
     assert "No matching distribution found for tqdm" in done.stderr.splitlines()[-1]
 
 
-def test_no_other_numpy_is_installed_whatever_wants_one(machine, wheels, index):
+def test_no_other_torch_is_installed_whatever_wants_one(machine, wheels, index):
     shutil.copy(wheels / notebooks.WHEEL, machine.folder)
-    index.needs = "Requires-Dist: numpy>=90"
+    index.needs = "Requires-Dist: torch>=90"
     done = machine.run(index.url)
     assert done.returncode == 1 and "conflict" in done.stderr and not machine.installed()
 
