@@ -24,7 +24,7 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
-from derived_attention import recorded
+from derived_attention import __version__, recorded
 from derived_attention.attention import mechanisms
 from derived_attention.claims import OUTPUT_KEY, inventory
 from execute import CACHE, RECORD, read_page
@@ -32,6 +32,8 @@ from execute import CACHE, RECORD, read_page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import table as benchmarks  # noqa: E402
+
+WHEEL = f"derived_attention-{__version__}-py3-none-any.whl"  # beside the notebooks
 
 # Names of other libraries in docstrings, and where their documentation is.
 TORCH = "https://docs.pytorch.org/docs/stable/"
@@ -373,9 +375,14 @@ def _furnish(app, pagename, templatename, context, doctree):
             "icon": "fas fa-code",
             "url": context["pathto"](f"notebooks/{pagename.rpartition('/')[2]}.ipynb", 1),
         }
+        package = notebook | {
+            "text": "package (.whl)",
+            "tooltip": "Download the package, to lie beside the notebook",
+            "url": context["pathto"](f"notebooks/{WHEEL}", 1),
+        }
         for group in buttons:
             if group.get("label") == "download-buttons":
-                group["buttons"].insert(0, notebook)
+                group["buttons"][:0] = [notebook, package]
     url, branch = repository()
     if not url:
         return

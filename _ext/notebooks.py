@@ -7,24 +7,72 @@ readers know none of Sphinx's syntax. Outputs and solutions are left out; a set-
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
 from pathlib import Path
+from string import Template
 
 from docutils import nodes
+from sphinx.errors import ExtensionError
 
-from book import chapters, repository
+from book import ROOT, WHEEL, chapters, repository
+from derived_attention import __version__
+from labels import code_label
 
-SETUP = '''\
-# Set-up: installs the package where it is missing (Colab, Kaggle); the runtime keeps its torch.
+# A notebook's first code cell. None of it is IPython's own, and it leaves no file behind.
+SETUP = """\
+# Set-up: installs the book's package if it is missing. Your torch and numpy stay as they are.
 import importlib.metadata
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
-if importlib.util.find_spec("derived_attention") is None:
-    keep = [f"{{p}}=={{importlib.metadata.version(p)}}" for p in ("torch", "numpy")]
-    Path("keep.txt").write_text("\\n".join(keep))
-    %pip install -q -c keep.txt "{requirement}"'''
+needed = \"\"\"derived_attention $modules\"\"\"
+missing = [name for name in needed.split() if not importlib.util.find_spec(name)]
+if missing:
+    here = Path.cwd()
+    marks = ("pyproject.toml", "src/derived_attention")
+    checkouts = [p for p in (here, *here.parents) if all((p / m).exists() for m in marks)]
+    wheels = sorted(here.glob("derived_attention-*-any.whl"), key=lambda p: p.stat().st_mtime)
+    if checkouts:
+        source = ["--editable", f"{checkouts[0]}[book]"]
+    elif wheels:
+        source = [f"derived-attention[book] @ {wheels[-1].as_uri()}"]
+    else:
+        $otherwise
+    print(f"Installing {source[-1]}: a minute or two.", flush=True)
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    kept = [name for name in ("torch", "numpy") if importlib.util.find_spec(name)]
+    kept = [f"{name}=={importlib.metadata.version(name)}" for name in kept]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([*pip, *source, *kept], **both, text=True)
+    if done.returncode:
+        said = "\\n".join(done.stdout.strip().splitlines()[-12:])
+        raise RuntimeError(f"pip could not install it. Is there a network? It said:\\n{said}")
+    sys.path[:0] = [str(p / "src") for p in checkouts[:1]]  # Python looks for links when it starts
+    importlib.invalidate_caches()
+
+import derived_attention
+
+if derived_attention.__version__ != "$version":
+    print(f"This notebook is for version $version, not {derived_attention.__version__}: if a cell")
+    print("fails, run %pip uninstall -y derived-attention, restart, and run this cell again.")"""
+# What the package's extra "book" brings, as Python imports it.
+MODULES = """IPython PIL aeon cvxpy cycler matplotlib pandas platformdirs
+    sacrebleu scipy sentencepiece sklearn sympy tqdm"""
+NOWHERE = """\
+raise RuntimeError(
+            f"{missing[0]} is missing: put $wheel "
+            "beside this notebook (it is in the page's download menu, and in the folder notebooks/ "
+            "of the book's zip) and run this cell again; or run make lab in a checkout."
+        )"""
+EPOCH = {"SOURCE_DATE_EPOCH": "315532800"}  # 1980, where a zip's time begins
 SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "topic", "label")
 SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
 
@@ -44,13 +92,14 @@ class Writer:
         self.blocks(self.app.env.get_and_resolve_doctree(self.doc, self.app.builder))
         self.flush()
         first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
-        self.cells.insert(first, code_cell(SETUP.format(requirement=requirement()), {}))
+        on_gpu = any("run.device" in "".join(cell["source"]) for cell in self.cells[first:])
+        self.cells.insert(first, code_cell(set_up(), {}))
         for number, cell in enumerate(self.cells):
             cell["id"] = f"cell-{number:03d}"
         return {
             "cells": self.cells,
             "metadata": {
-                "accelerator": "GPU",
+                **({"accelerator": "GPU"} if on_gpu else {}),
                 "colab": {"provenance": []},
                 "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
                 "language_info": {"name": "python"},
@@ -83,11 +132,17 @@ class Writer:
                 self.text.append(self.block(child))
 
     def code(self, cell) -> None:
-        """Write a code cell; a figure's caption follows it as text."""
+        """Write a code cell; a figure's caption follows it as text.
+
+        Colab hides code that is a form, and shows the form's title instead.
+        """
         self.flush()
         source = next(n for n in cell.findall(nodes.literal_block)).astext()
-        hidden = "hide-input" in cell.get("cell_metadata", {}).get("tags", [])
-        metadata = {"jupyter": {"source_hidden": True}} if hidden else {}
+        metadata: dict = {}
+        if "hide-input" in cell.get("cell_metadata", {}).get("tags", []):
+            label = code_label(self.app, self.doc, cell) or "code"
+            source = f"#@title {label}\n{source}"
+            metadata = {"cellView": "form", "jupyter": {"source_hidden": True}}
         self.cells.append(code_cell(source, metadata))
         for figure in cell.findall(nodes.figure):
             for caption in figure.findall(nodes.caption):
@@ -257,10 +312,21 @@ class Writer:
         return f"{name} {'.'.join(map(str, found[0]))}" if found else name
 
 
-def requirement() -> str:
-    """Return what pip installs: the package from its repository, or from the index without one."""
+def set_up() -> str:
+    """Return the set-up cell: how it ends depends on where the package can be had for sure."""
     url, _ = repository(committed=True)
-    return f"derived-attention @ git+{url}" if url else "derived-attention"
+    otherwise = Template(NOWHERE).substitute(wheel=WHEEL)
+    if url:
+        otherwise = f'source = ["derived-attention[book] @ git+{url}"]'
+    elif own_settings()["on-package-index"]:
+        otherwise = f'source = ["derived-attention[book]=={__version__}"]'
+    values = {"modules": MODULES, "version": __version__, "otherwise": otherwise}
+    return Template(SETUP).substitute(values)
+
+
+def own_settings() -> dict:
+    """Return what pyproject.toml says about the book itself."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["tool"]["derived-attention"]
 
 
 def code_cell(source: str, metadata: dict) -> dict:
@@ -309,6 +375,34 @@ def write_notebooks(app, error) -> None:
         if path.name not in names:
             path.unlink()
     shutil.copytree(folder, Path(app.outdir) / "notebooks", dirs_exist_ok=True)  # for download
+    write_wheel(Path(app.outdir) / "notebooks")
+
+
+def write_wheel(folder: Path) -> None:
+    """Put the package beside the notebooks, as the wheel that their set-up cell installs.
+
+    It is built from a copy, since setuptools writes into the folder that it builds from, without a
+    network. The same sources make the same bytes.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name)
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copyfile(ROOT / file, copy / file)
+        unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / "src", copy / "src", ignore=unwanted, copy_function=shutil.copyfile)
+        build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+        command = [sys.executable, "-c", build]
+        done = subprocess.run(
+            command, cwd=copy, env=os.environ | EPOCH, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise ExtensionError(f"the package's wheel cannot be built:\n{done.stderr[-2000:]}")
+        for old in folder.glob("*.whl"):
+            if old.name != WHEEL:
+                old.unlink()
+        wheel = (copy / WHEEL).read_bytes()
+        if not (folder / WHEEL).exists() or (folder / WHEEL).read_bytes() != wheel:
+            (folder / WHEEL).write_bytes(wheel)
 
 
 def setup(app):

@@ -1,6 +1,5 @@
 """The generated notebooks: in step with the pages, plain, without solutions, and they run."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -66,7 +65,23 @@ def test_its_code_is_the_page_s_code_less_solutions_after_a_set_up_cell(name):
             inside = marks[-1] == "start" if marks else inside
         elif not inside:
             kept.append(cell.source.strip())
-    assert cells == kept
+    assert [re.sub(r"\A#@title .+\n", "", cell) for cell in cells] == kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folded_code_is_a_form_with_a_title_on_colab_and_no_other_code_is(name):
+    cells = [cell for cell in notebook(name).cells if cell.cell_type == "code"]
+    hidden = [cell for cell in cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert len(hidden) > 5
+    assert [cell for cell in cells if cell.metadata.get("cellView") == "form"] == hidden
+    assert [cell for cell in cells if re.match(r"#@title \S.*\n", cell.source)] == hidden
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_colab_gives_a_gpu_to_those_that_use_one(name):
+    book = notebook(name)
+    uses = any("run.device" in cell for cell in code(book.cells))
+    assert (book.metadata.get("accelerator") == "GPU") == uses
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,40 +119,3 @@ def test_it_runs_from_top_to_bottom_in_an_empty_folder(name, tmp_path):
     assert set(runs.rglob("*.json")) == of_the_build, "the notebook repeats runs of its page"
     leftovers = {p.name for p in folder.iterdir()} - {f"{name}.ipynb"}
     assert not leftovers, f"the notebook leaves files behind: {leftovers}"
-
-
-def test_the_set_up_cell_pins_the_torch_of_the_runtime_and_names_the_package(tmp_path, monkeypatch):
-    set_up = code(notebook(NAMES[0]).cells)[0]
-    lines = set_up.splitlines()
-    pip = next(line.strip() for line in lines if "%pip" in line)
-    assert re.fullmatch(
-        r'%pip install -q -c keep\.txt "derived-attention( @ git\+https://\S+)?"', pip
-    )
-    commands = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    source = set_up.replace(pip, f"commands.append({pip!r})")
-    exec(compile(source, "set-up", "exec"), {"commands": commands})
-    version = importlib.metadata.version("torch")
-    assert commands and f"torch=={version}" in Path("keep.txt").read_text().splitlines()
-    os.unlink("keep.txt")
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("", "derived-attention"),
-        ("https://github.com/o/r", "derived-attention @ git+https://github.com/o/r"),
-    ],
-)
-def test_the_set_up_cell_installs_from_the_repository_where_there_is_one(
-    url, expected, monkeypatch
-):
-    import notebooks
-
-    monkeypatch.setattr(notebooks, "repository", lambda committed: (url, "main"))
-    assert notebooks.requirement() == expected
-
-
-def test_the_package_is_called_what_the_set_up_cell_calls_it():
-    assert importlib.metadata.metadata("derived-attention")["Name"] == "derived-attention"

