@@ -109,7 +109,7 @@ def _unused_variables(css: str) -> str:
         if not unused:
             return re.sub(r"[^{}]+\{\}", "", css)
         css = re.sub(
-            r"(?<=[{;])(--[\w-]+):([^;{}]*)(;|(?=\}))",
+            r"""(?<=[{;])(--[\w-]+):(?:"[^"]*"|'[^']*'|[^;{}"'])*(;|(?=\}))""",
             lambda found: "" if found[1] in unused else found[0],
             css,
         )
