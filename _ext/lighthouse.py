@@ -140,7 +140,9 @@ def row(name: str, kind: str, found: dict[str, float]) -> str:
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", help="such as book/01_attention; all when none is named")
+    parser.add_argument(
+        "pages", nargs="*", help="such as book/01_attention; all when none is named"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--runs", type=int, default=1, help="of which the median counts")
     return parser.parse_args()

@@ -22,6 +22,9 @@ URL = re.compile(r"""url\((["']?)(?!data:|https?:|[#/])([^"')]+)\1\)""")
 FALLBACK = re.compile(r",\s*url\([^)]*\.(woff|ttf)\) format\([^)]*\)")  # where there is woff2
 ICON = re.compile(r"(^|[\s>+~,])\.fa[bcrs]?(-|\b)|^:(root|host).*:(root|host)")
 SPACE = re.compile(r"\s+")
+ASKED = re.compile(r"var\(\s*(--[\w-]+)")
+DEFINED = re.compile(r"[{;](--[\w-]+):")
+VARIABLE = re.compile(r"""(?<=[{;])(--[\w-]+):(?:"[^"]*"|'[^']*'|[^;{}"'])*(?:;|(?=\}))""")
 
 
 def gather(files: list[Path], root: Path) -> str:
@@ -41,7 +44,9 @@ def _with_imports(file: Path, root: Path) -> str:
 
 def words_of(pages: list[str], scripts: list[str]) -> set[str]:
     """Return all words that may be a class: those of the pages' classes and of the scripts."""
-    found = {word for page in pages for value in set(CLASSES.findall(page)) for word in value.split()}
+    found = {
+        word for page in pages for value in set(CLASSES.findall(page)) for word in value.split()
+    }
     return found.union(*(NAME.findall(script) for script in scripts))
 
 
@@ -103,13 +108,10 @@ def _possible(selector: str, words: set[str]) -> bool:
 
 def _unused_variables(css: str) -> str:
     """Leave out variables that nothing asks for, and those that only such variables ask for."""
-    while True:
-        used = set(re.findall(r"var\(\s*(--[\w-]+)", css))
-        unused = set(re.findall(r"[{;](--[\w-]+):", css)) - used
-        if not unused:
-            return re.sub(r"[^{}]+\{\}", "", css)
-        css = re.sub(
-            r"""(?<=[{;])(--[\w-]+):(?:"[^"]*"|'[^']*'|[^;{}"'])*(;|(?=\}))""",
-            lambda found: "" if found[1] in unused else found[0],
-            css,
-        )
+    while unused := set(DEFINED.findall(css)) - set(ASKED.findall(css)):
+        css = _without(css, unused)
+    return re.sub(r"[^{}]+\{\}", "", css)
+
+
+def _without(css: str, names: set[str]) -> str:
+    return VARIABLE.sub(lambda found: "" if found[1] in names else found[0], css)

@@ -105,6 +105,17 @@ addEventListener("pagehide", () =>
   sessionStorage.setItem("sidebar-scroll-top", chapters.scrollTop)
 );
 
+// Sections that wait for their layout keep the height they had, so that a reload leads back to the
+// same lines: the browser remembers a distance from the top of the page.
+const waits = all(".bd-article > section > section");
+const heights = `heights of ${location.pathname} at ${innerWidth}`;
+JSON.parse(sessionStorage.getItem(heights) ?? "[]").forEach((height, i) => {
+  if (waits[i]) waits[i].style.containIntrinsicHeight = `auto ${height}px`;
+});
+addEventListener("pagehide", () =>
+  sessionStorage.setItem(heights, JSON.stringify(waits.map((section) => section.offsetHeight)))
+);
+
 // --- where on the page the reader is ---------------------------------------------------------------
 
 const entries = all("#pst-page-toc-nav a[href^='#']:not([href='#'])").map((link) => ({
@@ -112,17 +123,20 @@ const entries = all("#pst-page-toc-nav a[href^='#']:not([href='#'])").map((link)
   section: document.getElementById(decodeURIComponent(link.hash.slice(1))),
 }));
 
+// Just below where links lead to.
+const line = parseFloat(getComputedStyle(one("html")).scrollPaddingTop) + 48;
+
 const current = () => {
   const { scrollTop, scrollHeight, clientHeight } = one("html");
-  const below = ({ section }, line) =>
+  const below = ({ section }, height) =>
     // Of what is not laid out yet, only the outermost box has a place.
     !section.checkVisibility({ contentVisibilityAuto: true }) ||
-    section.getBoundingClientRect().top > line;
+    section.getBoundingClientRect().top > height;
   // At its end the page cannot scroll further: there what was asked for counts, or what is last.
   const atEnd = scrollTop > 0 && scrollTop + clientHeight > scrollHeight - 2;
   const asked = entries.find(({ link }) => link.hash === location.hash);
   if (atEnd && asked && !below(asked, clientHeight)) return asked;
-  return entries.findLast((entry) => !below(entry, atEnd ? clientHeight : clientHeight / 5));
+  return entries.findLast((entry) => !below(entry, atEnd ? clientHeight : line));
 };
 
 const spy = () => {
