@@ -167,8 +167,9 @@ spySoon();
 
 // --- what is wider than its place ------------------------------------------------------------------
 
-// A formula is set smaller if it then fits and can still be read. What is wider scrolls: it shows at
-// which end there is more, and the keyboard reaches it. Nothing else is a stop of the Tab key.
+// A formula is set smaller if it then fits and can still be read, or else broken at its relations.
+// What is wider still scrolls: it shows at which end there is more, and the keyboard reaches it.
+// Nothing else is a stop of the Tab key.
 const SMALLEST = 0.72;
 const scrolling =
   ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre";
@@ -184,14 +185,19 @@ const showEnds = (box, more = ends(box)) => {
 
 const widths = new WeakMap();
 const fit = (boxes) => {
-  for (const box of boxes) if (widths.get(box) !== box.clientWidth) box.style.fontSize = "";
-  const ratios = boxes.map((box) => {
+  const changed = boxes.filter((box) => widths.get(box) !== box.clientWidth);
+  for (const box of changed) {
+    box.style.fontSize = "";
+    box.classList.remove("da-broken");
+  }
+  const ratios = changed.map((box) => {
     widths.set(box, box.clientWidth);
     return box.clientWidth / box.scrollWidth;
   });
-  boxes.forEach((box, i) => {
-    const small = box.matches(".katex-display") && ratios[i] < 1 && ratios[i] >= SMALLEST;
-    if (small) box.style.fontSize = `${Math.floor(100 * ratios[i])}%`;
+  changed.forEach((box, i) => {
+    if (!box.matches(".katex-display") || !(ratios[i] < 1)) return;
+    if (ratios[i] < SMALLEST) box.classList.add("da-broken");
+    else box.style.fontSize = `${Math.floor(100 * ratios[i]) - 1}%`;
   });
   const found = boxes.map((box) => [box.scrollWidth > box.clientWidth, ends(box)]);
   boxes.forEach((box, i) => {
