@@ -119,7 +119,7 @@ def visit(page, url: str) -> None:
 
 def unfold(page) -> None:
     """Open everything that is folded, lay out what waits for its turn, so that checks see it."""
-    page.add_style_tag(content="section { content-visibility: visible !important }")
+    page.add_style_tag(content="section, dl { content-visibility: visible !important }")
     page.evaluate("""() => {
         document.querySelectorAll("details").forEach(d => { d.open = true });
         document.querySelectorAll(".toggle-button-hidden").forEach(b => b.click());
