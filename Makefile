@@ -11,7 +11,7 @@ SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITOR
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint lab notebooks zip benchmarks experiments full clean FORCE
+.PHONY: help book test lint lab notebooks zip benchmarks experiments full lighthouse clean FORCE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
@@ -51,6 +51,9 @@ experiments: $(VENV)/.ready ## train what the pages have no room for: an hour an
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
 	@$(BIN)/python _ext/full.py $(CHAPTER)
+
+lighthouse: book ## measure how fast the pages are on a phone and on a desktop; needs Chromium
+	@$(BIN)/python _ext/lighthouse.py
 
 clean: ## remove what was built; the environment and the downloads stay
 	@rm -rf _build

@@ -352,20 +352,6 @@ def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
 
 
 def _furnish(app, pagename, templatename, context, doctree):
-    # sphinx-thebe, which Jupyter Book always loads, declares its constants twice: a script error.
-    scripts = context.get("script_files", [])
-    scripts[:] = [
-        s
-        for s in scripts
-        if "THEBE_JS_URL" not in str(s.attributes.get("body"))
-        and "sphinx-thebe" not in str(s.filename)
-    ]
-    # Scripts wait until the page is there; the search page's need each other at once.
-    for script in scripts:
-        if pagename == "search":
-            script.attributes.pop("defer", None)
-        elif script.filename and "documentation_options" not in str(script.filename):
-            script.attributes["defer"] = "defer"
     buttons = context.setdefault("header_buttons", [])
     if pagename in chapters(app):
         notebook = {

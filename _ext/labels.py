@@ -1,4 +1,4 @@
-"""What a code cell is for, in a few words: a folded cell says what it hides, a form what it runs."""
+"""What a code cell is for, in a few words: a folded cell says what it hides."""
 
 from __future__ import annotations
 

@@ -1,44 +1,221 @@
-/* Repairs that neither CSS nor an option can make; tests/test_browser.py needs each of them. */
+/* What pages do; tests/test_browser.py needs each part.
+
+   The theme's own scripts, and the libraries that they load, are not: they are ten times as long,
+   and ask every box of a page for its size before anything can be clicked. */
+
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+const one = (selector, root = document) => root.querySelector(selector);
 
 // Search results quote their pages, which a browser cannot fetch from disk.
 if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 
-document.addEventListener("DOMContentLoaded", () => {
-  const without = (attribute, selector) =>
-    document.querySelectorAll(selector).forEach((node) => node.removeAttribute(attribute));
+// --- names for screen readers --------------------------------------------------------------------
 
-  // Buttons are called what they say; references are no list without list items.
-  without("aria-label", "summary, .search-button-field");
-  without("title", ".theme-switch");
-  // Font Awesome makes elements of the icons' titles, when it gets to it.
-  const untitle = () =>
-    document.querySelectorAll(".theme-switch title").forEach((title) => {
-      title.parentNode.ariaHidden = "true";
-      title.remove();
-    });
-  untitle();
-  document
-    .querySelectorAll(".theme-switch-button")
-    .forEach((box) => new MutationObserver(untitle).observe(box, { childList: true, subtree: true }));
-  without("role", ".citation-list");
+const without = (attribute, selector) =>
+  all(selector).forEach((node) => node.removeAttribute(attribute));
+// Buttons are called what they say; references are no list without list items.
+without("aria-label", "summary, .search-button-field");
+without("title", ".theme-switch");
+without("role", ".citation-list");
 
-  // What is wider than its place scrolls: let the keyboard reach that, and only that. The theme
-  // does so for tables and code, but not for formulas, nor for what is unfolded later.
-  const sizes = new ResizeObserver((changes) => {
-    const wide = changes.map(({ target }) => target.scrollWidth > target.clientWidth);
-    changes.forEach(({ target }, i) => {
-      if (wide[i] !== (target.tabIndex === 0)) target.tabIndex = wide[i] ? 0 : -1;
-    });
-  });
-  const boxes = document.querySelectorAll(
-    ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre"
-  );
-  const measure = () =>
-    boxes.forEach((box) => {
-      sizes.unobserve(box);
-      sizes.observe(box);
-    });
-  measure();
-  // A font that arrives late makes a formula wider, and leaves its box as it is.
-  document.fonts.addEventListener("loadingdone", measure);
+// --- light and dark: `setMode` is in the head of the page, so that nothing flashes ----------------
+
+all(".theme-switch-button").forEach((button) => {
+  button.title = "Colour mode";
+  button.onclick = () => {
+    const other = one("html").dataset.theme === "dark" ? "light" : "dark";
+    const next = { auto: other, [other]: "auto" };
+    const mode = one("html").dataset.mode;
+    localStorage.setItem("mode", next[mode] ?? other);
+    setMode(next[mode] ?? other);
+  };
 });
+
+// --- search, menus, side bars --------------------------------------------------------------------
+
+const isOutside = (box, { clientX: x, clientY: y }) => {
+  const { left, right, top, bottom } = box.getBoundingClientRect();
+  return x < left || x > right || y < top || y > bottom;
+};
+all("dialog").forEach((dialog) =>
+  dialog.addEventListener("click", (click) => {
+    if (click.target === dialog && isOutside(dialog, click)) dialog.close();
+  })
+);
+
+const search = () => {
+  const field = one(".bd-article-container form.bd-search input"); // of the search page
+  const dialog = one("#pst-search-dialog");
+  if (field) field.select();
+  else if (dialog.open) dialog.close();
+  else dialog.showModal();
+};
+all(".search-button__button").forEach((button) => button.addEventListener("click", search));
+addEventListener("keydown", (key) => {
+  if (key.key.toLowerCase() !== "k" || !(key.ctrlKey || key.metaKey) || key.shiftKey || key.altKey)
+    return;
+  key.preventDefault();
+  search();
+});
+
+all('[data-bs-toggle="dropdown"]').forEach((button) => {
+  const menu = button.nextElementSibling;
+  const open = (yes) => {
+    menu.classList.toggle("show", yes);
+    button.ariaExpanded = yes;
+  };
+  button.addEventListener("click", () => open(button.ariaExpanded !== "true"));
+  addEventListener("click", (click) => button.contains(click.target) || open(false));
+  button.parentElement.addEventListener("keydown", (key) => {
+    if (key.key !== "Escape" || button.ariaExpanded !== "true") return;
+    open(false);
+    button.focus();
+  });
+});
+
+// A side bar that has no room on the screen opens in a dialog, which borrows its content.
+for (const side of ["primary", "secondary"]) {
+  const bar = one(`#pst-${side}-sidebar`);
+  const drawer = one(`#pst-${side}-sidebar-modal`);
+  const button = one(`.${side}-toggle`);
+  if (!bar || !drawer || !button) continue;
+  const move = (from, to) => {
+    to.append(...from.childNodes);
+    to.className = from.className;
+    from.className = "";
+  };
+  button.addEventListener("click", () => {
+    if (side === "primary" && matchMedia("(min-width: 992px)").matches) {
+      bar.classList.toggle("pst-sidebar-hidden");
+      return;
+    }
+    move(bar, drawer);
+    drawer.showModal();
+  });
+  drawer.addEventListener("close", () => move(drawer, bar));
+}
+
+window.toggleFullScreen = () =>
+  document.fullscreenElement ? document.exitFullscreen() : one("html").requestFullscreen();
+
+// The list of chapters stays where it was.
+const chapters = one("#pst-primary-sidebar");
+chapters.scrollTop = sessionStorage.getItem("sidebar-scroll-top") ?? 0;
+addEventListener("pagehide", () =>
+  sessionStorage.setItem("sidebar-scroll-top", chapters.scrollTop)
+);
+
+// Sections that wait for their layout keep the height they had, so that a reload leads back to the
+// same lines: the browser remembers a distance from the top of the page.
+const waits = all(".bd-article > section > section");
+const heights = `heights of ${location.pathname} at ${innerWidth}`;
+JSON.parse(sessionStorage.getItem(heights) ?? "[]").forEach((height, i) => {
+  if (waits[i]) waits[i].style.containIntrinsicHeight = `auto ${height}px`;
+});
+addEventListener("pagehide", () =>
+  sessionStorage.setItem(heights, JSON.stringify(waits.map((section) => section.offsetHeight)))
+);
+
+// --- where on the page the reader is ---------------------------------------------------------------
+
+const entries = all("#pst-page-toc-nav a[href^='#']:not([href='#'])").map((link) => ({
+  link,
+  section: document.getElementById(decodeURIComponent(link.hash.slice(1))),
+}));
+
+// Just below where links lead to.
+const line = parseFloat(getComputedStyle(one("html")).scrollPaddingTop) + 48;
+
+const current = () => {
+  const { scrollTop, scrollHeight, clientHeight } = one("html");
+  const below = ({ section }, height) =>
+    // Of what is not laid out yet, only the outermost box has a place.
+    !section.checkVisibility({ contentVisibilityAuto: true }) ||
+    section.getBoundingClientRect().top > height;
+  // At its end the page cannot scroll further: there what was asked for counts, or what is last.
+  const atEnd = scrollTop > 0 && scrollTop + clientHeight > scrollHeight - 2;
+  const asked = entries.find(({ link }) => link.hash === location.hash);
+  if (atEnd && asked && !below(asked, clientHeight)) return asked;
+  return entries.findLast((entry) => !below(entry, atEnd ? clientHeight : line));
+};
+
+const spy = () => {
+  const here = current()?.link;
+  for (const { link } of entries) {
+    link.classList.toggle("active", link === here);
+    if (link === here) link.ariaCurrent = "true";
+    else link.removeAttribute("aria-current");
+  }
+  all("#pst-page-toc-nav .toc-entry").forEach((entry) =>
+    entry.classList.toggle("active", entry.contains(here ?? null))
+  );
+  document.body.classList.toggle("scrolled", one("html").scrollTop > 0);
+};
+
+let waiting = false;
+const spySoon = () => {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    spy();
+  });
+};
+addEventListener("scroll", spySoon, { passive: true });
+addEventListener("hashchange", spySoon);
+spySoon();
+
+// --- what is wider than its place ------------------------------------------------------------------
+
+// A formula is set smaller if it then fits and can still be read, or else broken at its relations.
+// What is wider still scrolls: it shows at which end there is more, and the keyboard reaches it.
+// Nothing else is a stop of the Tab key.
+const SMALLEST = 0.72;
+const scrolling =
+  ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre";
+
+const ends = (box) => {
+  const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+  return [box.scrollLeft > 2 && "start", rest > 2 && "end"].filter(Boolean).join(" ");
+};
+const showEnds = (box, more = ends(box)) => {
+  if (more) box.dataset.more = more;
+  else delete box.dataset.more;
+};
+
+const widths = new WeakMap();
+const fit = (boxes) => {
+  const changed = boxes.filter((box) => widths.get(box) !== box.clientWidth);
+  for (const box of changed) {
+    box.style.fontSize = "";
+    box.classList.remove("da-broken");
+  }
+  const ratios = changed.map((box) => {
+    widths.set(box, box.clientWidth);
+    return box.clientWidth / box.scrollWidth;
+  });
+  changed.forEach((box, i) => {
+    if (!box.matches(".katex-display") || !(ratios[i] < 1)) return;
+    if (ratios[i] < SMALLEST) box.classList.add("da-broken");
+    else box.style.fontSize = `${Math.floor(100 * ratios[i]) - 1}%`;
+  });
+  const found = boxes.map((box) => [box.scrollWidth > box.clientWidth, ends(box)]);
+  boxes.forEach((box, i) => {
+    const [wide, more] = found[i];
+    if (wide !== (box.tabIndex === 0)) box.tabIndex = wide ? 0 : -1;
+    showEnds(box, more);
+  });
+};
+
+const sizes = new ResizeObserver((changes) => fit(changes.map(({ target }) => target)));
+const boxes = all(scrolling);
+boxes.forEach((box) => box.addEventListener("scroll", () => showEnds(box), { passive: true }));
+const measure = () =>
+  boxes.forEach((box) => {
+    widths.delete(box);
+    sizes.unobserve(box);
+    sizes.observe(box);
+  });
+measure();
+// A font that arrives late makes a formula wider, and leaves its box as it is.
+document.fonts.addEventListener("loadingdone", measure);

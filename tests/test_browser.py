@@ -118,7 +118,8 @@ def visit(page, url: str) -> None:
 
 
 def unfold(page) -> None:
-    """Open everything that is folded, so that checks see it."""
+    """Open everything that is folded, lay out what waits for its turn, so that checks see it."""
+    page.add_style_tag(content="section, dl { content-visibility: visible !important }")
     page.evaluate("""() => {
         document.querySelectorAll("details").forEach(d => { d.open = true });
         document.querySelectorAll(".toggle-button-hidden").forEach(b => b.click());
@@ -183,6 +184,21 @@ def nameless_figures(page) -> list[str]:
     }""")
 
 
+def undrawn(page) -> list[str]:
+    """Find icons without a drawing, and characters that need a font of emoji."""
+    return page.evaluate(r"""() => {
+        const problems = [];
+        for (const icon of document.querySelectorAll("[class*='fa-'], .da-mark")) {
+            const style = getComputedStyle(icon);
+            if (!style.maskImage.includes("url") && style.display !== "none")
+                problems.push("no drawing: " + icon.outerHTML);
+        }
+        for (const [found] of document.body.innerText.matchAll(/\p{Emoji_Presentation}|[✍⌨]/gu))
+            problems.push("needs a font of emoji: " + found);
+        return problems;
+    }""")
+
+
 def overflowing(page) -> list[str]:
     """Find what sticks out of the screen sideways and cannot be scrolled to within its own box."""
     return page.evaluate("""() => {
@@ -230,10 +246,19 @@ def stuck_sliders(page) -> list[str]:
 
 
 def unreachable(page) -> list[str]:
-    """Find boxes that scroll sideways, but not by the keyboard."""
+    """Find boxes that scroll sideways, but not by the keyboard, or do not show that they do."""
     return page.evaluate("""async () => {
         await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
         const problems = [];
+        const boxes = ".katex-display, pre, .pst-scrollable-table-container, .da-figure";
+        for (const node of document.querySelectorAll(`.bd-article :is(${boxes})`)) {
+            const more = node.clientWidth && node.scrollWidth > node.clientWidth + 2
+                && getComputedStyle(node).overflowX !== "visible";
+            const cue = node.matches("[data-more~=end]")
+                && getComputedStyle(node).maskImage.includes("gradient");
+            if (more !== 0 && more !== cue && node.scrollLeft === 0)
+                problems.push((more ? "no cue at " : "a cue at ") + node.outerHTML.slice(0, 100));
+        }
         for (const node of document.querySelectorAll(".bd-article :not(.katex *, svg *)"))
             if (node.scrollWidth > node.clientWidth && node.clientWidth
                 && ["auto", "scroll"].includes(getComputedStyle(node).overflowX)
@@ -337,7 +362,8 @@ def test_page(page, web, name):
         visit(page, f"{web}{name}.html")
         problems += [f"folded: {found}" for found in overflowing(page)]
         unfold(page)
-        problems += unrendered(page) + nameless_figures(page) + stuck_sliders(page)
+        problems += unrendered(page) + nameless_figures(page) + undrawn(page)
+        problems += stuck_sliders(page)
         for width, scheme in SCREENS:
             look(page, width, scheme)
             found = overflowing(page) + unreachable(page)
@@ -460,6 +486,7 @@ def test_tab_key_reaches_the_slider(page, web):
 
 def test_a_late_font_makes_wide_formulas_reachable(page, web):
     visit(page, f"{web}book/01_attention.html")
+    unfold(page)
     before, widened, after = page.evaluate("""async () => {
         const frames = () => new Promise(done =>
             requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))));
@@ -475,6 +502,104 @@ def test_a_late_font_makes_wide_formulas_reachable(page, web):
         return [...seen, box.tabIndex];
     }""")
     assert (before, widened, after) == (-1, True, 0)
+
+
+def test_a_wide_formula_shows_where_there_is_more(page, web):
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit(page, f"{web}{first_with('katex-display')}.html")
+    unfold(page)
+    ends = page.evaluate("""async () => {
+        const frames = () => new Promise(done =>
+            requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))));
+        const box = [...document.querySelectorAll(".katex-display")]
+            .find(box => box.clientWidth && box.scrollWidth <= box.clientWidth);
+        const formula = box.querySelector(".katex"), seen = [];
+        box.scrollIntoView();
+        for (const [width, left] of [[3000, 0], [3000, 99], [3000, 9999], [0, 0]]) {
+            formula.style.paddingLeft = `${width}px`;
+            document.fonts.dispatchEvent(new Event("loadingdone"));
+            await frames();
+            box.scrollLeft = left;
+            await frames();
+            seen.push(box.dataset.more ?? "");
+        }
+        return seen;
+    }""")
+    assert ends == ["end", "start end", "start", ""]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_contents_follow_the_reader(page, web, width):
+    """On the way down, and where a link or a reload leads, far from what is laid out."""
+    page.set_viewport_size({"width": width, "height": 844})
+    visit(page, f"{web}{first_with('da-slider')}.html")
+    links = page.locator("#pst-page-toc-nav a").evaluate_all("all => all.map(a => a.hash)")
+    active = "[...document.querySelectorAll('#pst-page-toc-nav a.active')].map(a => a.hash)"
+    on_screen = """id => {
+        const { top } = document.getElementById(id).getBoundingClientRect();
+        return top >= 0 && top < innerHeight;
+    }"""
+    for link in links:
+        page.evaluate("link => document.querySelector(link).scrollIntoView()", link)
+        page.wait_for_timeout(150)
+        at_end = page.evaluate("scrollY + innerHeight > document.body.scrollHeight - 3")
+        assert page.evaluate(active) == [link] or at_end, link
+    for link in [links[-1], links[len(links) // 2]]:
+        page.goto(page.url.partition("#")[0] + link)
+        for _ in range(2):
+            page.wait_for_function(f"({active})[0] === {link!r}", timeout=2000)
+            assert page.evaluate(on_screen, link[1:]), link
+            page.reload()
+    page.goto(page.url.partition("#")[0] + "?")
+    page.evaluate("link => document.querySelector(link).scrollIntoView()", links[-2])
+    page.wait_for_timeout(300)
+    page.reload()
+    page.wait_for_timeout(300)
+    assert page.evaluate(on_screen, links[-2][1:]), "a reload leads elsewhere"
+
+
+def test_links_to_claims_arrive(page, web, parsed):
+    links = [link for link in parsed["book/ledger.html"].links if "#claim-" in link]
+    for link in links[:: len(links) // 4]:
+        page.goto(f"{web}book/{link}")
+        page.wait_for_timeout(300)
+        box = page.locator(f"[id='{urldefrag(link)[1]}']").bounding_box()
+        assert box and 0 <= box["y"] < 450, (link, box)
+
+
+@pytest.mark.parametrize("key", ["Enter", "Space"])
+def test_folded_code_says_what_it_is(page, web, key):
+    visit(page, f"{web}{first_with('Show the code: figure')}.html")
+    summary = page.locator("summary", has_text="Show the code: figure").first
+    summary.focus()
+    page.keyboard.press(key)
+    assert summary.inner_text().strip().startswith("Hide the code: figure ")
+    assert page.locator("details[open].hide .cell_input").first.is_visible()
+
+
+def test_menu_opens_and_closes(page, web):
+    visit(page, f"{web}{PAGES[0]}.html")
+    button, menu = page.locator("[data-bs-toggle=dropdown]"), page.locator(".dropdown-menu")
+    button.focus()
+    for key, visible in (("Enter", True), ("Escape", False), ("Space", True)):
+        page.keyboard.press(key)
+        assert menu.is_visible() == visible, key
+        assert button.get_attribute("aria-expanded") == str(visible).lower()
+        assert page.evaluate("document.activeElement.matches('.dropdown-toggle')")
+    assert not overflowing(page)
+    page.mouse.click(640, 600)
+    assert not menu.is_visible()
+
+
+def test_a_page_loads_little(page, web):
+    """No framework, no icon font, and nothing that the page does not use."""
+    sizes: dict[str, int] = {}
+    page.on("response", lambda r: sizes.update({r.url.removeprefix(web): len(r.body())}))
+    visit(page, f"{web}{first_with('katex-display')}.html")
+    ours = {name: size for name, size in sizes.items() if not name.startswith("book/")}
+    assert sum(ours.values()) < 350_000, ours  # not compressed
+    assert not [name for name in ours if "awesome" in name or "bootstrap" in name]
+    assert sum(name.partition("?")[0].endswith(".css") for name in ours) == 1
 
 
 def test_contents_drawer_opens_on_a_phone(page, web):
@@ -494,6 +619,9 @@ def test_paper_shows_what_the_screen_folds(page, web):
     visit(page, f"{web}{first_with(SOLUTION)}.html")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
+    sections = page.locator(".bd-article > section > section")
+    waits = sections.evaluate_all("all => all.map(s => getComputedStyle(s).contentVisibility)")
+    assert set(waits) == {"visible"}
     for folded in page.locator(".solution section, details.sd-dropdown .sd-card-body").all():
         assert folded.is_visible(), folded.inner_html()[:200]
 
@@ -510,6 +638,9 @@ DEFECTS = {
     "img without alt": (nameless_figures, '<img src="../_static/favicon.svg">'),
     "svg without role": (nameless_figures, "<svg></svg>"),
     "role=img without": (nameless_figures, '<svg role="img" aria-label=" "></svg>'),
+    "no drawing": (undrawn, '<i class="fa-solid fa-horse"></i>'),
+    "font of emoji": (undrawn, "<p>✍ Prove it.</p>"),
+    "no cue": (unreachable, '<pre style="width: 9px; overflow-x: auto; mask: none">unmarked</pre>'),
     "sticks out": (overflowing, '<div style="width: 1300px">wide</div>'),
     "cannot scroll": (unreachable, '<div style="width: 9px; overflow-x: auto">unscrollable</div>'),
     "color-contrast": (barriers, '<p style="color: #aaa; background: #fff">faint</p>'),

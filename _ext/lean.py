@@ -1,0 +1,100 @@
+"""What a page loads: one style sheet, its own small scripts, and nothing that it does not use.
+
+The theme and Jupyter Book's extensions bring frameworks, icon fonts and runtimes. ``layout.html``
+leaves out those of the theme; here the rest is sorted out, and the files that no page asks for any
+more are not published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import stylesheet
+
+ROOT = Path(__file__).parents[1]
+STYLES = "book.min.css"
+THEME = ("styles/theme.css", "styles/pydata-sphinx-theme.css", "katex/katex.min.css")
+NEVER = ("sphinx-thebe", "sphinx-book-theme.js", "design-tabs")  # scripts and styles
+INLINE = ("THEBE_JS_URL", "DOCUMENTATION_OPTIONS.")  # for scripts that are not loaded
+SEARCH = ("documentation_options", "doctools", "sphinx_highlight")  # what its page needs at once
+UNPUBLISHED = (
+    "vendor",
+    "**/*.map",
+    "scripts",
+    "styles",
+    "sphinx-thebe.*",
+    "design-tabs.js",
+    "*webpack-macros.html",
+    "images/logo_*",
+    "locales",
+)
+# How an exercise is worked, drawn: not every machine has a font with these characters.
+MARKS = {"✍": ("da-by-hand", "by hand"), "⌨": ("da-code", "code"), "🔬": ("da-open", "open")}
+MARK = re.compile(f"([{''.join(MARKS)}])\N{VARIATION SELECTOR-16}?")
+
+
+def draw_marks(body: str) -> str:
+    """Return a page's HTML with the marks of exercises drawn instead of written."""
+
+    def drawn(found: re.Match) -> str:
+        shape, name = MARKS[found[1]]
+        return f'<span class="da-mark {shape}" role="img" aria-label="{name}"></span>'
+
+    return MARK.sub(drawn, body)
+
+
+def _is_needed(script) -> bool:
+    name, body = str(script.filename), str(script.attributes.get("body"))
+    return not any(part in name for part in NEVER) and not any(part in body for part in INLINE)
+
+
+def _lighten(app, pagename, templatename, context, doctree):
+    seen = app.__dict__.setdefault("da_styles", dict.fromkeys(THEME))
+    for sheet in context.get("css_files", []):
+        if not any(part in str(sheet.filename) for part in NEVER):
+            seen.setdefault(str(sheet.filename).removeprefix("_static/"))
+    scripts = context.get("script_files", [])
+    scripts[:] = {str((s.filename, s.attributes)): s for s in scripts if _is_needed(s)}.values()
+    for script in scripts:
+        at_once = pagename == "search" and any(name in str(script.filename) for name in SEARCH)
+        if script.filename:
+            script.attributes.pop("defer", None)
+            script.attributes.update({} if at_once else {"defer": "defer"})
+    context["da_styles"] = f"{STYLES}?v={_version()}"
+    context["body"] = draw_marks(context.get("body", ""))
+
+
+@lru_cache
+def _version() -> str:
+    """Return what changes when the style sheet may change: a browser then loads it again."""
+    files = sorted((ROOT / "assets").glob("*.css"))
+    content = [f.read_bytes() for f in (*files, ROOT / "constraints.txt", Path(__file__))]
+    return hashlib.sha256(b"".join(content)).hexdigest()[:8]
+
+
+def _finish(app, error):
+    names = app.__dict__.get("da_styles")
+    if error is not None or app.builder.format != "html" or not names:
+        return  # with no page written, the style sheet is as it was
+    static = Path(app.outdir) / "_static"
+    pages = [
+        p.read_text("utf8") for p in Path(app.outdir).rglob("*.html") if static not in p.parents
+    ]
+    scripts = [p.read_text("utf8") for p in static.glob("*.js")]
+    css = stylesheet.gather([static / name for name in names], static)
+    words = stylesheet.words_of(pages, scripts)
+    (static / STYLES).write_text(stylesheet.prune(css, words), "utf8")
+    for pattern in UNPUBLISHED:
+        for path in static.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def setup(app):
+    """Register what trims pages, after everything that adds to them."""
+    app.connect("html-page-context", _lighten, priority=950)
+    app.connect("build-finished", _finish, priority=900)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

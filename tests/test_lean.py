@@ -1,0 +1,74 @@
+"""What the book's extensions make of styles, marks and cells, on small examples."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from docutils import nodes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
+
+import labels  # noqa: E402
+import lean  # noqa: E402
+import stylesheet  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("css", "kept"),
+    [
+        ("a { color: red } /* note */ .no { b: c }", "a{color: red}"),
+        (".yes, .no:hover, .yes .no { b: c }", ".yes{b: c}"),
+        (".yes:not(.no) { b: c }", ".yes:not(.no){b: c}"),
+        ("@media print { .no { b: c } .yes { d: e } }", "@media print{.yes{d: e}}"),
+        ("@media print { .no { b: c } }", ""),
+        (":root { --a: 1; --b: 'x;}'; --c: var(--a) } p { d: var(--c) }",
+         ":root{--a: 1;--c: var(--a)}p{d: var(--c)}"),
+        ("@font-face { font-family: 'Font Awesome 6 Free' }", ""),
+        (".fa-yes::before { content: 'x' }", ""),
+    ],
+)  # fmt: skip
+def test_prune_keeps_what_can_apply(css, kept):
+    assert stylesheet.prune(css, {"yes", "fa-yes"}) == kept
+
+
+def test_gather_moves_addresses(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "base.css").write_text("p { background: url(x.png) }")
+    (tmp_path / "a" / "top.css").write_text('@import "../base.css"; q { src: url("f/y.woff2") }')
+    css = stylesheet.gather([tmp_path / "a" / "top.css"], tmp_path)
+    assert "url(x.png)" in css and "url(a/f/y.woff2)" in css and "@import" not in css
+
+
+def test_marks_are_drawn():
+    drawn = lean.draw_marks("<p>\u270d\ufe0f Prove it.</p>")
+    assert "\u270d" not in drawn and "\ufe0f" not in drawn and 'aria-label="by hand"' in drawn
+
+
+CHECK = '<div class="da-claim" id="claim-{}-1"></div>'
+
+
+@pytest.mark.parametrize(
+    ("code", "html", "figure", "label"),
+    [
+        ("import torch\n\nx = 1", "", None, "set-up"),
+        ("def f(): pass\nclass G: pass\nx = 1", "", None, "f, G"),
+        ("a = b = 1\nc, d = 2, 3\ne = 4", "", None, "a, b, c and 2 more"),
+        ("%time f()", "", None, ""),
+        ("x", CHECK.format("000.eq3") + CHECK.format("book"), None, "checks of 000.eq3"),
+        ("x", CHECK.format("000.eq3"), None, "check of 000.eq3"),
+        ("x", CHECK.format("book"), None, "a check"),
+        ("def f(): pass", "<svg></svg>", "fig-a", "figure 5.1"),
+        ("x", '<div class="da-slider"></div>', "fig-a", "interactive figure 5.1"),
+        ("x", '<div class="da-slider"></div>', None, "the interactive figure"),
+        ("def f(): pass", "<table></table>", None, "the table below"),
+    ],
+)
+def test_code_label(code, html, figure, label):
+    cell = nodes.container("", nodes.literal_block("", code))
+    raw = nodes.raw("", html, format="html")
+    cell += nodes.figure("", raw, ids=[figure]) if figure else raw
+    env = SimpleNamespace(toc_fignumbers={"book/05": {"figure": {"fig-a": (5, 1)}}})
+    assert labels.code_label(SimpleNamespace(env=env), "book/05", cell) == label
