@@ -221,6 +221,20 @@ def overflowing(page) -> list[str]:
     }""")
 
 
+def small_labels(page) -> list[str]:
+    """Find text of figures that is too small to read."""
+    return page.evaluate("""() => {
+        const problems = [];
+        for (const node of document.querySelectorAll(".bd-article svg :is(text, tspan)")) {
+            const at = node.getScreenCTM(), size = parseFloat(getComputedStyle(node).fontSize);
+            const pixels = at ? size * Math.hypot(at.a, at.b) : 0;
+            if (node.getClientRects().length && node.textContent.trim() && pixels < 8.99)
+                problems.push(`type of ${pixels.toFixed(1)} px: ` + node.textContent.trim());
+        }
+        return problems;
+    }""")
+
+
 def stuck_sliders(page) -> list[str]:
     """Turn each slider by its keys; drawing, line of text and spoken value must follow."""
     problems = []
@@ -366,7 +380,7 @@ def test_page(page, web, name):
         problems += stuck_sliders(page)
         for width, scheme in SCREENS:
             look(page, width, scheme)
-            found = overflowing(page) + unreachable(page)
+            found = overflowing(page) + unreachable(page) + small_labels(page)
             problems += [f"{width} px, {scheme}: {problem}" for problem in found]
         problems += barriers(page)  # changes the page: last
         look(page, 390, "dark")
@@ -641,6 +655,7 @@ DEFECTS = {
     "no drawing": (undrawn, '<i class="fa-solid fa-horse"></i>'),
     "font of emoji": (undrawn, "<p>✍ Prove it.</p>"),
     "no cue": (unreachable, '<pre style="width: 9px; overflow-x: auto; mask: none">unmarked</pre>'),
+    "type of 8.5 px": (small_labels, '<svg><text style="font-size: 8.5px">small</text></svg>'),
     "sticks out": (overflowing, '<div style="width: 1300px">wide</div>'),
     "cannot scroll": (unreachable, '<div style="width: 9px; overflow-x: auto">unscrollable</div>'),
     "color-contrast": (barriers, '<p style="color: #aaa; background: #fff">faint</p>'),

@@ -147,8 +147,8 @@ def test_show_displays_one_labelled_svg_and_closes_the_figure(outputs):
     assert text == ALT
     assert not plt.fignum_exists(fig.number)
     root = ET.fromstring(markup)[0]
-    assert (root.tag, root.get("role"), root.get("aria-label")) == ("svg", "img", ALT)
-    assert "width:100%" in root.get("style") and "max-width" in root.get("style")
+    assert (root.get("role"), root.get("aria-label")) == ("img", ALT)
+    assert [child.tag for child in root] == ["svg"] and not root[0].get("role")
     texts = ["".join(node.itertext()) for node in root.iter("text")]
     assert {"x & y", "height", "β decides", "a"} <= set(texts)
 
@@ -196,6 +196,80 @@ def test_logarithmic_axes_have_plain_letters(outputs):
     plot.show(fig, "Both axes are logarithmic.")
     texts = ["".join(t.itertext()) for t in ET.fromstring(outputs[0][0]).iter("text")]
     assert {"10⁻³", "1", "10", "10²"} <= set(texts)
+
+
+def columns():
+    """A map with its colour bar, then two panels of lines and bars, side by side."""
+    plot.use_style()
+    fig, axes = plt.subplots(1, 3, figsize=(7.2, 2.5))
+    fig.colorbar(axes[0].imshow(np.eye(3)))
+    for i, ax in enumerate(axes[1:], 1):
+        ax.plot([0, 1], [0, i], "o-", label="line")
+        ax.bar([0, 1], [0, i], hatch="/" * i)
+        ax.set(xlabel=f"x{i}", ylabel=f"y{i}", title=f"title {i}")
+        ax.legend()
+    return fig
+
+
+def boxes_of(drawings):
+    return [np.array(svg.get("viewBox").split(), float) for svg in drawings]
+
+
+def test_columns_are_drawings_that_share_out_one_figure(outputs):
+    plot.show(columns(), ALT)
+    drawings = ET.fromstring(outputs[0][0])[0].findall("svg")
+    boxes = boxes_of(drawings)
+    assert len(drawings) == 3 and boxes[0][0] == 0
+    for (left, top, width, height), after in zip(boxes, [*boxes[1:], [7.2 * 72]], strict=True):
+        assert (top, height) == (0, 180) and left + width == pytest.approx(after[0], abs=0.02)
+    assert len(drawings[0].findall(".//image")) == 2  # the bar stays with its map
+    for i, svg in enumerate(drawings[1:], 1):
+        texts = {"".join(node.itertext()): float(node.get("x", "nan")) for node in svg.iter("text")}
+        assert {f"x{i}", f"y{i}", f"title {i}", "line"} <= set(texts)
+        inside = [boxes[i][0] < x < boxes[i][:3:2].sum() for x in texts.values() if x == x]
+        assert inside and all(inside)
+    every = [node for svg in drawings for node in svg.iter()]
+    ids = [node.get("id") for node in every if node.get("id")]
+    assert len(ids) == len(set(ids)) and all(id_.startswith("da") for id_ in ids)
+    used = re.findall(r'(?:href="|url\()#([^")]+)', outputs[0][0])
+    assert set(used) == set(ids)
+    for svg in drawings:
+        own = {node.get("id") for tag in ("clipPath", "pattern") for node in svg.iter(tag)}
+        assert own == set(re.findall(r"url\(#([^)]+)", ET.tostring(svg, "unicode")))
+
+
+def test_narrow_neighbours_stay_together_and_so_does_what_cannot_be_cut(outputs):
+    plot.use_style()
+    fig, _ = plt.subplots(2, 8, figsize=(7.6, 2.2))
+    plot.show(fig, "Sixteen panels stand in two rows.")
+    titled, over = columns(), columns()
+    titled.suptitle("Of all")
+    over.axes[1].set_title("a title as wide as two panels, at the very least")
+    for fig in (titled, over):
+        plot.show(fig, ALT)
+    counts = [len(ET.fromstring(markup)[0]) for markup, _ in outputs]
+    assert counts == [2, 1, 2]
+
+
+def test_type_that_nobody_can_read_is_refused(outputs):
+    fig = curve()
+    fig.axes[0].text(1, 1, "tiny", fontsize=8.5)
+    with pytest.raises(ValueError, match="at least 9 points, got 8.5 in 'tiny'"):
+        plot.show(fig, ALT)
+    assert not outputs
+    plot.show(curve(), ALT)
+    (least,) = re.findall(r"min-width:([\d.]+)rem", outputs[0][0])
+    assert float(least) * 16 * 10.5 / (4.4 * 72) == pytest.approx(9, abs=0.01)
+
+
+@pytest.mark.parametrize("page", ["#ffffff", *DARK])
+@pytest.mark.parametrize("name", plot.COLORS)
+def test_small_values_of_a_map_are_seen_on_any_page(name, page):
+    """Nothing is nothing, and a quarter of the range stands out from the page."""
+    shades = matplotlib.colormaps[plot.fade(name)](np.linspace(0, 1, 9))
+    assert shades[0, 3] == 0 and shades[-1, 3] == 1 and (np.diff(shades[:, 3]) > 0).all()
+    alpha = shades[2, 3]
+    assert contrast(alpha * shades[2, :3] + (1 - alpha) * np.array(to_rgb(page)), page) > 1.45
 
 
 @pytest.mark.parametrize("alt", ["", "  ", "A curve", "Curve.", "no end"])
@@ -292,7 +366,8 @@ def test_heat_fades_from_transparent_to_the_full_color(outputs):
     sliders.slider("k", [1, 2], [Panel([Heat(maps, color="sh")])], alt=ALT)
     first = frames_of(outputs[0][0])[2][0]["href"][0][0].partition(",")[2]
     image = np.array(Image.open(io.BytesIO(base64.b64decode(first))))
-    np.testing.assert_array_equal(image[..., 3], [[0, 64], [128, 255]])
+    alpha = 255 * plot.opacity(np.array([[0, 0.25], [0.5, 1]]))
+    np.testing.assert_array_equal(image[..., 3], alpha.round())
     assert matplotlib.colors.to_hex(image[1, 1, :3] / 255) == plot.COLORS["sh"]
 
 
@@ -343,7 +418,8 @@ def test_other_classes_are_refused():
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Figures</title>
 <meta name="viewport" content="width=device-width">
 <script>window.before = Object.keys(window).length</script>
-<body style="background:{};color:{};font:16px sans-serif;max-width:40rem;margin:1rem">{}"""
+<body style="background:{};color:{};font:16px sans-serif;max-width:40rem;margin:1rem">
+<div style="overflow:auto">{}</div>"""
 
 
 def test_sliders_and_figures_in_a_browser(outputs, browser, tmp_path):
@@ -352,11 +428,12 @@ def test_sliders_and_figures_in_a_browser(outputs, browser, tmp_path):
     panels = [Panel([Heat(maps)], xlabel="key"), Panel([Bars(np.arange(4), maps[:, 0])])]
     sliders.slider("scale", ["one", "two", "three"], panels, alt=ALT)
     plot.show(curve(), ALT)
+    plot.show(columns(), ALT)
     body = "".join(markup for markup, _ in outputs)
     (tmp_path / "light.html").write_text(PAGE.format("#fff", "rgb(1, 2, 3)", body), "utf-8")
     (tmp_path / "dark.html").write_text(PAGE.format("#121212", "rgb(222, 221, 220)", body), "utf-8")
     for theme in ("light", "dark"):
-        for width in (390, 1000):
+        for width in (320, 390, 1000):
             with browser.new_context(viewport={"width": width, "height": 900}) as context:
                 address = (tmp_path / f"{theme}.html").as_uri()
                 check_page(context.new_page(), address, theme, width)
@@ -381,10 +458,11 @@ def check_page(page, address, theme, width):
     ink = "rgb(1, 2, 3)" if theme == "light" else "rgb(222, 221, 220)"
     inks = "[...document.querySelectorAll('svg text')].map(node => getComputedStyle(node).fill)"
     assert set(page.evaluate(inks)) == {ink}
-    sizes = """[...document.querySelectorAll('.da-panels svg text')].map(node => {
+    sizes = """[...document.querySelectorAll('svg text')].map(node => {
         const m = node.getScreenCTM();
         return parseFloat(getComputedStyle(node).fontSize) * Math.hypot(m.a, m.b)})"""
-    assert min(page.evaluate(sizes)) >= 11
+    assert min(page.evaluate(sizes)) >= 9
+    check_columns(page, width)
     beside = page.locator("[data-da] >> nth=1 >> .da-panels > div").all()
     tops = [panel.bounding_box()["y"] for panel in beside]
     assert (tops[0] == tops[1]) == (width > 600)
@@ -397,6 +475,7 @@ def check_page(page, address, theme, width):
     before = (line.get_attribute("points"), still.get_attribute("y2"))
     first.focus()
     page.keyboard.press("ArrowRight")
+    check_ring(first)
     assert output.inner_text() == "step 2" and first.get_attribute("aria-valuetext") == "1"
     assert line.get_attribute("points") != before[0] and still.get_attribute("y2") == before[1]
     page.keyboard.press("ArrowLeft")
@@ -413,3 +492,28 @@ def check_page(page, address, theme, width):
     assert page.locator(".da-panels image").get_attribute("href") != href
     assert still.get_attribute("y2") != before[1]
     assert problems == []
+
+
+def check_columns(page, width):
+    """Columns are one drawing on a laptop, and one below the other on a phone."""
+    boxes = [svg.bounding_box() for svg in page.locator("[role=img]").last.locator("svg").all()]
+    assert len(boxes) == 3
+    for left, right in zip(boxes, boxes[1:], strict=False):
+        if width == 1000:
+            assert left["x"] + left["width"] == pytest.approx(right["x"], abs=0.1)
+            assert right["y"] == left["y"]
+            assert right["height"] == pytest.approx(left["height"], abs=0.1)
+        else:
+            assert right["y"] >= left["y"] + left["height"]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+
+
+def check_ring(slider):
+    """The ring around a slider that has the focus is drawn, and lies within its figure."""
+    ring, inside = slider.evaluate("""node => {
+        const style = getComputedStyle(node), box = node.getBoundingClientRect();
+        const drawn = style.outlineStyle === "none" ? 0 : parseFloat(style.outlineWidth);
+        const reach = drawn + parseFloat(style.outlineOffset);
+        const around = node.closest(".da-figure").getBoundingClientRect();
+        return [drawn, box.left - reach >= around.left && box.right + reach <= around.right]}""")
+    assert ring >= 2 and inside

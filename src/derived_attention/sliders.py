@@ -23,7 +23,15 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from derived_attention.plot import COLORS, STYLE, SVG_SETTINGS, check_alt, display_markup, svg_tree
+from derived_attention.plot import (
+    COLORS,
+    STYLE,
+    SVG_SETTINGS,
+    check_alt,
+    display_markup,
+    opacity,
+    svg_tree,
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,10 @@ class Bars(_XY):
 class Heat:
     """A map of `values` ``(rows, columns)`` or ``(steps, rows, columns)``, row 0 on top.
 
-    The lower of `limits` is transparent, the upper has the full colour; by default they are the
-    lesser of 0 and the minimum, and the maximum over all steps. `extent` is (left, right,
-    bottom, top) in the coordinates of the axes; by default cell (i, j) is centred at x = j,
-    y = i. Both axes of the panel get the same scale.
+    The lower of `limits` is transparent, the upper has the full colour, with the shades of
+    `plot.fade` between them; by default they are the lesser of 0 and the minimum, and the
+    maximum over all steps. `extent` is (left, right, bottom, top) in the coordinates of the axes;
+    by default cell (i, j) is centred at x = j, y = i. Both axes of the panel get the same scale.
     """
 
     values: ArrayLike
@@ -193,10 +201,12 @@ font-size:.9rem;line-height:1.4;text-align:left}
 .da-key{display:flex;flex-wrap:wrap;gap:0 1rem;padding-bottom:.3rem}
 .da-key span{display:inline-flex;align-items:center;gap:.35rem}
 .da-key svg{width:20px;height:12px;flex:none}
-.da-ctl{display:flex;gap:.75rem;align-items:center;margin:.25rem 0}
+.da-ctl{display:flex;gap:.75rem;align-items:center;padding:.35rem .4rem .35rem 0}
 .da-ctl[hidden]{display:none}
 .da-ctl input{flex:1;min-width:8rem;height:32px;margin:0;cursor:pointer;
 accent-color:var(--pst-color-primary,#1e8cf0)}
+.da-ctl input:focus-visible{border-radius:4px;
+outline:3px solid var(--pst-color-accent,currentColor);outline-offset:2px}
 .da-slider output{display:block;min-height:1.4em;font-variant-numeric:tabular-nums}
 @media print{.da-ctl{display:none}}
 """.replace("\n", "")
@@ -240,6 +250,8 @@ def _panel(panel: Panel, where: str, size: tuple, steps: int, start: int, moving
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xlim=(x0, x1), ylim=(y0, y1))
         axes.set_aspect("equal" if square else "auto")
         axes.grid(not square, axis="y")
+        if square:  # where nothing is drawn, a frame shows how far the map goes
+            axes.spines[:].set(visible=True, linewidth=0.6, alpha=0.6)
         for axis, ticks in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
             axis.set_major_locator(MaxNLocator(4, integer=cells, steps=[1, 2, 2.5, 5, 10]))
             if ticks is not None:
@@ -355,12 +367,12 @@ def _draw(mark: Mark, x, y, to_x: Callable, to_y: Callable, start: int, moving: 
 def _pngs(values: np.ndarray, mark: Heat) -> list[str]:
     """Each map as the address of an image that fades from transparent to the mark's colour."""
     low, high = mark.limits or (min(0.0, values.min()), values.max())
-    scale = 255 / (high - low) if high > low else 0.0
+    scale = 1 / (high - low) if high > low else 0.0
     addresses = []
     for map_ in values:
         image = np.empty((*map_.shape, 4), np.uint8)
         image[..., :3] = np.multiply(255, to_rgb(_color(mark.color))).round()
-        image[..., 3] = np.clip((map_ - low) * scale, 0, 255).round()
+        image[..., 3] = (255 * opacity(np.clip((map_ - low) * scale, 0, 1))).round()
         out = io.BytesIO()
         Image.fromarray(image).save(out, "PNG", optimize=True)
         addresses.append("data:image/png;base64," + base64.b64encode(out.getvalue()).decode())
