@@ -223,21 +223,27 @@ def plan(page: Path, profile: str) -> dict:
     return counts | {"cpu_seconds": round(found["cpu"]), "gpu_seconds": round(found["gpu"])}
 
 
-def main(profiles: list[str]) -> None:
-    """Plan every chapter in these profiles, and store what is found at once."""
+def main(arguments: list[str]) -> None:
+    """Plan chapters in profiles, by default all in `medium` and `full`; store each at once.
+
+    Raises
+    ------
+    SystemExit
+        For an argument that is neither a profile nor the number of a chapter.
+    """
+    pages = {page.name[:2]: page for page in sorted((ROOT / "book").glob("[0-9]*.md"))}
+    if wrong := set(arguments) - set(PROFILES) - set(pages):
+        sys.exit(f"{wrong} are neither of {', '.join(PROFILES)} nor chapters {', '.join(pages)}")
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    for profile in profiles:
-        for page in sorted((ROOT / "book").glob(os.environ.get("PAGES", "[0-9]*.md"))):
-            found = plan(page, profile)
-            print(f"{profile} {page.stem}: {found}", flush=True)
+    for profile in [p for p in PROFILES if p in arguments] or ["medium", "full"]:
+        for number in [n for n in pages if n in arguments] or pages:
+            found = plan(pages[number], profile)
+            print(f"{profile} {number}: {found}", flush=True)
             date = datetime.date.today().isoformat()
             result |= {"machine": machine(), "date": date}
-            result.setdefault(profile, {})[page.stem] = found
+            result.setdefault(profile, {})[pages[number].stem] = found
             write_atomically(RESULT, (json.dumps(result, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:]
-    if not set(chosen) <= set(PROFILES):
-        sys.exit(f"{chosen} are no profiles; expected some of {', '.join(PROFILES)}")
-    main(chosen or ["medium", "full"])
+    main(sys.argv[1:])

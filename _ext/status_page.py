@@ -91,13 +91,13 @@ def status_rows(app, doc: str, link, claims) -> tuple[list[str], list[list]]:
         doctree, seconds = app.env.get_doctree(page), run_seconds(app, page)
         plans = [planned(page, profile) for profile in ("medium", "full")]
         times = [
-            duration(plan[f"{where}_seconds"]) if plan else "–"
+            duration(plan[f"{where}_seconds"]).replace(" ", "\N{NO-BREAK SPACE}") if plan else "–"
             for plan, where in zip((*plans, plans[1]), ("gpu", "gpu", "cpu"), strict=True)
         ]
         rows.append(
             [
                 [link(page)],
-                f"{read_minutes(doctree)} min",
+                f"{read_minutes(doctree)}\N{NO-BREAK SPACE}min",
                 "not executed" if seconds is None else f"{seconds:.0f} s",
                 *times,
                 str(sum(p == page for p, _ in claims)),
