@@ -44,7 +44,7 @@ RECORD = ROOT / "_build" / "executed.json"
 RUNS = ROOT / "_build" / "runs"  # a folder for each page
 RUNNING = ROOT / "_build" / "running"  # where pages run
 LOG = ROOT / "_build" / "kernels.log"
-TIMEOUT = 900  # seconds a cell
+TIMEOUT = 900  # seconds a cell; the profile full takes the time that it takes
 PULSE = 60  # seconds without a page that ends, after which a line says that all is well
 USUAL = 90  # seconds a page, of which nothing is known yet
 
@@ -106,7 +106,8 @@ def execute(path: Path) -> tuple[NotebookNode, str, float]:
         "DERIVED_ATTENTION_RUNS": str(folder / "runs"),
     }
     resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, resources=resources, timeout=TIMEOUT, record_timing=False)
+    timeout = None if os.environ.get("DERIVED_ATTENTION_PROFILE") == "full" else TIMEOUT
+    client = NotebookClient(notebook, resources=resources, timeout=timeout, record_timing=False)
     error, start = "", time.time()
     with open(LOG, "ab") as log:  # what libraries write past the notebook
         try:

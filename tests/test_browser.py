@@ -94,13 +94,17 @@ def watched(page, origin: str):
         if response.status >= 400:
             problems.append(f"status {response.status}: {response.url}")
 
+    def failed(request):
+        if request.failure != "net::ERR_ABORTED":  # the icon's, when a page changes its address
+            problems.append(f"failed request: {request.url}")
+
     def said(message):
         if message.type in ("error", "warning"):
             problems.append(f"console {message.type}: {message.text}")
 
     page.on("request", requested)
     page.on("response", answered)
-    page.on("requestfailed", lambda request: problems.append(f"failed request: {request.url}"))
+    page.on("requestfailed", failed)
     page.on("console", said)
     page.on("pageerror", lambda error: problems.append(f"script error: {error}"))
     yield problems
