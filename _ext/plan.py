@@ -35,6 +35,7 @@ RESULT = ROOT / "benchmarks" / "results" / "plan.json"
 SECONDS_PER_LAUNCH = 10e-6  # what PyTorch needs to start one operation on a GPU, in eager mode
 FLOPS_PER_SECOND = 4e12  # float32, half of what a T4 can do: the GPU that runtimes lend for nothing
 SAMPLE, PATIENCE = 3, 0.5  # steps, or batches of an evaluation, that are timed; seconds at most
+TOKENS = 8192  # of a batch, that a sample has at most; time and work grow with the rows
 
 # Training series, test series, length, channels, classes (0: a number), as the archives state them.
 SIZES = {
@@ -86,6 +87,13 @@ class Launches(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+def thin(batch: tuple) -> tuple[tuple, float]:
+    """Return the first rows of a batch of long sequences, and how many times more it had."""
+    size, length = batch[0].shape[:2]
+    rows = min(size, max(1, TOKENS // length))
+    return tuple(None if part is None else part[:rows] for part in batch), size / rows
+
+
 class Sampler:
     """Takes the place of training in a page; `plan` is what the whole would take."""
 
@@ -107,20 +115,20 @@ class Sampler:
         """Return what `do` says of a few items; plan as if it were done with all `steps`."""
         begin = time.process_time()
         if key not in self.known:
-            first, *others = itertools.islice(items, 1 + SAMPLE)
+            (first, scale), *others = map(thin, itertools.islice(items, 1 + SAMPLE))
             kept: list[dict] = []
             with Launches() as launches:
                 flops = count_flops(lambda: kept.append(do([first])))
             each = time.process_time() - begin  # too much, for the counting; a sample replaces it
             if each < PATIENCE:
                 before = time.process_time()
-                for done, item in enumerate(others or [first], start=1):
+                for done, (item, _) in enumerate(others or [(first, scale)], start=1):
                     do([item])
                     each = (time.process_time() - before) / done
                     if each * done > PATIENCE:
                         break
-            gpu = SECONDS_PER_LAUNCH * launches.count + flops / FLOPS_PER_SECOND
-            self.known[key] = kept[0], each, gpu, steps()
+            gpu = SECONDS_PER_LAUNCH * launches.count + scale * flops / FLOPS_PER_SECOND
+            self.known[key] = kept[0], scale * each, gpu, steps()
         numbers, each, gpu, n = self.known[key]
         self.plan.update({counter: n, "cpu": n * each, "gpu": n * gpu})
         self.spent += time.process_time() - begin
