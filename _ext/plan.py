@@ -24,9 +24,8 @@ import torch
 from nbclient import NotebookClient
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from derived_attention import experiments, training
+from derived_attention import experiments, measure, training
 from derived_attention.data import series
-from derived_attention.measure import count_flops, machine
 from derived_attention.runtime import PROFILES, evaluating, write_atomically
 from execute import read_page
 
@@ -100,16 +99,14 @@ class Sampler:
     def __init__(self):
         self.plan, self.spent, self.start = Counter(), 0.0, time.process_time()
         self.known: dict = {}
-        self.epoch, self.judge, self.load = (
-            training.train_epoch,
-            training.evaluate,
-            series.load_series,
-        )
+        self.epoch, self.judge = training.train_epoch, training.evaluate
+        self.load, self.time = series.load_series, measure.compare
 
     def install(self) -> None:
         """Replace what pages and `fit` call."""
         training.train_epoch, training.evaluate = self.train_epoch, self.evaluate
         experiments.run_grid, series.load_series = self.run_grid, self.load_series
+        measure.compare = self.compare
 
     def sampled(self, key, counter: str, steps, do, items) -> dict:
         """Return what `do` says of a few items; plan as if it were done with all `steps`."""
@@ -118,7 +115,7 @@ class Sampler:
             (first, scale), *others = map(thin, itertools.islice(items, 1 + SAMPLE))
             kept: list[dict] = []
             with Launches() as launches:
-                flops = count_flops(lambda: kept.append(do([first])))
+                flops = measure.count_flops(lambda: kept.append(do([first])))
             each = time.process_time() - begin  # too much, for the counting; a sample replaces it
             if each < PATIENCE:
                 before = time.process_time()
@@ -193,6 +190,15 @@ class Sampler:
             tuple(map(str, range(classes))), 0, None if classes else (0.0, 1.0),
         )  # fmt: skip
 
+    def compare(self, forms, *, repeats=20, warmup=3, device=None):
+        """Stand for `derived_attention.measure.compare`: one round, where a GPU takes no time."""
+        begin = time.process_time()
+        times = self.time(forms, repeats=1, warmup=0, device=device)
+        own = time.process_time() - begin
+        self.spent += own
+        self.plan.update({"cpu": own * (repeats + warmup)})
+        return times
+
     def save(self, path: str) -> None:
         """Write the plan, with what the page does outside of training."""
         own = time.process_time() - self.start - self.spent
@@ -248,7 +254,7 @@ def main(arguments: list[str]) -> None:
             found = plan(pages[number], profile)
             print(f"{profile} {number}: {found}", flush=True)
             date = datetime.date.today().isoformat()
-            result |= {"machine": machine(), "date": date}
+            result |= {"machine": measure.machine(), "date": date}
             result.setdefault(profile, {})[pages[number].stem] = found
             write_atomically(RESULT, (json.dumps(result, indent=1) + "\n").encode())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from derived_attention import experiments, training
+from derived_attention import experiments, measure, training
 from derived_attention.data import series
 from derived_attention.data.series import load_series
 from derived_attention.models import Config, SeriesClassifier
@@ -27,6 +27,7 @@ def sampler(monkeypatch):
         (training, "evaluate"),
         (experiments, "run_grid"),
         (series, "load_series"),
+        (measure, "compare"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
     found = plan.Sampler()
