@@ -62,6 +62,13 @@ def planned(doc: str, profile: str) -> dict | None:
     return _plans().get(profile, {}).get(doc.rpartition("/")[2])
 
 
+def words(seconds: float) -> str:
+    """Return a time in words that are not torn apart: also days, which no run of ours has taken."""
+    days = seconds / 86400
+    text = f"{days:.0f} days" if days > 3 else duration(seconds)
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def measured(app, doc: str, kind: str) -> str:
     """Return one of a page's times as text."""
     if kind == "read":
@@ -72,12 +79,12 @@ def measured(app, doc: str, kind: str) -> str:
     plan = planned(doc, "medium" if kind == "gpu" else "full")
     if plan is None:
         return f"not planned {'on a GPU' if kind == 'gpu' else 'in full'} yet"
-    gpu = f"{duration(plan['gpu_seconds'])} on a GPU"
+    gpu = f"{words(plan['gpu_seconds'])} on a GPU"
     if kind == "gpu":
         return f"some {gpu} (computed)"
     return (
         f"{plan['runs']:,} runs, {plan['steps']:,} steps, "
-        f"some {duration(plan['cpu_seconds'])} on one core and {gpu} (computed)"
+        f"some {words(plan['cpu_seconds'])} on one core and {gpu} (computed)"
     )
 
 
@@ -91,7 +98,7 @@ def status_rows(app, doc: str, link, claims) -> tuple[list[str], list[list]]:
         doctree, seconds = app.env.get_doctree(page), run_seconds(app, page)
         plans = [planned(page, profile) for profile in ("medium", "full")]
         times = [
-            duration(plan[f"{where}_seconds"]).replace(" ", "\N{NO-BREAK SPACE}") if plan else "–"
+            words(plan[f"{where}_seconds"]) if plan else "–"
             for plan, where in zip((*plans, plans[1]), ("gpu", "gpu", "cpu"), strict=True)
         ]
         rows.append(
