@@ -179,7 +179,9 @@ def test_a_real_environment_works_and_its_output_goes_to_the_log(tmp_path, monke
 
 
 def test_help_lists_every_target_that_is_meant_for_readers():
-    output = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     targets = re.findall(r"^make (\S+) +\S.*$", output, flags=re.M)
     phony = re.search(r"^\.PHONY: (.*) FORCE$", (ROOT / "Makefile").read_text(), flags=re.M)
     assert targets == phony[1].split() and len(output.splitlines()) == len(targets)
