@@ -76,6 +76,12 @@ def test_medium_ends_within_five_minutes_on_a_gpu_as_far_as_it_can_be_computed()
         assert found["gpu_seconds"] <= 300, name
 
 
+def test_the_status_page_states_the_rates_that_plans_were_made_with():
+    text = (ROOT / "book" / "status.md").read_text("utf8")
+    assert f"{1e6 * plan.SECONDS_PER_LAUNCH:.0f} µs an operation" in text
+    assert f"{plan.FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s" in text
+
+
 SCRIPT = """
 import sys; from pathlib import Path
 sys.path.insert(0, {ext!r}); import full
