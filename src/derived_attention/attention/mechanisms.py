@@ -103,8 +103,8 @@ class Entry:
     causal: bool = True  # takes is_causal=True
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
-    averages: bool = True  # rows of A sum to 1
     linear: bool = False  # its time grows linearly with N
+    averages: bool = True  # its weights sum to 1 over the keys, for any parameters
     # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
     # SDPA's time, "full" and "causal" (forward, N = 4096, float32, one thread of a CPU); the
     # longest N at which the formula is weighed, and 2N.
@@ -244,6 +244,16 @@ MECHANISMS: dict[str, Entry] = {
         causal=False,
         square=True,
     ),
+    "mrs": Entry(
+        "MrsHA",
+        "#e65aaa",
+        7,
+        "multiresolution.multiresolution_attention",
+        layer="multiresolution.MultiresolutionAttention",
+        options=four_scales,
+        sample="scales 1, 2, 4, 8",
+        goals={"full": 0.38},
+    ),
     "linformer": Entry(
         "Linformer",
         "#a0643c",
@@ -360,6 +370,7 @@ _OTHERS = {
     "linear": ("elu_feature_map", "linear_attention_weights"),
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample", "wavelet_filter"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),
