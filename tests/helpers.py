@@ -74,8 +74,8 @@ def boolean(*shape, seed=1):
 
 
 def is_pooled(name):
-    """Whether heads sum up keys: then a floating mask only says who is there, with 0 and -inf."""
-    return bool({"scales", "key_projection"} & MECHANISMS[name].options(N, H, D).keys())
+    """Whether heads pool keys: then a floating mask may only say who is there, with 0 and -inf."""
+    return "scales" in MECHANISMS[name].options(N, H, D)
 
 
 class Largest(TorchDispatchMode):

@@ -38,7 +38,6 @@ from derived_attention.attention.linear import (
     wide,
 )
 from derived_attention.attention.masks import Mask, masked_softmax, narrowed
-from derived_attention.attention.scaled import check_no_bias
 from derived_attention.attention.softmax import sdpa
 from derived_attention.attention.sparse import window_attention, window_attention_reference
 
@@ -51,8 +50,8 @@ def linformer_attention_reference(
 ) -> Tensor:
     """H = A V with A = softmax(Q (E K)ᵀ/√D) F, an (N, M) matrix, in memory."""
     E, G = _projections(q, k, mask, key_projection, value_projection)
-    present = mask.present(k.shape[-2])
-    E, G = (x if present is None else x * present.unsqueeze(-2) for x in (E, G))  # (..., kept, M)
+    share = _shares(mask, E.dtype)
+    E, G = (x if share is None else x * share for x in (E, G))  # (..., kept, M)
     scores = (scale or 1 / math.sqrt(q.shape[-1])) * q.to(E.dtype) @ (E @ k.to(E.dtype)).mT
     return (scores.softmax(-1) @ G @ v.to(E.dtype)).to(q.dtype)
 
@@ -68,8 +67,9 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: 0 or -inf. A key that may not be attended is
-        left out of all sums.
+        True where a key may be attended. Floating: finite or -inf; there is no score of one key to
+        add it to, so e to its power, as a share of the largest such power, multiplies the key and
+        its value. So 0 and -inf mean what True and False do, and what is masked is in no sum.
     is_causal : bool
         False: a sum of keys holds the future of all of them but one.
     key_projection : Tensor
@@ -78,9 +78,9 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
         F ``(kept, n)``; E where left out.
     """
     E, G = _projections(q, k, mask, key_projection, value_projection)
-    present = mask.present(k.shape[-2])
-    if present is not None:
-        k, v = (x.masked_fill(~present.unsqueeze(-1), 0) for x in (k, v))
+    share = _shares(mask, k.dtype)
+    if share is not None:
+        k, v = k * share.mT, v * share.mT
     return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
 
 
@@ -91,8 +91,6 @@ def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, 
             "is_causal is True; expected False: a projected key holds later tokens, and is the "
             "same for every query"
         )
-    if mask.given is not None:
-        check_no_bias("attn_mask", mask.given, "a sum of keys has one score for all of them")
     M = k.shape[-2]
     E = _rows_of("key_projection", key_projection, q, "n")
     if E.shape[1] < M:
@@ -105,6 +103,16 @@ def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, 
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
     return E[:, :M].to(wide(q)), G[:, :M].to(wide(q))
+
+
+def _shares(mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    """Return what a mask multiplies keys and values by, (..., 1, M): from 0 to 1."""
+    given = mask.per_key()
+    if given is None or given.dtype == torch.bool or given.numel() == 0:
+        return None if given is None else given.to(dtype)
+    given = narrowed(given, dtype)
+    top = given.amax(-1, keepdim=True)  # with its gradient: here it does not divide out
+    return (given - top.masked_fill(top == -math.inf, 0)).exp()
 
 
 def _combine(E: Tensor, x: Tensor) -> Tensor:
@@ -296,7 +304,7 @@ def _fmm(band, linear, q, k, v, mask, scale, window, near, far, feature_maps) ->
 
 def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
     """Check a weight, and give it the two dimensions that it lacks; float32 at least."""
-    shapes = ((), tuple(q.shape[-3:-2])) if q.dim() > 2 else ((),)
+    shapes = (), tuple(q.shape[-3:-2])
     weight = check_parameter(name, weight, q, shapes, "one number, or one for each head")
     return weight.to(wide(q))[..., None, None]
 
@@ -349,8 +357,8 @@ def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) ->
         )
     D, dtype = q.shape[-1], wide(q)
     size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
-    shapes = [(size, D)] + [(q.shape[-3], size, D)] * (q.dim() > 2)
-    check_parameter("packed", packed, q, tuple(shapes), "l ≥ 1 rows, for all heads or for each")
+    shapes = (size, D), (*q.shape[-3:-2], size, D)
+    check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
     with full_precision(q.device):
         scores = (scale or 1 / math.sqrt(D)) * packed.to(dtype) @ k.to(dtype).mT
         return masked_softmax(scores, mask.per_key())

@@ -63,7 +63,7 @@ def random_features(N: int, H: int, D: int) -> dict[str, Any]:
 def two_fields(N: int, H: int, D: int) -> dict[str, Any]:
     """Return a near field of 64 tokens to each side, and a far field of rank 2 D."""
     maps = tuple(_load(x) for x in ("linear.elu_feature_map", "efficient.flipped_elu_feature_map"))
-    fields = {"near": torch.tensor(0.6), "far": torch.tensor(0.2)}
+    fields = {"near": torch.tensor(0.5), "far": torch.tensor(0.25)}
     return {"window": min(64, N // 4), "feature_maps": maps, **fields}
 
 

@@ -282,16 +282,14 @@ def check_positions(
         )
 
 
-NO_SCORES = "the steps of a pooled key have no score of their own to add to"
-
-
-def check_no_bias(name: str, mask: Tensor, because: str = NO_SCORES) -> None:
+def check_no_bias(name: str, mask: Tensor) -> None:
     """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
     if mask.dtype == torch.bool or not may_look_at(mask):
         return
     if not bool(((mask == 0) | (mask == -math.inf)).all()):
         raise ValueError(
-            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
+            f"{name} has numbers other than 0 and -inf; expected only these: the steps of a pooled "
+            "key have no score of their own to add to"
         )
 
 
