@@ -157,7 +157,7 @@ def test_orthogonal_features_are_orthogonal_and_each_is_standard_normal():
 
 
 def test_features_estimate_the_exponential_better_if_orthogonal():
-    q, k = x_of(2, D, generator=seeded()) * 0.4
+    q, k = 0.15 * x_of(2, D, generator=seeded())
     exact, variances = math.exp(q @ k), []
     for W in (draw(D, BLOCKS * D, seeded(1)), x_of(BLOCKS * D, D, generator=seeded(1))):
         products = positive_features(q, W) * positive_features(k, W) * BLOCKS
@@ -165,7 +165,7 @@ def test_features_estimate_the_exponential_better_if_orthogonal():
         error = float(estimates.std()) / math.sqrt(BLOCKS)
         assert abs(float(estimates.mean()) - exact) < 4 * error < 0.1 * exact
         variances.append(float(estimates.var()))
-    assert variances[0] < 0.8 * variances[1]
+    assert variances[0] < 0.9 * variances[1]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -183,12 +183,12 @@ def test_performer_is_the_average_by_those_features(scale, causal):
 
 def test_performer_nears_softmax_attention_as_features_grow_in_number():
     q, k, v = (x.detach() for x in qkv(n=40, m=40))
-    q, k = q / 2, k / 2
+    q, k = q / 4, k / 4
     exact, errors = softmax_attention(q, k, v), []
     for count in (D, 16 * D, 256 * D):
         out = performer_attention(q, k, v, projection=draw(D, count, seeded()))
         errors.append(float((out - exact).norm() / exact.norm()))
-    assert errors[0] > 2 * errors[1] > 4 * errors[2] and errors[2] < 0.05
+    assert errors[0] > 2 * errors[1] > 4 * errors[2] and errors[2] < 0.01
 
 
 def test_performer_by_segments_scales_its_sums(monkeypatch):
