@@ -370,7 +370,7 @@ _OTHERS = {
     "linear": ("elu_feature_map", "linear_attention_weights"),
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
-    "multiresolution": ("downsample", "multiresolution_layer", "upsample", "wavelet_filter"),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_flag
+from derived_attention.attention.checks import check_callable, check_count, check_flag
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
@@ -48,20 +48,6 @@ Restore = Callable[[Tensor], Tensor]
 # --- one sequence at a scale ---------------------------------------------------------------------
 
 
-def downsample(x: Tensor, scale: int) -> Tensor:
-    """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
-
-    A last window that is shorter is averaged over what it has.
-    """
-    return average_pooling(x, scale, None)[0](x)
-
-
-def upsample(x: Tensor, scale: int, N: int) -> Tensor:
-    """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D)."""
-    s = min(scale, N) or 1
-    return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
-
-
 class Filter(NamedTuple):
     """How to see less of a sequence, and how to fill it up again."""
 
@@ -69,24 +55,37 @@ class Filter(NamedTuple):
     up: Callable[[Tensor, int, int], Tensor]  # (..., ⌈N/s⌉, D), s and N to (..., N, D)
 
 
-BOXCAR = Filter(average_pooling, upsample)
+def _filter(filters: Any) -> Filter:
+    return BOXCAR if is_boxcar(filters) else wavelet_filter(filters)
 
 
-@functools.cache
-def wavelet_filter(name: str) -> Filter:
-    """Low-pass filter of a wavelet, and its dual, from PyWavelets: log2 s levels of the pyramid.
+def _repeat(x: Tensor, scale: int, N: int) -> Tensor:
+    s = min(scale, N) or 1
+    return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
+
+
+BOXCAR = Filter(average_pooling, _repeat)
+
+
+def wavelet_filter(wavelet: Any) -> Filter:
+    """Low-pass filter of a wavelet, and its dual: log2 s levels of the pyramid.
 
     Both are scaled so that a constant stays what it is. The sequence is taken as periodic, after
     its last step is repeated up to a multiple of s. Steps that are not there become the mean of
-    those that are: what they hold makes no difference. The filters of "haar" are averages.
-    """
-    import pywt
+    those that are: what they hold makes no difference. Haar's filters are averages and repetition.
 
-    if name not in pywt.wavelist(kind="discrete"):
-        raise ValueError(f'filters is {name!r}; expected "boxcar" or a discrete wavelet: db2, ...')
-    wavelet = pywt.Wavelet(name)
-    low = [x / math.sqrt(2) for x in wavelet.dec_lo]
-    dual = [x * math.sqrt(2) for x in wavelet.rec_lo]
+    Parameters
+    ----------
+    wavelet : pywt.Wavelet
+        Or anything with the filters ``dec_lo`` and ``rec_lo``, each a sequence of 2 n numbers.
+    """
+    try:
+        low = [x / math.sqrt(2) for x in wavelet.dec_lo]
+        dual = [x * math.sqrt(2) for x in wavelet.rec_lo]
+    except AttributeError as error:
+        raise TypeError(
+            f'filters is {wavelet!r}; expected "boxcar", or a wavelet: pywt.Wavelet("db2"), ...'
+        ) from error
 
     def down(x: Tensor, scale: int, present: Tensor | None) -> Any:
         levels, here = check_levels(scale), None
@@ -140,6 +139,20 @@ def _mean(x: Tensor, present: Tensor) -> Tensor:
     return total / there.sum(-2, keepdim=True).clamp(min=1)
 
 
+def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
+    """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
+
+    A last window that is shorter is averaged over what it has. With a wavelet, a low-pass filter of
+    that scale in the place of averages: see `wavelet_filter`.
+    """
+    return _filter(filters).down(x, check_count("scale", scale, 1), None)[0](x)
+
+
+def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
+    """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
+    return _filter(filters).up(x, check_count("scale", scale, 1), N)
+
+
 # --- a filter with a class token, or causal ------------------------------------------------------
 
 
@@ -182,10 +195,8 @@ def multiresolution_attention_reference(
 ) -> Tensor:  # fmt: skip
     """MrsHA as it is written, with boxcar filters."""
     pairs = check_scales(scales, key_scales, q, mask, class_token)
-    if filters != "boxcar":
-        raise ValueError(
-            f'filters is {filters!r}; expected "boxcar": wavelets have no formula here'
-        )
+    if not is_boxcar(filters):
+        raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
     outputs = []
     for h, (s, t) in enumerate(pairs):
         q_h, k_h, v_h, given = q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.given
@@ -247,9 +258,9 @@ def multiresolution_attention(
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s where `key_scales` is left out. Powers of 2 with
         wavelets.
-    filters : str
-        ``"boxcar"``, averages and repetition, or a discrete wavelet of PyWavelets: see
-        `wavelet_filter`.
+    filters : str or pywt.Wavelet
+        ``"boxcar"``, averages and repetition, or a discrete wavelet of PyWavelets, as
+        ``pywt.Wavelet("db2")``: see `wavelet_filter`.
     class_token : bool
         Whether the first query, key and value stay as they are, and the windows start after them.
     attention : callable
@@ -318,21 +329,24 @@ def check_ends(class_token: bool, is_causal: bool) -> None:
         )
 
 
+def is_boxcar(filters: Any) -> bool:
+    """Say whether filters are averages."""
+    return isinstance(filters, str) and filters == "boxcar"
+
+
 def check_filters(
-    filters: str, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
+    filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
 ) -> Filter:
-    """Return a filter by its name, with its windows laid on the sequence."""
-    if not isinstance(filters, str):
-        raise TypeError(f'filters is {filters!r}; expected "boxcar" or the name of a wavelet')
-    if filters == "boxcar":
+    """Return a filter with its windows laid on the sequence."""
+    found = _filter(filters)
+    if found is BOXCAR:
         return _laid(BOXCAR, class_token, is_causal)
-    found = wavelet_filter(filters)
     for s in {s for pair in pairs for s in pair}:
         check_levels(s)
     if is_causal:
         raise ValueError(
-            f'is_causal is True with filters {filters!r}; expected "boxcar": wavelets reach beyond '
-            "their window, into the future"
+            'is_causal is True with a wavelet; expected filters="boxcar": a wavelet reaches beyond '
+            "its window, into the future"
         )
     return _laid(found, class_token, False)
 
@@ -364,7 +378,7 @@ class MultiresolutionAttention(MultiheadAttention):
         As in `multiresolution_attention`.
     """
 
-    shown = ("scales", "key_scales", "filters", "class_token")
+    shown = ("scales", "key_scales", "filter", "class_token")
     refused = ()
     because = "a window has several queries and keys; key_padding_mask says which are not there"
 
@@ -373,7 +387,7 @@ class MultiresolutionAttention(MultiheadAttention):
         *args: Any,
         scales: Sequence[int],
         key_scales: Sequence[int] | None = None,
-        filters: str = "boxcar",
+        filters: Any = "boxcar",
         class_token: bool = False,
         **options: Any,
     ) -> None:
@@ -384,6 +398,7 @@ class MultiresolutionAttention(MultiheadAttention):
         check_flag("class_token", class_token)
         check_filters(filters, self.pairs, class_token, False)
         self.filters, self.class_token = filters, class_token
+        self.filter = filters if is_boxcar(filters) else getattr(filters, "name", "of its own")
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
         """Check, too, for masks that cannot be pooled."""
@@ -398,17 +413,16 @@ class MultiresolutionAttention(MultiheadAttention):
         if max(map(max, self.pairs)) > 1 and mask.given is not None and not mask.causal:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
+        there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
         for (s, t), heads in head_groups(self.pairs).items():
             if s == t == 1:
-                yield Group(heads, key, value, mask, self.attention)
+                yield Group(heads, key, value, mask, self.attention, query=query)
                 continue
-            there, queries = (
-                None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries)
-            )
             keys, values, here, pool = pool_pairs(lay.down, key, value, t, there)
-            down = lay.down(query, s, queries)[0]
-            pooled = down(query)  # (B, N', embed_dim)
-            up = functools.partial(_up, lay, s, query.shape[-2])
+            pooled, up = query, None
+            if s > 1:
+                pooled = lay.down(query, s, queries)[0](query)  # (B, N', embed_dim)
+                up = functools.partial(_up, lay, s, query.shape[-2])
             spread = functools.partial(_spread, pool, key, up)
             seen = _windows_mask(mask.causal, here, s, t, pooled, keys)
             yield Group(heads, keys, values, seen, self.attention, spread, pooled, up)
@@ -429,9 +443,10 @@ def _windows_mask(
     return Mask(ended if given is None else ended & given)
 
 
-def _spread(pool: Restore, key: Tensor, up: Restore, A: Tensor) -> Tensor:
+def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor:
     """Give each query the weights of its window, and each step its part of a window's."""
-    return up(deal_out(pool, key, A))
+    A = deal_out(pool, key, A)
+    return A if up is None else up(A)
 
 
 @functools.cache
