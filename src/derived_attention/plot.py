@@ -36,7 +36,6 @@ _OTHERS = {  # in no registry yet: mechanisms of chapters to come, and what they
     "performer": ("Performer", "#8250dc"),
     "fmm": ("FMMformer", "#5aa000"),
     "luna": ("Luna", "#468c8c"),
-    "mra": ("MRA-2", "#d25a78"),
     "primal": ("Primal-Attention", "#e6001e"),
     "admm": ("ADMM attention", "#147878"),
     "reference": ("Reference", "#8c9292"),
