@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from derived_attention.attention.blocks import SCORES
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -33,10 +34,11 @@ from derived_attention.attention.checks import (
     check_shape,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare, weights_of
-from derived_attention.attention.layer import Heads, MultiheadAttention
+from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import (
     Mask,
+    flat_heads,
     masked_softmax,
     narrowed,
     open_dead_rows,
@@ -143,43 +145,56 @@ def mra_attention(
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
         Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-        coarse = _coarse(Q, K, mask, query_mask, block, kept)
-        logs = _logs(mask, K, block)
-        near_K, near_V = (_take(windows(x, block), coarse.picks) for x in (K, V))
-        near = None
-        if logs is not None:  # (..., H, N/b, 1, kept b)
-            every = logs.expand(*K.shape[:-2], *logs.shape[-2:])
-            near = _take(every[..., None], coarse.picks).mT
-        scores = windows(Q, block) @ near_K.mT  # (..., H, N/b, b, kept b)
-        if sparse:
-            H = masked_softmax(scores, near) @ near_V
-        else:
-            far, u = _far(coarse, _pooled(V, logs, block))
-            H = _join(scores, near, near_V, far[..., None, None], u[..., None, :])
-    return H.flatten(-3, -2)[..., : q.shape[-2], :].to(q.dtype)
+        coarse, logs = _coarse(Q, K, mask, query_mask, block, kept), _logs(mask, K, block)
+        far, u = _far(coarse, _pooled(V, logs, block), sparse)
+        parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
+        if logs is not None:
+            parts.append(logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))  # (..., H, M/b, b, 1)
+        heads = _heads_at_a_time(q, kept * block)
+        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
+        H = torch.cat([_attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
+    H = H.flatten(-3, -2)[..., : q.shape[-2], :]
+    return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
-def _far(coarse: Coarse, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-weight (..., N/b) and the mean value (..., N/b, Dv) of blocks not picked."""
-    mass, alive = open_dead_rows(coarse.mass.scatter(-1, coarse.picks, -math.inf), values.dtype)
-    return mass.logsumexp(-1).masked_fill(~alive[..., 0], -math.inf), mass.softmax(-1) @ values
+def _attend(
+    Q: Tensor, K: Tensor, V: Tensor, picks: Tensor, far: Tensor, u: Tensor,
+    logs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from blocks of queries to the blocks picked, and to the key that the others make.
 
-
-def _join(scores: Tensor, near: Tensor | None, V: Tensor, far: Tensor, u: Tensor) -> Tensor:
-    """Attend to keys with these scores and values, and to one more: one softmax over both."""
-    one = torch.zeros_like(scores[..., :1])
-    scores = torch.cat([scores, one if near is not None else one + far], -1)
-    mask = None if near is None else torch.cat([near, far], -1)
-    A, a = masked_softmax(scores, mask).split([V.shape[-2], 1], -1)
-    return A @ V + a * u
+    One softmax over both: with the largest of all exponents for t, ``h_i = (Σ_j exp(s_ij − t) v_j +
+    exp(far − t) u) / (Σ_j exp(s_ij − t) + exp(far − t))``, or 0 where nothing may be attended.
+    """
+    scores = Q @ _take(K, picks).mT  # (heads, N/b, b, kept b)
+    scores = scores if logs is None else scores + _take(logs, picks).mT
+    top = scores.detach().amax(-1, keepdim=True).maximum(far.detach())
+    top = top.masked_fill(top == -math.inf, 0)
+    near, rest = (scores - top).exp_(), (far - top).exp()
+    total = near.sum(-1, keepdim=True) + rest
+    return (near @ _take(V, picks) + rest * u) / total.masked_fill(total == 0, 1)
 
 
 def _take(x: Tensor, picks: Tensor) -> Tensor:
-    """Return the blocks (..., n, kept b, D) of (..., M/b, b, D) that are picked (..., n, kept)."""
-    *leading, blocks, b, D = x.shape
-    starts = torch.arange(math.prod(leading), device=x.device).view(*leading, 1, 1) * blocks
-    found = x.reshape(-1, b * D).index_select(0, (picks + starts).flatten())
-    return found.view(*picks.shape[:-1], picks.shape[-1] * b, D)
+    """Return the blocks (heads, n, kept b, D) of (heads, M/b, b, D) that are picked."""
+    heads, blocks, b, D = x.shape
+    rows = picks + torch.arange(heads, device=x.device)[:, None, None] * blocks
+    found = x.reshape(heads * blocks, b * D).index_select(0, rows.flatten())
+    return found.view(heads, picks.shape[1], picks.shape[2] * b, D)
+
+
+def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
+    """Make one key of all other blocks: its score (..., N/b, 1, 1), its value (..., N/b, 1, Dv)."""
+    others = coarse.mass.scatter(-1, coarse.picks, -math.inf)
+    others = torch.full_like(others, -math.inf) if sparse else others
+    mass, some = open_dead_rows(others, values.dtype)
+    score = mass.logsumexp(-1, keepdim=True).masked_fill(~some, -math.inf)
+    return score.unsqueeze(-1), (mass.softmax(-1) @ values).unsqueeze(-2)
+
+
+def _heads_at_a_time(q: Tensor, keys: int) -> int:
+    """Count the heads whose exact scores stay in the cache of a CPU; elsewhere all of them."""
+    return max(1, SCORES // (q.shape[-2] * keys)) if q.device.type == "cpu" else q.numel()
 
 
 # --- what they share: the resolution of blocks ---------------------------------------------------
