@@ -78,6 +78,7 @@ class Entry:
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
     linear: bool = False  # its time grows linearly with N
+    averages: bool = True  # its weights sum to 1 over the keys, for any parameters
     # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
     # SDPA's time, "full" and "causal" (forward, N = 4096, float32, one thread of a CPU); the
     # longest N at which the formula is weighed, and 2N.
@@ -217,6 +218,16 @@ MECHANISMS: dict[str, Entry] = {
         causal=False,
         square=True,
     ),
+    "mrs": Entry(
+        "MrsHA",
+        "#e65aaa",
+        7,
+        "multiresolution.multiresolution_attention",
+        layer="multiresolution.MultiresolutionAttention",
+        options=four_scales,
+        sample="scales 1, 2, 4, 8",
+        goals={"full": 0.38},
+    ),
     "mra": Entry(
         "MRA-2",
         "#d25a78",
@@ -293,6 +304,7 @@ _OTHERS = {
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
     "mra": ("mra_attention_weights",),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample", "wavelet_filter"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),
