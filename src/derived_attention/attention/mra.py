@@ -30,8 +30,6 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
-    check_mask_kind,
-    check_shape,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare, weights_of
 from derived_attention.attention.layer import MultiheadAttention
@@ -59,6 +57,7 @@ class Coarse(NamedTuple):
     scores: Tensor  # (..., N/b, M/b): q̄_I·k̄_J/√D
     mass: Tensor  # (..., N/b, M/b): the logarithm of what block J weighs by its pooled score
     picks: Tensor  # (..., N/b, kept): the blocks of largest mass
+    logs: Tensor | None  # (..., M/b, b): of how often each key counts; None where all count once
 
 
 # --- the formula: a matrix of scores at two resolutions ------------------------------------------
@@ -136,7 +135,7 @@ def mra_attention(
     sparse : bool
         Whether to leave out all other blocks.
     query_mask : Tensor, optional
-        Boolean ``(..., H, N)``, or of fewer heads: False where a query is padding, which then is
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
         left out of the pooled query of its block.
     """
     _check(mask, q, block, kept, sparse, query_mask)
@@ -145,11 +144,11 @@ def mra_attention(
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
         Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-        coarse, logs = _coarse(Q, K, mask, query_mask, block, kept), _logs(mask, K, block)
-        far, u = _far(coarse, _pooled(V, logs, block), sparse)
+        coarse = _coarse(Q, K, mask, query_mask, block, kept)
+        far, u = _far(coarse, _pooled(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
-        if logs is not None:
-            parts.append(logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))  # (..., H, M/b, b, 1)
+        if coarse.logs is not None:
+            parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
         heads = _heads_at_a_time(q, kept * block)
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         H = torch.cat([_attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
@@ -187,9 +186,7 @@ def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
     """Make one key of all other blocks: its score (..., N/b, 1, 1), its value (..., N/b, 1, Dv)."""
     others = coarse.mass.scatter(-1, coarse.picks, -math.inf)
     others = torch.full_like(others, -math.inf) if sparse else others
-    mass, some = open_dead_rows(others, values.dtype)
-    score = mass.logsumexp(-1, keepdim=True).masked_fill(~some, -math.inf)
-    return score.unsqueeze(-1), (mass.softmax(-1) @ values).unsqueeze(-2)
+    return _log_sum(others)[..., None, None], (_shares(others) @ values).unsqueeze(-2)
 
 
 def _heads_at_a_time(q: Tensor, keys: int) -> int:
@@ -205,14 +202,11 @@ def _coarse(
 ) -> Coarse:
     """Score pooled queries against pooled keys, and pick the `kept` best of each row."""
     logs = _logs(mask, K, block)
-    scores = _pooled(Q, _logs(Mask(_row(query_mask)), Q, block), block) @ _pooled(K, logs, block).mT
-    mass = scores if logs is None else scores + _log_sum(logs).unsqueeze(-2)
-    mass = mass + math.log(block) if logs is None else mass
-    return Coarse(scores, mass, mass.detach().topk(min(kept, mass.shape[-1])).indices)
-
-
-def _row(query_mask: Tensor | None) -> Tensor | None:
-    return None if query_mask is None else query_mask.unsqueeze(-2)
+    queries = Mask(None if query_mask is None else query_mask.unsqueeze(-2))
+    scores = _pooled(Q, _logs(queries, Q, block), block) @ _pooled(K, logs, block).mT
+    mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
+    picks = mass.detach().topk(min(kept, mass.shape[-1])).indices
+    return Coarse(scores, mass, picks, logs)
 
 
 def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
@@ -223,11 +217,9 @@ def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
             return None
         given = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if given.dtype == torch.bool:
-        given = torch.zeros(given.shape, dtype=x.dtype, device=x.device).masked_fill(
-            ~given, -math.inf
-        )
-    given = narrowed(given, x.dtype).expand(*given.shape[:-1], L)
-    return windows(given.mT, block, -math.inf).squeeze(-1)
+        given = torch.where(given, 0.0, -math.inf)
+    column = narrowed(given, x.dtype).expand(*given.shape[:-1], L).mT
+    return windows(column, block, -math.inf).squeeze(-1)
 
 
 def _pooled(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
@@ -235,14 +227,18 @@ def _pooled(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
     x = windows(x, block)
     if logs is None:
         return x.mean(-2)
-    share = masked_softmax(torch.zeros_like(logs), logs)  # (..., L/b, b)
-    return (share.unsqueeze(-1) * x).sum(-2)
+    return (_shares(logs).unsqueeze(-2) @ x).squeeze(-2)
+
+
+def _shares(logs: Tensor) -> Tensor:
+    """Softmax over the last dimension, and 0 where all is -inf."""
+    return masked_softmax(torch.zeros_like(logs), logs)
 
 
 def _log_sum(logs: Tensor) -> Tensor:
-    """Logarithm (..., M/b) of how many steps a block counts; -inf where none does."""
-    opened, alive = open_dead_rows(logs, logs.dtype)
-    return opened.logsumexp(-1).masked_fill(~alive[..., 0], -math.inf)
+    """Logarithm of the sum of exponentials over the last dimension; -inf where all is."""
+    opened, some = open_dead_rows(logs, logs.dtype)
+    return opened.logsumexp(-1).masked_fill(~some[..., 0], -math.inf)
 
 
 def _scaled(q: Tensor, scale: float | None) -> Tensor:
@@ -259,11 +255,20 @@ def _check(
         raise ValueError(f"is_causal is True; expected False: {LATER}")
     mask.per_key()
     if query_mask is not None:
-        check_mask_kind("query_mask", query_mask, q.device)
-        sizes = (1,) * (q.dim() - 1 - query_mask.dim()) + tuple(query_mask.shape)
-        fits = zip(sizes, q.shape[:-1], strict=False)
-        expected = tuple(n if have != 1 else 1 for have, n in fits)
-        check_shape("query_mask", query_mask.view(sizes), expected, "one for each query")
+        _check_queries(query_mask, q)
+
+
+def _check_queries(query_mask: Tensor, q: Tensor) -> None:
+    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
+        kind = type(query_mask).__name__
+        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
+        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
+    sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
+    matched = zip(reversed(sizes), reversed(queries), strict=False)
+    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
+        raise ValueError(
+            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
+        )
 
 
 # --- the layer -----------------------------------------------------------------------------------
