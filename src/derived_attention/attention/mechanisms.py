@@ -304,7 +304,7 @@ _OTHERS = {
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
     "mra": ("mra_attention_weights",),
-    "multiresolution": ("downsample", "multiresolution_layer", "upsample", "wavelet_filter"),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_flag
+from derived_attention.attention.checks import check_callable, check_count, check_flag
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
@@ -48,20 +48,6 @@ Restore = Callable[[Tensor], Tensor]
 # --- one sequence at a scale ---------------------------------------------------------------------
 
 
-def downsample(x: Tensor, scale: int) -> Tensor:
-    """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
-
-    A last window that is shorter is averaged over what it has.
-    """
-    return average_pooling(x, scale, None)[0](x)
-
-
-def upsample(x: Tensor, scale: int, N: int) -> Tensor:
-    """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D)."""
-    s = min(scale, N) or 1
-    return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
-
-
 class Filter(NamedTuple):
     """How to see less of a sequence, and how to fill it up again."""
 
@@ -69,7 +55,16 @@ class Filter(NamedTuple):
     up: Callable[[Tensor, int, int], Tensor]  # (..., ⌈N/s⌉, D), s and N to (..., N, D)
 
 
-BOXCAR = Filter(average_pooling, upsample)
+def _filter(filters: Any) -> Filter:
+    return BOXCAR if is_boxcar(filters) else wavelet_filter(filters)
+
+
+def _repeat(x: Tensor, scale: int, N: int) -> Tensor:
+    s = min(scale, N) or 1
+    return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
+
+
+BOXCAR = Filter(average_pooling, _repeat)
 
 
 def wavelet_filter(wavelet: Any) -> Filter:
@@ -142,6 +137,20 @@ def _mean(x: Tensor, present: Tensor) -> Tensor:
     there = there.expand(*there.shape[:-2], x.shape[-2], 1)
     total = x.masked_fill(~present[..., None], 0).sum(-2, keepdim=True)
     return total / there.sum(-2, keepdim=True).clamp(min=1)
+
+
+def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
+    """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
+
+    A last window that is shorter is averaged over what it has. With a wavelet, a low-pass filter of
+    that scale in the place of averages: see `wavelet_filter`.
+    """
+    return _filter(filters).down(x, check_count("scale", scale, 1), None)[0](x)
+
+
+def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
+    """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
+    return _filter(filters).up(x, check_count("scale", scale, 1), N)
 
 
 # --- a filter with a class token, or causal ------------------------------------------------------
@@ -329,9 +338,9 @@ def check_filters(
     filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
 ) -> Filter:
     """Return a filter with its windows laid on the sequence."""
-    if is_boxcar(filters):
+    found = _filter(filters)
+    if found is BOXCAR:
         return _laid(BOXCAR, class_token, is_causal)
-    found = wavelet_filter(filters)
     for s in {s for pair in pairs for s in pair}:
         check_levels(s)
     if is_causal:
