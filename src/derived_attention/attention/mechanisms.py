@@ -314,7 +314,7 @@ MECHANISMS: dict[str, Entry] = {
         options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
         sample="4 blocks of 32",
         causal=False,
-        goals={"full": 0.50},
+        goals={"full": 0.25},
     ),
     "mgk": Entry(
         "MGK",
