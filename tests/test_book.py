@@ -31,9 +31,12 @@ REACHED = (
     paper("000.eq", range(1, 52))
     | paper("000.rem", range(1, 8))
     | paper("000.def", range(1, 6))
+    | paper("001.eq", range(1, 19))
+    | paper("001.rem", range(1, 7))
     | paper("004.eq", range(1, 18))
     | paper("004.rem", range(1, 4))
-    | {"000.thm1", "000.sec4.flops", "000.appC.trend", "001.eq1", "001.eq2", "003.eq1"}
+    | {"000.thm1", "000.sec4.flops", "000.appC.trend", "003.eq1"}
+    | {"001.thm1", "001.appB", "001.def1", "001.sec4.flops"}
     | {"004.thm1", "004.sec2.3.mstep", "004.sec2.3.hard", "004.sec2.4"}
     | {"004.appB.1", "004.appB.2", "004.sec3.4.flops"}
 )
