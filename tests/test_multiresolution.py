@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -285,6 +287,25 @@ def test_layer_in_a_model():
     attention = functools.partial(MultiresolutionAttention, scales=[1, 2])
     config = Config(dim=8, heads=2, layers=1, hidden=16, attention=attention)
     model = SeriesClassifier(3, 2, 6, config)
+class Named(multiresolution_layer(MixtureAttention)):
+    """A subclass of what was made, which has a name to be found by."""
+
+
+@pytest.mark.parametrize("kind", [multiresolution_layer(MixtureAttention), Named])
+def test_composed_layers_are_pickled(kind):
+    made, x = layer(kind), sequence()
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is kind and pickle.loads(pickle.dumps(kind)) is kind
+    assert torch.equal(again(x, x, x)[0], made(x, x, x)[0])
+
+
+def test_autocast_gives_the_dtype_that_the_plain_layer_gives():
+    x = sequence().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for made in (layer(), layer(bias=False), layer(filters=DB2), layer(scales=[1, 1, 1])):
+            assert made.float()(x, x, x)[0].dtype == torch.bfloat16, made
+
+
     assert model(torch.zeros(2, 6, 3)).shape == (2, 2)
     assert "scales=(1, 2)" in repr(model)
     assert "filter=db2" in repr(layer(filters=DB2)) and copy.deepcopy(layer(filters=DB2)).pairs

@@ -365,7 +365,7 @@ class MultiheadAttention(nn.Module):
             weight = pick(columns, group.heads, at=-2).flatten(-2)
             part = F.linear(H.transpose(-3, -2).flatten(-2), weight)
             joined = joined + (part if group.restore is None else group.restore(part))
-        return joined
+        return joined.to(part.dtype)  # under autocast that of a product, not of the bias
 
     def _order(self, groups: list[Group]) -> list[int]:
         every = range(self.num_heads)

@@ -16,6 +16,7 @@ at step t s, the queries t s, ..., t s + s − 1 share its result, and the first
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -460,6 +461,18 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
     Parameters
     ----------
     layer : type
+class _Made(type):
+    """What `multiresolution_layer` makes: no module has its name, so a pickle has its base."""
+
+
+def _recipe(kind: _Made) -> Any:
+    made = "made_of" in vars(kind)  # a subclass of what was made has a name
+    return (multiresolution_layer, (vars(kind)["made_of"],)) if made else kind.__qualname__
+
+
+copyreg.pickle(_Made, _recipe)  # type: ignore[arg-type]
+
+
         A kind of `MultiheadAttention` that leaves its step `mix` as it is.
 
     Returns
@@ -475,4 +488,6 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
         return MultiresolutionAttention
     text = f"`{layer.__name__}` at several scales: with `MultiresolutionAttention`'s arguments."
     parents = (MultiresolutionAttention, layer)
-    return type(f"Mrs{layer.__name__}", parents, {"__doc__": text, "__module__": __name__})
+    own = {"__doc__": text, "__module__": __name__, "made_of": layer}
+    made: Any = _Made(f"Mrs{layer.__name__}", parents, own)
+    return made
