@@ -20,6 +20,9 @@ from helpers import (
 )
 
 from derived_attention import (
+    Conv1DAttention,
+    Conv2DAttention,
+    CvTAttention,
     MixtureAttention,
     MultiheadAttention,
     MultiresolutionAttention,
@@ -277,8 +280,9 @@ def test_composed_layers():
     same.load_state_dict(plain.state_dict())
     assert_all_close([same(x, x, x)[0]], [plain(x, x, x)[0]], 1e-10)
     assert_learns(layer(mixed).train(), x, "MrsMixtureAttention")
-    with pytest.raises(ValueError, match="ScaledHeadsAttention, which mixes along the length its"):
-        multiresolution_layer(ScaledHeadsAttention)
+    for kind in (ScaledHeadsAttention, Conv1DAttention, Conv2DAttention, CvTAttention):
+        with pytest.raises(ValueError, match=f"{kind.__name__}, which mixes along the length its"):
+            multiresolution_layer(kind)
     with pytest.raises(TypeError, match="layer is 'softmax'; expected a class of Multihead"):
         multiresolution_layer("softmax")
 

@@ -101,6 +101,7 @@ class MultiheadAttention(nn.Module):
     shown: tuple[str, ...] = ("num_heads", "kv_heads")  # attributes that `extra_repr` tells
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
+    mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
 
     def __init_subclass__(cls) -> None:
         """Give a subclass the signature of its own arguments, and of those that it hands on."""

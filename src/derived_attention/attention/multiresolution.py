@@ -473,7 +473,14 @@ def _recipe(kind: _Made) -> Any:
 copyreg.pickle(_Made, _recipe)  # type: ignore[arg-type]
 
 
-        A kind of `MultiheadAttention` that leaves its step `mix` as it is.
+@functools.cache
+def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAttention]:
+    """Make "Mrs" + a layer, whose heads attend at scales: MrsPerformer of `PerformerAttention`.
+
+    Parameters
+    ----------
+    layer : type
+        A kind of `MultiheadAttention` that mixes nothing along the length, in `mix` or elsewhere.
 
     Returns
     -------
@@ -482,7 +489,7 @@ copyreg.pickle(_Made, _recipe)  # type: ignore[arg-type]
     """
     if not (isinstance(layer, type) and issubclass(layer, MultiheadAttention)):
         raise TypeError(f"layer is {layer!r}; expected a class of MultiheadAttention")
-    if layer.mix is not MultiheadAttention.mix:
+    if layer.mixes or layer.mix is not MultiheadAttention.mix:
         raise ValueError(f"layer is {layer.__name__}, which mixes along the length itself")
     if layer is MultiheadAttention:
         return MultiresolutionAttention
