@@ -287,10 +287,6 @@ def test_composed_layers():
         multiresolution_layer("softmax")
 
 
-def test_layer_in_a_model():
-    attention = functools.partial(MultiresolutionAttention, scales=[1, 2])
-    config = Config(dim=8, heads=2, layers=1, hidden=16, attention=attention)
-    model = SeriesClassifier(3, 2, 6, config)
 class Named(multiresolution_layer(MixtureAttention)):
     """A subclass of what was made, which has a name to be found by."""
 
@@ -310,6 +306,10 @@ def test_autocast_gives_the_dtype_that_the_plain_layer_gives():
             assert made.float()(x, x, x)[0].dtype == torch.bfloat16, made
 
 
+def test_layer_in_a_model():
+    attention = functools.partial(MultiresolutionAttention, scales=[1, 2])
+    config = Config(dim=8, heads=2, layers=1, hidden=16, attention=attention)
+    model = SeriesClassifier(3, 2, 6, config)
     assert model(torch.zeros(2, 6, 3)).shape == (2, 2)
     assert "scales=(1, 2)" in repr(model)
     assert "filter=db2" in repr(layer(filters=DB2)) and copy.deepcopy(layer(filters=DB2)).pairs
@@ -345,6 +345,13 @@ def test_what_is_wrong_is_named():
     x = sequence()
     with pytest.raises(ValueError, match="attn_mask is given; expected None: a window has several"):
         layer()(x, x, x, attn_mask=torch.zeros(N, N).bool())
+    bias = torch.zeros(2, N, dtype=x.dtype)
+    bias[:, 3], bias[:, 4] = -math.inf, -2.0
+    for causal in (False, True):
+        with pytest.raises(ValueError, match="key_padding_mask has numbers other than 0"):
+            layer()(x, x, x, bias, is_causal=causal)
+    with pytest.raises(ValueError, match=r"x has shape .*; expected \(2, 11, 12\): 22 steps"):
+        upsample(x, 2, 22)
     with pytest.raises(ValueError, match="is_causal is True with a wavelet"):
         layer(filters=DB2)(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="is_causal is True with class_token"):

@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_count, check_flag
+from derived_attention.attention.checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_shape,
+)
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
@@ -151,7 +156,9 @@ def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
 
 def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
     """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
-    return _filter(filters).up(x, check_count("scale", scale, 1), N)
+    windows = -(-N // check_count("scale", scale, 1))
+    check_shape("x", x, (*x.shape[:-2], windows, *x.shape[-1:]), f"{N} steps in windows of {scale}")
+    return _filter(filters).up(x, scale, N)
 
 
 # --- a filter with a class token, or causal ------------------------------------------------------
@@ -411,7 +418,7 @@ class MultiresolutionAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Pool queries, keys and values for the heads of each pair of scales."""
-        if max(map(max, self.pairs)) > 1 and mask.given is not None and not mask.causal:
+        if max(map(max, self.pairs)) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
         there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
@@ -454,13 +461,6 @@ def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor
     return A if up is None else up(A)
 
 
-@functools.cache
-def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAttention]:
-    """Make "Mrs" + a layer, whose heads attend at scales: MrsPerformer of `PerformerAttention`.
-
-    Parameters
-    ----------
-    layer : type
 class _Made(type):
     """What `multiresolution_layer` makes: no module has its name, so a pickle has its base."""
 
