@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -320,6 +321,7 @@ def test_layer_in_a_model():
 
 def test_what_is_wrong_is_named():
     q, k, v = (x.detach() for x in qkv(n=N, m=N))
+    three_taps = SimpleNamespace(dec_lo=[0.35, 0.7, 0.35], rec_lo=[0.7, 0.7])
     bad = [
         ({"scales": [1, 2]}, ValueError, "scales is .1, 2.; expected one number per head"),
         ({"scales": "124"}, TypeError, "scales is '124'"),
@@ -328,6 +330,11 @@ def test_what_is_wrong_is_named():
         ({"key_scales": [1, 2.0, 1]}, TypeError, r"key_scales\[1\] is of type float"),
         ({"filters": "nothing"}, TypeError, "filters is 'nothing'; expected \"boxcar\""),
         ({"filters": 3}, TypeError, "filters is 3"),
+        (
+            {"filters": three_taps},
+            ValueError,
+            "filters has a dec_lo of 3 numbers and a rec_lo of 2",
+        ),
         ({"filters": DB2, "scales": [1, 2, 3]}, ValueError, "a scale is 3; expected a power of"),
         ({"filters": DB2, "is_causal": True}, ValueError, "is_causal is True with a wavelet"),
         ({"class_token": 1}, TypeError, "class_token is 1; expected True or False"),

@@ -78,7 +78,8 @@ def wavelet_filter(wavelet: Any) -> Filter:
 
     Both are scaled so that a constant stays what it is. The sequence is taken as periodic, after
     its last step is repeated up to a multiple of s. Steps that are not there become the mean of
-    those that are: what they hold makes no difference. Haar's filters are averages and repetition.
+    those that are: what they hold makes no difference. How many they are does, near both ends: they
+    are part of the period. Haar's filters are averages and repetition.
 
     Parameters
     ----------
@@ -92,6 +93,11 @@ def wavelet_filter(wavelet: Any) -> Filter:
         raise TypeError(
             f'filters is {wavelet!r}; expected "boxcar", or a wavelet: pywt.Wavelet("db2"), ...'
         ) from error
+    if not low or len(low) % 2 or len(dual) % 2:
+        raise ValueError(
+            f"filters has a dec_lo of {len(low)} numbers and a rec_lo of {len(dual)}; expected an "
+            "even number of each, as PyWavelets pads them"
+        )
 
     def down(x: Tensor, scale: int, present: Tensor | None) -> Any:
         levels, here = check_levels(scale), None
@@ -261,8 +267,9 @@ def multiresolution_attention(
         them, and leaves them out.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
-        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Not
-        with wavelets, whose filters reach it, and not with a class token.
+        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where
+        s ≠ s', a mask of (N / s) (M / s') entries is stored. Not with wavelets, whose filters reach
+        the future, and not with a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s where `key_scales` is left out. Powers of 2 with
         wavelets.
