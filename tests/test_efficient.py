@@ -286,8 +286,11 @@ def test_fmm_layer_learns_its_blend_and_its_maps():
     A = layer(x, x, x, average_attn_weights=False)[1]
     expected = torch.tensor([0.0, 0.5, 1.0], dtype=A.dtype)[:, None].expand(B, H, LENGTH)
     torch.testing.assert_close(A.sum(-1), expected)
-    layer = FMMAttention(E, H, window=2, feature_maps=(elu_feature_map, phi)).double()
+    layer = FMMAttention(E, H, window=2, feature_maps=(m for m in (elu_feature_map, phi))).double()
     assert_learns(layer, x, "fmm")
+    before = layer(x, x, x)[0]
+    layer.learned_maps[0] = nn.Sequential(nn.Linear(E // H, 5), nn.Softplus()).double()
+    assert not torch.allclose(layer(x, x, x)[0], before)  # what has taken its place is what runs
 
 
 # --- Luna ----------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import math
+import pickle
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +21,9 @@ from helpers import (
 )
 
 from derived_attention import (
+    Conv1DAttention,
+    Conv2DAttention,
+    CvTAttention,
     MixtureAttention,
     MultiheadAttention,
     MultiresolutionAttention,
@@ -275,10 +281,30 @@ def test_composed_layers():
     same.load_state_dict(plain.state_dict())
     assert_all_close([same(x, x, x)[0]], [plain(x, x, x)[0]], 1e-10)
     assert_learns(layer(mixed).train(), x, "MrsMixtureAttention")
-    with pytest.raises(ValueError, match="ScaledHeadsAttention, which mixes along the length its"):
-        multiresolution_layer(ScaledHeadsAttention)
+    for kind in (ScaledHeadsAttention, Conv1DAttention, Conv2DAttention, CvTAttention):
+        with pytest.raises(ValueError, match=f"{kind.__name__}, which mixes along the length its"):
+            multiresolution_layer(kind)
     with pytest.raises(TypeError, match="layer is 'softmax'; expected a class of Multihead"):
         multiresolution_layer("softmax")
+
+
+class Named(multiresolution_layer(MixtureAttention)):
+    """A subclass of what was made, which has a name to be found by."""
+
+
+@pytest.mark.parametrize("kind", [multiresolution_layer(MixtureAttention), Named])
+def test_composed_layers_are_pickled(kind):
+    made, x = layer(kind), sequence()
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is kind and pickle.loads(pickle.dumps(kind)) is kind
+    assert torch.equal(again(x, x, x)[0], made(x, x, x)[0])
+
+
+def test_autocast_gives_the_dtype_that_the_plain_layer_gives():
+    x = sequence().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for made in (layer(), layer(bias=False), layer(filters=DB2), layer(scales=[1, 1, 1])):
+            assert made.float()(x, x, x)[0].dtype == torch.bfloat16, made
 
 
 def test_layer_in_a_model():
@@ -295,6 +321,7 @@ def test_layer_in_a_model():
 
 def test_what_is_wrong_is_named():
     q, k, v = (x.detach() for x in qkv(n=N, m=N))
+    three_taps = SimpleNamespace(dec_lo=[0.35, 0.7, 0.35], rec_lo=[0.7, 0.7])
     bad = [
         ({"scales": [1, 2]}, ValueError, "scales is .1, 2.; expected one number per head"),
         ({"scales": "124"}, TypeError, "scales is '124'"),
@@ -303,6 +330,11 @@ def test_what_is_wrong_is_named():
         ({"key_scales": [1, 2.0, 1]}, TypeError, r"key_scales\[1\] is of type float"),
         ({"filters": "nothing"}, TypeError, "filters is 'nothing'; expected \"boxcar\""),
         ({"filters": 3}, TypeError, "filters is 3"),
+        (
+            {"filters": three_taps},
+            ValueError,
+            "filters has a dec_lo of 3 numbers and a rec_lo of 2",
+        ),
         ({"filters": DB2, "scales": [1, 2, 3]}, ValueError, "a scale is 3; expected a power of"),
         ({"filters": DB2, "is_causal": True}, ValueError, "is_causal is True with a wavelet"),
         ({"class_token": 1}, TypeError, "class_token is 1; expected True or False"),
@@ -320,6 +352,13 @@ def test_what_is_wrong_is_named():
     x = sequence()
     with pytest.raises(ValueError, match="attn_mask is given; expected None: a window has several"):
         layer()(x, x, x, attn_mask=torch.zeros(N, N).bool())
+    bias = torch.zeros(2, N, dtype=x.dtype)
+    bias[:, 3], bias[:, 4] = -math.inf, -2.0
+    for causal in (False, True):
+        with pytest.raises(ValueError, match="key_padding_mask has numbers other than 0"):
+            layer()(x, x, x, bias, is_causal=causal)
+    with pytest.raises(ValueError, match=r"x has shape .*; expected \(2, 11, 12\): 22 steps"):
+        upsample(x, 2, 22)
     with pytest.raises(ValueError, match="is_causal is True with a wavelet"):
         layer(filters=DB2)(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="is_causal is True with class_token"):

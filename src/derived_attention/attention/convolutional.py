@@ -331,6 +331,7 @@ class _ConvolvedAttention(MultiheadAttention):
 
     shown = ("filters", "shared")
     because = "a convolved token holds its neighbours, and is the same for every query"
+    mixes = True
     causal, sides = False, 1
 
     def __init__(self, *args: Any, kernel_size: int, shared: bool, **options: Any) -> None:
@@ -402,6 +403,7 @@ class _OnGrid(MultiheadAttention):
     """A layer whose tokens lie on a grid, after a class token if there is one."""
 
     shown = ("grid", "class_token")
+    mixes = True
 
     def __init__(
         self, *args: Any, grid: tuple[int, int], class_token: bool = False, **options: Any

@@ -502,7 +502,7 @@ class FMMAttention(MultiheadAttention):
         check_count("window", window, 0)
         super().__init__(*args, attention=attention, **options)
         self.window, self.feature_maps = window, tuple(feature_maps)
-        self.learned_maps = nn.ModuleList(m for m in feature_maps if isinstance(m, nn.Module))
+        self.learned_maps = nn.ModuleList(m for m in self.feature_maps if isinstance(m, nn.Module))
         self.near, self.far = (
             nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads)) for _ in range(2)
         )
@@ -510,8 +510,9 @@ class FMMAttention(MultiheadAttention):
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Blend by the weights of these heads."""
         near, far = (pick(x.sigmoid(), heads, at=0) for x in (self.near, self.far))
-        own = {"window": self.window, "feature_maps": self.feature_maps}
-        return functools.partial(base, near=near, far=far, **own)
+        learned = iter(self.learned_maps)  # a replica has its own
+        maps = [next(learned) if isinstance(m, nn.Module) else m for m in self.feature_maps]
+        return functools.partial(base, near=near, far=far, window=self.window, feature_maps=maps)
 
 
 class LunaAttention(MultiheadAttention):

@@ -101,6 +101,7 @@ class MultiheadAttention(nn.Module):
     shown: tuple[str, ...] = ("num_heads", "kv_heads")  # attributes that `extra_repr` tells
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
+    mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
 
     def __init_subclass__(cls) -> None:
         """Give a subclass the signature of its own arguments, and of those that it hands on."""
@@ -365,7 +366,7 @@ class MultiheadAttention(nn.Module):
             weight = pick(columns, group.heads, at=-2).flatten(-2)
             part = F.linear(H.transpose(-3, -2).flatten(-2), weight)
             joined = joined + (part if group.restore is None else group.restore(part))
-        return joined
+        return joined.to(part.dtype)  # under autocast that of a product, not of the bias
 
     def _order(self, groups: list[Group]) -> list[int]:
         every = range(self.num_heads)

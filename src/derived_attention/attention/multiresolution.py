@@ -16,6 +16,7 @@ at step t s, the queries t s, ..., t s + s − 1 share its result, and the first
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_count, check_flag
+from derived_attention.attention.checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_shape,
+)
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
@@ -72,7 +78,8 @@ def wavelet_filter(wavelet: Any) -> Filter:
 
     Both are scaled so that a constant stays what it is. The sequence is taken as periodic, after
     its last step is repeated up to a multiple of s. Steps that are not there become the mean of
-    those that are: what they hold makes no difference. Haar's filters are averages and repetition.
+    those that are: what they hold makes no difference. How many they are does, near both ends: they
+    are part of the period. Haar's filters are averages and repetition.
 
     Parameters
     ----------
@@ -86,6 +93,11 @@ def wavelet_filter(wavelet: Any) -> Filter:
         raise TypeError(
             f'filters is {wavelet!r}; expected "boxcar", or a wavelet: pywt.Wavelet("db2"), ...'
         ) from error
+    if not low or len(low) % 2 or len(dual) % 2:
+        raise ValueError(
+            f"filters has a dec_lo of {len(low)} numbers and a rec_lo of {len(dual)}; expected an "
+            "even number of each, as PyWavelets pads them"
+        )
 
     def down(x: Tensor, scale: int, present: Tensor | None) -> Any:
         levels, here = check_levels(scale), None
@@ -150,7 +162,9 @@ def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
 
 def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
     """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
-    return _filter(filters).up(x, check_count("scale", scale, 1), N)
+    windows = -(-N // check_count("scale", scale, 1))
+    check_shape("x", x, (*x.shape[:-2], windows, *x.shape[-1:]), f"{N} steps in windows of {scale}")
+    return _filter(filters).up(x, scale, N)
 
 
 # --- a filter with a class token, or causal ------------------------------------------------------
@@ -253,8 +267,9 @@ def multiresolution_attention(
         them, and leaves them out.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
-        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Not
-        with wavelets, whose filters reach it, and not with a class token.
+        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where
+        s ≠ s', a mask of (N / s) (M / s') entries is stored. Not with wavelets, whose filters reach
+        the future, and not with a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s where `key_scales` is left out. Powers of 2 with
         wavelets.
@@ -410,7 +425,7 @@ class MultiresolutionAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Pool queries, keys and values for the heads of each pair of scales."""
-        if max(map(max, self.pairs)) > 1 and mask.given is not None and not mask.causal:
+        if max(map(max, self.pairs)) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
         there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
@@ -453,6 +468,18 @@ def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor
     return A if up is None else up(A)
 
 
+class _Made(type):
+    """What `multiresolution_layer` makes: no module has its name, so a pickle has its base."""
+
+
+def _recipe(kind: _Made) -> Any:
+    made = "made_of" in vars(kind)  # a subclass of what was made has a name
+    return (multiresolution_layer, (vars(kind)["made_of"],)) if made else kind.__qualname__
+
+
+copyreg.pickle(_Made, _recipe)  # type: ignore[arg-type]
+
+
 @functools.cache
 def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAttention]:
     """Make "Mrs" + a layer, whose heads attend at scales: MrsPerformer of `PerformerAttention`.
@@ -460,7 +487,7 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
     Parameters
     ----------
     layer : type
-        A kind of `MultiheadAttention` that leaves its step `mix` as it is.
+        A kind of `MultiheadAttention` that mixes nothing along the length, in `mix` or elsewhere.
 
     Returns
     -------
@@ -469,10 +496,12 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
     """
     if not (isinstance(layer, type) and issubclass(layer, MultiheadAttention)):
         raise TypeError(f"layer is {layer!r}; expected a class of MultiheadAttention")
-    if layer.mix is not MultiheadAttention.mix:
+    if layer.mixes or layer.mix is not MultiheadAttention.mix:
         raise ValueError(f"layer is {layer.__name__}, which mixes along the length itself")
     if layer is MultiheadAttention:
         return MultiresolutionAttention
     text = f"`{layer.__name__}` at several scales: with `MultiresolutionAttention`'s arguments."
     parents = (MultiresolutionAttention, layer)
-    return type(f"Mrs{layer.__name__}", parents, {"__doc__": text, "__module__": __name__})
+    own = {"__doc__": text, "__module__": __name__, "made_of": layer}
+    made: Any = _Made(f"Mrs{layer.__name__}", parents, own)
+    return made
