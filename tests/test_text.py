@@ -16,6 +16,7 @@ from derived_attention.data.text import (
     decode,
     encode,
     load_text,
+    make_directions,
     ngram_bits,
     split_documents,
     without_repeats,
@@ -249,3 +250,28 @@ def test_longer_contexts_help_on_real_text():
 def test_wrong_input(train, test, order, error, message):
     with pytest.raises(error, match=message):
         ngram_bits(train, test, order)
+
+
+# --- Which way a text runs ------------------------------------------------------------------------
+
+
+def test_half_of_the_windows_run_backwards():
+    source = load_text("python")
+    data = make_directions(source, 16, train=400, test=300)
+    assert (data.vocabulary, data.classes, data.length) == (256, 2, 16)
+    for split, part, n in ((data.train, source.train, 400), (data.test, source.test, 300)):
+        assert split.x.shape == (n, 16) and split.x.dtype == torch.int64 and split.padding is None
+        assert 0.4 < split.y.float().mean() < 0.6
+        there, whole = bytes(part.tolist()), split.x.tolist()
+        for row, backwards in zip(whole, split.y.tolist(), strict=True):
+            assert bytes(row[::-1] if backwards else row) in there
+    again, other = (make_directions(source, 16, 400, 300, seed=seed) for seed in (0, 1))
+    assert torch.equal(again.train.x, data.train.x) and not torch.equal(other.train.x, data.train.x)
+
+
+def test_wrong_windows():
+    source = load_text("python")
+    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
+        make_directions(source, 0, 1, 1)
+    with pytest.raises(ValueError, match=r"text.train has \d+ bytes; expected at least 9999999"):
+        make_directions(source, 9_999_999, 1, 1)

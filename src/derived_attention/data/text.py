@@ -1,4 +1,4 @@
-"""Text to be modelled byte by byte (chapter 10), and how well counting alone does.
+"""Text to be modelled byte by byte (chapter 10) or classified (chapter 8), and what counting does.
 
 "python" is the documentation of Python's own language, which Python carries for ``help()``: it is
 always there. WikiText-103 is read through Hugging Face's `datasets`, where that is installed.
@@ -15,12 +15,32 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from derived_attention.runtime import cache_dir
+from derived_attention.data.series import SeriesSplit
+from derived_attention.runtime import cache_dir, check_count, check_seed
 
 HELD_OUT = 0.1  # of all bytes, at most: for validation, and again for the test
 MOST_ORDER = 6  # a context and its next byte fit in one int64
 
 Splits = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectionData:
+    """Windows of a text, half of them read backwards.
+
+    Attributes
+    ----------
+    train, test : derived_attention.data.series.SeriesSplit
+        `x` (n, T) bytes, as int64; `y` (n,): 1 where the window runs backwards.
+    vocabulary, classes, length : int
+        256, 2, and T.
+    """
+
+    train: SeriesSplit
+    test: SeriesSplit
+    vocabulary: int
+    classes: int
+    length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +169,51 @@ def _wikitext() -> Splits:
             "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
         ) from error
     return {part: "".join(found[part]["text"]) for part in ("train", "validation", "test")}
+
+
+def make_directions(
+    text: TextData, length: int, train: int, test: int, seed: int = 0
+) -> DirectionData:
+    """Cut windows out of a text, turn half of them round, and ask which way each runs.
+
+    A window and its mirror image hold the same bytes, so only their order gives the answer. To find
+    it a model has to look at neighbours: what it counts byte by byte is the same in both classes.
+
+    Parameters
+    ----------
+    text : TextData
+        Windows of its parts `train` and `test`, at random places.
+    length : int
+        T.
+    train, test : int
+        Number of windows.
+    seed : int
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a size that cannot be, or a text that is shorter than a window.
+
+    Examples
+    --------
+    >>> data = make_directions(load_text("python"), 64, train=100, test=50)
+    >>> data.train.x.shape, data.classes
+    (torch.Size([100, 64]), 2)
+    """
+    for name, count in (("length", length), ("train", train), ("test", test)):
+        check_count(name, count)
+    check_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def split(part: str, n: int) -> SeriesSplit:
+        bytes_of: torch.Tensor = getattr(text, part)
+        check_text(f"text.{part}", bytes_of, length)
+        first = torch.randint(len(bytes_of) - length + 1, (n, 1), generator=generator)
+        x = bytes_of[first + torch.arange(length)].long()  # (n, T)
+        y = torch.randint(2, (n,), generator=generator)
+        return SeriesSplit(torch.where(y[:, None] == 1, x.flip(1), x), None, y)
+
+    return DirectionData(split("train", train), split("test", test), 256, 2, length)
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:
