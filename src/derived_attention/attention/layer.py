@@ -46,6 +46,8 @@ class Group(NamedTuple):
     mask: Mask  # over the M' keys
     base: Mechanism  # what these heads run, before `mechanism` has seen it
     spread: Callable[[Tensor], Tensor] | None = None  # weights (..., N, M') to those of M steps
+    query: Tensor | None = None  # (B, N', embed_dim), where these heads have fewer queries
+    restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·); linear
 
 
 class MultiheadAttention(nn.Module):
@@ -236,21 +238,25 @@ class MultiheadAttention(nn.Module):
         mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
         if query_padding_mask is not None:
             mask.queries = ~query_padding_mask.unsqueeze(-2)  # (B, 1, N)
-        q = self.project(QUERY, query, ALL)  # (B, H, N, D)
-        outputs, maps = [], []
-        order: list[int] = []
+        outputs, maps, groups = [], [], []
+        q = None  # (B, H, N, D)
         for group in self.mix(query, key, value, mask):
             heads = group.heads
+            if group.query is not None:
+                q_h = self.project(QUERY, group.query, heads)
+            else:
+                q = self.project(QUERY, query, ALL) if q is None else q
+                q_h = pick(q, heads)
             k, v = self.project(KEY, group.key, heads), self.project(VALUE, group.value, heads)
             run = self.mechanism(group.base, heads)
-            H, A = self._attend(run, pick(q, heads), k, v, group.mask, need_weights)
+            H, A = self._attend(run, q_h, k, v, group.mask, need_weights)
             outputs.append(H)  # (B, H', N, D)
             maps.append(A if A is None or group.spread is None else group.spread(A))
-            order += range(self.num_heads)[heads] if isinstance(heads, slice) else heads
-        output = self.out_proj(in_order(outputs, order).transpose(-3, -2).flatten(-2))
+            groups.append(group)
+        output = self._join(outputs, groups)
         if not need_weights:
             return output, None
-        A = in_order(maps, order)
+        A = in_order(maps, self._order(groups))
         return output, A.mean(-3) if average_attn_weights else A
 
     def _forward_nested(
@@ -343,6 +349,29 @@ class MultiheadAttention(nn.Module):
         bias = None if bias is None else pick(bias.unflatten(0, (-1, D)), rows, at=0).flatten()
         x = F.linear(x, weight, bias).unflatten(-1, (-1, D)).transpose(-3, -2)
         return x if rows == wanted else x[..., [rows.index(h) for h in wanted], :, :]
+
+    def _join(self, outputs: list[Tensor], groups: list[Group]) -> Tensor:
+        """Join the heads' outputs by W_O: (B, N, embed_dim).
+
+        Heads with fewer queries are projected first and restored to N after: that is less work, and
+        the same, as both are linear.
+        """
+        if all(group.restore is None for group in groups):
+            heads = in_order(outputs, self._order(groups))
+            return self.out_proj(heads.transpose(-3, -2).flatten(-2))
+        columns = self.out_proj.weight.unflatten(-1, (self.num_heads, -1))  # (embed_dim, H, D)
+        joined: Any = 0 if self.out_proj.bias is None else self.out_proj.bias
+        for H, group in zip(outputs, groups, strict=True):
+            weight = pick(columns, group.heads, at=-2).flatten(-2)
+            part = F.linear(H.transpose(-3, -2).flatten(-2), weight)
+            joined = joined + (part if group.restore is None else group.restore(part))
+        return joined
+
+    def _order(self, groups: list[Group]) -> list[int]:
+        every = range(self.num_heads)
+        return [
+            h for g in groups for h in (every[g.heads] if isinstance(g.heads, slice) else g.heads)
+        ]
 
     def _attend(
         self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool

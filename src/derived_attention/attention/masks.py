@@ -83,6 +83,7 @@ class Mask:
     def __init__(self, attn_mask: Tensor | None = None, is_causal: bool = False) -> None:
         self.given = None if attn_mask is None else torch.atleast_2d(attn_mask)  # (..., N, M)
         self.is_causal = is_causal  # and nothing was given
+        self.causal = is_causal  # whether or not something was given
         self.keys: Tensor | None = None  # (B, 1, M): which are there, where a layer was told
         self.queries: Tensor | None = None  # (B, 1, N)
 
@@ -115,6 +116,7 @@ class Mask:
         if is_causal and closed:
             closed.append(~causal_mask(N, M, query.device))
         result = cls(_open(closed), is_causal and not closed)
+        result.causal = is_causal
         if key_padding_mask is not None:
             boolean = key_padding_mask.dtype == torch.bool
             there = ~key_padding_mask if boolean else allowed(key_padding_mask)

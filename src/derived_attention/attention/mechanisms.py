@@ -78,6 +78,7 @@ class Entry:
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
     linear: bool = False  # its time grows linearly with N
+    averages: bool = True  # its weights sum to 1 over the keys, for any parameters
     # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
     # SDPA's time, "full" and "causal" (forward, N = 4096, float32, one thread of a CPU); the
     # longest N at which the formula is weighed, and 2N.
@@ -217,6 +218,16 @@ MECHANISMS: dict[str, Entry] = {
         causal=False,
         square=True,
     ),
+    "mrs": Entry(
+        "MrsHA",
+        "#e65aaa",
+        7,
+        "multiresolution.multiresolution_attention",
+        layer="multiresolution.MultiresolutionAttention",
+        options=four_scales,
+        sample="scales 1, 2, 4, 8",
+        goals={"full": 0.38},
+    ),
     "mgk": Entry(
         "MGK",
         "#6e6e0a",
@@ -281,6 +292,7 @@ _OTHERS = {
     "linear": ("elu_feature_map", "linear_attention_weights"),
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),

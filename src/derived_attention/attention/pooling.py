@@ -183,6 +183,18 @@ def _cluster_means(
     return total / count.clamp(min=1)[..., None], count
 
 
+def pool_pairs(
+    pooling: Pooling, key: Tensor, value: Tensor, scale: int, present: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Pool]:
+    """Mix keys and values along their length alike.
+
+    Returns both, (..., N_h, ·), which of the windows have a step that is there, and the map.
+    """
+    pool, present = pooling(key, scale, present)
+    keys = pool(key)
+    return keys, keys if value is key else pool(value), present, pool
+
+
 def keep_first(
     pooling: Pooling, x: Tensor, scale: int, present: Tensor | None
 ) -> tuple[Pool, Tensor | None]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,9 +48,12 @@ from derived_attention.attention.pooling import (
     keep_first,
     kmeans_pooling,
     max_pooling,
+    pool_pairs,
     windows,
 )
 from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+
+Scale = TypeVar("Scale", int, tuple[int, int])
 
 # --- the formula: head by head, window by window -------------------------------------------------
 
@@ -91,14 +94,14 @@ def _head_by_head(run_of, q, k, v, mask, scale, scales, class_token) -> Tensor:
             there = all_there if given is None else allowed(given)[..., 0, :]
             spans = [slice(0, 1)] if class_token else []
             spans += [slice(a, a + s) for a in range(len(spans), k.shape[-2], s)]
-            k_h, v_h = (_averages(x, there, spans) for x in (k_h, v_h))  # (..., N_h, D)
+            k_h, v_h = (averages(x, there, spans) for x in (k_h, v_h))  # (..., N_h, D)
             given = torch.stack([there[..., span].any(-1) for span in spans], -1)[..., None, :]
         outputs.append(run_of(h)(q_h, k_h, v_h, given, is_causal=mask.is_causal, scale=scale))
     return torch.stack(outputs, -3)
 
 
-def _averages(x: Tensor, there: Tensor, spans: list[slice]) -> Tensor:
-    """Average the steps of each span that are there."""
+def averages(x: Tensor, there: Tensor, spans: list[slice]) -> Tensor:
+    """Average the steps of each span that are there: (..., M, D) to (..., N_h, D)."""
     pairs = [(x[..., span, :], there[..., span, None]) for span in spans]
     return torch.stack([(x * t).sum(-2) / t.sum(-2).clamp(min=1) for x, t in pairs], -2)
 
@@ -177,17 +180,17 @@ def _by_scale(
         if given is not None and given.dim() > 2 and given.shape[-3] > 1:
             given = pick(given, heads)
         if s > 1:
-            pool, present = pool_by(k_s, s, Mask(given).present(k.shape[-2]))
-            k_s, v_s = pool(k_s), pool(v_s)
+            there = Mask(given).present(k.shape[-2])
+            k_s, v_s, present, _ = pool_pairs(pool_by, k_s, v_s, s, there)
             given = None if present is None else present.unsqueeze(-2)
         own = {"attn_mask": given, "is_causal": mask.is_causal, "scale": scale}
         outputs.append(run(pick(q, heads), k_s, v_s, **own))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
 
-def head_groups(scales: Sequence[int]) -> dict[int, list[int]]:
-    """Return the heads of each scale: ``[1, 1, 2]`` to ``{1: [0, 1], 2: [2]}``."""
-    groups: dict[int, list[int]] = {}
+def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
+    """Return the heads of each scale, or pair of them: ``[1, 1, 2]`` to ``{1: [0, 1], 2: [2]}``."""
+    groups: dict[Scale, list[int]] = {}
     for h, s in enumerate(scales):
         groups.setdefault(s, []).append(h)
     return groups
@@ -239,16 +242,16 @@ def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
             check_no_bias("attn_mask", mask.given)
 
 
-def check_scale_list(scales: Sequence[int], heads: int) -> None:
+def check_scale_list(scales: Sequence[int], heads: int, name: str = "scales") -> None:
     """Check for one whole number, at least 1, per head."""
     if isinstance(scales, str) or not isinstance(scales, Sequence):
-        raise TypeError(f"scales is {scales!r}; expected a sequence of whole numbers")
+        raise TypeError(f"{name} is {scales!r}; expected a sequence of whole numbers")
     if len(scales) != heads or heads == 0:
         raise ValueError(
-            f"scales is {list(scales)}; expected one number per head, of which there are {heads}"
+            f"{name} is {list(scales)}; expected one number per head, of which there are {heads}"
         )
     for h, s in enumerate(scales):
-        check_count(f"scales[{h}]", s, 1)
+        check_count(f"{name}[{h}]", s, 1)
 
 
 def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
@@ -354,15 +357,14 @@ class ScaledHeadsAttention(MultiheadAttention):
                 yield Group(heads, key, value, mask, base)
                 continue
             present = None if mask.keys is None else mask.keys.squeeze(-2)
-            pool, present = check_pooling(self.pooling, self.class_token)(key, s, present)
-            pooled = pool(key)  # (B, N_h, kdim)
-            values = pooled if value is key else pool(value)
-            steps = functools.partial(_spread, pool, key)
+            pooling = check_pooling(self.pooling, self.class_token)
+            pooled, values, present, pool = pool_pairs(pooling, key, value, s, present)
+            steps = functools.partial(deal_out, pool, key)
             given = None if present is None else present[..., None, None, :]
             yield Group(heads, pooled, values, Mask(given), base, steps)
 
 
-def _spread(pool: Pool, key: Tensor, A: Tensor) -> Tensor:
+def deal_out(pool: Pool, key: Tensor, A: Tensor) -> Tensor:
     """Deal weights (B, H', N, N_h) of pooled keys out to their steps: (B, H', N, M)."""
     identity = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
     return A @ pool(identity.expand(*key.shape[:-1], -1)).unsqueeze(-3)

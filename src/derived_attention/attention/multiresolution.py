@@ -1,0 +1,474 @@
+"""Multiresolution heads: each sees the sequence at a scale of its own (chapter 7).
+
+The equation of this module, for head h with the scales s of its queries and s' of its keys, is ::
+
+    H_h = ↑_s softmax((↓_s Q)(↓_s' K)ᵀ / √D) (↓_s' V)
+
+where ↓_s averages windows of s steps, and ↑_s repeats each result s times: eq. 16 of
+[MrsFormer]. With s = 1 a head is Attention-SH; with s' = 1 only its output is coarse. In the
+place of averages may stand the low-pass filter of a wavelet, and then its dual in that of
+repetition: ↓↑ is the identity, so ↑↓ is a projection. In the place of softmax may stand any
+mechanism.
+
+A causal head may read what is pooled of a window only where the window has ended. So window t ends
+at step t s, the queries t s, ..., t s + s − 1 share its result, and the first window is one step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.checks import check_callable, check_count, check_flag
+from derived_attention.attention.convention import mechanism
+from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
+from derived_attention.attention.masks import Mask, allowed
+from derived_attention.attention.pooling import (
+    Pooling,
+    average_pooling,
+    keep_first,
+    pool_pairs,
+)
+from derived_attention.attention.scaled import (
+    averages,
+    check_no_bias,
+    check_scale_list,
+    deal_out,
+    head_groups,
+)
+from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+
+Restore = Callable[[Tensor], Tensor]
+
+# --- one sequence at a scale ---------------------------------------------------------------------
+
+
+class Filter(NamedTuple):
+    """How to see less of a sequence, and how to fill it up again."""
+
+    down: Pooling
+    up: Callable[[Tensor, int, int], Tensor]  # (..., ⌈N/s⌉, D), s and N to (..., N, D)
+
+
+def _filter(filters: Any) -> Filter:
+    return BOXCAR if is_boxcar(filters) else wavelet_filter(filters)
+
+
+def _repeat(x: Tensor, scale: int, N: int) -> Tensor:
+    s = min(scale, N) or 1
+    return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
+
+
+BOXCAR = Filter(average_pooling, _repeat)
+
+
+def wavelet_filter(wavelet: Any) -> Filter:
+    """Low-pass filter of a wavelet, and its dual: log2 s levels of the pyramid.
+
+    Both are scaled so that a constant stays what it is. The sequence is taken as periodic, after
+    its last step is repeated up to a multiple of s. Steps that are not there become the mean of
+    those that are: what they hold makes no difference. Haar's filters are averages and repetition.
+
+    Parameters
+    ----------
+    wavelet : pywt.Wavelet
+        Or anything with the filters ``dec_lo`` and ``rec_lo``, each a sequence of 2 n numbers.
+    """
+    try:
+        low = [x / math.sqrt(2) for x in wavelet.dec_lo]
+        dual = [x * math.sqrt(2) for x in wavelet.rec_lo]
+    except AttributeError as error:
+        raise TypeError(
+            f'filters is {wavelet!r}; expected "boxcar", or a wavelet: pywt.Wavelet("db2"), ...'
+        ) from error
+
+    def down(x: Tensor, scale: int, present: Tensor | None) -> Any:
+        levels, here = check_levels(scale), None
+        if present is not None:
+            here = average_pooling(x, scale, present)[1]
+
+        def pool(y: Tensor) -> Tensor:
+            z = y.to(torch.promote_types(y.dtype, torch.float32))
+            if present is not None:
+                z = torch.where(present[..., None], z, _mean(z, present))
+            missing = -z.shape[-2] % scale if z.shape[-2] else 0
+            z = torch.cat([z, z[..., -1:, :].expand(*z.shape[:-2], missing, -1)], -2)
+            for _ in range(levels if z.shape[-2] else 0):
+                z = _analyse(z, low)
+            z = z if here is None else z.masked_fill(~here[..., None], 0)
+            return z.to(y.dtype)
+
+        return pool, here
+
+    def up(y: Tensor, scale: int, N: int) -> Tensor:
+        z = y.to(torch.promote_types(y.dtype, torch.float32))
+        for _ in range(check_levels(scale) if N else 0):
+            z = _synthesise(z, dual)
+        return z[..., :N, :].to(y.dtype)
+
+    return Filter(down, up)
+
+
+def _analyse(x: Tensor, low: Sequence[float]) -> Tensor:
+    """One level: Σ_k h_k x_(2t + L/2 − k), from (..., 2n, D) to (..., n, D)."""
+    n, half = x.shape[-2], len(low) // 2
+    t = torch.arange(0, n, 2, device=x.device)
+    return sum(h * x[..., (t + half - k) % n, :] for k, h in enumerate(low))  # type: ignore
+
+
+def _synthesise(y: Tensor, dual: Sequence[float]) -> Tensor:
+    """Add g_k y_t to step 2t + k + 1 − L/2: from (..., n, D) to (..., 2n, D)."""
+    n, half = y.shape[-2], len(dual) // 2
+    t, phases = torch.arange(n, device=y.device), []
+    for p in (0, 1):
+        taps = [(k, g) for k, g in enumerate(dual) if (p - k - 1 + half) % 2 == 0]
+        phases.append(sum(g * y[..., (t + (p - k - 1 + half) // 2) % n, :] for k, g in taps))
+    return torch.stack(phases, -2).flatten(-3, -2)  # type: ignore[arg-type]
+
+
+def _mean(x: Tensor, present: Tensor) -> Tensor:
+    """Mean (..., 1, D) over the steps that are there."""
+    there = present[..., None].to(x.dtype)
+    there = there.expand(*there.shape[:-2], x.shape[-2], 1)
+    total = x.masked_fill(~present[..., None], 0).sum(-2, keepdim=True)
+    return total / there.sum(-2, keepdim=True).clamp(min=1)
+
+
+def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
+    """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
+
+    A last window that is shorter is averaged over what it has. With a wavelet, a low-pass filter of
+    that scale in the place of averages: see `wavelet_filter`.
+    """
+    return _filter(filters).down(x, check_count("scale", scale, 1), None)[0](x)
+
+
+def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
+    """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
+    return _filter(filters).up(x, check_count("scale", scale, 1), N)
+
+
+# --- a filter with a class token, or causal ------------------------------------------------------
+
+
+def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
+    """Lay the windows of a filter on the sequence."""
+    if causal:
+        return Filter(functools.partial(_ended, filters.down), filters.up)
+    if not class_token:
+        return filters
+    down = functools.partial(keep_first, filters.down)
+
+    def up(y: Tensor, scale: int, N: int) -> Tensor:
+        return torch.cat([y[..., :1, :], filters.up(y[..., 1:, :], scale, max(N - 1, 0))], -2)
+
+    return Filter(down, up)
+
+
+def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool the first step, and the windows after it that end where a group of queries begins."""
+    windows = -(-x.shape[-2] // scale)
+    used = 1 + (windows - 1) * scale if windows else 0
+    cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
+    pool, here = keep_first(down, x[..., :used, :], scale, cut)
+    return lambda y: pool(y[..., :used, :]), here
+
+
+def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -> Tensor:
+    """Boolean (N', M'): which windows of keys have ended where a window of queries ends."""
+    i, j = torch.arange(queries, device=device) * s, torch.arange(keys, device=device) * t
+    return j <= i[:, None]
+
+
+# --- the formula: head by head, window by window -------------------------------------------------
+
+
+@mechanism
+def multiresolution_attention_reference(
+    q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
+    attention=softmax_attention_reference
+) -> Tensor:  # fmt: skip
+    """MrsHA as it is written, with boxcar filters."""
+    pairs = check_scales(scales, key_scales, q, mask, class_token)
+    if not is_boxcar(filters):
+        raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
+    outputs = []
+    for h, (s, t) in enumerate(pairs):
+        q_h, k_h, v_h, given = q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.given
+        if given is not None:
+            given = given.expand(*q.shape[:-1], k.shape[-2])[..., h, :, :]  # (..., N, M)
+        N, M, causal = q.shape[-2], k.shape[-2], mask.is_causal
+        if (s, t) != (1, 1) and N and M:
+            there = torch.ones_like(k_h[..., 0], dtype=torch.bool)  # (..., M)
+            there = there if given is None else allowed(given)[..., 0, :]
+            own, others = _spans(N, s, class_token, causal), _spans(M, t, class_token, causal)
+            q_h = averages(q_h, torch.ones_like(q_h[..., 0], dtype=torch.bool), own)
+            k_h, v_h = (averages(x, there, others) for x in (k_h, v_h))  # (..., M', D)
+            given = torch.stack([there[..., span].any(-1) for span in others], -1)[..., None, :]
+            if causal:
+                ends = [span.stop for span in others]
+                given = torch.tensor([[e <= span.stop for e in ends] for span in own]).to(q.device)
+        H = attention(q_h, k_h, v_h, given, is_causal=causal and given is None, scale=scale)
+        if H.shape[-2] != N:  # window i's result is for the queries that it holds, or that follow
+            readers = _spans(N, s, class_token, False)
+            parts = [H[..., i : i + 1, :].expand(*H.shape[:-2], len(range(N)[r]), -1)
+                     for i, r in enumerate(readers)]  # fmt: skip
+            H = torch.cat(parts, -2)
+        outputs.append(H)
+    return torch.stack(outputs, -3)
+
+
+def _spans(N: int, s: int, class_token: bool, causal: bool) -> list[slice]:
+    """Cut N steps into windows of s."""
+    if causal:
+        return [slice(max(0, e - s), e) for e in range(1, N + 1, s)]
+    return [slice(0, 1)] * class_token + [slice(a, min(a + s, N)) for a in range(class_token, N, s)]
+
+
+# --- the same, one call for all heads of two scales ----------------------------------------------
+
+
+@mechanism
+def multiresolution_attention(
+    q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
+    attention=softmax_attention
+) -> Tensor:  # fmt: skip
+    """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
+
+    O(N M / s s') operations for a head with softmax. A window of queries that ends the sequence may
+    be shorter than s, as one of keys may.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: 0 or -inf. A key that may not be attended is
+        left out of its pooled key, and a pooled key with none left is masked. Any mask where all
+        scales are 1. Queries that are padding are pooled with those beside them; the layer knows
+        them, and leaves them out.
+    is_causal : bool
+        Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
+        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Not
+        with wavelets, whose filters reach it, and not with a class token.
+    scales, key_scales : sequence of int
+        s and s' for each head, at least 1; s' = s where `key_scales` is left out. Powers of 2 with
+        wavelets.
+    filters : str or pywt.Wavelet
+        ``"boxcar"``, averages and repetition, or a discrete wavelet of PyWavelets, as
+        ``pywt.Wavelet("db2")``: see `wavelet_filter`.
+    class_token : bool
+        Whether the first query, key and value stay as they are, and the windows start after them.
+    attention : callable
+        `softmax_attention` or another mechanism with its calling convention, which attends windows.
+    """
+    pairs = check_scales(scales, key_scales, q, mask, class_token)
+    lay = check_filters(filters, pairs, class_token, mask.is_causal)
+    check_callable("attention", attention)
+    outputs, groups, N = [], head_groups(pairs), q.shape[-2]
+    for (s, t), heads in groups.items():
+        q_h, k_h, v_h, given = pick(q, heads), pick(k, heads), pick(v, heads), mask.given
+        if given is not None and given.dim() > 2 and given.shape[-3] > 1:
+            given = pick(given, heads)
+        if t > 1:
+            k_h, v_h, given, _ = pool_pairs(lay.down, k_h, v_h, t, Mask(given).present(k.shape[-2]))
+            given = None if given is None else given.unsqueeze(-2)
+        if s > 1:
+            q_h = lay.down(q_h, s, None)[0](q_h)  # (..., H', N', D)
+        if s != t and mask.is_causal:
+            given = _ended_mask(q_h.shape[-2], k_h.shape[-2], s, t, q.device)
+        own = {"is_causal": mask.is_causal and given is None, "scale": scale}
+        H = attention(q_h, k_h, v_h, attn_mask=given, **own)
+        outputs.append(H if s == 1 else lay.up(H, s, N))
+    return in_order(outputs, [h for heads in groups.values() for h in heads])
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_scales(
+    scales: Sequence[int],
+    key_scales: Sequence[int] | None,
+    q: Tensor,
+    mask: Mask,
+    class_token: bool,
+) -> list[tuple[int, int]]:
+    """Return (s, s') of each head, after checking them, and that the mask can be pooled."""
+    if q.dim() < 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
+    pairs = check_pairs(scales, key_scales, q.shape[-3])
+    check_flag("class_token", class_token)
+    if max(map(max, pairs)) > 1:
+        mask.per_key()
+        if mask.given is not None:
+            check_no_bias("attn_mask", mask.given)
+        check_ends(class_token, mask.is_causal)
+    return pairs
+
+
+def check_pairs(
+    scales: Sequence[int], key_scales: Sequence[int] | None, heads: int
+) -> list[tuple[int, int]]:
+    """Check for two whole numbers, at least 1, per head."""
+    check_scale_list(scales, heads)
+    if key_scales is not None:
+        check_scale_list(key_scales, heads, "key_scales")
+    return list(zip(scales, scales if key_scales is None else key_scales, strict=True))
+
+
+def check_ends(class_token: bool, is_causal: bool) -> None:
+    """Refuse a class token in causal attention."""
+    if class_token and is_causal:
+        raise ValueError(
+            "is_causal is True with class_token=True; expected one of them: the first token, which "
+            "is to sum up all others, would see itself only"
+        )
+
+
+def is_boxcar(filters: Any) -> bool:
+    """Say whether filters are averages."""
+    return isinstance(filters, str) and filters == "boxcar"
+
+
+def check_filters(
+    filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
+) -> Filter:
+    """Return a filter with its windows laid on the sequence."""
+    found = _filter(filters)
+    if found is BOXCAR:
+        return _laid(BOXCAR, class_token, is_causal)
+    for s in {s for pair in pairs for s in pair}:
+        check_levels(s)
+    if is_causal:
+        raise ValueError(
+            'is_causal is True with a wavelet; expected filters="boxcar": a wavelet reaches beyond '
+            "its window, into the future"
+        )
+    return _laid(found, class_token, False)
+
+
+def check_levels(scale: int) -> int:
+    """Return log2 of a scale."""
+    if scale & (scale - 1):
+        raise ValueError(f"a scale is {scale}; expected a power of 2, as filters are wavelets")
+    return scale.bit_length() - 1
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+class MultiresolutionAttention(MultiheadAttention):
+    """MrsHA in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
+    joins the heads before it repeats their results. Padded keys are left out of the windows, and
+    padded queries where `query` and `key` are one tensor. The attention weights it returns are
+    those of the steps. Where a scale is above 1 the forward pass takes no `attn_mask`; padding goes
+    into `key_padding_mask`.
+
+    Parameters
+    ----------
+    scales, key_scales : sequence of int
+        s and s' for each head, as in `multiresolution_attention`.
+    filters, class_token
+        As in `multiresolution_attention`.
+    """
+
+    shown = ("scales", "key_scales", "filter", "class_token")
+    refused = ()
+    because = "a window has several queries and keys; key_padding_mask says which are not there"
+
+    def __init__(
+        self,
+        *args: Any,
+        scales: Sequence[int],
+        key_scales: Sequence[int] | None = None,
+        filters: Any = "boxcar",
+        class_token: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.pairs = check_pairs(scales, key_scales, self.num_heads)
+        self.scales = tuple(s for s, _ in self.pairs)
+        self.key_scales = tuple(t for _, t in self.pairs)
+        check_flag("class_token", class_token)
+        check_filters(filters, self.pairs, class_token, False)
+        self.filters, self.class_token = filters, class_token
+        self.filter = filters if is_boxcar(filters) else getattr(filters, "name", "of its own")
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
+        """Check, too, for masks that cannot be pooled."""
+        super().check(query, key, value, **given)
+        if max(map(max, self.pairs)) > 1:
+            refuse(given, ("attn_mask",), self.because)
+            check_ends(self.class_token, given["is_causal"])
+            check_filters(self.filters, self.pairs, self.class_token, given["is_causal"])
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
+        """Pool queries, keys and values for the heads of each pair of scales."""
+        if max(map(max, self.pairs)) > 1 and mask.given is not None and not mask.causal:
+            check_no_bias("key_padding_mask", mask.given)
+        lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
+        there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
+        for (s, t), heads in head_groups(self.pairs).items():
+            if s == t == 1:
+                yield Group(heads, key, value, mask, self.attention, query=query)
+                continue
+            keys, values, here, pool = pool_pairs(lay.down, key, value, t, there)
+            pooled, up = query, None
+            if s > 1:
+                pooled = lay.down(query, s, queries)[0](query)  # (B, N', embed_dim)
+                up = functools.partial(_up, lay, s, query.shape[-2])
+            spread = functools.partial(_spread, pool, key, up)
+            seen = _windows_mask(mask.causal, here, s, t, pooled, keys)
+            yield Group(heads, keys, values, seen, self.attention, spread, pooled, up)
+
+
+def _up(lay: Filter, s: int, N: int, y: Tensor) -> Tensor:
+    return lay.up(y, s, N)
+
+
+def _windows_mask(
+    causal: bool, here: Tensor | None, s: int, t: int, queries: Tensor, keys: Tensor
+) -> Mask:
+    """Mask windows, of which `here` (B, M') are there."""
+    given = None if here is None else here[..., None, None, :]  # (B, 1, 1, M')
+    if not causal or (s == t and here is None):
+        return Mask(given, causal)
+    ended = _ended_mask(queries.shape[-2], keys.shape[-2], s, t, keys.device)
+    return Mask(ended if given is None else ended & given)
+
+
+def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor:
+    """Give each query the weights of its window, and each step its part of a window's."""
+    A = deal_out(pool, key, A)
+    return A if up is None else up(A)
+
+
+@functools.cache
+def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAttention]:
+    """Make "Mrs" + a layer, whose heads attend at scales: MrsPerformer of `PerformerAttention`.
+
+    Parameters
+    ----------
+    layer : type
+        A kind of `MultiheadAttention` that leaves its step `mix` as it is.
+
+    Returns
+    -------
+    type
+        A layer with the arguments of both.
+    """
+    if not (isinstance(layer, type) and issubclass(layer, MultiheadAttention)):
+        raise TypeError(f"layer is {layer!r}; expected a class of MultiheadAttention")
+    if layer.mix is not MultiheadAttention.mix:
+        raise ValueError(f"layer is {layer.__name__}, which mixes along the length itself")
+    if layer is MultiheadAttention:
+        return MultiresolutionAttention
+    text = f"`{layer.__name__}` at several scales: with `MultiresolutionAttention`'s arguments."
+    parents = (MultiresolutionAttention, layer)
+    return type(f"Mrs{layer.__name__}", parents, {"__doc__": text, "__module__": __name__})

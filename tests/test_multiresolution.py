@@ -1,0 +1,326 @@
+"""MrsHA: what is special about heads that see less."""
+
+import copy
+import functools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import pywt
+import torch
+from helpers import (
+    H,
+    assert_all_close,
+    assert_learns,
+    boolean,
+    output_and_gradients,
+    qkv,
+)
+
+from derived_attention import (
+    MixtureAttention,
+    MultiheadAttention,
+    MultiresolutionAttention,
+    ScaledHeadsAttention,
+    downsample,
+    linear_attention,
+    linear_attention_reference,
+    multiresolution_attention,
+    multiresolution_attention_reference,
+    multiresolution_layer,
+    scaled_heads_attention,
+    softmax_attention,
+    upsample,
+)
+from derived_attention.attention.convention import weights_of
+from derived_attention.measure import count_flops
+from derived_attention.models import Config, SeriesClassifier
+
+SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
+DB2 = pywt.Wavelet("db2")
+WAVELETS = ["haar", "db2", "sym4", "bior2.2", "bior3.1"]
+N = 21
+
+
+def sequence(n=N, seed=0):
+    return torch.randn(2, n, 12, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def layer(kind=MultiresolutionAttention, heads=3, seed=0, **own):
+    torch.manual_seed(seed)
+    made = kind(12, heads, dtype=torch.float64, **{"scales": SCALES, **own})
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return made.eval()
+
+
+# --- one sequence at a scale ----------------------------------------------------------------------
+
+
+def test_pooling_is_the_projection_on_boxcars():
+    """In rationals: Σ_t <φ_t, x> φ_t / s, eqs. 6 to 9 of the paper."""
+    numbers = [Fraction(k * k - 7 * k, 3) for k in range(12)]
+    for s in (1, 2, 3, 4, 12):
+        boxcars = [[int(t * s <= i < t * s + s) for i in range(12)] for t in range(12 // s)]
+        projected = [Fraction(0)] * 12
+        for phi in boxcars:
+            share = sum(a * b for a, b in zip(phi, numbers, strict=True)) / s
+            projected = [p + share * a for p, a in zip(projected, phi, strict=True)]
+        x = torch.tensor([[float(a)] for a in numbers], dtype=torch.float64)
+        ours = upsample(downsample(x, s), s, 12)[:, 0]
+        torch.testing.assert_close(ours, torch.tensor([float(a) for a in projected]).double())
+
+
+def test_a_last_window_is_shorter():
+    x = torch.arange(7.0)[:, None]
+    assert downsample(x, 3).flatten().tolist() == [1, 4, 6]
+    assert upsample(downsample(x, 3), 3, 7).flatten().tolist() == [1, 1, 1, 4, 4, 4, 6]
+    assert downsample(x, 10**9).tolist() == [[3]] and len(upsample(x[:1], 10**9, 7)) == 7
+
+
+@pytest.mark.parametrize("name", WAVELETS)
+def test_wavelets_are_those_of_pywavelets_and_their_dual_undoes_them(name):
+    x = np.random.default_rng(0).standard_normal((32, 3))
+    own = pywt.Wavelet(name)
+    for level, s in ((1, 2), (2, 4), (3, 8)):
+        theirs = pywt.downcoef("a", x[:, 0], name, mode="periodization", level=level)
+        y = downsample(torch.tensor(x), s, own)
+        assert np.allclose(y[:, 0], theirs / 2 ** (level / 2))
+        z = upsample(y, s, 32, own)
+        back = y[:, 0].numpy()
+        for _ in range(level):
+            back = pywt.idwt(back * 2**0.5, None, name, mode="periodization")
+        assert np.allclose(z[:, 0], back)
+        torch.testing.assert_close(downsample(z, s, own), y)  # so up ∘ down is a projection
+        ones = torch.ones(29, 1).double()
+        torch.testing.assert_close(upsample(downsample(ones, s, own), s, 29, own), ones)
+    if name == "haar":
+        torch.testing.assert_close(
+            downsample(torch.tensor(x), 8, own), downsample(torch.tensor(x), 8)
+        )
+
+
+def test_a_smoother_filter_sees_a_smooth_signal_better():
+    x = torch.sin(torch.arange(64) * torch.pi / 16).double()[:, None]
+    errors = {}
+    for name in ("haar", "db2", "bior2.2"):
+        own = pywt.Wavelet(name)
+        errors[name] = float((upsample(downsample(x, 4, own), 4, 64, own) - x).norm())
+    assert errors["db2"] < errors["haar"] / 2 and errors["bior2.2"] < errors["haar"] / 2
+
+
+# --- the function ---------------------------------------------------------------------------------
+
+
+def test_scales_of_queries_and_keys_differ():
+    for options in ({}, {"is_causal": True}, {"attn_mask": boolean(2, 1, 1, 23)}):
+        inputs = qkv(n=N, m=23)
+        forms = (multiresolution_attention, multiresolution_attention_reference)
+        for other in (OTHERS, [1, 1, 1], [2, 4, 8], [30, 1, 30]):
+            own = {"scales": SCALES, "key_scales": other, **options}
+            found = [output_and_gradients(form, inputs, **own) for form in forms]
+            assert_all_close(*found, 1e-10, f"{other}, {list(options)}")
+
+
+def test_scales_of_keys_alone_are_attention_sh():
+    inputs = qkv(n=N, m=23)
+    own = {"scales": [1, 1, 1], "key_scales": SCALES, "attn_mask": boolean(23)}
+    found = output_and_gradients(multiresolution_attention, inputs, **own)
+    sh = output_and_gradients(
+        scaled_heads_attention, inputs, scales=SCALES, attn_mask=own["attn_mask"]
+    )
+    assert_all_close(found, sh, 1e-12)
+
+
+def test_scales_of_queries_alone_pool_before_the_softmax():
+    q, k, v = qkv(n=20)
+    out = multiresolution_attention(q, k, v, scales=[4] * H, key_scales=[1] * H)
+    alone = softmax_attention(downsample(q, 4), k, v)
+    assert_all_close([out], [alone.repeat_interleave(4, -2)], 1e-12)
+
+
+def test_class_token_stays_as_it_is():
+    q, k, v = qkv(n=N, m=N)
+    own = {"scales": SCALES, "class_token": True}
+    forms = (multiresolution_attention, multiresolution_attention_reference)
+    found = [output_and_gradients(form, [q, k, v], **own) for form in forms]
+    assert_all_close(*found, 1e-10)
+    A = weights_of(multiresolution_attention, q, k, **own)
+    moved = q.detach() + 5 * (torch.arange(N) == 3)[:, None]
+    assert torch.equal(
+        weights_of(multiresolution_attention, moved, k, **own)[..., 0, :], A[..., 0, :]
+    )
+    assert not torch.equal(A[:, 1, :, 0], A[:, 1, :, 1])  # a key of its own
+    with pytest.raises(ValueError, match="is_causal is True with class_token=True"):
+        multiresolution_attention(q, k, v, is_causal=True, **own)
+
+
+def test_a_causal_head_reads_windows_that_have_ended():
+    q, k, v = qkv((1, 1), n=10, m=10)
+    A = weights_of(multiresolution_attention, q, k, scales=[4], is_causal=True)[0, 0]
+    seen = (A > 0).tolist()
+    expected = [0] * 4 + [4] * 4 + [8] * 2  # the last step that each query sees
+    for row, last in zip(seen, expected, strict=True):
+        assert row == [j <= last for j in range(10)]
+    longer = qkv((1, 1), n=10, m=10)
+    more = [torch.cat([x, x + 1], -2) for x in longer]  # a sequence that goes on changes no past
+    out = multiresolution_attention(*longer, scales=[4], is_causal=True)
+    on = multiresolution_attention(*more, scales=[4], is_causal=True)
+    assert_all_close([on[..., :10, :]], [out], 1e-12)
+
+
+@pytest.mark.parametrize("name", WAVELETS)
+def test_wavelets_pool_the_heads(name):
+    q, k, v = qkv(n=16, m=24)
+    own = pywt.Wavelet(name)
+    out = multiresolution_attention(q, k, v, scales=[1, 2, 4], filters=pywt.Wavelet(name))
+    for h, s in enumerate([1, 2, 4]):
+        q_h, k_h, v_h = (downsample(x[:, h], s, own) for x in (q, k, v))
+        assert_all_close(
+            [out[:, h]], [upsample(softmax_attention(q_h, k_h, v_h), s, 16, own)], 1e-12
+        )
+    hidden = boolean(24)
+    own = {"scales": [1, 2, 4], "filters": pywt.Wavelet(name), "attn_mask": hidden}
+    out = multiresolution_attention(q, k, v, **own)
+    moved = [x + 5 * ~hidden[:, None] for x in (k, v)]
+    assert_all_close([multiresolution_attention(q, *moved, **own)], [out], 1e-10)
+    if name == "haar":
+        del own["filters"]
+        odd = [x[..., :-3, :] for x in (q, k, v)]
+        assert_all_close(
+            [multiresolution_attention(q, k, v, scales=[1, 2, 4], filters=pywt.Wavelet("haar"))],
+            [multiresolution_attention(q, k, v, scales=[1, 2, 4])],
+            1e-12,
+        )
+        assert (
+            multiresolution_attention(*odd, scales=[1, 2, 4], filters=pywt.Wavelet("haar")).shape[
+                -2
+            ]
+            == 13
+        )
+
+
+def test_any_mechanism_attends_the_windows():
+    q, k, v = qkv(n=N, m=N)
+    for options in ({}, {"is_causal": True}, {"attn_mask": boolean(2, 1, 1, N)}):
+        fast = output_and_gradients(
+            multiresolution_attention,
+            [q, k, v],
+            scales=SCALES,
+            attention=linear_attention,
+            **options,
+        )
+        formula = output_and_gradients(
+            multiresolution_attention_reference, [q, k, v], scales=SCALES,
+            attention=linear_attention_reference, **options,
+        )  # fmt: skip
+        assert_all_close(fast, formula, 1e-10)
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+def test_layer_pools_before_it_projects():
+    for own in ({}, {"key_scales": OTHERS}, {"class_token": True}, {"filters": DB2}):
+        made, x = layer(**own), sequence()
+        options = {"scales": SCALES, **own}
+        heads = [made.project(part, x, slice(None)) for part in range(3)]
+        H_ = multiresolution_attention(*heads, **options)
+        expected = made.out_proj(H_.transpose(1, 2).flatten(2))
+        assert_all_close([made(x, x, x, need_weights=False)[0]], [expected], 1e-10, str(own))
+        with_weights, A = made(x, x, x, average_attn_weights=False)
+        assert_all_close([with_weights, A.sum(-1)], [expected, torch.ones(2, 3, N).double()], 1e-10)
+
+
+def test_layer_leaves_padded_queries_out_of_the_windows():
+    x, short = sequence(), 18  # the last window of scale 4 holds two steps that are there
+    gone = torch.arange(N).expand(2, N) >= short
+    for own in ({}, {"key_scales": OTHERS}, {"class_token": True}):
+        made = layer(**own)
+        out = made(x, x, x, gone)[0]
+        alone = made(x[:, :short], x[:, :short], x[:, :short])[0]
+        assert_all_close([out[:, :short]], [alone], 1e-10, str(own))
+    causal = made = layer(key_scales=OTHERS)
+    out = causal(x, x, x, gone, is_causal=True)[0]
+    alone = causal(x[:, :short], x[:, :short], x[:, :short], is_causal=True)[0]
+    assert_all_close([out[:, :short]], [alone], 1e-10)
+
+
+def test_layer_costs_less_than_its_heads_would():
+    x = torch.zeros(1, 64, 32)
+    counts = {}
+    for scales in ([1] * 8, [1, 1, 2, 2, 4, 4, 8, 8]):
+        made = MultiresolutionAttention(32, 8, scales=scales)
+        counts[scales[-1]] = count_flops(functools.partial(made, x, x, x, need_weights=False))
+    projections, products = 4 * 2 * 64 * 32 * 32, 4 * 64 * 64 * 32
+    share = sum(2 / s for s in (1, 2, 4, 8)) / 8
+    square = sum(2 / s**2 for s in (1, 2, 4, 8)) / 8
+    assert counts[1] == projections + products
+    assert counts[8] == pytest.approx(projections * share + products * square)
+
+
+def test_composed_layers():
+    mixed = multiresolution_layer(MixtureAttention)
+    assert mixed is multiresolution_layer(MixtureAttention)
+    assert mixed.__name__ == "MrsMixtureAttention"
+    assert multiresolution_layer(MultiheadAttention) is MultiresolutionAttention
+    made, x = layer(mixed), sequence()
+    gone = torch.arange(N).expand(2, N) >= 18
+    out = made(x, x, x, gone)[0][:, :18]
+    alone = made(x[:, :18], x[:, :18], x[:, :18])[0]
+    assert_all_close([out], [alone], 1e-10)
+    plain = MixtureAttention(12, 3, dtype=torch.float64)
+    same = mixed(12, 3, scales=[1, 1, 1], dtype=torch.float64)
+    same.load_state_dict(plain.state_dict())
+    assert_all_close([same(x, x, x)[0]], [plain(x, x, x)[0]], 1e-10)
+    assert_learns(layer(mixed).train(), x, "MrsMixtureAttention")
+    with pytest.raises(ValueError, match="ScaledHeadsAttention, which mixes along the length its"):
+        multiresolution_layer(ScaledHeadsAttention)
+    with pytest.raises(TypeError, match="layer is 'softmax'; expected a class of Multihead"):
+        multiresolution_layer("softmax")
+
+
+def test_layer_in_a_model():
+    attention = functools.partial(MultiresolutionAttention, scales=[1, 2])
+    config = Config(dim=8, heads=2, layers=1, hidden=16, attention=attention)
+    model = SeriesClassifier(3, 2, 6, config)
+    assert model(torch.zeros(2, 6, 3)).shape == (2, 2)
+    assert "scales=(1, 2)" in repr(model)
+    assert "filter=db2" in repr(layer(filters=DB2)) and copy.deepcopy(layer(filters=DB2)).pairs
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_named():
+    q, k, v = (x.detach() for x in qkv(n=N, m=N))
+    bad = [
+        ({"scales": [1, 2]}, ValueError, "scales is .1, 2.; expected one number per head"),
+        ({"scales": "124"}, TypeError, "scales is '124'"),
+        ({"scales": [1, 0, 2]}, ValueError, r"scales\[1\] is 0"),
+        ({"key_scales": [1]}, ValueError, "key_scales is .1.; expected one number per head"),
+        ({"key_scales": [1, 2.0, 1]}, TypeError, r"key_scales\[1\] is of type float"),
+        ({"filters": "nothing"}, TypeError, "filters is 'nothing'; expected \"boxcar\""),
+        ({"filters": 3}, TypeError, "filters is 3"),
+        ({"filters": DB2, "scales": [1, 2, 3]}, ValueError, "a scale is 3; expected a power of"),
+        ({"filters": DB2, "is_causal": True}, ValueError, "is_causal is True with a wavelet"),
+        ({"class_token": 1}, TypeError, "class_token is 1; expected True or False"),
+        ({"attention": "softmax"}, TypeError, "attention is 'softmax'"),
+        ({"attn_mask": torch.full((N,), 0.5)}, ValueError, "attn_mask has numbers other than 0"),
+        ({"attn_mask": torch.ones(N, N)}, ValueError, "attn_mask has shape .* in place of N"),
+    ]
+    for own, error, match in bad:
+        with pytest.raises(error, match=match):
+            multiresolution_attention(q, k, v, **{"scales": SCALES, **own})
+    with pytest.raises(ValueError, match='filters is not "boxcar"; expected it'):
+        multiresolution_attention_reference(q, k, v, scales=SCALES, filters=DB2)
+    with pytest.raises(ValueError, match=r"q has shape \(21, 8\); expected \(..., H, N, D\)"):
+        multiresolution_attention(q[0, 0], k[0, 0], v[0, 0], scales=SCALES)
+    x = sequence()
+    with pytest.raises(ValueError, match="attn_mask is given; expected None: a window has several"):
+        layer()(x, x, x, attn_mask=torch.zeros(N, N).bool())
+    with pytest.raises(ValueError, match="is_causal is True with a wavelet"):
+        layer(filters=DB2)(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal is True with class_token"):
+        layer(class_token=True)(x, x, x, is_causal=True)
