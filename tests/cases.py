@@ -23,7 +23,7 @@ class Case:
         self.entry = MECHANISMS[name]
         m = n if self.entry.square else m
         q, k, v = qkv(leading, n, m, d, dv, dtype=dtype, device=device, seed=seed)
-        own = self.entry.options(max(n, 1), leading[-1] if leading else 1, d)
+        own = self.entry.options(max(n, m, 1), leading[-1] if leading else 1, d)
         if "grid" in own and n == 0:
             own["grid"] = (0, 4)
         own |= common

@@ -11,6 +11,7 @@ and that alone makes the time linear in N. The causal sum over j ≤ i is taken 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where 
 SEGMENT = 8 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
 
 FeatureMap = Callable[[Tensor], Tensor]
+FeaturePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and k: φ(q) and φ(k)
 FEATURE_MAP = "a function from (..., D)"
 
 
@@ -90,21 +92,29 @@ def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Te
         parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
         non-negative. A module with parameters does too. Default elu + 1.
     """
+    pair = functools.partial(features, feature_map, scale=scale)
     if mask.is_causal:
-        return _causal(q, k, v, feature_map, scale).to(q.dtype)
+        return causal_average(pair, q, k, v)
     factor = mask.factor(wide(q))
-    phi_q, phi_k = features(feature_map, q, k, scale)
-    with full_precision(q.device):
-        if factor is not None:
-            phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
+    phi_q, phi_k = pair(q, k)
+    if factor is not None:
+        phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
+    return average(phi_q, phi_k, v).to(q.dtype)
+
+
+def average(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    """Average the values by the kernel of features (..., N, F) and (..., M, F), without it."""
+    with full_precision(v.device):
         S = phi_k.mT @ _with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
-        return _ratio(phi_q @ S).to(q.dtype)
+        return _ratio(phi_q @ S)
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, scale: float | None
-) -> Tensor:
-    """Walk over the positions in segments, and carry Σ φ(k_j) [v_j, 1]ᵀ from one to the next."""
+def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k.
+
+    Walks over the positions in segments, and carries Σ φ(k_j) [v_j, 1]ᵀ from one to the next: a
+    feature of a token may depend on no other token.
+    """
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     # The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
     length = SEGMENT if q.device.type == "cpu" else max(N, 1)
@@ -117,11 +127,11 @@ def _causal(
     state: Tensor | None = None
     outputs = []
     for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
-        phi_q, phi_k = features(feature_map, q_s, k_s, scale)
+        phi_q, phi_k = pair(q_s, k_s)
         with full_precision(q.device):
             sums, state = _causal_segment(phi_q, phi_k, _with_ones(v_s, phi_k.dtype), state)
             outputs.append(_ratio(sums))
-    return torch.cat(outputs, -2)
+    return torch.cat(outputs, -2).to(q.dtype)
 
 
 def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

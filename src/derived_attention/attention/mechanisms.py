@@ -47,6 +47,32 @@ def four_scales(N: int, H: int, D: int) -> dict[str, Any]:
     return {"scales": [2 ** (4 * h // H) for h in range(H)]}
 
 
+def projections(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return two ways to average N tokens to 128, or to a quarter of them if that is less."""
+    kept, generator = min(128, 1 + N // 4), torch.Generator().manual_seed(0)
+    E, G = torch.randn(2, kept, N, generator=generator).softmax(-1)
+    return {"key_projection": E, "value_projection": G}
+
+
+def random_features(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return four random features for each of D, in orthogonal blocks."""
+    draw = _load("efficient.orthogonal_features")
+    return {"projection": draw(D, 4 * D, torch.Generator().manual_seed(0))}
+
+
+def two_fields(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return a near field of 64 tokens to each side, and a far field of rank 2 D."""
+    maps = tuple(_load(x) for x in ("linear.elu_feature_map", "efficient.flipped_elu_feature_map"))
+    fields = {"near": torch.tensor(0.5), "far": torch.tensor(0.25)}
+    return {"window": min(64, N // 4), "feature_maps": maps, **fields}
+
+
+def packed_queries(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return 128 queries that pack N keys, or a quarter as many if that is less."""
+    generator = torch.Generator().manual_seed(0)
+    return {"packed": torch.randn(min(128, 1 + N // 4), D, generator=generator)}
+
+
 def near_root(N: int) -> int:
     """Largest power of two up to √N, the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
@@ -228,6 +254,57 @@ MECHANISMS: dict[str, Entry] = {
         sample="scales 1, 2, 4, 8",
         goals={"full": 0.38},
     ),
+    "linformer": Entry(
+        "Linformer",
+        "#a0643c",
+        8,
+        "efficient.linformer_attention",
+        layer="efficient.LinformerAttention",
+        options=projections,
+        layer_options=lambda N, H, D: {"length": N, "kept": min(128, 1 + N // 4)},
+        sample="128 kept",
+        causal=False,
+        averages=False,
+        linear=True,
+    ),
+    "performer": Entry(
+        "Performer",
+        "#8250dc",
+        8,
+        "efficient.performer_attention",
+        layer="efficient.PerformerAttention",
+        options=random_features,
+        layer_options=lambda N, H, D: {"features": 4 * D},
+        sample="4 D features",
+        linear=True,
+        reference_length=128,
+    ),
+    "fmm": Entry(
+        "FMM",
+        "#5aa000",
+        8,
+        "efficient.fmm_attention",
+        layer="efficient.FMMAttention",
+        options=two_fields,
+        layer_options=lambda N, H, D: {
+            key: x for key, x in two_fields(N, H, D).items() if key not in ("near", "far")
+        },
+        sample="64 to each side, 2 maps",
+        averages=False,
+        linear=True,
+    ),
+    "luna": Entry(
+        "Luna",
+        "#468c8c",
+        8,
+        "efficient.luna_attention",
+        layer="efficient.LunaAttention",
+        options=packed_queries,
+        layer_options=lambda N, H, D: {"length": min(128, 1 + N // 4)},
+        sample="128 packed",
+        causal=False,
+        linear=True,
+    ),
     "mgk": Entry(
         "MGK",
         "#6e6e0a",
@@ -288,6 +365,7 @@ MECHANISMS: dict[str, Entry] = {
 _OTHERS = {
     "controls": ("identity_attention", "uniform_attention"),
     "convolutional": ("CvTAttention", "mixing_matrix_1d", "mixing_matrix_2d"),
+    "efficient": ("flipped_elu_feature_map", "orthogonal_features", "positive_features"),
     "layer": ("MultiheadAttention",),
     "linear": ("elu_feature_map", "linear_attention_weights"),
     "masks": ("causal_mask",),

@@ -1,0 +1,518 @@
+"""Attentions whose time is linear in N, each by another way past the (N, M) matrix (chapter 8).
+
+The equations of this module, for queries Q (N, D), keys K (M, D) and values V (M, Dv), are ::
+
+    Linformer   H = softmax(Q (E K)ᵀ/√D) F V                    E, F: (kept, M)
+    Performer   H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V           φ(x)_r = exp(w_r·x − |x|²/2)/√R
+    FMM         H = near · H_window + far · Σ_φ H_linear(φ)
+    Luna        H = softmax(Q K'ᵀ/√D) V',    K' = A' K,  V' = A' V,  A' = softmax(P Kᵀ/√D)
+
+Linformer and Luna shorten the keys and values before softmax sees them: by learned weights that
+know positions, and by an attention of its own that reads the keys. Performer and FMM keep all keys
+and change the kernel: random features whose mean is softmax's own, and a softmax near by with
+linear attention far away. Each layer of this module binds its parameters in `mechanism` only, so
+that it can be combined with a layer that overrides `mix`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from derived_attention.attention.checks import Mechanism, check_count, check_parameter
+from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
+from derived_attention.attention.linear import (
+    FeatureMap,
+    average,
+    causal_average,
+    elu_feature_map,
+    linear_attention,
+    linear_attention_reference,
+    wide,
+)
+from derived_attention.attention.masks import Mask, masked_softmax, narrowed
+from derived_attention.attention.softmax import sdpa
+from derived_attention.attention.sparse import window_attention, window_attention_reference
+
+# --- Linformer: fewer keys, by learned weights ---------------------------------------------------
+
+
+@mechanism
+def linformer_attention_reference(
+    q, k, v, mask, scale, *, key_projection, value_projection=None
+) -> Tensor:
+    """H = A V with A = softmax(Q (E K)ᵀ/√D) F, an (N, M) matrix, in memory."""
+    E, G = _projections(q, k, mask, key_projection, value_projection)
+    share = _shares(mask, E.dtype)
+    E, G = (x if share is None else x * share for x in (E, G))  # (..., kept, M)
+    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q.to(E.dtype) @ (E @ k.to(E.dtype)).mT
+    return (scores.softmax(-1) @ G @ v.to(E.dtype)).to(q.dtype)
+
+
+@mechanism(per_key=True)
+def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projection=None) -> Tensor:
+    """Linformer [Wang2020]: softmax attention to `kept` weighted sums of keys and of values.
+
+    H = softmax(Q (E K)ᵀ/√D) F V, in O((N + M) kept D) time. A = softmax(Q (E K)ᵀ/√D) F has rows
+    that need not sum to 1, nor be positive.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: finite or -inf; there is no score of one key to
+        add it to, so e to its power, as a share of the largest such power, multiplies the key and
+        its value. So 0 and -inf mean what True and False do, and what is masked is in no sum.
+    is_causal : bool
+        False: a sum of keys holds the future of all of them but one.
+    key_projection : Tensor
+        E ``(kept, n)``, shared by the heads, for up to n keys: M keys meet its first M columns.
+    value_projection : Tensor, optional
+        F ``(kept, n)``; E where left out.
+    """
+    E, G = _projections(q, k, mask, key_projection, value_projection)
+    share = _shares(mask, k.dtype)
+    if share is not None:
+        k, v = k * share.mT, v * share.mT
+    return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
+
+
+def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, Tensor]:
+    """Check E and F, and what a mask may be; cut them to the M keys, float32 at least."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a projected key holds later tokens, and is the "
+            "same for every query"
+        )
+    M = k.shape[-2]
+    E = _rows_of("key_projection", key_projection, q, "n")
+    if E.shape[1] < M:
+        raise ValueError(
+            f"key_projection has shape {tuple(E.shape)}; expected (kept, n) with n at least {M}, "
+            "the number of keys"
+        )
+    G = E
+    if value_projection is not None:
+        meaning = "the shape of key_projection"
+        G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
+    return E[:, :M].to(wide(q)), G[:, :M].to(wide(q))
+
+
+def _shares(mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    """Return what a mask multiplies keys and values by, (..., 1, M): from 0 to 1."""
+    given = mask.per_key()
+    if given is None or given.dtype == torch.bool or given.numel() == 0:
+        return None if given is None else given.to(dtype)
+    given = narrowed(given, dtype)
+    top = given.amax(-1, keepdim=True)  # with its gradient: here it does not divide out
+    return (given - top.masked_fill(top == -math.inf, 0)).exp()
+
+
+def _combine(E: Tensor, x: Tensor) -> Tensor:
+    """E X for all heads, as one product: (kept, M) and (..., M, D) to (..., kept, D)."""
+    with full_precision(x.device):
+        return F.linear(x.mT.to(E.dtype), E).mT.to(x.dtype)
+
+
+def _rows_of(name: str, value: Any, q: Tensor, columns: str | int) -> Tensor:
+    """Check for a matrix (R, columns) with R ≥ 1, any number of columns where that is a letter."""
+    given = isinstance(value, Tensor) and value.dim() == 2
+    rows = value.shape[0] or "R" if given else "R"
+    size = value.shape[1] if given and isinstance(columns, str) else columns
+    return check_parameter(name, value, q, ((rows, size),), f"(R, {columns}) with R at least 1")
+
+
+# --- Performer: features whose mean is the exponential -------------------------------------------
+
+
+def orthogonal_features(
+    D: int,
+    count: int,
+    generator: torch.Generator | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Draw W ``(count, D)``: standard normal rows, orthogonal to each other in blocks of D.
+
+    Each row alone is a standard normal vector: its direction is uniform, that of a row of a random
+    rotation, and its length that of another such vector. So a mean over rows estimates what it
+    would with independent ones, and with less variance [Choromanski2021].
+
+    Parameters
+    ----------
+    D, count : int
+        Features of a head, and number of rows, at least 1.
+    generator : torch.Generator, optional
+        Where the numbers come from; PyTorch's own of that device, where left out.
+    """
+    check_count("D", D, 1)
+    check_count("count", count, 1)
+    kind: dict[str, Any] = {"device": device, "dtype": torch.float64, "generator": generator}
+    rotations, R = torch.linalg.qr(torch.randn(-(-count // D), D, D, **kind))
+    rotations = rotations * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform only so
+    lengths = torch.randn(count, D, **kind).norm(dim=-1, keepdim=True)
+    W = rotations.mT.flatten(0, 1)[:count] * lengths
+    return W.to(torch.get_default_dtype() if dtype is None else dtype)
+
+
+def positive_features(x: Tensor, projection: Tensor) -> Tensor:
+    """Return φ(x)_r = exp(w_r·x − |x|²/2)/√R, ``(..., R)``, for R rows w_r of `projection`.
+
+    The mean of φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
+    """
+    return (_logarithms(x, projection, 1.0) - math.log(len(projection)) / 2).exp()
+
+
+def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
+    """Return log √R φ(√scale x) (..., R), float32 at least."""
+    with full_precision(x.device):
+        x, W = x.to(wide(x)), math.sqrt(scale) * W.to(wide(x))
+        return x @ W.mT - scale / 2 * x.square().sum(-1, keepdim=True)
+
+
+@mechanism
+def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Tensor:
+    """H = A V, a_ij ∝ Σ_r φ(q_i)_r φ(k_j)_r, as softmax of its logarithm; any mask will do."""
+    W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
+    log_q, log_k = (_logarithms(x, W, scale) for x in (q, k))  # (..., N, R), (..., M, R)
+    scores = (log_q.unsqueeze(-2) + log_k.unsqueeze(-3)).logsumexp(-1)  # (..., N, M)
+    with full_precision(q.device):
+        return (mask.softmax(scores) @ v.to(scores.dtype)).to(q.dtype)
+
+
+@mechanism(per_key=True)
+def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
+    """Performer (FAVOR+) [Choromanski2021]: linear attention with positive random features.
+
+    φ(x)_r = exp(w_r·x − |x|²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
+    exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
+    sums in float32 at least. A factor of each query divides out, and so does one of each feature,
+    put on the keys and taken from the queries: they keep every sum at 1 or more, where it is not
+    causal. Where it is, a factor may not know later keys, and a row is zeros whose keys are all so
+    far from all features that exp(−|k/⁴√D − w|²/2) is no normal number.
+
+    Parameters
+    ----------
+    projection : Tensor
+        W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
+    """
+    W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
+    if mask.is_causal:
+        bound = W.detach().to(wide(q)).square().sum(-1) / 2  # of w·k − |k|²/2, whatever the key
+        return causal_average(functools.partial(_pair, W, scale, bound), q, k, v)
+    log_k = _masked(_logarithms(k, W, scale), mask)
+    phi_q, phi_k = _stable(q, log_k, W, scale, _largest(log_k))
+    return average(phi_q, phi_k, v).to(q.dtype)
+
+
+def _pair(W: Tensor, scale: float, shift: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return _stable(q, _logarithms(k, W, scale), W, scale, shift)
+
+
+def _stable(
+    q: Tensor, log_k: Tensor, W: Tensor, scale: float, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return φ(q)_r exp(c_r − c_i) and φ(k)_r exp(−c_r) for a shift c: c_r and c_i divide out."""
+    with full_precision(q.device):
+        log_q = q.to(wide(q)) @ (math.sqrt(scale) * W.to(wide(q))).mT + shift
+        top = log_q.detach().amax(-1, keepdim=True)
+        return (log_q - top).exp_(), (log_k - shift).exp_()
+
+
+def _largest(log_k: Tensor) -> Tensor:
+    """Return for each feature its largest logarithm over the keys, (..., 1, R), 0 without any."""
+    if log_k.shape[-2] == 0:
+        return log_k.new_zeros(log_k.shape[-1])
+    top = log_k.detach().amax(-2, keepdim=True)
+    return top.masked_fill(top == -math.inf, 0)
+
+
+def _masked(log_k: Tensor, mask: Mask) -> Tensor:
+    """Add a mask over keys to logarithms (..., M, R)."""
+    given = mask.per_key()
+    if given is None:
+        return log_k
+    if given.dtype == torch.bool:
+        return log_k.masked_fill(~given.mT, -math.inf)
+    return log_k + narrowed(given, log_k.dtype).mT
+
+
+def _features_of(q: Tensor, projection: Any) -> Tensor:
+    return _rows_of("projection", projection, q, q.shape[-1])
+
+
+# --- FMM: near by softmax, far by features -------------------------------------------------------
+
+
+def flipped_elu_feature_map(x: Tensor) -> Tensor:
+    """φ(x) = elu(−x) + 1, entry by entry: the mirror image of `elu_feature_map`."""
+    return elu_feature_map(-x)
+
+
+@mechanism
+def fmm_attention_reference(
+    q, k, v, mask, scale, *, window, near, far, feature_maps=(elu_feature_map,)
+) -> Tensor:
+    """H = near · H_window + far · Σ_φ H_linear(φ), each with its whole matrix; any mask will do."""
+    forms = window_attention_reference, linear_attention_reference
+    return _fmm(*forms, q, k, v, mask, scale, window, near, far, feature_maps)
+
+
+@mechanism(per_key=True)
+def fmm_attention(
+    q, k, v, mask, scale, *, window, near, far, feature_maps=(elu_feature_map,)
+) -> Tensor:
+    """FMMformer [Nguyen2021]: softmax in a band, plus linear attention to everything.
+
+    The matrix of attention is near · (softmax of a band) + far · (a sum of matrices of low rank),
+    and its rows sum to near + far · (number of feature maps). O(N (window + F)) time.
+
+    Parameters
+    ----------
+    scale : float, optional
+        Finite and positive; replaces 1/√D near by, and multiplies q far away, where there is
+        nothing to replace.
+    window : int
+        Keys on each side that are near, at least 0.
+    near, far : Tensor
+        The two weights, ``()`` for all heads or ``(H,)``, one for each.
+    feature_maps : sequence of callable
+        At least one; each as in `linear_attention`, with a matrix of its own.
+    """
+    forms = window_attention, linear_attention
+    return _fmm(*forms, q, k, v, mask, scale, window, near, far, feature_maps)
+
+
+def _fmm(band, linear, q, k, v, mask, scale, window, near, far, feature_maps) -> Tensor:
+    """Blend a softmax of a band and linear attentions, in float32 at least."""
+    maps = list(feature_maps)
+    if not maps:
+        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    w_near, w_far = (_blend(name, w, q) for name, w in (("near", near), ("far", far)))
+    own = {**mask.keywords, "scale": scale}
+    H = w_near * band(q, k, v, window=window, **own)
+    return (H + w_far * sum(linear(q, k, v, feature_map=m, **own) for m in maps)).to(q.dtype)
+
+
+def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
+    """Check a weight, and give it the two dimensions that it lacks; float32 at least."""
+    shapes = (), tuple(q.shape[-3:-2])
+    weight = check_parameter(name, weight, q, shapes, "one number, or one for each head")
+    return weight.to(wide(q))[..., None, None]
+
+
+# --- Luna: fewer keys, by an attention of their own ----------------------------------------------
+
+
+@mechanism
+def luna_attention_reference(q, k, v, mask, scale, *, packed) -> Tensor:
+    """H = A V with A = softmax(Q K'ᵀ/√D) softmax(P Kᵀ/√D), an (N, M) matrix, in memory."""
+    pack = _pack(q, k, mask, scale, packed)  # (..., l, M)
+    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q.to(pack.dtype) @ (pack @ k.to(pack.dtype)).mT
+    return (scores.softmax(-1) @ pack @ v.to(pack.dtype)).to(q.dtype)
+
+
+@mechanism(per_key=True)
+def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
+    """Luna [Ma2021]: l packed queries P attend to all keys, and the queries to what they found.
+
+    H = softmax(Q K'ᵀ/√D) V' with K' = A' K, V' = A' V and A' = softmax(P Kᵀ/√D), in
+    O((N + M) l D) time. Rows of A = softmax(Q K'ᵀ/√D) A' sum to 1.
+
+    The original packs the tokens, Y = A' X, and projects Y to keys and values. That is the same:
+    rows of A' sum to 1, so A' (X W + 1 bᵀ) = (A' X) W + 1 bᵀ. But it has other projections for the
+    tokens that are packed, and hands Y on to the next layer as its P; here P is learned for each
+    layer.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: added to the scores P Kᵀ/√D.
+    is_causal : bool
+        False: a packed key holds the future of all queries but the last.
+    packed : Tensor
+        P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
+    """
+    pack = _pack(q, k, mask, scale, packed)  # (..., l, M)
+    with full_precision(q.device):
+        K, V = ((pack @ x.to(pack.dtype)).to(q.dtype) for x in (k, v))  # (..., l, D)
+    return sdpa(q, K, V, Mask(), scale)
+
+
+def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) -> Tensor:
+    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least, with zeros if nothing is there."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a packed key holds later tokens, and is the same "
+            "for every query"
+        )
+    D, dtype = q.shape[-1], wide(q)
+    size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
+    shapes = (size, D), (*q.shape[-3:-2], size, D)
+    check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
+    with full_precision(q.device):
+        scores = (scale or 1 / math.sqrt(D)) * packed.to(dtype) @ k.to(dtype).mT
+        return masked_softmax(scores, mask.per_key())
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+class LinformerAttention(MultiheadAttention):
+    """Linformer in H heads, with the interface of `MultiheadAttention`.
+
+    It adds the parameters ``key_projection`` and ``value_projection`` (kept, length), which all
+    heads share. They know positions: a token is weighted by where it stands.
+
+    Parameters
+    ----------
+    length : int
+        Most keys that a sequence may have.
+    kept : int
+        Sums of keys, and of values, that are attended to.
+    shared : bool
+        Whether values are projected as keys are; there is no ``value_projection`` then.
+    """
+
+    shown = ("length", "kept", "shared")
+
+    def __init__(
+        self,
+        *args: Any,
+        length: int,
+        kept: int,
+        shared: bool = False,
+        attention: Mechanism = linformer_attention,
+        **options: Any,
+    ) -> None:
+        self_shape = check_count("kept", kept, 1), check_count("length", length, 1)
+        super().__init__(*args, attention=attention, **options)
+        self.kept, self.length, self.shared = kept, length, shared
+
+        def draw() -> nn.Parameter:
+            return nn.Parameter(nn.init.xavier_uniform_(self.out_proj.weight.new_empty(self_shape)))
+
+        self.key_projection = draw()
+        self.value_projection = None if shared else draw()
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Project keys and values along the length; all heads alike."""
+        own = {"key_projection": self.key_projection, "value_projection": self.value_projection}
+        return functools.partial(base, **own)
+
+
+class PerformerAttention(MultiheadAttention):
+    """Performer in H heads, with the interface of `MultiheadAttention`.
+
+    Its random features are the buffer ``projection`` (features, D), part of the state, drawn when
+    the layer is made, from PyTorch's generator, and again by `redraw`. All heads share them.
+
+    Parameters
+    ----------
+    features : int, optional
+        R; D log D, rounded, where left out.
+    """
+
+    shown = ("features",)
+    projection: Tensor
+
+    def __init__(
+        self,
+        *args: Any,
+        features: int | None = None,
+        attention: Mechanism = performer_attention,
+        **options: Any,
+    ) -> None:
+        if features is not None:
+            check_count("features", features, 1)
+        super().__init__(*args, attention=attention, **options)
+        D = self.head_dim
+        self.features = max(1, round(D * math.log(D))) if features is None else features
+        self.register_buffer("projection", self._draw(None))
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw other random features, as one may between two epochs."""
+        self.projection.copy_(self._draw(generator))
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        like = self.out_proj.weight
+        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        return orthogonal_features(self.head_dim, self.features, generator, **kind)
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Hand on the random features; all heads alike."""
+        return functools.partial(base, projection=self.projection)
+
+
+class FMMAttention(MultiheadAttention):
+    """FMMformer's attention in H heads, with the interface of `MultiheadAttention`.
+
+    It adds the parameters ``near`` and ``far`` (H,), whose sigmoids blend the two fields. They
+    start at 0: half of each.
+
+    Parameters
+    ----------
+    window, feature_maps
+        As in `fmm_attention`; a module's parameters become the layer's.
+    """
+
+    shown = ("window",)
+
+    def __init__(
+        self,
+        *args: Any,
+        window: int,
+        feature_maps: Sequence[FeatureMap] = (elu_feature_map,),
+        attention: Mechanism = fmm_attention,
+        **options: Any,
+    ) -> None:
+        check_count("window", window, 0)
+        super().__init__(*args, attention=attention, **options)
+        self.window, self.feature_maps = window, tuple(feature_maps)
+        self.learned_maps = nn.ModuleList(m for m in feature_maps if isinstance(m, nn.Module))
+        self.near, self.far = (
+            nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads)) for _ in range(2)
+        )
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Blend by the weights of these heads."""
+        near, far = (pick(x.sigmoid(), heads, at=0) for x in (self.near, self.far))
+        own = {"window": self.window, "feature_maps": self.feature_maps}
+        return functools.partial(base, near=near, far=far, **own)
+
+
+class LunaAttention(MultiheadAttention):
+    """Luna in H heads, with the interface of `MultiheadAttention`.
+
+    It adds the parameter ``packed`` (length, embed_dim), which starts as standard normal numbers
+    and is projected as queries are.
+
+    Parameters
+    ----------
+    length : int
+        l, the rows of P: how many packed keys are attended to.
+    """
+
+    shown = ("length",)
+
+    def __init__(
+        self, *args: Any, length: int, attention: Mechanism = luna_attention, **options: Any
+    ) -> None:
+        check_count("length", length, 1)
+        super().__init__(*args, attention=attention, **options)
+        self.length = length
+        weight = self.out_proj.weight
+        self.packed = nn.Parameter(nn.init.normal_(weight.new_empty(length, self.embed_dim)))
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Pack by the queries that these heads make of P."""
+        return functools.partial(base, packed=self.project(QUERY, self.packed, heads))
