@@ -419,12 +419,16 @@ class MultiresolutionAttention(MultiheadAttention):
                 yield Group(heads, key, value, mask, self.attention, query=query)
                 continue
             keys, values, here, pool = pool_pairs(lay.down, key, value, t, there)
-            pooled, up = query, None
+            pooled, up, asked = query, None, queries
             if s > 1:
-                pooled = lay.down(query, s, queries)[0](query)  # (B, N', embed_dim)
+                down, asked = lay.down(query, s, queries)
+                pooled = down(query)  # (B, N', embed_dim)
                 up = functools.partial(_up, lay, s, query.shape[-2])
             spread = functools.partial(_spread, pool, key, up)
             seen = _windows_mask(mask.causal, here, s, t, pooled, keys)
+            seen.keys, seen.queries = (
+                None if x is None else x.unsqueeze(-2) for x in (here, asked)
+            )
             yield Group(heads, keys, values, seen, self.attention, spread, pooled, up)
 
 

@@ -1,0 +1,225 @@
+"""MRA-2 and MRA-2-s: two resolutions of one matrix; the rest is in `test_contract`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import B, H, assert_all_close, boolean, output_and_gradients
+from helpers import qkv as any_qkv
+
+from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.mra import (
+    MRAAttention,
+    mra_attention,
+    mra_attention_reference,
+    mra_attention_weights,
+)
+from derived_attention.attention.multiresolution import multiresolution_layer
+from derived_attention.attention.softmax import softmax_attention
+
+N, M, BLOCK, KEPT = 21, 23, 4, 2
+qkv = functools.partial(any_qkv, n=N, m=M)
+FORMS = mra_attention, mra_attention_reference
+
+
+def pair_by_pair(q, k, v, block, kept, sparse, keep, asked, bias=None):
+    """The equations of one head, one query and one key after the other, as in no fast code."""
+    q = q / math.sqrt(q.shape[-1])
+    bias = torch.zeros(len(k), dtype=q.dtype) if bias is None else bias
+    there = torch.arange(len(k))[keep].tolist()
+    blocks = sorted({j // block for j in there})
+    out = []
+    for i in range(len(q)):
+        mates = [t for t in range(len(q)) if t // block == i // block and asked[t]]
+        q_bar = sum(q[t] for t in mates) / max(len(mates), 1) if mates else 0 * q[i]
+        pooled, mass = {}, {}
+        for J in blocks:
+            own = [j for j in there if j // block == J]
+            total = sum(bias[j].exp() for j in own)
+            k_bar = sum(bias[j].exp() * k[j] for j in own) / total
+            pooled[J] = q_bar @ k_bar
+            mass[J] = float((pooled[J] + total.log()).detach())
+        best = sorted(blocks, key=mass.get, reverse=True)[:kept]
+        rows = [j for j in there if j // block in best or not sparse]
+        scores = [
+            (q[i] @ k[j] if j // block in best else pooled[j // block]) + bias[j] for j in rows
+        ]
+        weights = torch.stack(scores).softmax(0) if rows else None
+        out.append(weights @ v[rows] if rows else 0 * v.sum(0) + 0 * q.sum())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_both_forms_are_the_equations(sparse):
+    padded = torch.arange(N) < 14  # some queries of a block are padding, and a whole block
+    for block, kept, m in [(4, 2, M), (4, 2, 24), (1, 3, 7), (5, 1, M), (32, 1, M), (10, 2, 3)]:
+        everyone = torch.ones(m, dtype=torch.bool)
+        gone = everyone.clone()
+        gone[block : 2 * block] = gone[-1] = False  # a whole block of keys, and part of one
+        masks = [(everyone, None), (gone, None), (gone, torch.linspace(-3, 3, m).double())]
+        for (keep, bias), asked in itertools.product(masks, (padded | True, padded)):
+            given = keep if bias is None else bias.masked_fill(~keep, -math.inf)
+            own = {"block": block, "kept": kept, "sparse": sparse}
+
+            def naive(*qkv, own=own, rest=(keep, asked, bias)):
+                heads = zip(*qkv, strict=True)
+                return torch.stack([pair_by_pair(*x, *own.values(), *rest) for x in heads])
+
+            inputs, what = qkv((2,), m=m, d=3, dv=4), f"{own}, {keep}, {bias}, {asked}"
+            seen = functools.partial(torch.index_select, dim=1, index=asked.nonzero()[:, 0])
+            expected = output_and_gradients(lambda *x, f=naive, g=seen: g(f(*x)), inputs)
+            for form in FORMS:
+                form = functools.partial(form, attn_mask=given, query_mask=asked, **own)
+                found = output_and_gradients(lambda *x, f=form, g=seen: g(f(*x)), inputs)
+                assert_all_close(found, expected, 1e-10, what)
+
+
+def test_all_blocks_kept_are_softmax_attention():
+    for form in FORMS:
+        for options in ({"kept": 6}, {"kept": 10**6}, {"block": 23, "kept": 1}, {"block": 10**6}):
+            for mask in (None, boolean(M), torch.linspace(-3, 3, M, dtype=torch.float64)):
+                for sparse in (False, True):
+                    own = {"block": BLOCK, "sparse": sparse, "attn_mask": mask, **options}
+                    ours = output_and_gradients(form, qkv(), **own)
+                    theirs = output_and_gradients(softmax_attention, qkv(), attn_mask=mask)
+                    assert_all_close(ours, theirs, 1e-12, f"{form.__name__}, {own}")
+
+
+def test_a_block_of_one_step_is_its_own_pooled_score():
+    theirs = output_and_gradients(softmax_attention, qkv())
+    for form in FORMS:  # the two resolutions are one
+        assert_all_close(output_and_gradients(form, qkv(), block=1, kept=3), theirs, 1e-12)
+
+
+def test_the_blocks_of_largest_pooled_score_are_kept():
+    q, k, _ = qkv((H,), n=20, m=24)
+    A = mra_attention_weights(q, k, block=BLOCK, kept=KEPT, sparse=True)
+    exact = A.unflatten(-1, (6, BLOCK)).unflatten(-3, (5, BLOCK)).transpose(-2, -3) > 0
+    assert torch.equal(exact.any(-1).any(-1), exact.all(-1).all(-1)), "blocks are kept as wholes"
+    pooled = q.unflatten(-2, (5, BLOCK)).mean(-2) @ k.unflatten(-2, (6, BLOCK)).mean(-2).mT
+    threshold = pooled.topk(KEPT, -1).values[..., -1:]
+    assert torch.equal(exact.all(-1).all(-1), pooled >= threshold)
+
+
+def test_a_short_block_counts_for_the_keys_it_has():
+    q, k = torch.ones(4, 2), torch.ones(5, 2)
+    k[4] *= 1.01  # the best pooled score, but a block of one key
+    picked = mra_attention_weights(q, k, block=4, kept=1, sparse=True)[0] > 0
+    assert picked.tolist() == [True, True, True, True, False]
+
+
+def test_what_others_hold_moves_no_choice():
+    """Blocks are chosen for each block of queries: others' large scores take none away."""
+    q, k, v = (x.detach() for x in qkv())
+    out = mra_attention(q, k, v, block=BLOCK, kept=1)
+    louder = q.clone()
+    louder[1] *= 100
+    louder[:, :, :BLOCK] *= 100
+    changed = mra_attention(louder, k, v, block=BLOCK, kept=1)
+    assert torch.equal(changed[0, :, BLOCK:], out[0, :, BLOCK:])
+    assert not torch.equal(changed[0, :, :BLOCK], out[0, :, :BLOCK])
+
+
+def smooth(n=256, d=8):
+    """Queries, keys and values that change slowly along the length."""
+    t = torch.linspace(0, 1, n, dtype=torch.float64)[:, None]
+    phase = torch.arange(d, dtype=torch.float64)
+    q, k = (3 * torch.sin(6.28 * t * (1 + phase % 3) + phase + shift) for shift in (0.0, 0.5))
+    return q, k, torch.cos(12 * t + phase)
+
+
+def test_the_error_falls_as_more_is_kept():
+    q, k, v = smooth()
+    exact = softmax_attention(q, k, v)
+    for sparse in (False, True):
+        runs = [mra_attention(q, k, v, block=16, kept=n, sparse=sparse) for n in (1, 2, 4, 8, 16)]
+        errors = [float((x - exact).norm() / exact.norm()) for x in runs]
+        assert errors == sorted(errors, reverse=True), errors
+        assert errors[-1] < 1e-12 and errors[2] < errors[0] / 2, errors
+
+
+def test_the_coarse_part_is_what_diffuse_attention_needs():
+    q, k, v = (x.detach() for x in any_qkv((H,), n=256, m=256, d=16, dv=16))
+    exact = softmax_attention(0.3 * q, k, v)
+    errors = [
+        float((mra_attention(0.3 * q, k, v, block=16, kept=2, sparse=s) - exact).norm())
+        for s in (False, True)
+    ]
+    assert errors[0] < errors[1] / 4
+
+
+def test_far_blocks_of_any_size_do_not_overflow():
+    """The one key that stands for all others may outweigh what is kept, or be outweighed."""
+    q, k, v = (x.detach().float() for x in qkv((H,), n=32, m=32))
+    for a in (1, 1e3, 1e6):
+        mask = torch.zeros(32)
+        mask[::2] = a
+        results = [form(a * q, k, v, attn_mask=mask, block=4, kept=2) for form in FORMS]
+        assert all(bool(x.isfinite().all()) for x in results)
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+# --- in a layer, errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_layer_leaves_padded_queries_out_of_pooled_queries(sparse):
+    torch.manual_seed(0)
+    own = {"block": 4, "kept": 2, "sparse": sparse, "dtype": torch.float64}
+    layer = MRAAttention(12, 3, **own)
+    coarse = multiresolution_layer(MRAAttention)(12, 3, scales=[1, 2, 3], **own)
+    x = torch.randn(1, 30, 12, dtype=torch.float64)
+    gone = torch.arange(30)[None] >= 18
+    for one in (layer, coarse):
+        for y in (x, x + 100 * gone[..., None]):
+            for need_weights in (False, True):
+                out = one(y, y, y, gone, need_weights)[0]
+                alone = one(x[:, :18], x[:, :18], x[:, :18], need_weights=need_weights)[0]
+                torch.testing.assert_close(out[:, :18], alone, rtol=1e-10, atol=1e-10)
+    same = MultiheadAttention(12, 3, dtype=torch.float64)
+    same.load_state_dict(layer.state_dict())
+    assert not torch.allclose(layer(x, x, x)[0], same(x, x, x)[0])
+
+
+def test_layer_says_what_it_is_and_what_it_refuses():
+    layer, x = MRAAttention(12, 3, block=8, kept=2, sparse=True), torch.randn(2, 9, 12)
+    assert "block=8, kept=2, sparse=True" in repr(layer)
+    with pytest.raises(ValueError, match="is_causal is given; expected False: the pooled query"):
+        layer(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="attn_mask is given; expected None"):
+        layer(x, x, x, attn_mask=torch.zeros(9, 9))
+
+
+BAD = [
+    ({"block": 0}, ValueError, "block is 0; expected a whole number, at least 1"),
+    ({"block": 2.0}, TypeError, "block is of type float"),
+    ({"kept": 0}, ValueError, "kept is 0; expected a whole number, at least 1"),
+    ({"kept": True}, TypeError, "kept is of type bool"),
+    ({"sparse": 1}, TypeError, "sparse is 1; expected True or False"),
+    ({"query_mask": [True]}, TypeError, "query_mask is of type list"),
+    (
+        {"query_mask": torch.ones(N)},
+        TypeError,
+        "query_mask has dtype torch.float32; expected a",
+    ),
+    ({"query_mask": torch.ones(4, dtype=torch.bool)}, ValueError, r"query_mask has shape \(4,\)"),
+    (
+        {"query_mask": torch.ones(4, 1, N, dtype=torch.bool)},
+        ValueError,
+        rf"query_mask has shape \(4, 1, {N}\); expected one that broadcasts to \({B}, {H}, {N}\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("own", "error", "match"), BAD)
+def test_bad_options_are_named(own, error, match):
+    for form in FORMS:
+        with pytest.raises(error, match=match):
+            form(*qkv(), **own)
+    if "query_mask" not in own:
+        with pytest.raises(error, match=match):
+            MRAAttention(12, 3, **own)
