@@ -25,9 +25,7 @@ SMALL = {
     "series": functools.partial(tasks.series, name="BasicMotions", epochs=2, batch_size=10),
     "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
     "images": functools.partial(tasks.images, name="digits", patch=4, class_token=True, epochs=2),
-    "direction": functools.partial(
-        tasks.direction, length=8, train=64, test=64, epochs=2, batch_size=32
-    ),
+    "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
     "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
@@ -57,7 +55,7 @@ def test_a_table_of_numbers_has_an_error_in_units():
     assert 0.5 < result["rmse"] < 1.2  # the standard deviation of all answers is 1.15
 
 
-@pytest.mark.parametrize("name", ["series", "listops", "images", "direction"])
+@pytest.mark.parametrize("name", ["series", "listops", "images", "topics"])
 def test_the_best_epoch_is_no_worse_than_the_last(name):
     result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1

@@ -23,7 +23,7 @@ from derived_attention.data.images import load_images
 from derived_attention.data.listops import SHORT, make_listops
 from derived_attention.data.series import SeriesSplit, load_series
 from derived_attention.data.tables import load_table
-from derived_attention.data.text import load_text, make_directions
+from derived_attention.data.text import load_text, make_topics
 from derived_attention.data.translation import load_translation, train_vocabulary
 from derived_attention.language import Windows, byte_loss
 from derived_attention.measure import count_flops
@@ -175,33 +175,30 @@ def images(
     return _accuracy(model, data, batch_size, **how) | cost
 
 
-def direction(
+def topics(
     config: Config,
     *,
     seed: int = 0,
-    text: str = "python",
-    length: int = 64,
-    train: int = 8000,
+    length: int = 128,
+    train: int = 4000,
     test: int = 2000,
     epochs: int = 4,
     batch_size: int = 32,
     lr: float = 3e-3,
     device: Device = None,
 ) -> Numbers:
-    """Train a `TokenClassifier` to tell text from text read backwards; return as `series` does.
+    """Train a `TokenClassifier` on bytes to name a text's topic; return as `series` does.
 
     Parameters
     ----------
     config : Config
-    text : str
-        As in `derived_attention.data.text.load_text`.
     length, train, test
-        As in `derived_attention.data.text.make_directions`.
+        As in `derived_attention.data.text.make_topics`.
     seed, epochs, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights.
     batch_size : int
     """
-    data = make_directions(load_text(text), length, train, test)
+    data = make_topics(length, train, test)
     seed_everything(seed)
     model = TokenClassifier(data.vocabulary, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))

@@ -25,15 +25,17 @@ Splits = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class DirectionData:
-    """Windows of a text, half of them read backwards.
+class TopicsData:
+    """Windows of some documents; the answer is the document.
 
     Attributes
     ----------
     train, test : derived_attention.data.series.SeriesSplit
-        `x` (n, T) bytes, as int64; `y` (n,): 1 where the window runs backwards.
+        `x` (n, T) bytes, as int64; `y` (n,) the number of the document in `topics`.
     vocabulary, classes, length : int
-        256, 2, and T.
+        256, the number of documents, and T.
+    topics : tuple of str
+        Their names, the longest first.
     """
 
     train: SeriesSplit
@@ -41,6 +43,7 @@ class DirectionData:
     vocabulary: int
     classes: int
     length: int
+    topics: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +152,14 @@ def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     return parts
 
 
-def _python() -> Splits:
+def _python_documents() -> dict[str, str]:
     from pydoc_data.topics import topics
 
-    documents = without_repeats(topics)
+    return without_repeats(topics)
+
+
+def _python() -> Splits:
+    documents = _python_documents()
     parts = split_documents(documents)
     return {part: "\n".join(documents[name] for name in parts[part]) for part in parts}
 
@@ -171,49 +178,59 @@ def _wikitext() -> Splits:
     return {part: "".join(found[part]["text"]) for part in ("train", "validation", "test")}
 
 
-def make_directions(
-    text: TextData, length: int, train: int, test: int, seed: int = 0
-) -> DirectionData:
-    """Cut windows out of a text, turn half of them round, and ask which way each runs.
+def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int = 0) -> TopicsData:
+    """Cut windows out of the longest topics of Python's documentation, and ask which it was.
 
-    A window and its mirror image hold the same bytes, so only their order gives the answer. To find
-    it a model has to look at neighbours: what it counts byte by byte is the same in both classes.
+    Windows of the training part are from the first four fifths of a topic, those of the test from
+    the last, at random places; as many of each topic, or one more.
 
     Parameters
     ----------
-    text : TextData
-        Windows of its parts `train` and `test`, at random places.
     length : int
-        T.
+        T, in bytes.
     train, test : int
         Number of windows.
+    classes : int
+        Number of topics, at least 2.
     seed : int
 
     Raises
     ------
     TypeError, ValueError
-        For a size that cannot be, or a text that is shorter than a window.
+        For a size that cannot be, or a window that is longer than what a topic has for its part.
 
     Examples
     --------
-    >>> data = make_directions(load_text("python"), 64, train=100, test=50)
+    >>> data = make_topics(64, train=100, test=50)
     >>> data.train.x.shape, data.classes
-    (torch.Size([100, 64]), 2)
+    (torch.Size([100, 64]), 8)
     """
-    for name, count in (("length", length), ("train", train), ("test", test)):
+    sizes = {"length": length, "train": train, "test": test, "classes": classes}
+    for name, count in sizes.items():
         check_count(name, count)
     check_seed(seed)
+    documents = _python_documents()
+    if not 2 <= classes <= len(documents):
+        raise ValueError(f"classes is {classes}; expected 2 <= classes <= {len(documents)}")
+    topics = sorted(documents, key=lambda name: (-len(documents[name]), name))[:classes]
+    texts = [encode(documents[name]) for name in topics]
+    cuts = [len(text) * 4 // 5 for text in texts]
     generator = torch.Generator().manual_seed(seed)
 
-    def split(part: str, n: int) -> SeriesSplit:
-        bytes_of: torch.Tensor = getattr(text, part)
-        check_text(f"text.{part}", bytes_of, length)
-        first = torch.randint(len(bytes_of) - length + 1, (n, 1), generator=generator)
-        x = bytes_of[first + torch.arange(length)].long()  # (n, T)
-        y = torch.randint(2, (n,), generator=generator)
-        return SeriesSplit(torch.where(y[:, None] == 1, x.flip(1), x), None, y)
+    def split(parts: list[torch.Tensor], n: int) -> SeriesSplit:
+        if (least := min(map(len, parts))) < length:
+            raise ValueError(f"length is {length}; expected at most {least}, the shortest part")
+        y = torch.arange(n) % classes
+        places = torch.rand(n, generator=generator, dtype=torch.float64)
+        windows = []
+        for part, place in zip((parts[c] for c in y.tolist()), places.tolist(), strict=True):
+            first = int(place * (len(part) - length + 1))
+            windows.append(part[first : first + length].long())
+        return SeriesSplit(torch.stack(windows), None, y)
 
-    return DirectionData(split("train", train), split("test", test), 256, 2, length)
+    learn = split([text[:cut] for text, cut in zip(texts, cuts, strict=True)], train)
+    judge = split([text[cut:] for text, cut in zip(texts, cuts, strict=True)], test)
+    return TopicsData(learn, judge, 256, classes, length, tuple(topics))
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:
