@@ -30,12 +30,14 @@ from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     FeatureMap,
-    average,
     causal_average,
     elu_feature_map,
     linear_attention,
     linear_attention_reference,
+    ratio,
+    segment_length,
     wide,
+    with_ones,
 )
 from derived_attention.attention.masks import Mask, masked_softmax, narrowed
 from derived_attention.attention.softmax import sdpa
@@ -172,10 +174,11 @@ def positive_features(x: Tensor, projection: Tensor) -> Tensor:
 
 
 def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
-    """Return log √R φ(√scale x) (..., R), float32 at least."""
+    """Return log √R φ(√scale x) (..., R), float32 at least: one product with [√scale W, 1]."""
     with full_precision(x.device):
         x, W = x.to(wide(x)), math.sqrt(scale) * W.to(wide(x))
-        return x @ W.mT - scale / 2 * x.square().sum(-1, keepdim=True)
+        squares = x.square().sum(-1, keepdim=True)
+        return torch.cat([x, -scale / 2 * squares], -1) @ F.pad(W, (0, 1), value=1.0).mT
 
 
 @mechanism
@@ -190,14 +193,16 @@ def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Tensor
 
 @mechanism(per_key=True)
 def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
-    """Performer (FAVOR+) [Choromanski2021]: linear attention with positive random features.
+    """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
     φ(x)_r = exp(w_r·x − |x|²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
     exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
-    sums in float32 at least. A factor of each query divides out, and so does one of each feature,
-    put on the keys and taken from the queries: they keep every sum at 1 or more, where it is not
-    causal. Where it is, a factor may not know later keys, and a row is zeros whose keys are all so
-    far from all features that exp(−|k/⁴√D − w|²/2) is no normal number.
+    sums in float32 at least.
+
+    A factor of each query divides out, and so does one of each feature, taken from the keys and put
+    on the queries. It is that of the largest key, so that no sum of weights is below 1. Where
+    `is_causal`, it may not know what comes, and is that of the largest key there could be: a row is
+    zeros if exp(−|k/⁴√D − w|²/2) is no normal number for any of its keys and features.
 
     Parameters
     ----------
@@ -206,43 +211,60 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     """
     W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
-        bound = W.detach().to(wide(q)).square().sum(-1) / 2  # of w·k − |k|²/2, whatever the key
-        return causal_average(functools.partial(_pair, W, scale, bound), q, k, v)
-    log_k = _masked(_logarithms(k, W, scale), mask)
-    phi_q, phi_k = _stable(q, log_k, W, scale, _largest(log_k))
-    return average(phi_q, phi_k, v).to(q.dtype)
-
-
-def _pair(W: Tensor, scale: float, shift: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return _stable(q, _logarithms(k, W, scale), W, scale, shift)
-
-
-def _stable(
-    q: Tensor, log_k: Tensor, W: Tensor, scale: float, shift: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return φ(q)_r exp(c_r − c_i) and φ(k)_r exp(−c_r) for a shift c: c_r and c_i divide out."""
+        bound = W.detach().to(wide(q)).square().sum(-1, keepdim=True) / 2  # ≥ w·k − |k|²/2
+        return causal_average(functools.partial(_shifted, W, scale, bound), q, k, v)
+    S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
-        log_q = q.to(wide(q)) @ (math.sqrt(scale) * W.to(wide(q))).mT + shift
-        top = log_q.detach().amax(-1, keepdim=True)
-        return (log_q - top).exp_(), (log_k - shift).exp_()
+        parts = [
+            ratio(_query_features(x, W, scale, top) @ S) for x in q.split(segment_length(q), -2)
+        ]
+        return torch.cat(parts, -2).to(q.dtype)
 
 
-def _largest(log_k: Tensor) -> Tensor:
-    """Return for each feature its largest logarithm over the keys, (..., 1, R), 0 without any."""
-    if log_k.shape[-2] == 0:
-        return log_k.new_zeros(log_k.shape[-1])
-    top = log_k.detach().amax(-2, keepdim=True)
-    return top.masked_fill(top == -math.inf, 0)
+def _shifted(W: Tensor, scale: float, shift: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features of q and k for a shift (R, 1) that divides out."""
+    log_k = _logarithms(k, W, scale)
+    return _query_features(q, W, scale, shift), log_k.sub_(shift.mT).exp_()
 
 
-def _masked(log_k: Tensor, mask: Mask) -> Tensor:
-    """Add a mask over keys to logarithms (..., M, R)."""
-    given = mask.per_key()
-    if given is None:
-        return log_k
-    if given.dtype == torch.bool:
-        return log_k.masked_fill(~given.mT, -math.inf)
-    return log_k + narrowed(given, log_k.dtype).mT
+def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:
+    """Return exp(√scale w_r·q + shift_r), (..., N, R), over the largest of each query."""
+    with full_precision(q.device):
+        W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
+        logarithms = F.pad(q.to(wide(q)), (0, 1), value=1.0) @ torch.cat([W, shift], -1).mT
+        return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
+
+
+def _key_sums(
+    k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_j φ(k_j)_r exp(−c_r) [v_j, 1] (..., R, Dv + 1), and c (..., R, 1).
+
+    Segment by segment, with the largest logarithm so far as c: where it grows, sums are scaled.
+    """
+    M, size = k.shape[-2], segment_length(k)
+    column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
+    top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
+    sums, c = top.new_zeros(()), top
+    for i, (k_s, v_s) in enumerate(zip(k.split(size, -2), v.split(size, -2), strict=True)):
+        here = None if column is None else column[..., i * size : (i + 1) * size, :]
+        logarithms = _masked(_logarithms(k_s, W, scale), here)
+        most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top
+        c = most.masked_fill(most == -math.inf, 0)  # none is there yet
+        with full_precision(k.device):
+            part = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
+            sums = part + (top - c).exp().mT * sums
+        top = most
+    return sums, c.mT
+
+
+def _masked(logarithms: Tensor, column: Tensor | None) -> Tensor:
+    """Add a mask over keys, a column (..., M, 1), to logarithms (..., M, R)."""
+    if column is None:
+        return logarithms
+    if column.dtype == torch.bool:
+        return logarithms.masked_fill(~column, -math.inf)
+    return logarithms + narrowed(column, logarithms.dtype)
 
 
 def _features_of(q: Tensor, projection: Any) -> Tensor:
@@ -349,7 +371,7 @@ def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
 
 
 def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) -> Tensor:
-    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least, with zeros if nothing is there."""
+    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least; zeros if no key is there."""
     if mask.is_causal:
         raise ValueError(
             "is_causal is True; expected False: a packed key holds later tokens, and is the same "

@@ -99,14 +99,9 @@ def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Te
     phi_q, phi_k = pair(q, k)
     if factor is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
-    return average(phi_q, phi_k, v).to(q.dtype)
-
-
-def average(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
-    """Average the values by the kernel of features (..., N, F) and (..., M, F), without it."""
-    with full_precision(v.device):
-        S = phi_k.mT @ _with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
-        return _ratio(phi_q @ S)
+    with full_precision(q.device):
+        S = phi_k.mT @ with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
+        return ratio(phi_q @ S).to(q.dtype)
 
 
 def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,8 +111,7 @@ def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     feature of a token may depend on no other token.
     """
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
-    # The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
-    length = SEGMENT if q.device.type == "cpu" else max(N, 1)
+    length = segment_length(q)
     starts = range(0, max(N, 1), length)
 
     # The gradient of a slice is as long as what it was cut from, that of a split is put together.
@@ -129,9 +123,17 @@ def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
         phi_q, phi_k = pair(q_s, k_s)
         with full_precision(q.device):
-            sums, state = _causal_segment(phi_q, phi_k, _with_ones(v_s, phi_k.dtype), state)
-            outputs.append(_ratio(sums))
+            sums, state = _causal_segment(phi_q, phi_k, with_ones(v_s, phi_k.dtype), state)
+            outputs.append(ratio(sums))
     return torch.cat(outputs, -2).to(q.dtype)
+
+
+def segment_length(x: Tensor) -> int:
+    """Return how many of the positions of x (..., n, ·) to take at once.
+
+    The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
+    """
+    return SEGMENT if x.device.type == "cpu" else max(x.shape[-2], 1)
 
 
 def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -160,12 +162,12 @@ def _chunks(x: Tensor, n: int, size: int) -> Tensor:
     return x.unflatten(-2, (length // size, size))
 
 
-def _with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
+def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
     return F.pad(v.to(dtype), (0, 1), value=1.0)
 
 
-def _ratio(sums: Tensor) -> Tensor:
+def ratio(sums: Tensor) -> Tensor:
     """Divide the first Dv columns, Σ_j (φ(q)ᵀφ(k_j)) v_j, by the last, Σ_j φ(q)ᵀφ(k_j)."""
     return _divide(sums[..., :-1], sums[..., -1:])
 

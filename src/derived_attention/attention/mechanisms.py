@@ -314,7 +314,7 @@ MECHANISMS: dict[str, Entry] = {
         options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
         sample="4 blocks of 32",
         causal=False,
-        goals={"full": 0.50},
+        goals={"full": 0.25},
     ),
     "mgk": Entry(
         "MGK",
@@ -382,7 +382,7 @@ _OTHERS = {
     "masks": ("causal_mask",),
     "mixture": ("em_priors", "responsibilities"),
     "mra": ("mra_attention_weights",),
-    "multiresolution": ("downsample", "multiresolution_layer", "upsample", "wavelet_filter"),
+    "multiresolution": ("downsample", "multiresolution_layer", "upsample"),
     "pooling": ("ConvolutionPooling",),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),

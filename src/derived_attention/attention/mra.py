@@ -19,6 +19,7 @@ query of the block.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -31,8 +32,8 @@ from derived_attention.attention.checks import (
     check_count,
     check_flag,
 )
-from derived_attention.attention.convention import full_precision, mechanism, prepare, weights_of
-from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.convention import full_precision, mechanism, prepare
+from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import (
     Mask,
@@ -292,15 +293,24 @@ class MRAAttention(MultiheadAttention):
     because = LATER
 
     def __init__(
-        self, *args: Any, block: int = 32, kept: int = 4, sparse: bool = False, **options: Any
+        self,
+        *args: Any,
+        block: int = 32,
+        kept: int = 4,
+        sparse: bool = False,
+        attention: Mechanism = mra_attention,
+        **options: Any,
     ) -> None:
-        super().__init__(*args, attention=mra_attention, **options)
+        super().__init__(*args, attention=attention, **options)
         self.block, self.kept = check_count("block", block, 1), check_count("kept", kept, 1)
         check_flag("sparse", sparse)
         self.sparse = sparse
 
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Say how long blocks are, and how many are kept."""
+        return functools.partial(base, block=self.block, kept=self.kept, sparse=self.sparse)
+
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
-        """Attend in blocks, and say which queries are padding."""
-        own: dict[str, Any] = dict(block=self.block, kept=self.kept, sparse=self.sparse)
-        own |= {"query_mask": mask.queries, **mask.keywords}
-        return weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
+        """Say which queries are padding."""
+        run = functools.partial(run, query_mask=mask.queries)
+        return super().attend(run, q, k, v, mask)
