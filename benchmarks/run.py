@@ -202,19 +202,24 @@ def title(case: Case) -> dict[str, Any]:
 
 
 def settings(case: Case, lengths: Sequence[int], device: str) -> dict[str, Any]:
-    """Return what the numbers of a case depend on, as JSON has it; of tensors, the shape."""
-    options = case.options(max(lengths)).items()
-    many = (Tensor, list, tuple)
+    """Return what the numbers of a case depend on, as JSON has it."""
     return {
         "B": BATCH,
         "H": HEADS,
         "D": DIM,
         "lengths": list(lengths),
         "dtypes": [dtype_name(dtype) for dtype in DTYPES[device]],
-        "options": {
-            name: list(getattr(x, "shape", x)) if isinstance(x, many) else x for name, x in options
-        },
+        "options": {name: plain(x) for name, x in case.options(max(lengths)).items()},
     }
+
+
+def plain(x: Any) -> Any:
+    """Return an option as JSON has it: of tensors the shape, of functions the name."""
+    if isinstance(x, Tensor):
+        return list(x.shape)
+    if isinstance(x, (list, tuple)):
+        return [plain(y) for y in x]
+    return x.__name__ if callable(x) else x
 
 
 def outdated(path: Path, case: Case, lengths: Sequence[int], device: str) -> bool:

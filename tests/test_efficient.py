@@ -218,6 +218,21 @@ def test_performer_never_loses_a_row_to_underflow():
     torch.testing.assert_close(A.double(), exact, rtol=0.1, atol=0.1)
 
 
+def test_causal_performer_keeps_long_keys_and_wide_heads():
+    for d, length in ((64, 12), (256, 6), (512, 6)):
+        q, k, v = (x.detach() for x in qkv((H,), n=100, m=100, d=d))
+        W, size = draw(d, 128, seeded()), torch.linspace(0.1, length, 100, dtype=torch.float64)
+        keys = d**0.25 * size[:, None] * nn.functional.normalize(k, dim=-1)
+        for k in (keys, keys.flip(-2), d**0.25 * W[:100].expand(H, -1, -1)):
+            own = {"projection": W, "is_causal": True}
+            exact = performer_attention_reference(q, k, v, **own)
+            some = (x.float() for x in (q, k, v))
+            out = performer_attention(*some, **own | {"projection": W.float()}).double()
+            assert bool(out.isfinite().all())
+            equal = torch.equal(k[0], d**0.25 * W[:100])  # then wide heads reach the cut
+            assert (out - exact).norm() / exact.norm() < 1e-3 or (equal and d > 64), d
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_sums_of_performer_do_not_drift(causal, dtype):

@@ -201,8 +201,9 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
 
     A factor of each query divides out, and so does one of each feature, taken from the keys and put
     on the queries. It is that of the largest key, so that no sum of weights is below 1. Where
-    `is_causal`, it may not know what comes, and is that of the largest key there could be: a row is
-    zeros if exp(−|k/⁴√D − w|²/2) is no normal number for any of its keys and features.
+    `is_causal` there is none, as it may not know what comes: in float32, keys longer than about
+    13 ⁴√D count for nothing, and a row is zeros that has no other. And √R φ(k)_r is cut at e⁵⁹,
+    which a key reaches that all but equals w_r ⁴√D, if |w_r|² is above 118.
 
     Parameters
     ----------
@@ -211,8 +212,7 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     """
     W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
-        bound = W.detach().to(wide(q)).square().sum(-1, keepdim=True) / 2  # ≥ w·k − |k|²/2
-        return causal_average(functools.partial(_shifted, W, scale, bound), q, k, v)
+        return causal_average(functools.partial(_both_features, W, scale), q, k, v)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
         parts = [
@@ -221,17 +221,19 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
         return torch.cat(parts, -2).to(q.dtype)
 
 
-def _shifted(W: Tensor, scale: float, shift: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return features of q and k for a shift (R, 1) that divides out."""
-    log_k = _logarithms(k, W, scale)
-    return _query_features(q, W, scale, shift), log_k.sub_(shift.mT).exp_()
+def _both_features(W: Tensor, scale: float, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return features of q and k; keys know neither of each other nor of any largest one."""
+    logarithms = _logarithms(k, W, scale)
+    most = 2 / 3 * math.log(torch.finfo(logarithms.dtype).max)  # leaves room for a long sum
+    return _query_features(q, W, scale, W.new_zeros(len(W), 1)), logarithms.clamp(max=most).exp_()
 
 
 def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:
     """Return exp(√scale w_r·q + shift_r), (..., N, R), over the largest of each query."""
     with full_precision(q.device):
         W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
-        logarithms = F.pad(q.to(wide(q)), (0, 1), value=1.0) @ torch.cat([W, shift], -1).mT
+        rows = torch.cat([W, shift.to(W.dtype)], -1)  # (..., R, D + 1)
+        logarithms = F.pad(q.to(wide(q)), (0, 1), value=1.0) @ rows.mT
         return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
 
 

@@ -6,11 +6,11 @@ The equation of this module, with queries and keys in blocks I and J of b steps,
            q̄_I·k̄_J/√D          elsewhere (MRA-2), or −∞ (MRA-2-s)
     h_i  = Σ_j exp(s_ij) v_j / Σ_j exp(s_ij)
 
-where q̄_I and k̄_J are the means of their blocks: the scores are approximated at two resolutions, 1
-and b. Kept are the blocks with the largest sums Σ_{j ∈ J} exp(q̄_I·k̄_J/√D), pooled scores and
-nothing else. Zeng et al. (2022) choose the same number of blocks over the whole matrix, so that one
-sequence's padding or one row's large scores take blocks from the others. Here each block of queries
-has its own `kept` blocks: what other rows hold moves no choice, and all rows do equal work.
+where q̄_I and k̄_J are the means of their blocks: the scores have two resolutions, 1 and b. Kept are
+the blocks with the largest Σ_{j ∈ J} exp(q̄_I·k̄_J/√D): their pooled score decides, and how many keys
+they have. Zeng et al. (2022) choose over the whole matrix, so that padded queries, or one row's
+large scores, may take blocks from the others. Here each block of queries has its own `kept` blocks:
+what other rows hold moves no choice, and all rows are equal work.
 
 `mra_attention_reference` fills the (N, M) matrix of scores. `mra_attention` computes the kept
 blocks, and lets all others of a row of blocks be one more key: they have the same weights for each
