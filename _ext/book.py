@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote
 
+import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
 from jupyter_cache import get_cache
@@ -54,8 +55,35 @@ WORDS = {"callable", "optional"}  # what descriptions of types say and is no cla
 
 
 def chapters(app) -> list[str]:
-    """Return the numbered chapters, in the book's order."""
-    return sorted(doc for doc in app.env.found_docs if re.match(r"book/\d\d_", doc))
+    """Return the pages that have code, in the book's order: numbered chapters, then audits."""
+    return sorted(doc for doc in app.env.found_docs if number(doc))
+
+
+def number(doc: str) -> int | str | None:
+    """Return the number of a chapter, which its file's name has, or of an audit: that of its part.
+
+    A part counts in Roman numerals. Other pages have none.
+    """
+    if match := re.match(r"book/(\d\d)_", doc):
+        return int(match[1])
+    return _audits().get(doc)
+
+
+@lru_cache
+def _audits() -> dict[str, str]:
+    """Return the audits in the table of contents, and the numbers of their parts."""
+    parts = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
+    return {
+        page["file"]: part["caption"].partition(":")[0].removeprefix("Part ")
+        for part in parts
+        for page in part["chapters"]
+        if page["file"].startswith("book/audit_")
+    }
+
+
+def short_name(doc: str) -> str:
+    """Return how a link to a place on a chapter or an audit names the page."""
+    return f"ch. {n}" if isinstance(n := number(doc), int) else f"audit {n}"
 
 
 @lru_cache
@@ -258,7 +286,10 @@ def page_title(app, doc: str) -> str:
 def status_table(app, doc: str):
     """Return times, claims and figures of each chapter of this build."""
     header, rows = status_page.status_rows(
-        app, doc, lambda page: link(app, doc, page, "", page_title(app, page)), claims_of(app)
+        app,
+        chapters(app),
+        lambda page: link(app, doc, page, "", page_title(app, page)),
+        claims_of(app),
     )
     return table(header, rows, ["da-status"])
 
@@ -293,17 +324,16 @@ def _merge_environment(app, env, docnames, other):
 
 
 def _number_by_file():
-    """Give a chapter the number in its file's name: parts may be written in any order."""
+    """Give chapters and audits their own numbers: parts may be written in any order."""
     assign = TocTreeCollectorWithStyles.assign_section_numbers
 
     def assign_section_numbers(self, env):
         before = env.toc_secnumbers
         assign(self, env)
         for doc, numbers in env.toc_secnumbers.items():
-            if match := re.match(r"book/(\d\d)_", doc):
-                chapter = int(match[1])
-                for anchor, number in numbers.items():
-                    numbers[anchor] = tuple(_with_chapter(chapter, number))
+            if chapter := number(doc):
+                for anchor, counted in numbers.items():
+                    numbers[anchor] = tuple(_with_chapter(chapter, counted))
                 for title in [*env.tocs[doc].findall(nodes.reference), env.titles[doc]]:
                     title["secnumber"] = _with_chapter(chapter, title.get("secnumber") or ())
         return [doc for doc, new in env.toc_secnumbers.items() if new != before.get(doc)]
@@ -311,8 +341,8 @@ def _number_by_file():
     TocTreeCollectorWithStyles.assign_section_numbers = assign_section_numbers
 
 
-def _with_chapter(chapter: int, number):
-    return [chapter, *number[1:]] if number else []
+def _with_chapter(chapter: int | str, counted):
+    return [chapter, *counted[1:]] if counted else []
 
 
 # --- page furniture ------------------------------------------------------------------------------

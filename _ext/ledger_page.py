@@ -17,7 +17,7 @@ from docutils.statemachine import StringList
 from pybtex.database import parse_file
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from book import ROOT, claims_of, link, paragraph, table
+from book import ROOT, claims_of, link, paragraph, short_name, table
 from derived_attention.claims import VERDICTS, inventory, ledger, to_json
 from plain_maths import typeset
 
@@ -231,8 +231,8 @@ def _checks(app, doc: str, claims) -> list[nodes.Node]:
     """Return a line on each check, linked to where it was executed."""
     parts: list[nodes.Node] = []
     for page, claim in claims:
-        number = claim["anchor"].rpartition("-")[2]
-        place = link(app, doc, page, claim["anchor"], f"ch. {int(page[5:7])}, check {number}")
+        check = claim["anchor"].rpartition("-")[2]
+        place = link(app, doc, page, claim["anchor"], f"{short_name(page)}, check {check}")
         line = nodes.inline("", f"{check_text(claim)} ", place, classes=["da-check"])
         parts.append(line)
     return parts

@@ -88,13 +88,13 @@ def measured(app, doc: str, kind: str) -> str:
     )
 
 
-def status_rows(app, doc: str, link, claims) -> tuple[list[str], list[list]]:
-    """Return header and rows: each chapter's times, planned and measured, its claims and figures.
+def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[list]]:
+    """Return header and rows: each page's times, planned and measured, its claims and figures.
 
     `link` makes a link to a page, `claims` are all of this build as (page, claim).
     """
     rows = []
-    for page in (p for p in sorted(app.env.found_docs) if p[5:7].isdigit()):
+    for page in pages:
         doctree, seconds = app.env.get_doctree(page), run_seconds(app, page)
         plans = [planned(page, profile) for profile in ("medium", "full")]
         times = [
