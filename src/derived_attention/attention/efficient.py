@@ -3,7 +3,7 @@
 The equations of this module, for queries Q (N, D), keys K (M, D) and values V (M, Dv), are ::
 
     Linformer   H = softmax(Q (E K)ᵀ/√D) F V                    E, F: (kept, M)
-    Performer   H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V           φ(x)_r = exp(w_r·x − |x|²/2)/√R
+    Performer   H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V           φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R
     FMM         H = near · H_window + far · Σ_φ H_linear(φ)
     Luna        H = softmax(Q K'ᵀ/√D) V',    K' = A' K,  V' = A' V,  A' = softmax(P Kᵀ/√D)
 
@@ -166,7 +166,7 @@ def orthogonal_features(
 
 
 def positive_features(x: Tensor, projection: Tensor) -> Tensor:
-    """Return φ(x)_r = exp(w_r·x − |x|²/2)/√R, ``(..., R)``, for R rows w_r of `projection`.
+    """Return φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R, ``(..., R)``, for R rows w_r of `projection`.
 
     The mean of φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
     """
@@ -195,7 +195,7 @@ def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Tensor
 def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
-    φ(x)_r = exp(w_r·x − |x|²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
+    φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
     exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
     sums in float32 at least.
 
@@ -203,7 +203,7 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     on the queries. It is that of the largest key, so that no sum of weights is below 1. Where
     `is_causal` there is none, as it may not know what comes: in float32, keys longer than about
     13 ⁴√D count for nothing, and a row is zeros that has no other. And √R φ(k)_r is cut at e⁵⁹,
-    which a key reaches that all but equals w_r ⁴√D, if |w_r|² is above 118.
+    which a key reaches that all but equals w_r ⁴√D, if ‖w_r‖² is above 118.
 
     Parameters
     ----------
