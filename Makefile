@@ -46,7 +46,8 @@ zip: book ## pack the book into one archive, for readers without a network
 benchmarks: $(VENV)/.ready ## measure the speed of every mechanism; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
 
-experiments: $(VENV)/.ready ## train what the pages have no room for: an hour and a half on one core
+experiments: $(VENV)/.ready ## train what the pages have no room for: two hours and more on one core
+	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.mixtures
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05

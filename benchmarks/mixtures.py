@@ -7,17 +7,12 @@ from where chapter 10 reads them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from benchmarks.table import experiment_caption, experiment_table
-from benchmarks.table import markdown as as_markdown
+from benchmarks.experiments import command, experiment
 from derived_attention import (
     MixtureAttention,
     MultiheadAttention,
@@ -26,13 +21,9 @@ from derived_attention import (
     tasks,
     uniform_attention,
 )
-from derived_attention.experiments import run_grid
-from derived_attention.measure import machine
 from derived_attention.models import Config
-from derived_attention.recorded import FOLDER, SCHEMA
-from derived_attention.runtime import write_atomically
+from derived_attention.recorded import FOLDER
 
-SEEDS = 3
 Arm = tuple[Callable[..., Any], int]  # attention and heads
 
 
@@ -98,25 +89,6 @@ def translation(arm: str, **settings: Any) -> dict[str, float]:
     return tasks.translation(config, **settings)
 
 
-def experiment(
-    title: str,
-    function: Callable[..., dict[str, float]],
-    names: Sequence[str],
-    columns: Sequence[Sequence[Any]],
-    seeds: int = SEEDS,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Describe an experiment; `columns` are (metric, heading, factor, decimals)."""
-    return {
-        "title": title,
-        "function": function,
-        "names": names,
-        "columns": columns,
-        "seeds": seeds,
-        "settings": settings,
-    }
-
-
 ACCURACY = (("accuracy", "accuracy in %", 100, 1), ("best", "best test epoch", 100, 1))
 LANGUAGE, SERIES, LISTOPS = (list(arms(*sizes)) for sizes in ((4, 16), (8, 8), (4, 8)))
 main_of = [LANGUAGE[i] for i in MAIN]
@@ -152,43 +124,9 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(name: str, device: str) -> dict[str, Any]:
-    """Run one experiment, or read what of it has been run; return what is to be written."""
-    plan = EXPERIMENTS[name]
-    settings = plan["settings"] | {"device": device}
-    grid = [
-        {"arm": arm, "seed": seed, **settings}
-        for seed in range(plan["seeds"])
-        for arm in plan["names"]
-    ]
-    results = run_grid(plan["function"], grid)
-    rows = [{k: v for k, v in row.items() if k not in settings} for row in results]
-    return {
-        "schema": SCHEMA,
-        "title": plan["title"],
-        "device": device,
-        "machine": machine(),
-        "settings": plan["settings"],
-        "columns": plan["columns"],
-        "rows": rows,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for, write it, and print its tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixtures", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
-    names = parser.parse_args(arguments).names or list(EXPERIMENTS)
-    if unknown := [name for name in names if name not in EXPERIMENTS]:
-        parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(EXPERIMENTS)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)
-    for name in names:
-        data = run(name, device)
-        text = json.dumps(data, indent=1) + "\n"
-        write_atomically(FOLDER / f"mixtures_{name}_{device}.json", text.encode())
-        print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)
-    return 0
+    return command("mixtures", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from derived_attention.models import (
     Config,
     SeriesClassifier,
     SeriesRegressor,
+    TableTransformer,
     TokenClassifier,
     Translator,
     VisionTransformer,
@@ -69,6 +70,14 @@ def images(n=24, seed=0):
     return SeriesSplit(x, None, y)
 
 
+def rows(n=24, seed=0):
+    """Two numbers and two categories; the answer is the first number, if the first code is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator)
+    x[:, 2:] = torch.randint(0, 3, (n, 2), generator=generator).float()
+    return SeriesSplit(x[..., None], None, 100 + 5 * x[:, 0] * (x[:, 2] == 1))
+
+
 def tokens(n=24, seed=0):
     """Two classes: is the first token below 4 or not? Lengths from 3 to 6."""
     generator = torch.Generator().manual_seed(seed)
@@ -103,6 +112,13 @@ def vision(seed=0, **changes):
     return VisionTransformer((2, 3), 4, 2, Config(**SIZES | changes))
 
 
+def table(seed=0, **changes):
+    seed_everything(seed)
+    y = rows().y
+    target = (float(y.mean()), float(y.std(correction=0)))
+    return TableTransformer(2, (3, 3), 0, Config(**SIZES | changes), target)
+
+
 def reader(seed=0, **changes):
     seed_everything(seed)
     return TokenClassifier(8, 2, 6, Config(**SIZES | changes))
@@ -126,8 +142,9 @@ KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
     "numbers": (regressor, lambda n: Examples(numbers(), n), squared, {"loss", "rmse"}),
     "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
+    "rows": (table, lambda n: Examples(rows(), n), number_loss, {"loss", "rmse"}),
     "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
     "pairs": (translator, lambda n: Sentences(PAIRS, VOCABULARY, n), token_loss, {"bits"}),
 }
-SMALL = {"series": 8, "numbers": 8, "images": 8, "tokens": 8, "text": 8, "pairs": 4}  # 3 batches
+SMALL = {name: 4 if name == "pairs" else 8 for name in KINDS}  # 3 batches

@@ -17,8 +17,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import mixtures, run, table  # noqa: E402
+from benchmarks import mixtures, multiresolution, run, table  # noqa: E402
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
+from benchmarks.experiments import experiment  # noqa: E402
 from derived_attention.attention.mechanisms import grid_of, near_root  # noqa: E402
 from derived_attention.measure import machine  # noqa: E402
 from derived_attention.recorded import load_experiment  # noqa: E402
@@ -300,11 +301,17 @@ def test_tables_need_no_torch():
 # --- experiments ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", mixtures.EXPERIMENTS)
-def test_committed_experiments_are_whole(name):
-    plan = mixtures.EXPERIMENTS[name]
+RECORDED = [
+    (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
+    for module in (mixtures, multiresolution)
+    for name, plan in module.EXPERIMENTS.items()
+]
+
+
+@pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])
+def test_committed_experiments_are_whole(name, plan):
     assert plan["seeds"] >= 3
-    for data in load_experiment(f"mixtures_{name}"):
+    for data in load_experiment(name):
         assert data["settings"] == plan["settings"]
         assert data["columns"] == [list(column) for column in plan["columns"]]
         found = [(row["arm"], row["seed"]) for row in data["rows"]]
@@ -317,7 +324,7 @@ def test_committed_experiments_are_whole(name):
 
 
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
-    plan = mixtures.experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
+    plan = experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
     monkeypatch.setattr(mixtures, "EXPERIMENTS", {"tiny": plan})
     monkeypatch.setattr(mixtures, "FOLDER", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -19,6 +19,7 @@ from derived_attention.models import (
     Config,
     SeriesClassifier,
     SeriesRegressor,
+    TableTransformer,
     TokenClassifier,
     Translator,
     VisionTransformer,
@@ -310,7 +311,7 @@ TEXT = dict(vocabulary=9, length=6)
 
 
 def vision(seed=0, **changes):
-    sizes = dict(grid=(2, 3), channels=5, classes=4)
+    sizes = dict(grid=(2, 3), channels=5, classes=4, class_token=False)
     return build(VisionTransformer, sizes, seed, changes)
 
 
@@ -405,6 +406,16 @@ def test_both_follow_the_rule_for_attention():
         assert not torch.allclose(make(attention=other).eval()(*x), plain)
 
 
+def test_a_class_token_comes_first_and_gives_the_answer():
+    model, x = randomised(vision(class_token=True)), images()
+    h = torch.cat([model.class_token.expand(5, 1, 16), model.embed(x) + model.positions], 1)
+    torch.testing.assert_close(model(x), model.head(through_layers(model, h)[:, 0]))
+    assert [A.shape for A in model.attention_maps(x)] == [(5, 4, 7, 7)] * 2
+    torch.testing.assert_close(vision().positions, vision(class_token=False).positions)
+    with pytest.raises(TypeError, match="class_token is 1; expected True or False"):
+        vision(class_token=1)
+
+
 def test_wrong_inputs_of_both():
     for wrong in (images()[:, :5], images()[..., :4], images()[0], images().long()):
         with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 6, 5\)"):
@@ -422,6 +433,60 @@ def test_wrong_inputs_of_both():
         reader()(x, padding.float())
     with pytest.raises(TypeError, match="x is list; expected a tensor"):
         reader()([[1]])
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+TABLE = dict(numbers=2, categories=(3, 5), classes=4, target=(0.0, 1.0))
+
+
+def table(seed=0, **changes):
+    return build(TableTransformer, TABLE, seed, changes)
+
+
+def rows(n=5):
+    """Two numbers, a code below 3 and one below 5, in each of five rows."""
+    generator = torch.Generator().manual_seed(5)
+    codes = [torch.randint(0, size, (n, 1), generator=generator).float() for size in (3, 5)]
+    return torch.cat([torch.randn(n, 2, generator=generator), *codes], 1)[..., None]
+
+
+@pytest.mark.parametrize("classes, target", [(4, (0.0, 1.0)), (0, (7.0, 3.0))])
+def test_table_transformer_is_what_its_docstring_says(classes, target):
+    model, x = randomised(table(classes=classes, target=target)), rows()
+    columns = [x[:, j] * model.scales[j] for j in (0, 1)]  # (5, 1) times (16,)
+    columns += [model.codes[x[:, 2, 0].long()], model.codes[3 + x[:, 3, 0].long()]]
+    h = torch.stack(columns, 1) + model.biases
+    h = torch.cat([model.class_token.expand(5, 1, 16), h], 1)
+    z = model.head(through_layers(model, h)[:, 0].relu())
+    torch.testing.assert_close(model(x), z if classes else 7 + 3 * z[:, 0])
+    assert [A.shape for A in model.attention_maps(x)] == [(5, 4, 5, 5)] * 2
+
+
+def test_a_table_may_have_numbers_or_categories_only():
+    x = rows()
+    assert table(categories=())(x[:, :2]).shape == (5, 4)
+    assert table(numbers=0)(x[:, 2:]).shape == (5, 4)
+
+
+def test_wrong_tables():
+    x = rows()
+    for wrong in (x[:, :3], x[0], x.long(), x[..., 0]):
+        with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 4, 1\)"):
+            table()(wrong)
+    for code in (-1.0, 5.0):
+        with pytest.raises(ValueError, match=r"a code that is none; expected codes below \(3, 5\)"):
+            table()(torch.cat([x[:, :3], torch.full((5, 1, 1), code)], 1))
+    with pytest.raises(ValueError, match="padding is given; expected None, as a table"):
+        table()(x, torch.zeros(5, 4, dtype=torch.bool))
+    for sizes, message in (
+        ({"categories": (3, 0)}, r"categories\[1\] is 0; expected at least 1"),
+        ({"numbers": 0, "categories": ()}, "length is 0; expected at least 1"),
+        ({"classes": -1}, "classes is -1; expected at least 1"),
+        ({"target": (0.0, 0.0)}, "target is .*expected a finite mean"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table(**sizes)
 
 
 # --- Weights --------------------------------------------------------------------------------------

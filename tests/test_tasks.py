@@ -24,6 +24,9 @@ SMALL = {
     "language": functools.partial(tasks.language, length=8, steps=3),
     "series": functools.partial(tasks.series, name="BasicMotions", epochs=2, batch_size=10),
     "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
+    "images": functools.partial(tasks.images, name="digits", patch=4, class_token=True, epochs=2),
+    "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
+    "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
@@ -47,7 +50,12 @@ def test_a_seed_decides_the_result(name):
     assert all(other["flops"] == first["flops"] for other in others)
 
 
-@pytest.mark.parametrize("name", ["series", "listops"])
+def test_a_table_of_numbers_has_an_error_in_units():
+    result = tasks.table(TINY, "california_housing", rows=500, epochs=10, batch_size=50)
+    assert 0.5 < result["rmse"] < 1.2  # the standard deviation of all answers is 1.15
+
+
+@pytest.mark.parametrize("name", ["series", "listops", "images", "topics"])
 def test_the_best_epoch_is_no_worse_than_the_last(name):
     result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1

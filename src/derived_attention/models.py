@@ -1,8 +1,9 @@
 """The miniature models of the book, in one readable file.
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
-patches, `TokenClassifier` reads sequences of tokens. `ByteLM` continues a text. `Translator` writes
-a sentence that it reads in another language. `derived_attention.training.fit` trains each.
+patches, `TokenClassifier` reads sequences of tokens, `TableTransformer` reads rows of a table.
+`ByteLM` continues a text. `Translator` writes a sentence that it reads in another language.
+`derived_attention.training.fit` trains each.
 
 A model is called with what its data are, and last with a `Config`: the sizes that all have, and how
 their layers mix positions, by one rule: *a function replaces the scaled dot product, a class
@@ -280,10 +281,7 @@ class SeriesRegressor(SeriesClassifier):
         self, channels: int, length: int, target: tuple[float, float], config: Config
     ) -> None:
         super().__init__(channels, 1, length, config)
-        if not isinstance(target, tuple) or len(target) != 2:
-            raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
-        if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
-            raise ValueError(f"target is {target}; expected a finite mean and a deviation above 0")
+        check_target(target)
         self.classes = 0
         for name, value in zip(("mean", "sd"), target, strict=True):
             self.register_buffer(name, torch.tensor(float(value)))
@@ -294,12 +292,22 @@ class SeriesRegressor(SeriesClassifier):
 
 
 class PooledClassifier(Encoder):
-    """What the next two models share: pre-norm layers, the mean over the steps, one linear map."""
+    """What the next two models share: pre-norm layers, the mean over the steps, one linear map.
 
-    def __init__(self, classes: int, length: int, config: Config) -> None:
+    With a `class_token`, a learned vector comes first in the sequence, and what the layers make of
+    it takes the place of the mean.
+    """
+
+    def __init__(
+        self, classes: int, length: int, config: Config, class_token: bool = False
+    ) -> None:
         super().__init__()
         check_sizes(config, classes=classes, length=length)
+        check_flag("class_token", class_token)
         self.classes, self.length, self.config = classes, length, config
+        self.class_token = None
+        if class_token:
+            self.class_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.5))
         self.positions = nn.Parameter(torch.empty(length, config.dim).normal_(std=0.5))
         self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
@@ -310,6 +318,8 @@ class PooledClassifier(Encoder):
         h = self._embed(x, padding)
         for layer in self.layers:
             h = layer(h, padding)  # (B, T, dim)
+        if self.class_token is not None:
+            return self.head(self.norm(h[:, 0]))
         h = self.norm(h)
         if padding is None:
             return self.head(h.mean(1))
@@ -320,9 +330,9 @@ class PooledClassifier(Encoder):
 class VisionTransformer(PooledClassifier):
     """A vision transformer: names the class of an image that is a grid of patches.
 
-    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. There is
-    no class token: the sequence stays a grid, so that a mechanism may convolve it or pool it in
-    two dimensions, and every row of an attention map is a place in the image.
+    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. Without a
+    class token the sequence stays a grid, so that a mechanism may convolve it or pool it in two
+    dimensions, and every row of an attention map is a place in the image.
 
     Parameters
     ----------
@@ -331,6 +341,9 @@ class VisionTransformer(PooledClassifier):
     channels, classes : int
         Numbers in a patch, and classes: see `derived_attention.data.images.ImageData`.
     config : Config
+    class_token : bool
+        Whether the answer is read from a learned token before the patches, as in DeiT, and not from
+        their mean. Layers see T + 1 tokens then.
 
     Raises
     ------
@@ -345,11 +358,19 @@ class VisionTransformer(PooledClassifier):
     torch.Size([3, 10])
     """
 
-    def __init__(self, grid: Sequence[int], channels: int, classes: int, config: Config) -> None:
+    def __init__(
+        self,
+        grid: Sequence[int],
+        channels: int,
+        classes: int,
+        config: Config,
+        *,
+        class_token: bool = False,
+    ) -> None:
         if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
             raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
         check_sizes(config, channels=channels, **{f"grid[{i}]": n for i, n in enumerate(grid)})
-        super().__init__(classes, grid[0] * grid[1], config)
+        super().__init__(classes, grid[0] * grid[1], config, class_token)
         self.grid, self.channels = tuple(grid), channels
         self.embed = nn.Linear(channels, config.dim)
 
@@ -361,7 +382,8 @@ class VisionTransformer(PooledClassifier):
         check_series(x, None, steps=self.length, channels=self.channels)
         if padding is not None:
             raise ValueError("padding is given; expected None, as an image has no padding")
-        return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
+        h = self.embed(x) + self.positions  # (B, T, dim)
+        return self.dropout(h if self.class_token is None else with_first(self.class_token, h))
 
 
 class TokenClassifier(PooledClassifier):
@@ -398,6 +420,102 @@ class TokenClassifier(PooledClassifier):
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_tokens(x, padding, steps=self.length, vocabulary=self.vocabulary)
         return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
+
+
+class TableTransformer(Encoder):
+    """The FT-Transformer of [Gorishniy2021]: a row of a table is a sequence of its columns.
+
+    Each column has its own embedding: of a number x_j it is ``x_j w_j + b_j``, of a category a
+    vector for each code, plus b_j. A class token comes first; pre-norm layers; LayerNorm, ReLU and
+    a linear map of that token. (The original has no LayerNorm at the very beginning, and gated
+    units in the feed-forward part.)
+
+    Parameters
+    ----------
+    numbers : int
+        How many columns are numbers; they come first.
+    categories : sequence of int
+        The number of codes of each other column: see `derived_attention.data.tables.TableData`.
+    classes : int
+        0 for a number as the answer.
+    config : Config
+    target : (float, float), optional
+        Mean and standard deviation of training answers that are numbers: what the model says is
+        ``mean + sd · z``, as in `SeriesRegressor`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size; in the forward pass, a wrong shape or type, a code that is none, or any
+        `padding`: a table has none.
+
+    Examples
+    --------
+    >>> model = TableTransformer(numbers=6, categories=(3, 42), classes=2, config=Config())
+    >>> model(torch.zeros(5, 8, 1)).shape
+    torch.Size([5, 2])
+    """
+
+    channels = 1
+
+    def __init__(
+        self,
+        numbers: int,
+        categories: Sequence[int],
+        classes: int,
+        config: Config,
+        target: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        super().__init__()
+        sizes = {f"categories[{i}]": size for i, size in enumerate(categories)}
+        check_sizes(config, length=numbers + len(sizes), **sizes)
+        if classes != 0:
+            check_sizes(config, classes=classes)
+        check_target(target)
+        self.numbers, self.categories, self.classes = numbers, tuple(categories), classes
+        self.length, self.config, self.target = numbers + len(sizes), config, target
+
+        def drawn(rows: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(rows, config.dim).uniform_(-1, 1) * config.dim**-0.5)
+
+        self.class_token, self.scales, self.biases = drawn(1), drawn(numbers), drawn(self.length)
+        self.codes = drawn(sum(self.categories))  # the tables of all categories, one under another
+        first = torch.tensor([0, *self.categories]).cumsum(0)[:-1]
+        self.first: Tensor
+        self.register_buffer("first", first, persistent=False)
+        self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, classes or 1)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return logits (B, classes), or numbers (B,), of rows `x` (B, T, 1)."""
+        h = self._embed(x, padding)
+        for layer in self.layers:
+            h = layer(h, None)  # (B, 1 + T, dim)
+        z = self.head(self.norm(h[:, 0]).relu())
+        mean, sd = self.target
+        return z if self.classes else mean + sd * z.squeeze(1)
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"{super().extra_repr()}, categories={self.categories}, target={self.target}"
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_series(x, None, steps=self.length, channels=1)
+        if padding is not None:
+            raise ValueError("padding is given; expected None, as a table has no padding")
+        numbers, codes = x[:, : self.numbers], x[:, self.numbers :, 0].long()
+        most = torch.tensor(self.categories, device=x.device)
+        if ((codes < 0) | (codes >= most)).any():
+            raise ValueError(f"x holds a code that is none; expected codes below {self.categories}")
+        found = nn.functional.embedding(codes + self.first, self.codes)  # (B, categories, dim)
+        h = torch.cat([numbers * self.scales, found], 1) + self.biases  # (B, T, dim)
+        return self.dropout(with_first(self.class_token[0], h))
+
+
+def with_first(token: Tensor, h: Tensor) -> Tensor:
+    """Put a token (dim,) before each sequence of h: (B, T, dim) to (B, 1 + T, dim)."""
+    return torch.cat([token.expand(len(h), 1, -1), h], dim=1)
 
 
 def sinusoids(length: int, dim: int) -> Tensor:
@@ -567,6 +685,20 @@ def check_pairs(memory: Tensor, target: Tensor) -> None:
     """Raise ValueError unless there are as many targets as sources."""
     if len(memory) != len(target):
         raise ValueError(f"target has {len(target)} sentences; expected {len(memory)}, as source")
+
+
+def check_target(target: tuple[float, float]) -> None:
+    """Raise TypeError or ValueError unless `target` is a finite mean and a positive deviation."""
+    if not isinstance(target, tuple) or len(target) != 2:
+        raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
+    if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
+        raise ValueError(f"target is {target}; expected a finite mean and a deviation above 0")
+
+
+def check_flag(name: str, flag: bool) -> None:
+    """Raise TypeError, naming it, unless `flag` is True or False."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} is {flag!r}; expected True or False")
 
 
 def check_sizes(config: Config, **sizes: int) -> None:

@@ -19,15 +19,25 @@ import torch
 from torch import nn
 
 from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.data.images import load_images
 from derived_attention.data.listops import SHORT, make_listops
-from derived_attention.data.series import load_series
-from derived_attention.data.text import load_text
+from derived_attention.data.series import SeriesSplit, load_series
+from derived_attention.data.tables import load_table
+from derived_attention.data.text import load_text, make_topics
 from derived_attention.data.translation import load_translation, train_vocabulary
 from derived_attention.language import Windows, byte_loss
 from derived_attention.measure import count_flops
-from derived_attention.models import ByteLM, Config, SeriesClassifier, TokenClassifier, Translator
+from derived_attention.models import (
+    ByteLM,
+    Config,
+    SeriesClassifier,
+    TableTransformer,
+    TokenClassifier,
+    Translator,
+    VisionTransformer,
+)
 from derived_attention.runtime import evaluating, seed_everything
-from derived_attention.supervised import Examples, class_loss
+from derived_attention.supervised import Examples, class_loss, number_loss
 from derived_attention.training import evaluate, fit
 from derived_attention.translation import Sentences, token_loss, translate
 
@@ -128,6 +138,112 @@ def listops(
     cost = attention_cost(model, torch.ones(1, data.length, dtype=torch.int64))
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
     return _accuracy(model, data, batch_size, **how) | cost
+
+
+def images(
+    config: Config,
+    name: str,
+    *,
+    patch: int,
+    seed: int = 0,
+    class_token: bool = False,
+    epochs: int = 20,
+    batch_size: int = 32,
+    lr: float = 2e-3,
+    device: Device = None,
+) -> Numbers:
+    """Train a `VisionTransformer`; return ``"accuracy"``, ``"best"`` as `series` does.
+
+    Parameters
+    ----------
+    config : Config
+    name, patch
+        As in `derived_attention.data.images.load_images`.
+    class_token : bool
+        As in `VisionTransformer`.
+    seed, epochs, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
+    """
+    data = load_images(name, patch)
+    seed_everything(seed)
+    model = VisionTransformer(
+        data.grid, data.channels, data.classes, config, class_token=class_token
+    )
+    cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
+    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
+    return _accuracy(model, data, batch_size, **how) | cost
+
+
+def topics(
+    config: Config,
+    *,
+    seed: int = 0,
+    length: int = 128,
+    train: int = 4000,
+    test: int = 2000,
+    epochs: int = 4,
+    batch_size: int = 32,
+    lr: float = 3e-3,
+    device: Device = None,
+) -> Numbers:
+    """Train a `TokenClassifier` on bytes to name a text's topic; return as `series` does.
+
+    Parameters
+    ----------
+    config : Config
+    length, train, test
+        As in `derived_attention.data.text.make_topics`.
+    seed, epochs, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
+    """
+    data = make_topics(length, train, test)
+    seed_everything(seed)
+    model = TokenClassifier(data.vocabulary, data.classes, data.length, config)
+    cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))
+    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
+    return _accuracy(model, data, batch_size, **how) | cost
+
+
+def table(
+    config: Config,
+    name: str,
+    *,
+    seed: int = 0,
+    rows: int | None = None,
+    epochs: int = 7,
+    batch_size: int = 256,
+    lr: float = 1e-3,
+    device: Device = None,
+) -> Numbers:
+    """Train a `TableTransformer`; return ``"accuracy"`` or ``"rmse"`` of the test part, and cost.
+
+    The score is that after the last epoch: nothing is selected, and the validation part is not
+    used. The cost is that of one row.
+
+    Parameters
+    ----------
+    config : Config
+    name : str
+        As in `derived_attention.data.tables.load_table`.
+    rows : int, optional
+        Train on the first rows of the training part only.
+    seed, epochs, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    batch_size : int
+    """
+    data = load_table(name)
+    target = data.target or (0.0, 1.0)
+    seed_everything(seed)
+    model = TableTransformer(data.numbers, data.categories, data.classes, config, target)
+    cost = attention_cost(model, torch.zeros(1, data.length, 1))
+    loss = class_loss if data.classes else functools.partial(number_loss, variance=target[1] ** 2)
+    train = Examples(SeriesSplit(data.train.x[:rows], None, data.train.y[:rows]), batch_size)
+    fit(model, train, loss, epochs=epochs, lr=lr, seed=seed, device=device)
+    score = evaluate(model, Examples(data.test, 2048), loss)
+    metric = "accuracy" if data.classes else "rmse"
+    return {metric: score[metric]} | cost
 
 
 def translation(

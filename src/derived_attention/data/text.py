@@ -1,4 +1,4 @@
-"""Text to be modelled byte by byte (chapter 10), and how well counting alone does.
+"""Text to be modelled byte by byte (chapter 10) or classified (chapter 8), and what counting does.
 
 "python" is the documentation of Python's own language, which Python carries for ``help()``: it is
 always there. WikiText-103 is read through Hugging Face's `datasets`, where that is installed.
@@ -15,12 +15,35 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from derived_attention.runtime import cache_dir
+from derived_attention.data.series import SeriesSplit
+from derived_attention.runtime import cache_dir, check_count, check_seed
 
 HELD_OUT = 0.1  # of all bytes, at most: for validation, and again for the test
 MOST_ORDER = 6  # a context and its next byte fit in one int64
 
 Splits = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicsData:
+    """Windows of some documents; the answer is the document.
+
+    Attributes
+    ----------
+    train, test : derived_attention.data.series.SeriesSplit
+        `x` (n, T) bytes, as int64; `y` (n,) the number of the document in `topics`.
+    vocabulary, classes, length : int
+        256, the number of documents, and T.
+    topics : tuple of str
+        Their names, the longest first.
+    """
+
+    train: SeriesSplit
+    test: SeriesSplit
+    vocabulary: int
+    classes: int
+    length: int
+    topics: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +152,14 @@ def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     return parts
 
 
-def _python() -> Splits:
+def _python_documents() -> dict[str, str]:
     from pydoc_data.topics import topics
 
-    documents = without_repeats(topics)
+    return without_repeats(topics)
+
+
+def _python() -> Splits:
+    documents = _python_documents()
     parts = split_documents(documents)
     return {part: "\n".join(documents[name] for name in parts[part]) for part in parts}
 
@@ -149,6 +176,61 @@ def _wikitext() -> Splits:
             "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
         ) from error
     return {part: "".join(found[part]["text"]) for part in ("train", "validation", "test")}
+
+
+def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int = 0) -> TopicsData:
+    """Cut windows out of the longest topics of Python's documentation, and ask which it was.
+
+    Windows of the training part are from the first four fifths of a topic, those of the test from
+    the last, at random places; as many of each topic, or one more.
+
+    Parameters
+    ----------
+    length : int
+        T, in bytes.
+    train, test : int
+        Number of windows.
+    classes : int
+        Number of topics, at least 2.
+    seed : int
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a size that cannot be, or a window that is longer than what a topic has for its part.
+
+    Examples
+    --------
+    >>> data = make_topics(64, train=100, test=50)
+    >>> data.train.x.shape, data.classes
+    (torch.Size([100, 64]), 8)
+    """
+    sizes = {"length": length, "train": train, "test": test, "classes": classes}
+    for name, count in sizes.items():
+        check_count(name, count)
+    check_seed(seed)
+    documents = _python_documents()
+    if not 2 <= classes <= len(documents):
+        raise ValueError(f"classes is {classes}; expected 2 <= classes <= {len(documents)}")
+    topics = sorted(documents, key=lambda name: (-len(documents[name]), name))[:classes]
+    texts = [encode(documents[name]) for name in topics]
+    cuts = [len(text) * 4 // 5 for text in texts]
+    generator = torch.Generator().manual_seed(seed)
+
+    def split(parts: list[torch.Tensor], n: int) -> SeriesSplit:
+        if (least := min(map(len, parts))) < length:
+            raise ValueError(f"length is {length}; expected at most {least}, the shortest part")
+        y = torch.arange(n) % classes
+        places = torch.rand(n, generator=generator, dtype=torch.float64)
+        windows = []
+        for part, place in zip((parts[c] for c in y.tolist()), places.tolist(), strict=True):
+            first = int(place * (len(part) - length + 1))
+            windows.append(part[first : first + length].long())
+        return SeriesSplit(torch.stack(windows), None, y)
+
+    learn = split([text[:cut] for text, cut in zip(texts, cuts, strict=True)], train)
+    judge = split([text[cut:] for text, cut in zip(texts, cuts, strict=True)], test)
+    return TopicsData(learn, judge, 256, classes, length, tuple(topics))
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:

@@ -1,7 +1,7 @@
-"""Scores of the longer experiments, as ``python -m benchmarks.mixtures`` has recorded them here.
+"""Scores of the longer experiments, as ``make experiments`` has recorded them here.
 
-Chapter 10 shows them and reads its verdicts from them, wherever it runs. Nothing but Python is
-needed, so that the book's build can read them, too.
+Chapters 8 and 10 show them and read their verdicts from them, wherever they run. Nothing but Python
+is needed, so that the book's build can read them, too.
 """
 
 from __future__ import annotations
