@@ -35,9 +35,11 @@ UNDECLARED = {"datasets"}
 
 
 def imports(source: str) -> set[str]:
-    """Return the modules of other projects that `source` imports, anywhere in it."""
+    """Return the modules of other projects that `source` imports, or looks for, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
+            names.update(x.value for x in node.args if isinstance(x, ast.Constant))
         if isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
