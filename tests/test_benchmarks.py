@@ -195,7 +195,8 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
         assert max(growth["fast", mode] for mode in table.MODES) < 3.3, "N √N at most"
-        assert growth["reference", table.MODES[0]] > 3.5, "the formula stores a matrix"
+        # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.
+        assert growth["reference", table.MODES[0]] > 3.3, "the formula stores a matrix"
 
 
 # --- tables --------------------------------------------------------------------------------------
