@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism
+from derived_attention.attention.checks import Mechanism, check_flag
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import check_series, check_tokens
@@ -693,12 +693,6 @@ def check_target(target: tuple[float, float]) -> None:
         raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
     if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
         raise ValueError(f"target is {target}; expected a finite mean and a deviation above 0")
-
-
-def check_flag(name: str, flag: bool) -> None:
-    """Raise TypeError, naming it, unless `flag` is True or False."""
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} is {flag!r}; expected True or False")
 
 
 def check_sizes(config: Config, **sizes: int) -> None:
