@@ -26,6 +26,7 @@ SMALL = {
     "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
     "images": functools.partial(tasks.images, name="digits", patch=4, class_token=True, epochs=2),
     "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
+    "recall": functools.partial(tasks.recall, pairs=4, symbols=6, steps=3),
     "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }

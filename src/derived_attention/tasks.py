@@ -30,18 +30,21 @@ from derived_attention.measure import count_flops
 from derived_attention.models import (
     ByteLM,
     Config,
+    Recaller,
     SeriesClassifier,
     TableTransformer,
     TokenClassifier,
     Translator,
     VisionTransformer,
 )
+from derived_attention.recall import Questions, answer_loss
 from derived_attention.runtime import evaluating, seed_everything
 from derived_attention.supervised import Examples, class_loss, number_loss
 from derived_attention.training import evaluate, fit
 from derived_attention.translation import Sentences, token_loss, translate
 
 TRANSLATION_LENGTH = 128  # tokens of a sentence, at most
+TEST_BATCHES = 8  # of 64 sequences of associative recall
 
 Device = torch.device | str | None
 Numbers = dict[str, float]
@@ -287,6 +290,36 @@ def translation(
         "chrf": corpus_chrf(written, [english]).score,
     }
     return scores | evaluate(model, Sentences(data.test, vocabulary), token_loss) | cost
+
+
+def recall(
+    config: Config,
+    *,
+    seed: int = 0,
+    pairs: int = 32,
+    symbols: int = 64,
+    steps: int = 500,
+    batch_size: int = 16,
+    lr: float = 1e-2,
+    device: Device = None,
+) -> Numbers:
+    """Train a `Recaller`; return ``"accuracy"`` of its answers after the last step, and the cost.
+
+    Parameters
+    ----------
+    config : Config
+    pairs, symbols, steps, batch_size
+        As in `derived_attention.recall.Questions`. A guess is right once in `symbols` times.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    """
+    seed_everything(seed)
+    model = Recaller(symbols, config)
+    cost = attention_cost(model, *torch.zeros(3, 1, pairs, dtype=torch.int64))
+    train = Questions(pairs, symbols, batch_size, steps)
+    fit(model, train, answer_loss, epochs=1, lr=lr, seed=seed, device=device)
+    score = evaluate(model, Questions(pairs, symbols, 64, TEST_BATCHES), answer_loss)
+    return {"accuracy": score["accuracy"]} | cost
 
 
 def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
