@@ -711,7 +711,7 @@ class Recaller(nn.Module):
         self.keys = nn.Embedding(symbols, config.dim)
         self.values = nn.Embedding(symbols, config.dim)
         self.question = nn.Parameter(torch.empty(config.dim).normal_())
-        self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.layers = stack(PreNormLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, symbols)
 
