@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,8 @@ from derived_attention.training import evaluate, fit
 ETA = 0.1
 
 
-class Arm(NamedTuple):
-    """What layers have, what the last has where it differs, and the weight of the objective."""
-
-    attention: Callable[..., Any]
-    last: Callable[..., Any] | None = None
-    eta: float = 0.0
+# What layers have, what the last has where it differs, and the weight of the objective.
+Arm = tuple[Callable[..., Any], Callable[..., Any] | None, float]
 
 
 def primal(width: int, length: int, s: int | None = None, **own: Any) -> Callable[..., Any]:
@@ -55,21 +51,21 @@ def primal(width: int, length: int, s: int | None = None, **own: Any) -> Callabl
     return partial(PrimalAttention, **own)
 
 
-def arms(width: int, length: int) -> dict[str, Arm]:
+def arms(width: int, length: int, **own: Any) -> dict[str, Arm]:
     """All arms, for heads of that width and sequences of that length."""
     softmax = MultiheadAttention
-    dependent = primal(width, length)
+    dependent = primal(width, length, **own)
     independent = primal(width, length, data_dependent=False)
     return {
-        "softmax": Arm(softmax),
-        "linear": Arm(partial(softmax, attention=linear_attention)),
-        "PrimalFormer": Arm(dependent, None, ETA),
-        "PrimalFormer, η = 0": Arm(partial(dependent, regularised=False)),
-        "PrimalFormer, data-independent": Arm(independent, None, ETA),
-        "Primal.+": Arm(softmax, dependent, ETA),
-        "Primal.+, data-independent": Arm(softmax, independent, ETA),
-        "control: uniform weights": Arm(partial(softmax, attention=uniform_attention)),
-        "control: no mixing": Arm(partial(softmax, attention=identity_attention)),
+        "softmax": (softmax, None, 0.0),
+        "linear": (partial(softmax, attention=linear_attention), None, 0.0),
+        "PrimalFormer": (dependent, None, ETA),
+        "PrimalFormer, η = 0": (partial(dependent, regularised=False), None, 0.0),
+        "PrimalFormer, data-independent": (independent, None, ETA),
+        "Primal.+": (softmax, dependent, ETA),
+        "Primal.+, data-independent": (softmax, independent, ETA),
+        "control: uniform weights": (partial(softmax, attention=uniform_attention), None, 0.0),
+        "control: no mixing": (partial(softmax, attention=identity_attention), None, 0.0),
     }
 
 
@@ -87,19 +83,9 @@ def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
 
 def recall(arm: str, pairs: int, **settings: Any) -> dict[str, float]:
     """Recall values by their keys; f(X) has all rows, so that no pair is left out."""
-    attention, last, eta = all_rows(arms(8, 2 * pairs)[arm], 2 * pairs)
+    attention, last, eta = arms(8, 2 * pairs, landmarks=2 * pairs)[arm]
     config = Config(dim=64, heads=8, dropout=0.0, attention=attention, last=last)
     return tasks.recall(config, pairs=pairs, eta=eta, **settings)
-
-
-def all_rows(arm: Arm, length: int) -> Arm:
-    """Let f(X) = X."""
-
-    def grown(layer: Any) -> Any:
-        mine = isinstance(layer, partial) and layer.func is PrimalAttention
-        return partial(layer, landmarks=length) if mine else layer
-
-    return Arm(grown(arm.attention), grown(arm.last), arm.eta)
 
 
 def language(arm: str, length: int, **settings: Any) -> dict[str, float]:
