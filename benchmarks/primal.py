@@ -137,19 +137,17 @@ WEIGHTS = {"untrained": None} | {f"η = {eta:g}": eta for eta in (0, 0.1, 0.5, 1
 def objective(
     arm: str, name: str, seed: int, epochs: int, batch_size: int, lr: float, device: str
 ) -> dict[str, float]:
-    """Train a PrimalFormer, and look for singular vectors in its heads.
+    """Train a PrimalFormer, and look for singular vectors in its heads, on the test series.
 
-    Means over all heads and test series: of |J|; of the overlap of the span of E, N x s, with that
-    of the first s left singular vectors of the kernel matrix K; of |cos| between two columns of E,
-    which is 0 for singular vectors; and of |cos| between a column of E and K times that of R, which
-    is 1 for them, and wherever J is stationary.
+    Of J, with means over the N tokens: its mean, signed and absolute. The size of scores: the root
+    of the mean square of E. And what `singular` finds.
     """
-    seen: list[dict[str, float]] = []
+    seen: list[tuple[Any, ...]] = []
 
     def spy(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Tensor:
         H = primal_attention(q, k, v, *args, **how)
         if not torch.is_grad_enabled() and "kept" in how:
-            seen.append(singular(q, k, v, *how["kept"][-1][:2], n=how["W_e"].shape[-2]))
+            seen.append((q, k, v, *how["kept"][-1][:2], how["W_e"].shape[-2]))
         return H
 
     data = load_series(name)
@@ -164,24 +162,37 @@ def objective(
     test = Examples(data.test, len(data.test))
     with ksvd_objectives() as found:
         accuracy = evaluate(model, test, class_loss, device=device)["accuracy"]
-    J = torch.stack(found).abs().mean().item()
-    means = {key: sum(look[key] for look in seen) / len(seen) for key in seen[0]}
-    return {"accuracy": accuracy, "J": J} | means | cost
+    J, scores = torch.stack(found), torch.stack([look[3] for look in seen])
+    numbers = {"J": J.mean(), "absolute": J.abs().mean(), "scores": scores.square().mean().sqrt()}
+    Lambdas = [layer.attention.log_Lambda.detach().exp() for layer in model.layers]
+    looks = [singular(*look, L) for look, L in zip(seen, Lambdas, strict=True)]
+    numbers |= {key: torch.stack([look[key] for look in looks]).mean() for key in looks[0]}
+    return {"accuracy": accuracy} | {key: x.item() for key, x in numbers.items()} | cost
 
 
-def singular(q: Tensor, k: Tensor, v: Tensor, e: Tensor, r: Tensor, n: int) -> dict[str, float]:
-    """Compare scores e, r (B, H, N, s) with the singular vectors of their kernel matrices."""
+def singular(
+    q: Tensor, k: Tensor, v: Tensor, e: Tensor, r: Tensor, n: int, Lambda: Tensor
+) -> dict[str, Tensor]:
+    """Compare scores e, r (B, H, N, s) with the singular vectors of their kernel matrices K.
+
+    Means over heads and series: the ``overlap`` of the span of E's columns with that of the first s
+    left singular vectors; |cos| between two columns of E, 0 for singular vectors (``parallel``);
+    |cos| between a column of E and K times that of R, 1 where J is stationary (``aligned``). And
+    the median of λ σ₁ / N: J has no other stationary point than 0 if that is below 1 (``reach``).
+    """
     identity = torch.eye(n, dtype=torch.float64, device=q.device)
     q, k, v, e, r = (x.double() for x in (q, k, v, e, r))
     phi_q, phi_k = primal_scores(q, k, v, W_e=identity, W_r=identity)  # (B, H, N, n)
     K = phi_q @ phi_k.mT  # (B, H, N, N)
-    s, Q = e.shape[-1], torch.linalg.qr(e).Q  # (B, H, N, s)
-    overlap = (Q.mT @ torch.linalg.svd(K).U[..., :s]).square().sum((-2, -1)) / s
+    U, sigma, _ = torch.linalg.svd(K)
+    N, s = e.shape[-2:]
+    overlap = (torch.linalg.qr(e).Q.mT @ U[..., :s]).square().sum((-2, -1)) / s
     unit = nn.functional.normalize(e, dim=-2)
     parallel = (unit.mT @ unit).abs().triu(1).sum((-2, -1)) * 2 / (s * (s - 1))
     aligned = torch.cosine_similarity(e, K @ r, dim=-2).abs()  # (B, H, s)
-    shares = {"overlap": overlap, "parallel": parallel, "aligned": aligned}
-    return {name: x.mean().item() for name, x in shares.items()}
+    means = {"overlap": overlap, "parallel": parallel, "aligned": aligned}
+    reach = (Lambda * sigma[..., :1] / N).median()
+    return {key: x.mean() for key, x in means.items()} | {"reach": reach}
 
 
 ACCURACY = (("accuracy", "accuracy in %", 100, 1), ("best", "best test epoch", 100, 1))
@@ -210,7 +221,9 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         list(WEIGHTS),
         [
             ("accuracy", "accuracy in %", 100, 1),
-            ("J", "mean of absolute J", 1, 3),
+            ("J", "J", 1, 2),
+            ("scores", "size of scores", 1, 2),
+            ("reach", "Λ σ₁ / N", 1, 2),
             ("overlap", "overlap with singular vectors in %", 100, 1),
             ("parallel", "cosine of two columns of E", 1, 2),
             ("aligned", "cosine of E and K R", 1, 2),
