@@ -70,8 +70,7 @@ def arms(width: int, length: int, **own: Any) -> dict[str, Arm]:
 
 
 ARMS = list(arms(8, 1))
-MOST = [name for name in ARMS if "η" not in name]
-FEW = [ARMS[i] for i in (0, 2, 5, 6, 7, 8)]
+FEW = [name for name in ARMS if name not in ("linear", "PrimalFormer, data-independent")]
 LENGTHS = {"JapaneseVowels": 26, "BasicMotions": 100}
 
 
@@ -203,12 +202,12 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     "japanese_vowels": experiment("JapaneseVowels", series, ARMS, ACCURACY, **VOWELS),
     "basic_motions": experiment("BasicMotions", series, ARMS, ACCURACY, **MOTIONS),
     "recall": experiment(
-        "Associative recall, f(X) = X", recall, MOST, ACCURACY[:1], pairs=48, steps=300
+        "Associative recall, f(X) = X", recall, ARMS, ACCURACY[:1], pairs=48, steps=300
     ),
     "language": experiment(
         "Python's documentation",
         language,
-        MOST,
+        ARMS,
         [("bits", "bits per byte", 1, 3)],
         length=32,
         steps=500,
