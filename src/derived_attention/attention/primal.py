@@ -14,7 +14,6 @@ That is how the formula is written here as a reference, and how the causal form 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import math
 from collections.abc import Iterator
@@ -50,9 +49,14 @@ SAMPLINGS = ("even", "random")
 
 
 def cosine_feature_map(x: Tensor) -> Tensor:
-    """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, math.inf)
+    """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0.
+
+    In float32 at least, and divided by its largest entry first: no square overflows or vanishes.
+    """
+    x = x.to(wide(x))
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / largest.masked_fill(largest == 0, math.inf)
+    return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt()  # ‖x‖ ≥ 1 now, or x = 0
 
 
 # --- the scores -----------------------------------------------------------------------------------
@@ -140,7 +144,8 @@ def _causal_scores(
     """
     n, M = W.shape[-2], x.shape[-2]
     steps = torch.arange(M, device=x.device)
-    U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
+    with full_precision(q.device):
+        U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
 
     def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
         phi = apply_feature_map(feature_map, q_s if scale is None else scale * q_s)
@@ -172,16 +177,16 @@ def landmarks(
     if sketch is not None:
         x = x if there is None else x * there.unsqueeze(-1)
         return sketch[..., :M].to(x.dtype) @ x, None
-    n = min(n, M)
     place = torch.arange(n, device=x.device)
     if there is None:
-        if sampling == "random":
-            return x[
-                ..., torch.rand(M, device=x.device).topk(n).indices.sort().values, :
-            ], place >= 0
-        return x[..., place * (M - 1) // max(n - 1, 1), :] if n < M else x, place >= 0
+        there = torch.ones(M, dtype=torch.bool, device=x.device)
+        if M <= n:
+            return x, there
+        if sampling == "even":  # as below, without a sort
+            return x[..., place * (M - 1) // max(n - 1, 1), :], there[:n]
+    n = min(n, M)
     count = there.sum(-1, keepdim=True)  # (..., 1)
-    used = place < count  # (..., n)
+    used = place[:n] < count  # (..., n)
     if sampling == "random":
         drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
         late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
@@ -190,7 +195,7 @@ def landmarks(
         order = there.logical_not().to(torch.uint8).sort(stable=True, dim=-1).indices
         last = (count - 1).clamp(min=0)
         gaps = (count.clamp(max=n) - 1).clamp(min=1)
-        chosen = order.gather(-1, (place * last // gaps).minimum(last))
+        chosen = order.gather(-1, (place[:n] * last // gaps).minimum(last))
     chosen = chosen.unsqueeze(-1).expand(*x.shape[:-2], n, x.shape[-1])
     return x.gather(-2, chosen) * used.unsqueeze(-1), used
 
@@ -205,7 +210,7 @@ def primal_attention_reference(
 ) -> Tensor:  # fmt: skip
     """O = [A U_e; B U_r] W_oᵀ, with A = g(Q) Vᵀ, B = g(K) Vᵀ and U = Sᵀ W, where f(V) = S V."""
     _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
-    M, n = k.shape[-2], W_e.shape[-2]
+    M, n, dtype = k.shape[-2], W_e.shape[-2], q.dtype
     if mask.is_causal and not data_dependent:
         q, k = running_mean(q), running_mean(k)
     scores: list[Tensor] = []
@@ -223,7 +228,7 @@ def primal_attention_reference(
             W = S.mT @ W[..., : S.shape[-2], :]
         scores.append(A @ W)
     e, r = _masked(scores[0], scores[1], mask)
-    return _join(e, r, mask, W_o, cross, dropout_p).to(q.dtype)
+    return _join(e, r, mask, W_o, cross, dropout_p).to(dtype)
 
 
 @mechanism(per_key=True, drops=True)
@@ -333,14 +338,12 @@ def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) 
         raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
     if W.device != q.device:
         raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
-    heads = q.shape[-3] if q.dim() > 2 else 1
-    wanted = W.dim() == 2 or (W.dim() == 3 and len(W) == heads)
+    wanted = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
     if not wanted or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"
-        expected = f"(rows, {size}), or ({heads}, rows, {size})"
-        raise ValueError(
-            f"{name} has shape {tuple(W.shape)}; expected {expected}, for {heads} heads"
-        )
+        heads = f", or ({q.shape[-3]}, rows, {size}) for each head" if q.dim() > 2 else ""
+        expected = f"(rows, {size}){heads}"
+        raise ValueError(f"{name} has shape {tuple(W.shape)}; expected {expected}")
 
 
 def _check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
@@ -378,9 +381,7 @@ def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tenso
     return (energy - (W_e * W_r).sum(-2)).sum(-1)
 
 
-_objectives: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar(
-    "ksvd_objectives", default=None
-)
+_collectors: list[list[Tensor]] = []  # of `ksvd_objectives`, the innermost last
 
 
 @contextlib.contextmanager
@@ -396,12 +397,11 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
     ...     output = model(x)
     >>> loss = loss + eta * sum(J.square().mean() for J in found)  # doctest: +SKIP
     """
-    found: list[Tensor] = []
-    token = _objectives.set(found)
+    _collectors.append([])
     try:
-        yield found
+        yield _collectors[-1]
     finally:
-        _objectives.reset(token)
+        _collectors.pop()
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -465,10 +465,10 @@ class PrimalAttention(MultiheadAttention):
             raise ValueError(f"length is {length} with {sampling} sampling; expected {expected}")
         self.directions, self.landmarks, self.sampling = s, n, sampling
         self.data_dependent, self.feature_map = data_dependent, feature_map
-        p = apply_feature_map(feature_map, torch.ones(1, D)).shape[-1]
+        phi = apply_feature_map(feature_map, like.new_ones(1, D))
         if data_dependent:
-            _check_width(torch.ones(1, p), D, True)
-        rows = n if data_dependent else p
+            _check_width(phi, D, True)
+        rows = n if data_dependent else phi.shape[-1]
         self.W_e, self.W_r = (nn.Parameter(orthogonal_directions(H, rows, s, like)) for _ in "er")
         self.W_o = nn.Parameter(like.new_empty(H, D, 2 * s))
         for W in self.W_o:
@@ -498,13 +498,14 @@ class PrimalAttention(MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Return H; hand J to who collects it."""
         Lambda = self.log_Lambda
-        found = None if Lambda is None else _objectives.get()
         drop: dict[str, Any] = {"dropout_p": self.dropout} if self.training else {}
-        if found is None or Lambda is None:
+        if Lambda is None:
             return run(q, k, v, **mask.keywords, **drop), None
         kept: list[tuple] = []
         H = run(q, k, v, **mask.keywords, **drop, kept=kept)
-        found.append(self._objective(kept[0], mask, Lambda.exp()))
+        J = self._objective(kept[0], mask, Lambda.exp())  # even if nobody collects it, because
+        if _collectors:  # checkpointing has to repeat in the backward pass what was done here
+            _collectors[-1].append(J)
         return H, None
 
     def _objective(self, kept: tuple, mask: Mask, Lambda: Tensor) -> Tensor:
