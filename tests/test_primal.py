@@ -259,6 +259,7 @@ def test_directions_are_orthonormal_in_each_head():
     assert_all_close([W.mT @ W], [torch.eye(4).double().expand(3, 4, 4)], 1e-12)
     W = orthogonal_directions(3, 2, 4, torch.empty(0, dtype=torch.float64))
     assert_all_close([W @ W.mT], [torch.eye(2).double().expand(3, 2, 2)], 1e-12)
+    assert orthogonal_directions(3, 20, 4, torch.empty(0).bfloat16()).dtype == torch.bfloat16
     layer = PrimalAttention(E, H)
     assert layer.W_e.shape == (H, 20, 2) and layer.W_o.shape == (H, 4, 4)
     assert PrimalAttention(E, H, data_dependent=False).W_r.shape == (H, 4, 2)
@@ -503,7 +504,7 @@ BAD = [
     ({"sketch": torch.ones(5, 9)}, ValueError, r"sketch has shape \(5, 9\); expected 4 rows"),
     ({"sketch": torch.ones(4, 9)}, ValueError, r"\(4, 9\); expected .* columns for 10 tokens"),
     ({"cross": 1}, TypeError, "cross is 1; expected True or False"),
-    ({"attn_mask": torch.ones(10)}, ValueError, "attn_mask has numbers other than 0 and -inf"),
+    ({"attn_mask": torch.ones(10)}, ValueError, "other than 0 and -inf; .* there are no weights"),
 ]
 BAD_LAYERS = [
     ({"directions": 0}, ValueError, "directions is 0; expected a whole number, at least 1"),
@@ -530,6 +531,8 @@ def test_what_is_wrong_is_named():
         primal_attention(q[0, 0], k[0, 0], v[0, 0], **own | {"W_e": torch.ones(1, 4, 4)})
     with pytest.raises(ValueError, match=r"expected as many keys as queries, 9, unless cross=True"):
         primal_attention(q[..., :9, :], k, v, **own)
+    with pytest.raises(ValueError, match="scale is -1; expected a finite positive number"):
+        primal_scores(q, k, v, **scores_of(own), scale=-1)
     for changed, error, match in BAD_LAYERS:
         with pytest.raises(error, match=match):
             PrimalAttention(E, H, **changed)

@@ -28,11 +28,9 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
-    check_mask,
-    check_qkv,
     same_tokens,
 )
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     FeatureMap,
@@ -82,10 +80,9 @@ def primal_scores(
     Arguments and errors are those of `primal_attention`. r is zero where a key may not be attended.
     Scores are in float32 at least.
     """
-    check_qkv(q, k, v)
-    check_mask(attn_mask, q, k, is_causal)
+    mask, scale = prepare(q, k, v, attn_mask, is_causal, scale)
     how = (data_dependent, feature_map, sampling, sketch)
-    return _scores(q, k, v, Mask(attn_mask, is_causal), scale, W_e, W_r, *how)[:2]
+    return _scores(q, k, v, mask, scale, W_e, W_r, *how)[:2]
 
 
 def _scores(
@@ -108,11 +105,8 @@ def _scores(
     if data_dependent and mask.is_causal:
         run = functools.partial(_causal_scores, feature_map, v, sketch)
         e, r = run(q, W_e, scale), run(k, W_r, None)  # (..., N, s), (..., M, s)
-        used = (
-            None
-            if sketch is not None
-            else torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
-        )
+        if sketch is None:
+            used = torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
     else:
         if mask.is_causal:
             q, k = running_mean(q), running_mean(k)
@@ -140,7 +134,7 @@ def _causal_scores(
 ) -> Tensor:
     """Σ_{j ≤ i} (x_j · g(q_i)) u_j, where token j has row j mod n of W as its value u_j.
 
-    Where there are more tokens than rows, those of a row are averaged: i // n + 1 of them.
+    A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
     steps = torch.arange(M, device=x.device)
@@ -323,7 +317,7 @@ def _check(
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
     if mask.given is not None:
-        check_no_bias("attn_mask", mask.given)
+        check_no_bias("attn_mask", mask.given, "there are no weights of keys to change")
     if sketch is not None:
         _check_weights("sketch", sketch, q)
         found, n = f"sketch has shape {tuple(sketch.shape)}", W_e.shape[-2]
@@ -531,7 +525,7 @@ def orthogonal_directions(H: int, n: int, s: int, like: Tensor) -> Tensor:
 
     ``nn.init.orthogonal_`` of all heads at once, as in Listing 1, would make heads orthogonal.
     """
-    W = like.new_empty(H, n, s)
+    W = like.new_empty(H, n, s, dtype=wide(like))  # there is no decomposition of half precision
     for head in W:
         nn.init.orthogonal_(head)
-    return W
+    return W.to(like.dtype)
