@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import pickle
+import threading
 
 import pytest
 import torch
@@ -328,7 +329,7 @@ def test_the_formula_keeps_the_dtype_of_its_queries():
 
 
 def test_the_layer_is_exported_for_any_length():
-    layer = layer_of(landmarks=99).eval()
+    layer = layer_of(landmarks=99, regularised=True).eval()
     lengths = {1: torch.export.Dim("T", min=8, max=64)}
     model = nn.Sequential(SelfAttention(layer))
     program = torch.export.export(model, (x_of(B, 12, E),), dynamic_shapes=[lengths])
@@ -395,6 +396,9 @@ def test_layers_hand_out_the_objective_of_what_is_there(landmarks):
         output(layer, x[1:])
         output(layer, x, is_causal=True)
         output(layer_of(), x)  # not regularised
+        other = threading.Thread(target=output, args=(layer, x))
+        other.start()
+        other.join()
     assert [J.shape for J in found] == [(B, H), (1, H), (1, H), (B, H)]
     assert_all_close([found[0]], [torch.cat(found[1:3])], 1e-12)
     q, k, v = (layer.project(part, x[1:], ALL) for part in (QUERY, KEY, VALUE))

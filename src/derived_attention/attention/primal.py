@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,7 +99,7 @@ def _scores(
     sampling: str = "even",
     sketch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return e, r, and which of the first rows (..., n') of the weights took part; None for all."""
+    """Return e, r, and which rows (..., n) of the weights took part; None for all."""
     _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
     W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
     used = None
@@ -162,7 +163,7 @@ def running_mean(x: Tensor) -> Tensor:
 def landmarks(
     x: Tensor, n: int, mask: Mask, sampling: str = "even", sketch: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return f(x), at most n rows of x (..., M, p), and which of them there are: (..., n').
+    """Return f(x), at most n rows of x (..., M, p), and which of n rows there are: (..., n).
 
     Of the c tokens that are there min(n, c) are taken, in their order, so that row m of the weights
     belongs to the m-th of them; other rows are zeros. A `sketch` S gives S x, and None: all rows.
@@ -173,14 +174,13 @@ def landmarks(
         return sketch[..., :M].to(x.dtype) @ x, None
     place = torch.arange(n, device=x.device)
     if there is None:
-        there = torch.ones(M, dtype=torch.bool, device=x.device)
         if M <= n:
-            return x, there
+            return x, place < M
         if sampling == "even":  # as below, without a sort
-            return x[..., place * (M - 1) // max(n - 1, 1), :], there[:n]
-    n = min(n, M)
+            return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
+        there = torch.ones(M, dtype=torch.bool, device=x.device)
     count = there.sum(-1, keepdim=True)  # (..., 1)
-    used = place[:n] < count  # (..., n)
+    used, n = place < count, min(n, M)  # (..., n)
     if sampling == "random":
         drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
         late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
@@ -191,7 +191,7 @@ def landmarks(
         gaps = (count.clamp(max=n) - 1).clamp(min=1)
         chosen = order.gather(-1, (place[:n] * last // gaps).minimum(last))
     chosen = chosen.unsqueeze(-1).expand(*x.shape[:-2], n, x.shape[-1])
-    return x.gather(-2, chosen) * used.unsqueeze(-1), used
+    return x.gather(-2, chosen) * used[..., :n].unsqueeze(-1), used
 
 
 # --- the mechanism --------------------------------------------------------------------------------
@@ -375,12 +375,19 @@ def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tenso
     return (energy - (W_e * W_r).sum(-2)).sum(-1)
 
 
-_collectors: list[list[Tensor]] = []  # of `ksvd_objectives`, the innermost last
+class _Collectors(threading.local):  # a compiler can follow it, unlike a ContextVar
+    def __init__(self) -> None:
+        self.lists: list[list[Tensor]] = []  # of `ksvd_objectives`, the innermost last
+
+
+_collectors = _Collectors()
 
 
 @contextlib.contextmanager
 def ksvd_objectives() -> Iterator[list[Tensor]]:
     """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs inside, in their order.
+
+    In this thread; and no backward pass, where checkpointing would run layers again.
 
     J is `ksvd_objective` with means over the tokens that are there in the place of sums, so that Λ
     does not depend on the length, and with those rows of the weights that took part.
@@ -391,11 +398,11 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
     ...     output = model(x)
     >>> loss = loss + eta * sum(J.square().mean() for J in found)  # doctest: +SKIP
     """
-    _collectors.append([])
+    _collectors.lists.append([])
     try:
-        yield _collectors[-1]
+        yield _collectors.lists[-1]
     finally:
-        _collectors.pop()
+        _collectors.lists.pop()
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -498,8 +505,8 @@ class PrimalAttention(MultiheadAttention):
         kept: list[tuple] = []
         H = run(q, k, v, **mask.keywords, **drop, kept=kept)
         J = self._objective(kept[0], mask, Lambda.exp())  # even if nobody collects it, because
-        if _collectors:  # checkpointing has to repeat in the backward pass what was done here
-            _collectors[-1].append(J)
+        if _collectors.lists:  # checkpointing has to do in the backward pass what was done here
+            _collectors.lists[-1].append(J)
         return H, None
 
     def _objective(self, kept: tuple, mask: Mask, Lambda: Tensor) -> Tensor:
@@ -508,7 +515,7 @@ class PrimalAttention(MultiheadAttention):
         W_e: Tensor = self.W_e
         W_r: Tensor = self.W_r
         if used is not None:
-            W_e, W_r = (W[:, : used.shape[-1]] * used.unsqueeze(-1) for W in (W_e, W_r))
+            W_e, W_r = (W * used.unsqueeze(-1) for W in (W_e, W_r))
         return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)
 
 
