@@ -521,9 +521,7 @@ class PrimalAttention(MultiheadAttention):
 
 def _shared(scores: Tensor, there: Tensor | None) -> Tensor:
     """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over those there."""
-    if there is None:
-        return scores / math.sqrt(max(scores.shape[-2], 1))
-    here = there.to(scores.dtype)
+    here = scores.new_ones(scores.shape[-2]) if there is None else there.to(scores.dtype)
     return scores * (here / here.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
 
 
