@@ -423,14 +423,14 @@ class PrimalAttention(MultiheadAttention):
     directions : int, optional
         s; half of D, rounded up, where left out. No more than min(n, D) are independent.
     landmarks : int, optional
-        n, rows of f(X); 10 s where left out.
-    data_dependent, feature_map
-        As in `primal_attention`; a module's parameters become the layer's.
+        n, rows of f(X); 10 s where left out. Like the next two only where data-dependent.
     sampling : str
         ``"even"``; ``"random"``, drawn anew in training, and even in evaluation; or ``"gaussian"``,
         a random sketch that is drawn when the layer is made, and saved with it.
     length : int, optional
         The longest sequence that a Gaussian sketch takes; needed with it, and only with it.
+    data_dependent, feature_map
+        As in `primal_attention`; a module's parameters become the layer's.
     regularised : bool
         Whether it has the parameter ``log_Lambda`` (H, s) as well, and hands its objective J to
         `ksvd_objectives`, so that `derived_attention.training.Regularised` can add it to a loss.
@@ -464,7 +464,12 @@ class PrimalAttention(MultiheadAttention):
         if (length is None) == (sampling == "gaussian"):
             expected = "the longest sequence's" if length is None else "None"
             raise ValueError(f"length is {length} with {sampling} sampling; expected {expected}")
-        self.directions, self.landmarks, self.sampling = s, n, sampling
+        given = {"landmarks": landmarks, "length": length, "sampling": sampling}
+        if not data_dependent and given != {"landmarks": None, "length": None, "sampling": "even"}:
+            told = ", ".join(f"{key} is {x}" for key, x in given.items())
+            raise ValueError(f"{told}; expected none with data_dependent=False: there is no f")
+        self.directions, self.sampling = s, sampling
+        self.landmarks = n if data_dependent else None
         self.data_dependent, self.feature_map = data_dependent, feature_map
         phi = apply_feature_map(feature_map, like.new_ones(1, D))
         if data_dependent:
