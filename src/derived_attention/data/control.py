@@ -129,18 +129,18 @@ def balance(observed: np.ndarray, gains: Sequence[float]) -> int:
 
 
 def swing_up(
-    observed: np.ndarray, torque: float, gains: Sequence[float], catch: float
+    observed: np.ndarray, torque: float, gains: tuple[float, float, float], catch: float
 ) -> np.ndarray:
     """Pump energy into the pendulum until it is nearly upright; then hold it there.
 
-    The energy is E = θ̇²/6 + 5 cos θ, which is 5 at rest upright: u = (5 - E) sign θ̇. Where
-    cos θ > `catch`, u = -g_0 θ - g_1 θ̇ with the `gains` g. No u is beyond ± `torque`.
+    The energy is E = θ̇²/6 + 5 cos θ, which is 5 at rest upright: u = g_0 (5 - E) θ̇. Where
+    cos θ > `catch`, u = -g_1 θ - g_2 θ̇. No u is beyond ± `torque`.
     """
     cosine, sine, speed = map(float, observed)
     if cosine > catch:
-        u = -gains[0] * math.atan2(sine, cosine) - gains[1] * speed
+        u = -gains[1] * math.atan2(sine, cosine) - gains[2] * speed
     else:
-        u = (5 - speed**2 / 6 - 5 * cosine) * math.copysign(1, speed)
+        u = gains[0] * (5 - speed**2 / 6 - 5 * cosine) * speed
     return np.array([min(max(u, -torque), torque)], dtype=np.float32)
 
 
@@ -171,8 +171,10 @@ SCRIPTS = {
         noise=0.1,
     ),
     "Pendulum-v1": Script(
-        functools.partial(swing_up, torque=2.0, gains=(16.0, 4.0), catch=0.7),
-        functools.partial(swing_up, torque=1.0, gains=(5.0, 0.5), catch=0.9),  # weak, and late
+        functools.partial(swing_up, torque=2.0, gains=(0.3, 8.0, 2.0), catch=0.7),
+        functools.partial(
+            swing_up, torque=1.0, gains=(0.2, 5.0, 0.5), catch=0.8
+        ),  # weak, overshoots
         noise=0.1,
     ),
     "MountainCarContinuous-v0": Script(
