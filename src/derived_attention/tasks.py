@@ -41,7 +41,7 @@ from derived_attention.models import (
 )
 from derived_attention.runtime import evaluating, seed_everything
 from derived_attention.supervised import Examples, class_loss, number_loss
-from derived_attention.training import evaluate, fit
+from derived_attention.training import Regularised, evaluate, fit
 from derived_attention.translation import Sentences, token_loss, translate
 
 TRANSLATION_LENGTH = 128  # tokens of a sentence, at most
@@ -304,6 +304,7 @@ def control(
     batch_size: int = 64,
     lr: float = 2e-3,
     conditioned: bool = True,
+    eta: float = 0.0,
     episodes: int = 20,
     device: Device = None,
 ) -> Numbers:
@@ -325,6 +326,8 @@ def control(
         As in `derived_attention.control.Trajectories`.
     conditioned : bool
         As in `DecisionTransformer`: False is behaviour cloning.
+    eta : float
+        As in `derived_attention.training.Regularised`, for models whose layers have an objective.
     episodes : int
         How many to play.
     """
@@ -343,13 +346,14 @@ def control(
     window = next(iter(Trajectories(data.train, length, 1)))
     cost = attention_cost(model, *window[:4])
     train = Trajectories(data.train, length, batch_size, steps)
-    fit(model, train, action_loss, epochs=1, lr=lr, seed=seed, device=device)
+    loss = Regularised(action_loss, eta) if eta else action_loss
+    fit(model, train, loss, epochs=1, lr=lr, seed=seed, device=device)
     returns, totals = rollout(model, data, episodes=episodes, seed=seed), data.train.totals
     value = sum(returns) / episodes
     scores = {"return": value, "score": data.score(value)}
     of_data = {"data": data.score(float(totals.mean())), "best": data.score(float(totals.max()))}
-    loss = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
-    return scores | {"loss": loss} | of_data | cost
+    error = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
+    return scores | {"loss": error} | of_data | cost
 
 
 def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
