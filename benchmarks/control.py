@@ -52,22 +52,29 @@ COLUMNS = [
     ("loss", "test loss", 1, 3),
     ("data", "mean score of the data", 1, 1),
 ]
+HOW: dict[str, Any] = {
+    "length": 5,
+    "steps": 300,
+    "batch_size": 32,
+    "lr": 5e-3,
+    "episodes": 10,
+}
+
+
+def plan(name: str, quality: str, title: str, **own: Any) -> dict[str, Any]:
+    """Describe the experiment of one data set."""
+    return experiment(title, control, list(ARMS), COLUMNS, name=name, quality=quality, **HOW, **own)
+
+
 EXPERIMENTS: dict[str, dict[str, Any]] = {
-    f"{short}_{quality.replace('-', '_')}": experiment(
-        f"{name}, {quality}",
-        control,
-        list(ARMS),
-        COLUMNS,
-        name=name,
-        quality=quality,
-        length=5,
-        steps=300,
-        batch_size=32,
-        lr=5e-3,
-        episodes=10,
-    )
+    f"{short}_{quality.replace('-', '_')}": plan(name, quality, f"{name}, {quality}")
     for short, name in ENVIRONMENTS.items()
     for quality in QUALITIES
+} | {
+    f"{short}_hidden": plan(
+        name, "expert-mixture", f"{name}, expert-mixture, velocities hidden", velocities=False
+    )
+    for short, name in ENVIRONMENTS.items()
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from derived_attention import PrimalAttention, linear_attention
 from derived_attention.control import Trajectories, action_loss, rollout
+from derived_attention.data import control
 from derived_attention.data.control import (
     QUALITIES,
     SCRIPTS,
@@ -85,12 +86,23 @@ def test_actions_are_those_of_the_policies_and_some_are_random(name, half):
 
 def test_a_seed_decides_the_data():
     first = load_control("Pendulum-v1", "medium", 400)
-    again = load_control.__globals__["_load"].__wrapped__("Pendulum-v1", "medium", 400, 0)
+    again = control._load.__wrapped__("Pendulum-v1", "medium", 400, 0, True)
     assert digest(first.train, first.test) == digest(again.train, again.test)
     assert (first.random, first.expert) == (again.random, again.expert)
     other = load_control("Pendulum-v1", "medium", 400, seed=1)
     assert digest(first.train) != digest(other.train)
     assert not torch.isin(first.test.states[:, 0], first.train.states[:, 0]).all()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_velocities_can_be_hidden(name):
+    whole, data = (load_control(name, "medium", 400, velocities=v) for v in (True, False))
+    kept = list(SCRIPTS[name].still)
+    assert torch.equal(data.train.states, whole.train.states[:, kept])
+    assert torch.equal(data.train.actions, whole.train.actions)
+    seen = [each.environment().reset(seed=3)[0] for each in (whole, data)]
+    assert np.array_equal(seen[1], seen[0][kept]) and data.states == len(kept) < whole.states
+    assert (data.expert, data.horizon) == (whole.expert, whole.horizon)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
@@ -111,6 +123,7 @@ def test_qualities_are_in_order(name):
         (dict(quality="good"), ValueError, "quality is 'good'; expected one of 'medium', 'rep"),
         (dict(transitions=0), ValueError, "transitions is 0; expected at least 1"),
         (dict(seed=-1), ValueError, "seed is -1"),
+        (dict(velocities=0), TypeError, "velocities is 0; expected True or False"),
     ],
 )
 def test_wrong_data(arguments, error, message):

@@ -299,6 +299,7 @@ def control(
     *,
     seed: int = 0,
     transitions: int = 20_000,
+    velocities: bool = True,
     length: int = 10,
     steps: int = 500,
     batch_size: int = 64,
@@ -317,7 +318,7 @@ def control(
     Parameters
     ----------
     config : Config
-    name, quality, transitions
+    name, quality, transitions, velocities
         As in `derived_attention.data.control.load_control`; the data do not depend on the seed.
     seed, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights, and of
@@ -331,7 +332,7 @@ def control(
     episodes : int
         How many to play.
     """
-    data = load_control(name, quality, transitions)
+    data = load_control(name, quality, transitions, velocities=velocities)
     seed_everything(seed)
     model = DecisionTransformer(
         data.states,
