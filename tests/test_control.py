@@ -141,27 +141,26 @@ def test_without_gymnasium(monkeypatch):
 
 
 class Bets:
-    """An environment of `horizon` steps in which the action is what it pays, times `pays`."""
+    """An environment of `horizon` steps in which the action is what it pays."""
 
-    def __init__(self, horizon=5, n=None, pays=1.0):
-        self.horizon, self.pays = horizon, pays
+    def __init__(self, horizon=5, n=None, high=4.0):
+        self.horizon = horizon
         self.spec = SimpleNamespace(max_episode_steps=horizon)
-        low, high = np.array([-2.0], np.float32), np.array([4.0], np.float32)
+        low, high = np.array([-2.0], np.float32), np.array([high], np.float32)
         self.action_space = SimpleNamespace(n=n) if n else SimpleNamespace(low=low, high=high)
         self.action_space.shape = (1,)
 
     def reset(self, seed):
-        self.t, self.log = 0, []
+        self.t = 0
         return np.array([0.0, seed % 7], np.float32), {}
 
     def step(self, action):
         self.t += 1
-        self.log.append(action)
         observed = np.array([self.t, 0.0], np.float32)
-        return observed, self.pays * float(np.sum(action)), False, self.t == self.horizon, {}
+        return observed, float(np.sum(action)), False, self.t == self.horizon, {}
 
 
-def minari(episodes=20, states=(2,), metadata=None, error=None):
+def minari(episodes=20, states=(2,), high=4.0, metadata=None, error=None):
     """The module, with episodes of 3 and 4 steps."""
     rng = np.random.default_rng(0)
 
@@ -180,7 +179,7 @@ def minari(episodes=20, states=(2,), metadata=None, error=None):
 
     found = SimpleNamespace(
         iterate_episodes=lambda: (episode(3 + i % 2) for i in range(episodes)),
-        recover_environment=Bets,
+        recover_environment=lambda: Bets(high=high),
         storage=SimpleNamespace(metadata=metadata or {}),
     )
     module = ModuleType("minari")
@@ -212,7 +211,18 @@ def test_minari_gives_the_same_kind_of_data(monkeypatch):
         (minari(error=OSError("no host")), {}, ConnectionError, "'a' could not be read.*no host"),
         (minari(), {}, ValueError, r"references is None, and 'a' says none; expected \(random"),
         (minari(episodes=9), dict(references=(0, 1)), ValueError, "'a' has 9 episodes"),
-        (minari(states=(2, 2)), dict(references=(0, 1)), ValueError, r"states of shape \(2, 2\)"),
+        (
+            minari(states=(2, 2)),
+            dict(references=(0, 1)),
+            ValueError,
+            r"shape \(4, 2, 2\); expected",
+        ),
+        (
+            minari(high=np.inf),
+            dict(references=(0, 1)),
+            ValueError,
+            "has actions in .*finite bounds",
+        ),
         (minari(), dict(name=1), TypeError, "name is 1; expected the name of a data set"),
     ],
 )

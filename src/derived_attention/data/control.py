@@ -304,7 +304,7 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
     ------
     TypeError, ValueError
         For a name that is no string; for data without references, or with fewer than ten episodes;
-        for states that are no vectors.
+        for states that are no vectors, or actions without bounds.
     ModuleNotFoundError
         If minari is not installed; says how to install it.
     ConnectionError
@@ -325,8 +325,8 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
         ) from error
     try:
         found = minari.load_dataset(name, download=True)
-        plays = [_play(episode) for episode in found.iterate_episodes()]
-    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        episodes = list(found.iterate_episodes())
+    except Exception as error:  # of a network, a file, or one of the packages that minari takes
         raise ConnectionError(
             f"{name!r} could not be read from Minari: {error}. The first time, it needs a network. "
             "Without one, use load_control."
@@ -336,20 +336,20 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
         references = metadata.get("ref_min_score"), metadata.get("ref_max_score")
     if None in references:
         raise ValueError(f"references is None, and {name!r} says none; expected (random, expert)")
-    if len(plays) < 10:
-        raise ValueError(f"{name!r} has {len(plays)} episodes; expected at least 10")
-    shape = plays[0].states.shape
-    if len(shape) != 2:
-        raise ValueError(f"{name!r} has states of shape {shape[1:]}; expected vectors")
+    if len(episodes) < 10:
+        raise ValueError(f"{name!r} has {len(episodes)} episodes; expected at least 10")
+    plays = [_play(name, episode) for episode in episodes]
     train = [play for i, play in enumerate(plays) if i % 10 != 9]
     return _data(name, "minari", train, plays[9::10], references, found.recover_environment)
 
 
-def _play(episode: Any) -> Play:
+def _play(name: str, episode: Any) -> Play:
     """Take an episode of Minari, which also has what is observed after the last action."""
-    rewards = np.asarray(episode.rewards, dtype=np.float64)
-    n = len(rewards)
-    return Play(np.asarray(episode.observations)[:n], np.asarray(episode.actions)[:n], rewards)
+    rewards, states = np.asarray(episode.rewards, np.float64), np.asarray(episode.observations)
+    if states.ndim != 2:
+        found = f"{name!r} has observations of shape {states.shape}"
+        raise ValueError(f"{found}; expected (n, s), a vector at each step")
+    return Play(states[: len(rewards)], np.asarray(episode.actions)[: len(rewards)], rewards)
 
 
 def _make(name: str, kept: list[int] | None = None) -> Any:
@@ -428,6 +428,10 @@ def _data(
     bounds = None
     if not discrete:
         bounds = torch.as_tensor(space.low.copy()), torch.as_tensor(space.high.copy())
+        if len(space.shape) != 1 or not torch.stack(bounds).isfinite().all():
+            raise ValueError(
+                f"{name!r} has actions in {space}; expected vectors with finite bounds"
+            )
     longest = max(len(play.rewards) for play in (*train, *test))
     limit = env.spec.max_episode_steps if env.spec else None
 
