@@ -355,6 +355,7 @@ def test_the_model_is_what_its_docstring_says():
     hoped, table = returns[..., None] / 8, model.times[times]
     tokens = [model.embed_return(hoped), model.embed_state(states), model.embed_action(actions)]
     h = model.first(torch.stack([x + table for x in tokens], 2)).flatten(1, 2)  # R_1 s_1 a_1 R_2
+    torch.testing.assert_close(model._embed(*steps()), h)
     layer = model.layers[0]
     h = h + layer.feedforward(layer.norm2(h))
     torch.testing.assert_close(model(*steps()), model.head(model.norm(h))[:, [1, 4, 7, 10]])
@@ -455,6 +456,7 @@ def test_an_expert_s_actions_bring_an_expert_s_return():
     for t, (returns, _, actions, times) in enumerate(model.seen):
         assert torch.equal(times, torch.arange(max(0, t - 2), t + 1).expand(2, -1))
         assert torch.equal(returns, 321.0 - times) and (actions[:, -1] == 0).all()
+    assert not torch.equal(*model.seen[0][1])  # each episode has a start of its own
     before, after = model.seen[100:102]
     assert torch.equal(before[1][:, 1:], after[1][:, :-1])
     taken = [
