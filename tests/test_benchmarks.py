@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import mixtures, multiresolution, primal, run, table  # noqa: E402
+from benchmarks import control, mixtures, multiresolution, primal, run, table  # noqa: E402
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import experiment  # noqa: E402
 from derived_attention.attention.mechanisms import grid_of, near_root  # noqa: E402
@@ -307,7 +307,7 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (mixtures, multiresolution, primal)
+    for module in (control, mixtures, multiresolution, primal)
     for name, plan in module.EXPERIMENTS.items()
 ]
 

@@ -31,6 +31,15 @@ SMALL = {
     "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
     "recall": functools.partial(tasks.recall, pairs=4, symbols=6, steps=3),
     "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
+    "control": functools.partial(
+        tasks.control,
+        name="CartPole-v1",
+        quality="medium",
+        transitions=300,
+        length=3,
+        steps=2,
+        episodes=2,
+    ),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
@@ -49,7 +58,7 @@ def test_a_seed_decides_the_result(name):
     assert first == run(TINY, seed=1)
     assert all(math.isfinite(value) for value in first.values())
     others = [run(TINY, seed=seed) for seed in (2, 3, 4)]
-    score = "bits" if "bits" in first else "accuracy"
+    score = next(name for name in ("bits", "accuracy", "loss") if name in first)
     assert any(other[score] != first[score] for other in others)
     assert all(other["flops"] == first["flops"] for other in others)
 

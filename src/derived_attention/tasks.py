@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.control import Trajectories, action_loss, rollout
+from derived_attention.data.control import load_control
 from derived_attention.data.images import load_images
 from derived_attention.data.listops import SHORT, make_listops
 from derived_attention.data.series import SeriesSplit, load_series
@@ -33,6 +35,7 @@ from derived_attention.measure import count_flops
 from derived_attention.models import (
     ByteLM,
     Config,
+    DecisionTransformer,
     Recaller,
     SeriesClassifier,
     TableTransformer,
@@ -329,6 +332,68 @@ def recall(
     fit(model, train, regularised(answer_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
     score = evaluate(model, Questions(pairs, symbols, 64, TEST_BATCHES), answer_loss)
     return {"accuracy": score["accuracy"]} | cost
+
+
+def control(
+    config: Config,
+    name: str,
+    quality: str,
+    *,
+    seed: int = 0,
+    transitions: int = 20_000,
+    velocities: bool = True,
+    length: int = 10,
+    steps: int = 500,
+    batch_size: int = 64,
+    lr: float = 2e-3,
+    conditioned: bool = True,
+    eta: float = 0.0,
+    episodes: int = 20,
+    device: Device = None,
+) -> Numbers:
+    """Train a `DecisionTransformer` on episodes of others, then ask it for the expert's return.
+
+    ``"return"`` is the mean of the episodes that it plays, ``"score"`` the same in per cent, from a
+    random policy to the expert. ``"loss"`` is that of test episodes. ``"data"`` and ``"best"`` are
+    the mean and the highest score of the episodes that it has learned from.
+
+    Parameters
+    ----------
+    config : Config
+    name, quality, transitions, velocities
+        As in `derived_attention.data.control.load_control`; the data do not depend on the seed.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights, and of
+        the starts of the episodes that are played.
+    length, steps, batch_size
+        As in `derived_attention.control.Trajectories`.
+    conditioned : bool
+        As in `DecisionTransformer`: False is behaviour cloning.
+    episodes : int
+        How many to play.
+    """
+    data = load_control(name, quality, transitions, velocities=velocities)
+    seed_everything(seed)
+    model = DecisionTransformer(
+        data.states,
+        data.actions,
+        data.discrete,
+        length,
+        config,
+        horizon=data.horizon,
+        scale=data.scale,
+        conditioned=conditioned,
+    )
+    window = next(iter(Trajectories(data.train, length, 1)))
+    cost = attention_cost(model, *window[:4])
+    train = Trajectories(data.train, length, batch_size, steps)
+    fit(model, train, regularised(action_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
+    returns, totals = rollout(model, data, episodes=episodes, seed=seed), data.train.totals
+    value = sum(returns) / episodes
+    scores = {"return": value, "score": data.score(value)}
+    of_data = {"data": data.score(float(totals.mean())), "best": data.score(float(totals.max()))}
+    error = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
+    return scores | {"loss": error} | of_data | cost
 
 
 def regularised(loss: Loss, eta: float) -> Loss:
