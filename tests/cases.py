@@ -6,7 +6,7 @@ import copy
 import math
 
 import torch
-from helpers import B, H, assert_all_close, is_pooled, output_and_gradients, qkv, tensors
+from helpers import B, H, assert_all_close, output_and_gradients, qkv, takes_no_bias, tensors
 
 from derived_attention.attention.mechanisms import MECHANISMS
 
@@ -22,6 +22,7 @@ class Case:
     ):  # fmt: skip
         self.entry = MECHANISMS[name]
         m = n if self.entry.square else m
+        dv = dv if self.entry.weights else d
         q, k, v = qkv(leading, n, m, d, dv, dtype=dtype, device=device, seed=seed)
         own = self.entry.options(max(n, m, 1), leading[-1] if leading else 1, d)
         if "grid" in own and n == 0:
@@ -49,7 +50,9 @@ class Case:
         """The same with other values in the tensors: `change(name, tensor)`."""
         other = copy.copy(self)
         other.tensors = {
-            key: x if x.dtype == torch.bool else change(key, x.detach()).requires_grad_()
+            key: x
+            if x.dtype == torch.bool
+            else change(key, x.detach()).requires_grad_(x.requires_grad)
             for key, x in self.tensors.items()
         }
         return other
@@ -73,8 +76,8 @@ def causality_of(name, *others):
 def added(name, keep, dtype=torch.float64):
     """A floating mask that is -inf where `keep` is False, with a gradient where it may have one."""
     bias = tensors(keep.shape, seed=4)[0].detach().to(dtype)
-    bias = torch.zeros_like(bias) if is_pooled(name) else bias
-    return bias.masked_fill(~keep, -math.inf).requires_grad_(not is_pooled(name))
+    bias = torch.zeros_like(bias) if takes_no_bias(name) else bias
+    return bias.masked_fill(~keep, -math.inf).requires_grad_(not takes_no_bias(name))
 
 
 def disturbed(case, t, size=5):

@@ -26,6 +26,9 @@ cuda = pytest.mark.skipif(
 )
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
+every_mechanism_with_weights = pytest.mark.parametrize(
+    "name", [name for name, entry in MECHANISMS.items() if entry.weights]
+)
 every_causal_mechanism = pytest.mark.parametrize(
     "name", [name for name, entry in MECHANISMS.items() if entry.causal]
 )
@@ -73,9 +76,10 @@ def boolean(*shape, seed=1):
     return mask | (torch.arange(shape[-1]) == 0)
 
 
-def is_pooled(name):
-    """Whether heads pool keys: then a floating mask may only say who is there, with 0 and -inf."""
-    return "scales" in MECHANISMS[name].options(N, H, D)
+def takes_no_bias(name):
+    """Whether keys have no score each: then a floating mask only says who is there: 0 or -inf."""
+    entry = MECHANISMS[name]
+    return "scales" in entry.options(N, H, D) or not entry.weights
 
 
 class Largest(TorchDispatchMode):

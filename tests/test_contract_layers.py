@@ -14,8 +14,9 @@ from helpers import (
     assert_all_close,
     every_causal_mechanism,
     every_mechanism,
-    is_pooled,
+    every_mechanism_with_weights,
     relative_errors,
+    takes_no_bias,
 )
 from torch import nn
 
@@ -44,6 +45,15 @@ def output(layer, x, *args, **options):
     return layer(x, x, x, *args, need_weights=False, **options)[0]
 
 
+def shape_of(A):
+    return None if A is None else tuple(A.shape)
+
+
+def shape_if_any(name, *shape):
+    """The shape of its weights; a layer that has none returns None for them."""
+    return shape if MECHANISMS[name].weights else None
+
+
 def assert_weights_give(out, A, layer, x):
     """Whether weights times values, put through the output projection, are the output."""
     heads = A @ layer.project(VALUE, x, ALL)  # (B, H, N, D)
@@ -63,7 +73,7 @@ def test_layer_has_the_interface_of_pytorchs(name):
     assert all(found[key].shape == weight.shape for key, weight in theirs.named_parameters())
     layer = make_layer(name, bias=False, kdim=4, vdim=7)
     out, A = layer(sequences(), sequences()[..., :4], sequences()[..., :7])
-    assert out.shape == (B, N, E) and A.shape == (B, N, N)
+    assert out.shape == (B, N, E) and shape_of(A) == shape_if_any(name, B, N, N)
 
 
 @every_mechanism
@@ -97,12 +107,12 @@ def test_layer_takes_padding_as_absence(name):
     for one, gone, expected in zip(x, GONE, out, strict=True):
         single, A = layer(one, one, one, gone)
         assert_all_close([single[~gone]], [expected[~gone]], 1e-10, "without a batch")
-        assert A.shape == (N, N)
+        assert shape_of(A) == shape_if_any(name, N, N)
     nothing = output(layer, x, torch.ones(B, N).bool())
     assert torch.equal(nothing, layer.out_proj.bias.expand_as(nothing))
 
 
-@every_mechanism
+@every_mechanism_with_weights
 def test_layer_gives_weights_that_reproduce_its_output(name):
     layer, x = make_layer(name), sequences()
     shared = make_layer(name, head_dim=5, kv_heads=1)
@@ -121,7 +131,7 @@ def test_layer_gives_weights_that_reproduce_its_output(name):
     assert A.shape == (B, H, N, N) and not A[0, ..., GONE[0]].any()
 
 
-@every_mechanism
+@every_mechanism_with_weights
 def test_layer_drops_weights_in_training_only(name):
     layer, x = make_layer(name, dropout=0.5), sequences()
     plain, kept = make_layer(name)(x, x, x, average_attn_weights=False)
@@ -131,7 +141,7 @@ def test_layer_drops_weights_in_training_only(name):
     torch.manual_seed(3)
     assert torch.equal(output(layer, x), out) and not torch.allclose(out, plain)
     assert_weights_give(out, A, layer, x)
-    assert is_pooled(name) or 0.4 < float((A[kept > 0] == 0).double().mean()) < 0.6
+    assert takes_no_bias(name) or 0.4 < float((A[kept > 0] == 0).double().mean()) < 0.6
 
 
 @every_causal_mechanism

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class Config:
     dropout : float
     attention : callable
         A function or a class: see the rule at the top of this module.
+    last : callable, optional
+        What the last layer (of an encoder and of a decoder) has in its place, where it differs:
+        with `derived_attention.PrimalAttention` "Primal.+" of [Chen2023].
 
     Raises
     ------
@@ -62,6 +65,7 @@ class Config:
     hidden: int = 128
     dropout: float = 0.1
     attention: Mechanism = softmax_attention
+    last: Mechanism | None = None
 
     def __post_init__(self) -> None:
         for name in ("dim", "heads", "layers", "hidden"):
@@ -71,13 +75,15 @@ class Config:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; expected 0 <= dropout < 1")
         is_layer(self.attention)
+        if self.last is not None:
+            is_layer(self.last, "last")
 
 
-def is_layer(attention: Mechanism) -> bool:
+def is_layer(attention: Mechanism, name: str = "attention") -> bool:
     """Say if `attention` is a class (or a function), by the rule above; else raise TypeError."""
     target = attention.func if isinstance(attention, functools.partial) else attention
     if isinstance(target, nn.Module) or not callable(target):  # a module would be shared by layers
-        raise TypeError(f"attention is {attention!r}; expected a function, or a class of modules")
+        raise TypeError(f"{name} is {attention!r}; expected a function, or a class of modules")
     return isinstance(target, type) and issubclass(target, nn.Module)
 
 
@@ -168,6 +174,12 @@ class DecoderLayer(CausalLayer):
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
 
+def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
+    """Build the layers of a model, the last one with `Config.last`."""
+    last = config if config.last is None else dataclasses.replace(config, attention=config.last)
+    return nn.ModuleList([kind(config) for _ in range(config.layers - 1)] + [kind(last)])
+
+
 class Encoder(nn.Module):
     """What the models share: layers over a sequence of T steps, and a look at their weights."""
 
@@ -179,13 +191,15 @@ class Encoder(nn.Module):
         """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing.
 
         A mechanism that leaves keys out has fewer columns. One that is not linear in V has no
-        weights: what it makes of V = I is returned, or it raises.
+        weights: what it makes of V = I is returned, or it raises ValueError.
         """
         maps = []
         with evaluating(self):
             h = self._embed(x, padding)
             for layer in self.layers:
                 maps.append(layer.maps(h, padding))
+                if maps[-1] is None:
+                    raise ValueError(f"{type(layer.attention).__name__} has no attention weights")
                 h = layer(h, padding)
         return maps
 
@@ -228,7 +242,7 @@ class SeriesClassifier(Encoder):
         self.channels, self.classes, self.length, self.config = channels, classes, length, config
         self.embed = nn.Linear(channels, config.dim)
         self.positions = nn.Parameter(torch.empty(length, config.dim).uniform_(-0.02, 0.02))
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.layers))
+        self.layers = stack(EncoderLayer, config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(length * config.dim, classes)
 
@@ -309,7 +323,7 @@ class PooledClassifier(Encoder):
         if class_token:
             self.class_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.5))
         self.positions = nn.Parameter(torch.empty(length, config.dim).normal_(std=0.5))
-        self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.layers = stack(PreNormLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, classes)
 
@@ -483,7 +497,7 @@ class TableTransformer(Encoder):
         first = torch.tensor([0, *self.categories]).cumsum(0)[:-1]
         self.first: Tensor
         self.register_buffer("first", first, persistent=False)
-        self.layers = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
+        self.layers = stack(PreNormLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, classes or 1)
 
@@ -563,7 +577,7 @@ class ByteLM(Encoder):
         self.length, self.config = length, config
         self.embed = nn.Embedding(self.vocabulary, config.dim)
         self.positions = nn.Parameter(sinusoids(length, config.dim))
-        self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.layers))
+        self.layers = stack(CausalLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, self.vocabulary)
 
@@ -624,8 +638,8 @@ class Translator(nn.Module):
         self.embed = nn.Embedding(vocabulary, dim)
         nn.init.normal_(self.embed.weight, std=dim**-0.5)  # so that logits start near N(0, 1)
         self.positions = nn.Parameter(sinusoids(length, dim))
-        self.encoder = nn.ModuleList(PreNormLayer(config) for _ in range(config.layers))
-        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.encoder = stack(PreNormLayer, config)
+        self.decoder = stack(DecoderLayer, config)
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -31,7 +31,6 @@ from derived_attention.attention.mechanisms import MECHANISMS
 # Every colour has a contrast of at least 3:1 on white and on the dark pages of the book and of
 # Jupyter. Those of MAIN stay apart for red-, green- and blue-blind readers too (both tested).
 _OTHERS = {  # in no registry yet: mechanisms of chapters to come, and what they are held against
-    "primal": ("Primal-Attention", "#e6001e"),
     "admm": ("ADMM attention", "#147878"),
     "reference": ("Reference", "#8c9292"),
 }

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from derived_attention import runtime
+from derived_attention.attention.primal import ksvd_objectives
 from derived_attention.runtime import (
     check_count,
     check_seed,
@@ -116,6 +117,56 @@ class Bits(Mean):
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, dict[str, Mean]]]
 History = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regularised:
+    """A loss with the objective of kernel SVD added, as Primal-Attention is trained (chapter 12).
+
+    ``loss + η Σ mean(J²)``, a sum over the `PrimalAttention` layers that are ``regularised``, with
+    the mean over sequences and heads. The square keeps it from falling without end (chapter 11). It
+    reports Σ mean(J²) as ``"ksvd"`` beside what `loss` reports; in evaluation too.
+
+    Parameters
+    ----------
+    loss : callable
+        As in `fit`.
+    eta : float
+        η ≥ 0; with 0 the objective is only reported.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that cannot work; when it is called, for a model without such a layer.
+
+    Examples
+    --------
+    >>> history = fit(model, train, Regularised(class_loss, 0.1), epochs=20)  # doctest: +SKIP
+    """
+
+    loss: Loss
+    eta: float
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise TypeError(f"loss is {self.loss!r}; expected a function loss(model, batch)")
+        if isinstance(self.eta, bool) or not isinstance(self.eta, int | float):
+            raise TypeError(f"eta is {self.eta!r}; expected a number")
+        if not 0 <= self.eta < math.inf:
+            raise ValueError(f"eta is {self.eta}; expected a finite number, at least 0")
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Mean]]:
+        """Return the loss with the objective, and what both report."""
+        with ksvd_objectives() as found:
+            value, numbers = self.loss(model, batch)
+        if not found:
+            raise ValueError(
+                f"model {type(model).__name__} has no layer PrimalAttention(regularised=True); "
+                "expected at least one"
+            )
+        extra = torch.stack([J.square().mean() for J in found]).sum()
+        n = len(found[0])
+        return value + self.eta * extra, numbers | {"ksvd": Mean(extra.item() * n, n)}
 
 
 # --- Training and evaluation ----------------------------------------------------------------------

@@ -77,6 +77,7 @@ def mechanism(
     weights: Mechanism | None = None,
     components: bool = False,
     per_key: bool = False,
+    drops: bool = False,
 ) -> Mechanism:
     """Give `form` the arguments that `softmax_attention` describes, and those of its own.
 
@@ -90,9 +91,13 @@ def mechanism(
         way to it than ``form`` with V = I.
     components, per_key : bool
         Whether keys are ``(..., R, M, D)``, and whether a mask has to be one over keys.
+    drops : bool
+        Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
     """
     if form is None:
-        return lambda form: mechanism(form, weights=weights, components=components, per_key=per_key)
+        how: dict[str, Any] = {"weights": weights, "components": components}
+        how |= {"per_key": per_key, "drops": drops}
+        return functools.partial(mechanism, **how)
 
     @functools.wraps(form)
     def attend(
@@ -116,7 +121,9 @@ def mechanism(
         check_probability("dropout_p", dropout_p)
         if per_key:
             mask.per_key()  # raises for another one
-        if dropout_p > 0:
+        if drops:
+            own["dropout_p"] = dropout_p
+        elif dropout_p > 0:
             A = weights_of(attend, q, k, **mask.keywords, scale=scale, **own)
             return F.dropout(A, dropout_p) @ v.to(A.dtype)
         return form(q, k, v, mask, scale, **own)
@@ -171,9 +178,11 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
 def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
     """Return the common arguments, and those that `form` has of its own."""
     common = inspect.signature(attend, follow_wrapped=False).parameters.values()
-    own = [p for p in inspect.signature(form).parameters.values() if p.kind == p.KEYWORD_ONLY]
-    rest = [p for p in inspect.signature(form).parameters.values() if p.kind == p.VAR_KEYWORD]
     shared = [p for p in common if p.kind != p.VAR_KEYWORD]
+    taken = {p.name for p in shared}
+    given = [p for p in inspect.signature(form).parameters.values() if p.name not in taken]
+    own = [p for p in given if p.kind == p.KEYWORD_ONLY]
+    rest = [p for p in given if p.kind == p.VAR_KEYWORD]
     return inspect.Signature([*shared, *own, *rest], return_annotation="Tensor")
 
 

@@ -101,6 +101,7 @@ class MultiheadAttention(nn.Module):
     shown: tuple[str, ...] = ("num_heads", "kv_heads")  # attributes that `extra_repr` tells
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
+    weighs = True  # whether there are attention weights to return: what it computes is A V
     mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
 
     def __init_subclass__(cls) -> None:
@@ -234,6 +235,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as `forward` says, and know which queries are padding where that is known."""
         query, key, value = given
+        need_weights = need_weights and self.weighs
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         self.check(query, key, value, **masks, is_causal=is_causal, need_weights=need_weights)
         mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
@@ -275,7 +277,8 @@ class MultiheadAttention(nn.Module):
         queries, keys, values = ([len(row) for row in x.unbind()] for x in given)
         if values != keys:
             raise ValueError("value has other lengths than key; expected one value for each key")
-        q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in given)
+        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in given}
+        q, k, v = (padded[id(x)] for x in given)  # self-attention stays so
         output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *how)
         rows = [x[:length] for x, length in zip(output, queries, strict=True)]
         if given[0].layout == torch.jagged:

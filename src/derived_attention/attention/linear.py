@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,10 +106,18 @@ def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Te
 
 
 def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k.
+    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
+    return causal_sums(pair, q, k, v, with_ones, ratio).to(q.dtype)
 
-    Walks over the positions in segments, and carries Σ φ(k_j) [v_j, 1]ᵀ from one to the next: a
-    feature of a token may depend on no other token.
+
+def causal_sums(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None
+) -> Tensor:
+    """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
+
+    Walks over the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next: a feature
+    of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
+    is kept of its sums, while they are in the cache.
     """
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
@@ -123,9 +132,9 @@ def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
         phi_q, phi_k = pair(q_s, k_s)
         with full_precision(q.device):
-            sums, state = _causal_segment(phi_q, phi_k, with_ones(v_s, phi_k.dtype), state)
-            outputs.append(ratio(sums))
-    return torch.cat(outputs, -2).to(q.dtype)
+            sums, state = _causal_segment(phi_q, phi_k, begin(v_s, phi_k.dtype), state)
+            outputs.append(sums if end is None else end(sums))
+    return torch.cat(outputs, -2)
 
 
 def segment_length(x: Tensor) -> int:
@@ -196,10 +205,11 @@ def features(
     """φ(scale · q) and φ(k) in float32 at least, checked."""
     check_callable("feature_map", feature_map, FEATURE_MAP)
     scaled = q if scale is None else scale * q
-    return _features(feature_map, scaled), _features(feature_map, k)
+    return apply_feature_map(feature_map, scaled), apply_feature_map(feature_map, k)
 
 
-def _features(feature_map: FeatureMap, x: Tensor) -> Tensor:
+def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
+    """φ(x) in float32 at least, checked."""
     phi = feature_map(x)
     if not isinstance(phi, Tensor) or phi.dtype not in FLOATING:
         kind = f"dtype {phi.dtype}" if isinstance(phi, Tensor) else f"type {type(phi).__name__}"

@@ -73,6 +73,14 @@ def packed_queries(N: int, H: int, D: int) -> dict[str, Any]:
     return {"packed": torch.randn(min(128, 1 + N // 4), D, generator=generator)}
 
 
+def primal_weights(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return weights for 30 directions, or D if that is less, and ten rows of f for each."""
+    s, draw = min(30, D), torch.Generator().manual_seed(0)
+    n = min(10 * s, max(1, N // 2))
+    W_e, W_r = torch.randn(2, n, s, generator=draw) / math.sqrt(n)
+    return {"W_e": W_e, "W_r": W_r, "W_o": torch.randn(D, 2 * s, generator=draw) / math.sqrt(2 * s)}
+
+
 def near_root(N: int) -> int:
     """Largest power of two up to √N, the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
@@ -104,6 +112,7 @@ class Entry:
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
     linear: bool = False  # its time grows linearly with N
+    weights: bool = True  # it is A V, so that there are weights; else v has D features, as q
     averages: bool = True  # its weights sum to 1 over the keys, for any parameters
     # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
     # SDPA's time, "full" and "causal" (forward, N = 4096, float32, one thread of a CPU); the
@@ -374,6 +383,24 @@ MECHANISMS: dict[str, Entry] = {
         heads=2,
         goals={"causal": 0.15},
     ),
+    "primal": Entry(
+        "Primal-Attention",
+        "#e6001e",
+        12,
+        "primal.primal_attention",
+        layer="primal.PrimalAttention",
+        options=primal_weights,
+        layer_options=lambda N, H, D: {
+            "directions": min(30, D),
+            "landmarks": min(10 * min(30, D), max(1, N // 2)),
+        },
+        sample="30 directions",
+        square=True,
+        linear=True,
+        weights=False,
+        averages=False,
+        goals={"full": 0.05},
+    ),
 }
 
 # What else can be imported from `derived_attention`, by module.
@@ -389,6 +416,7 @@ _OTHERS = {
     "mra": ("mra_attention_weights",),
     "multiresolution": ("multiresolution_layer",),
     "pooling": ("ConvolutionPooling",),
+    "primal": ("cosine_feature_map", "ksvd_objective", "ksvd_objectives", "primal_scores"),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),
     "sparse": ("fixed_mask", "strided_mask", "window_mask"),

@@ -1,0 +1,533 @@
+"""Primal-Attention: projection scores in the place of attention weights (chapters 11 and 12).
+
+The equations of this module are those of [Chen2023], for queries q_i, keys k_j, a feature map g and
+F = f(X), n rows of the sequence X (or its sketch), with W_e, W_r (n, s) and W_o (Dv, 2s) ::
+
+    e(x_i) = (Fᵀ W_e)ᵀ g(q_i),    r(x_j) = (Fᵀ W_r)ᵀ g(k_j),    o_i = W_o [e(x_i); r(x_i)]
+    J = ½ Σ_i e_iᵀ Λ e_i + ½ Σ_j r_jᵀ Λ r_j − tr(W_eᵀ W_r)
+
+No matrix of queries and keys is formed: (Fᵀ W_e) is (D, s). Read the other way round, e(x_i) is
+Σ_m (x_m · g(q_i)) w_m, linear attention over the n rows of F, whose values w_m are parameters.
+That is how the formula is written here as a reference, and how the causal form is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from derived_attention.attention.checks import (
+    FLOATING,
+    Mechanism,
+    check_count,
+    check_flag,
+    check_mask,
+    check_qkv,
+    same_tokens,
+)
+from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
+from derived_attention.attention.linear import (
+    FeatureMap,
+    apply_feature_map,
+    causal_sums,
+    features,
+    wide,
+)
+from derived_attention.attention.masks import Mask
+from derived_attention.attention.scaled import check_no_bias
+
+ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
+SAMPLINGS = ("even", "random")
+
+
+def cosine_feature_map(x: Tensor) -> Tensor:
+    """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.masked_fill(norm == 0, math.inf)
+
+
+# --- the scores -----------------------------------------------------------------------------------
+
+
+def primal_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    W_e: Tensor,
+    W_r: Tensor,
+    scale: float | None = None,
+    data_dependent: bool = True,
+    feature_map: FeatureMap = cosine_feature_map,
+    sampling: str = "even",
+    sketch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the scores e (..., N, s) of queries and r (..., M, s) of keys, eq. 5 of [Chen2023].
+
+    Arguments and errors are those of `primal_attention`. r is zero where a key may not be attended.
+    Scores are in float32 at least.
+    """
+    check_qkv(q, k, v)
+    check_mask(attn_mask, q, k, is_causal)
+    how = (data_dependent, feature_map, sampling, sketch)
+    return _scores(q, k, v, Mask(attn_mask, is_causal), scale, W_e, W_r, *how)[:2]
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    W_e: Tensor,
+    W_r: Tensor,
+    data_dependent: bool = True,
+    feature_map: FeatureMap = cosine_feature_map,
+    sampling: str = "even",
+    sketch: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return e, r, and which of the first rows (..., n') of the weights took part; None for all."""
+    _check(q, mask, W_e, W_r, data_dependent, sampling, sketch)
+    W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
+    used = None
+    if data_dependent and mask.is_causal:
+        run = functools.partial(_causal_scores, feature_map, v, sketch)
+        e, r = run(q, W_e, scale), run(k, W_r, None)  # (..., N, s), (..., M, s)
+        used = (
+            None
+            if sketch is not None
+            else torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
+        )
+    else:
+        if mask.is_causal:
+            q, k = running_mean(q), running_mean(k)
+        phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, p), (..., M, p)
+        _check_width(phi_q, v.shape[-1] if data_dependent else W_e.shape[-2], data_dependent)
+        with full_precision(q.device):
+            if data_dependent:
+                rows, used = landmarks(v.to(phi_q.dtype), W_e.shape[-2], mask, sampling, sketch)
+                n = rows.shape[-2]
+                W_e, W_r = (rows.mT @ W[..., :n, :] for W in (W_e, W_r))  # (..., p, s)
+            e, r = phi_q @ W_e, phi_k @ W_r
+    return *_masked(e, r, mask), used
+
+
+def _masked(e: Tensor, r: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Set r to zero where a key is not there, and e where there is none at all."""
+    there = mask.present(r.shape[-2])
+    if there is not None:
+        return e * there.any(-1)[..., None, None], r * there.unsqueeze(-1)
+    return (e if r.shape[-2] else 0 * e), r
+
+
+def _causal_scores(
+    feature_map: FeatureMap, x: Tensor, sketch: Tensor | None, q: Tensor, W: Tensor, scale: Any
+) -> Tensor:
+    """Σ_{j ≤ i} (x_j · g(q_i)) u_j, where token j has row j mod n of W as its value u_j.
+
+    Where there are more tokens than rows, those of a row are averaged: i // n + 1 of them.
+    """
+    n, M = W.shape[-2], x.shape[-2]
+    steps = torch.arange(M, device=x.device)
+    U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
+
+    def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
+        phi = apply_feature_map(feature_map, q_s if scale is None else scale * q_s)
+        _check_width(phi, x.shape[-1], True)
+        return phi, x_s.to(phi.dtype)
+
+    sums = causal_sums(pair, q, x, U)
+    if sketch is not None:
+        return sums
+    last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
+    return sums / (last // n + 1).unsqueeze(-1)
+
+
+def running_mean(x: Tensor) -> Tensor:
+    """Mean of the tokens j ≤ i of x (..., N, D), for each i: the causal step of Listing 1."""
+    counts = torch.arange(1, x.shape[-2] + 1, dtype=wide(x), device=x.device)
+    return x.to(counts.dtype).cumsum(-2) / counts.unsqueeze(-1)
+
+
+def landmarks(
+    x: Tensor, n: int, mask: Mask, sampling: str = "even", sketch: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return f(x), at most n rows of x (..., M, p), and which of them there are: (..., n').
+
+    Of the c tokens that are there min(n, c) are taken, in their order, so that row m of the weights
+    belongs to the m-th of them; other rows are zeros. A `sketch` S gives S x, and None: all rows.
+    """
+    M, there = x.shape[-2], mask.present(x.shape[-2])
+    if sketch is not None:
+        x = x if there is None else x * there.unsqueeze(-1)
+        return sketch[..., :M].to(x.dtype) @ x, None
+    n = min(n, M)
+    place = torch.arange(n, device=x.device)
+    if there is None:
+        if sampling == "random":
+            return x[
+                ..., torch.rand(M, device=x.device).topk(n).indices.sort().values, :
+            ], place >= 0
+        return x[..., place * (M - 1) // max(n - 1, 1), :] if n < M else x, place >= 0
+    count = there.sum(-1, keepdim=True)  # (..., 1)
+    used = place < count  # (..., n)
+    if sampling == "random":
+        drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
+        late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
+        chosen = late.sort(-1).values % max(M, 1)
+    else:
+        order = there.logical_not().to(torch.uint8).sort(stable=True, dim=-1).indices
+        last = (count - 1).clamp(min=0)
+        gaps = (count.clamp(max=n) - 1).clamp(min=1)
+        chosen = order.gather(-1, (place * last // gaps).minimum(last))
+    chosen = chosen.unsqueeze(-1).expand(*x.shape[:-2], n, x.shape[-1])
+    return x.gather(-2, chosen) * used.unsqueeze(-1), used
+
+
+# --- the mechanism --------------------------------------------------------------------------------
+
+
+@mechanism(per_key=True, drops=True)
+def primal_attention_reference(
+    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
+    sampling="even", sketch=None, cross=False, dropout_p=0.0,
+) -> Tensor:  # fmt: skip
+    """O = [A U_e; B U_r] W_oᵀ, with A = g(Q) Vᵀ, B = g(K) Vᵀ and U = Sᵀ W, where f(V) = S V."""
+    _check(q, mask, W_e, W_r, data_dependent, sampling, sketch)
+    M, n = k.shape[-2], W_e.shape[-2]
+    if mask.is_causal and not data_dependent:
+        q, k = running_mean(q), running_mean(k)
+    scores: list[Tensor] = []
+    for x, W in zip(features(feature_map, q, k, scale), (W_e, W_r), strict=True):
+        W = W.to(x.dtype)
+        A = x @ v.to(x.dtype).mT if data_dependent else x  # (..., N, M)
+        if data_dependent and mask.is_causal:
+            i = torch.arange(x.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
+            A = A.tril() / ((i // n + 1)[:, None] if sketch is None else 1)
+            S = F.one_hot(torch.arange(M, device=q.device) % n, n).mT if sketch is None else sketch
+            W = S[..., :M].to(x.dtype).mT @ W  # (..., M, s)
+        elif data_dependent:
+            identity = torch.eye(M, dtype=x.dtype, device=q.device).expand(*v.shape[:-1], M)
+            S = landmarks(identity, n, mask, sampling, sketch)[0]  # (..., n', M)
+            W = S.mT @ W[..., : S.shape[-2], :]
+        scores.append(A @ W)
+    e, r = _masked(scores[0], scores[1], mask)
+    return _join(e, r, mask, W_o, cross, dropout_p).to(q.dtype)
+
+
+@mechanism(per_key=True, drops=True)
+def primal_attention(
+    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
+    sampling="even", sketch=None, cross=False, dropout_p=0.0, kept=None,
+) -> Tensor:  # fmt: skip
+    """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
+
+    O((N + M) p s + n p s) operations, and no matrix of queries and keys. There are no attention
+    weights: v is not averaged, it is what the projection depends on.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and the sequence that f reads,
+        ``(..., H, M, p)``, with p the number of features. M = N unless `cross`.
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key is there. Floating: 0 or -inf. A key that is not there is in no row of
+        f(V), and its score r is 0.
+    dropout_p : float
+        Probability of dropping a score: they stand in the place of weights.
+    is_causal : bool
+        Position i depends on positions j ≤ i only. Data-dependent: f is a sum over these, token j
+        in row j mod n, divided by i // n + 1; while i < n that is all of them, each in a row of its
+        own. Not data-dependent: q and k become running means before g, as in Listing 1.
+    scale : float, optional
+        Finite and positive; multiplies q before g. Without influence where g is the cosine map.
+    W_e, W_r : Tensor
+        ``(n, s)`` or ``(H, n, s)``: n rows for each of s directions; ``(p, s)`` or ``(H, p, s)`` if
+        not `data_dependent`. Only the first M rows are used of a sequence shorter than n.
+    W_o : Tensor
+        ``(Dv, 2 s)`` or ``(H, Dv, 2 s)``: what is made of the scores.
+    data_dependent : bool
+        Whether the projection weights are f(V)ᵀ W_e and f(V)ᵀ W_r, or W_e and W_r.
+    feature_map : callable
+        g, from ``(..., D)`` to ``(..., p)``, each token on its own.
+    sampling : str
+        Which n of more than n tokens are the rows of f(V): ``"even"``, evenly spaced, or
+        ``"random"``, drawn without replacement at each call, in their order. Causal: see there.
+    sketch : Tensor, optional
+        S ``(n, L)``, or ``(H, n, L)``, with L ≥ M: f(V) = S V instead, as a Gaussian sketch.
+    cross : bool
+        Whether queries and keys belong to different sequences. Then r, which belongs to keys, comes
+        to every query as its mean over the keys that are there; if causal, over those j ≤ i.
+    kept : list, optional
+        e, r and which rows of the weights took part (None for all) are appended to it.
+    """
+    how = (W_e, W_r, data_dependent, feature_map, sampling, sketch)
+    e, r, used = _scores(q, k, v, mask, scale, *how)
+    if kept is not None:
+        kept.append((e, r, used))
+    return _join(e, r, mask, W_o, cross, dropout_p).to(q.dtype)
+
+
+def _join(e: Tensor, r: Tensor, mask: Mask, W_o: Tensor, cross: bool, dropout_p: float) -> Tensor:
+    """W_o [e; r], with the scores r of keys brought to the queries."""
+    check_flag("cross", cross)
+    N, M, s = e.shape[-2], r.shape[-2], e.shape[-1]
+    _check_weights("W_o", W_o, e, 2 * s)
+    if not cross and N != M:
+        raise ValueError(
+            f"k has shape (..., {M}, D); expected as many keys as queries, {N}, unless cross=True"
+        )
+    if cross and mask.is_causal and M:
+        r = running_mean(r)[..., torch.arange(N, device=r.device).clamp(max=M - 1), :]
+    elif cross:
+        there = mask.present(M)
+        count = max(M, 1) if there is None else there.sum(-1)[..., None, None].clamp(min=1)
+        r = (r.sum(-2, keepdim=True) / count).expand(*e.shape[:-1], s)
+    with full_precision(e.device):
+        return F.dropout(torch.cat([e, r], -1), dropout_p) @ W_o.to(e.dtype).mT
+
+
+def _check(
+    q: Tensor,
+    mask: Mask,
+    W_e: Tensor,
+    W_r: Tensor,
+    data_dependent: bool,
+    sampling: str,
+    sketch: Tensor | None,
+) -> None:
+    check_flag("data_dependent", data_dependent)
+    _check_weights("W_e", W_e, q)
+    _check_weights("W_r", W_r, q)
+    if W_r.shape[-2:] != W_e.shape[-2:]:
+        found = f"W_r has shape {tuple(W_r.shape)}"
+        raise ValueError(f"{found}; expected the rows and directions of W_e, {tuple(W_e.shape)}")
+    if sampling not in SAMPLINGS:
+        raise ValueError(f"sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
+    if mask.given is not None:
+        check_no_bias("attn_mask", mask.given)
+    if sketch is not None:
+        _check_weights("sketch", sketch, q)
+        if sketch.shape[-2] != W_e.shape[-2]:
+            found = f"sketch has shape {tuple(sketch.shape)}"
+            raise ValueError(f"{found}; expected (n, L) with the n = {W_e.shape[-2]} rows of W_e")
+
+
+def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
+    """Check for a floating (rows, columns) or (H, rows, columns), not empty, where q is."""
+    if not isinstance(W, Tensor) or W.dtype not in FLOATING:
+        kind = f"dtype {W.dtype}" if isinstance(W, Tensor) else f"type {type(W).__name__}"
+        raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
+    if W.device != q.device:
+        raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    wanted = W.dim() == 2 or (W.dim() == 3 and len(W) == heads)
+    if not wanted or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
+        size = columns or "s"
+        expected = f"(rows, {size}), or ({heads}, rows, {size})"
+        raise ValueError(
+            f"{name} has shape {tuple(W.shape)}; expected {expected}, for {heads} heads"
+        )
+
+
+def _check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
+    if phi.shape[-1] != p:
+        where = "v has features" if data_dependent else "W_e has rows"
+        raise ValueError(
+            f"feature_map makes {phi.shape[-1]} features; expected {p}, as many as {where}"
+        )
+
+
+# --- what the loss of the paper measures ----------------------------------------------------------
+
+
+def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tensor) -> Tensor:
+    """J = ½ Σ_i e_iᵀ Λ e_i + ½ Σ_j r_jᵀ Λ r_j − tr(W_eᵀ W_r), eq. 1 of [Chen2023].
+
+    It is a quadratic form in (W_e, W_r), so it is 0 wherever its gradient is; that it is 0 says
+    little else (chapter 11).
+
+    Parameters
+    ----------
+    e, r : Tensor
+        Scores ``(..., N, s)`` and ``(..., M, s)``, as of `primal_scores`.
+    W_e, W_r : Tensor
+        ``(..., n, s)``.
+    Lambda : Tensor
+        The diagonal of Λ, ``(..., s)``; positive in the paper.
+
+    Returns
+    -------
+    Tensor
+        ``(...,)``.
+    """
+    energy = (e.square().sum(-2) + r.square().sum(-2)) * Lambda / 2  # (..., s)
+    return (energy - (W_e * W_r).sum(-2)).sum(-1)
+
+
+_objectives: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar(
+    "ksvd_objectives", default=None
+)
+
+
+@contextlib.contextmanager
+def ksvd_objectives() -> Iterator[list[Tensor]]:
+    """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs inside, in their order.
+
+    J is `ksvd_objective` with means over the tokens that are there in the place of sums, so that Λ
+    does not depend on the length, and with those rows of the weights that took part.
+
+    Examples
+    --------
+    >>> with ksvd_objectives() as found:
+    ...     output = model(x)
+    >>> loss = loss + eta * sum(J.square().mean() for J in found)  # doctest: +SKIP
+    """
+    found: list[Tensor] = []
+    token = _objectives.set(found)
+    try:
+        yield found
+    finally:
+        _objectives.reset(token)
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+class PrimalAttention(MultiheadAttention):
+    """Primal-Attention in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    What f reads are the values, ``X W_Vᵀ``: with the identity for W_V they are the sequence itself,
+    as in the paper. It adds the parameters ``W_e`` and ``W_r`` (H, n, s), which start with
+    orthonormal directions in each head, and ``W_o`` (H, D, 2 s).
+
+    It has no attention weights: what `need_weights` asks for is None. `dropout` drops scores. Where
+    `query` and `key` are not one tensor it is cross-attention, as in `primal_attention`.
+
+    Parameters
+    ----------
+    directions : int, optional
+        s; half of D, rounded up, where left out. No more than min(n, D) are independent.
+    landmarks : int, optional
+        n, rows of f(X); 10 s where left out.
+    data_dependent, feature_map
+        As in `primal_attention`; a module's parameters become the layer's.
+    sampling : str
+        ``"even"``; ``"random"``, drawn anew in training, and even in evaluation; or ``"gaussian"``,
+        a random sketch that is drawn when the layer is made, and saved with it.
+    length : int, optional
+        The longest sequence that a Gaussian sketch takes; needed with it, and only with it.
+    regularised : bool
+        Whether it has the parameter ``log_Lambda`` (H, s) as well, and hands its objective J to
+        `ksvd_objectives`, so that `derived_attention.training.Regularised` can add it to a loss.
+    """
+
+    shown = ("directions", "landmarks", "data_dependent", "sampling")
+    weighs = False
+    sketch: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        directions: int | None = None,
+        landmarks: int | None = None,
+        data_dependent: bool = True,
+        feature_map: FeatureMap = cosine_feature_map,
+        sampling: str = "even",
+        length: int | None = None,
+        regularised: bool = False,
+        attention: Mechanism = primal_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        H, D, like = self.num_heads, self.head_dim, self.out_proj.weight
+        s = -(-D // 2) if directions is None else check_count("directions", directions, 1)
+        n = ROWS * s if landmarks is None else check_count("landmarks", landmarks, 1)
+        check_flag("data_dependent", data_dependent)
+        if sampling not in (*SAMPLINGS, "gaussian"):
+            expected = ", ".join((*SAMPLINGS, "gaussian"))
+            raise ValueError(f"sampling is {sampling!r}; expected one of {expected}")
+        if (length is None) == (sampling == "gaussian"):
+            expected = "the longest sequence's" if length is None else "None"
+            raise ValueError(f"length is {length} with {sampling} sampling; expected {expected}")
+        self.directions, self.landmarks, self.sampling = s, n, sampling
+        self.data_dependent, self.feature_map = data_dependent, feature_map
+        p = apply_feature_map(feature_map, torch.ones(1, D)).shape[-1]
+        if data_dependent:
+            _check_width(torch.ones(1, p), D, True)
+        rows = n if data_dependent else p
+        self.W_e, self.W_r = (nn.Parameter(orthogonal_directions(H, rows, s, like)) for _ in "er")
+        self.W_o = nn.Parameter(like.new_empty(H, D, 2 * s))
+        for W in self.W_o:
+            nn.init.xavier_uniform_(W)
+        check_flag("regularised", regularised)
+        self.log_Lambda = nn.Parameter(like.new_zeros(H, s)) if regularised else None
+        S = None if length is None else like.new_empty(n, check_count("length", length, 1))
+        self.register_buffer("sketch", S if S is None else S.normal_(std=n**-0.5))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
+        """Say whether r belongs to the queries, or to another sequence."""
+        cross = not same_tokens(query, key)
+        yield Group(slice(None), key, value, mask, functools.partial(self.attention, cross=cross))
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Hand on the weights of these heads."""
+        W_e, W_r, W_o = (pick(W, heads, at=0) for W in (self.W_e, self.W_r, self.W_o))
+        own: dict[str, Any] = {"W_e": W_e, "W_r": W_r, "W_o": W_o}
+        if self.data_dependent:
+            random = self.training and self.sampling == "random"
+            own |= {"sampling": "random" if random else "even", "sketch": self.sketch}
+        how = {"data_dependent": self.data_dependent, "feature_map": self.feature_map}
+        return functools.partial(base, **own, **how)
+
+    def _attend(
+        self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool
+    ) -> tuple[Tensor, None]:
+        """Return H; hand J to who collects it."""
+        found, Lambda = _objectives.get(), self.log_Lambda
+        drop: dict[str, Any] = {"dropout_p": self.dropout} if self.training else {}
+        if found is None or Lambda is None:
+            return run(q, k, v, **mask.keywords, **drop), None
+        kept: list[tuple] = []
+        H = run(q, k, v, **mask.keywords, **drop, kept=kept)
+        found.append(self._objective(kept[0], mask, Lambda.exp()))
+        return H, None
+
+    def _objective(self, kept: tuple, mask: Mask, Lambda: Tensor) -> Tensor:
+        """J (B, H), as `ksvd_objectives` says."""
+        e, r, used = kept
+        W_e: Tensor = self.W_e
+        W_r: Tensor = self.W_r
+        if used is not None:
+            W_e, W_r = (W[:, : used.shape[-1]] * used.unsqueeze(-1) for W in (W_e, W_r))
+        return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)
+
+
+def _shared(scores: Tensor, there: Tensor | None) -> Tensor:
+    """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over those there."""
+    if there is None:
+        return scores / math.sqrt(max(scores.shape[-2], 1))
+    return scores * (there / there.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
+
+
+def orthogonal_directions(H: int, n: int, s: int, like: Tensor) -> Tensor:
+    """Return (H, n, s) with orthonormal columns in each head, or rows where n < s.
+
+    ``nn.init.orthogonal_`` of all heads at once, as in Listing 1, would make heads orthogonal.
+    """
+    W = like.new_empty(H, n, s)
+    for head in W:
+        nn.init.orthogonal_(head)
+    return W
