@@ -98,7 +98,7 @@ def _scores(
     sketch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return e, r, and which of the first rows (..., n') of the weights took part; None for all."""
-    _check(q, mask, W_e, W_r, data_dependent, sampling, sketch)
+    _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
     W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
     used = None
     if data_dependent and mask.is_causal:
@@ -204,7 +204,7 @@ def primal_attention_reference(
     sampling="even", sketch=None, cross=False, dropout_p=0.0,
 ) -> Tensor:  # fmt: skip
     """O = [A U_e; B U_r] W_oᵀ, with A = g(Q) Vᵀ, B = g(K) Vᵀ and U = Sᵀ W, where f(V) = S V."""
-    _check(q, mask, W_e, W_r, data_dependent, sampling, sketch)
+    _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
     M, n = k.shape[-2], W_e.shape[-2]
     if mask.is_causal and not data_dependent:
         q, k = running_mean(q), running_mean(k)
@@ -301,6 +301,7 @@ def _join(e: Tensor, r: Tensor, mask: Mask, W_o: Tensor, cross: bool, dropout_p:
 
 def _check(
     q: Tensor,
+    M: int,
     mask: Mask,
     W_e: Tensor,
     W_r: Tensor,
@@ -320,9 +321,9 @@ def _check(
         check_no_bias("attn_mask", mask.given)
     if sketch is not None:
         _check_weights("sketch", sketch, q)
-        if sketch.shape[-2] != W_e.shape[-2]:
-            found = f"sketch has shape {tuple(sketch.shape)}"
-            raise ValueError(f"{found}; expected (n, L) with the n = {W_e.shape[-2]} rows of W_e")
+        found, n = f"sketch has shape {tuple(sketch.shape)}", W_e.shape[-2]
+        if sketch.shape[-2] != n or sketch.shape[-1] < M:
+            raise ValueError(f"{found}; expected {n} rows, as W_e, and columns for {M} tokens")
 
 
 def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
@@ -496,7 +497,8 @@ class PrimalAttention(MultiheadAttention):
         self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool
     ) -> tuple[Tensor, None]:
         """Return H; hand J to who collects it."""
-        found, Lambda = _objectives.get(), self.log_Lambda
+        Lambda = self.log_Lambda
+        found = None if Lambda is None else _objectives.get()
         drop: dict[str, Any] = {"dropout_p": self.dropout} if self.training else {}
         if found is None or Lambda is None:
             return run(q, k, v, **mask.keywords, **drop), None
@@ -519,7 +521,8 @@ def _shared(scores: Tensor, there: Tensor | None) -> Tensor:
     """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over those there."""
     if there is None:
         return scores / math.sqrt(max(scores.shape[-2], 1))
-    return scores * (there / there.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
+    here = there.to(scores.dtype)
+    return scores * (here / here.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
 
 
 def orthogonal_directions(H: int, n: int, s: int, like: Tensor) -> Tensor:
