@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.control import Trajectories, action_loss, rollout
+from derived_attention.data.control import load_control
 from derived_attention.data.images import load_images
 from derived_attention.data.listops import SHORT, make_listops
 from derived_attention.data.series import SeriesSplit, load_series
@@ -30,6 +32,7 @@ from derived_attention.measure import count_flops
 from derived_attention.models import (
     ByteLM,
     Config,
+    DecisionTransformer,
     SeriesClassifier,
     TableTransformer,
     TokenClassifier,
@@ -287,6 +290,66 @@ def translation(
         "chrf": corpus_chrf(written, [english]).score,
     }
     return scores | evaluate(model, Sentences(data.test, vocabulary), token_loss) | cost
+
+
+def control(
+    config: Config,
+    name: str,
+    quality: str,
+    *,
+    seed: int = 0,
+    transitions: int = 20_000,
+    length: int = 10,
+    steps: int = 500,
+    batch_size: int = 64,
+    lr: float = 2e-3,
+    conditioned: bool = True,
+    episodes: int = 20,
+    device: Device = None,
+) -> Numbers:
+    """Train a `DecisionTransformer` on episodes of others, then ask it for the expert's return.
+
+    ``"return"`` is the mean of the episodes that it plays, ``"score"`` the same in per cent, from a
+    random policy to the expert. ``"loss"`` is that of test episodes. ``"data"`` and ``"best"`` are
+    the mean and the highest score of the episodes that it has learned from.
+
+    Parameters
+    ----------
+    config : Config
+    name, quality, transitions
+        As in `derived_attention.data.control.load_control`; the data do not depend on the seed.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights, and of
+        the starts of the episodes that are played.
+    length, steps, batch_size
+        As in `derived_attention.control.Trajectories`.
+    conditioned : bool
+        As in `DecisionTransformer`: False is behaviour cloning.
+    episodes : int
+        How many to play.
+    """
+    data = load_control(name, quality, transitions)
+    seed_everything(seed)
+    model = DecisionTransformer(
+        data.states,
+        data.actions,
+        data.discrete,
+        length,
+        config,
+        horizon=data.horizon,
+        scale=data.scale,
+        conditioned=conditioned,
+    )
+    window = next(iter(Trajectories(data.train, length, 1)))
+    cost = attention_cost(model, *window[:4])
+    train = Trajectories(data.train, length, batch_size, steps)
+    fit(model, train, action_loss, epochs=1, lr=lr, seed=seed, device=device)
+    returns, totals = rollout(model, data, episodes=episodes, seed=seed), data.train.totals
+    value = sum(returns) / episodes
+    scores = {"return": value, "score": data.score(value)}
+    of_data = {"data": data.score(float(totals.mean())), "best": data.score(float(totals.max()))}
+    loss = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
+    return scores | {"loss": loss} | of_data | cost
 
 
 def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
