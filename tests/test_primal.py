@@ -6,13 +6,16 @@ import copy
 import functools
 import math
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_forms_agree
-from helpers import B, H, assert_all_close, assert_learns, boolean, tensors
+from helpers import B, H, assert_all_close, assert_learns, boolean
 from kinds import KINDS, classifier, translator, writer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from derived_attention.attention.layer import ALL, KEY, QUERY, VALUE
 from derived_attention.attention.linear import elu_feature_map
@@ -25,6 +28,7 @@ from derived_attention.attention.primal import (
     landmarks,
     orthogonal_directions,
     primal_attention,
+    primal_attention_reference,
     primal_scores,
 )
 from derived_attention.language import byte_loss
@@ -63,6 +67,15 @@ def layer_of(**own):
 
 def output(layer, x, *args, **options):
     return layer(x, x, x, *args, need_weights=False, **options)[0]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return output(self.layer, x)
 
 
 # --- Algorithm 1, token by token ------------------------------------------------------------------
@@ -200,8 +213,9 @@ def test_causal_rows_hold_the_past_folded(n):
 
 
 def test_a_longer_sequence_changes_no_past():
-    for own in ({}, {"data_dependent": False}, {"sampling": "gaussian", "length": 40}):
-        layer, x = layer_of(landmarks=5, **own).eval(), x_of(B, 40, E)
+    sketched = {"landmarks": 5, "sampling": "gaussian", "length": 40}
+    for own in ({"landmarks": 5}, {"data_dependent": False}, sketched):
+        layer, x = layer_of(**own).eval(), x_of(B, 40, E)
         short = output(layer, x[:, :17], is_causal=True)
         assert_all_close([output(layer, x, is_causal=True)[:, :17]], [short], 1e-12, str(own))
 
@@ -247,6 +261,7 @@ def test_directions_are_orthonormal_in_each_head():
     assert_all_close([W.mT @ W], [torch.eye(4).double().expand(3, 4, 4)], 1e-12)
     W = orthogonal_directions(3, 2, 4, torch.empty(0, dtype=torch.float64))
     assert_all_close([W @ W.mT], [torch.eye(2).double().expand(3, 2, 2)], 1e-12)
+    assert orthogonal_directions(3, 20, 4, torch.empty(0).bfloat16()).dtype == torch.bfloat16
     layer = PrimalAttention(E, H)
     assert layer.W_e.shape == (H, 20, 2) and layer.W_o.shape == (H, 4, 4)
     assert PrimalAttention(E, H, data_dependent=False).W_r.shape == (H, 4, 2)
@@ -265,15 +280,17 @@ KINDS_OF_LAYER = [
 
 @pytest.mark.parametrize("own", KINDS_OF_LAYER, ids=str)
 def test_every_kind_of_layer_learns_and_is_copied(own):
-    layer, x = layer_of(landmarks=4, **own), x_of(B, 21, E)
+    own = {"landmarks": 4} | own if own.get("data_dependent", True) else own
+    layer, x = layer_of(**own), x_of(B, 21, E)
     assert_learns(layer, x, str(own))
     layer.eval()
     out = output(layer, x)
     for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(output(same, x), out)
-    other = PrimalAttention(E, H, directions=2, landmarks=4, dtype=torch.float64, **own).eval()
+    other = PrimalAttention(E, H, directions=2, dtype=torch.float64, **own).eval()
     other.load_state_dict(layer.state_dict())
     assert torch.equal(output(other, x), out)
+    torch.compiler.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert_all_close([output(compiled, x)], [out], 1e-12)
 
@@ -287,6 +304,41 @@ def test_rows_and_dropout_are_random_in_training_only():
         assert torch.equal(output(layer, x), output(layer_of(landmarks=4).eval(), x))
 
 
+def test_a_feature_map_may_have_parameters_where_the_layer_has_them():
+    for where in ({"dtype": torch.float64}, {"device": "meta"}):
+        layer = PrimalAttention(E, H, feature_map=nn.Linear(4, 4, **where), **where)
+        x = torch.ones(B, 9, E, **where)
+        assert output(layer, x).shape == x.shape
+        assert "feature_map.weight" in dict(layer.named_parameters())
+
+
+def test_sums_stay_in_float32_under_autocast():
+    (q, k, v), own = (tuple(x.float() for x in inputs())), weights(4)
+    own = {key: W.float() for key, W in own.items()}
+    for more in ({}, {"sketch": x_of(4, 10).float()}):
+        for causal in (False, True):
+            run = functools.partial(primal_attention, q, k, v, is_causal=causal, **own, **more)
+            with torch.autocast("cpu", torch.bfloat16):
+                low = run()
+            assert_all_close([low], [run()], 1e-6, f"{list(more)}, {causal}")
+
+
+def test_the_formula_keeps_the_dtype_of_its_queries():
+    q, k, v = (x.half() for x in inputs())
+    how = {"is_causal": True, "data_dependent": False, **weights(D)}
+    for form in (primal_attention, primal_attention_reference):
+        assert form(q, k, v, **how).dtype == torch.float16
+
+
+def test_the_layer_is_exported_for_any_length():
+    layer = layer_of(landmarks=99, regularised=True).eval()
+    lengths = {1: torch.export.Dim("T", min=8, max=64)}
+    model = nn.Sequential(SelfAttention(layer))
+    program = torch.export.export(model, (x_of(B, 12, E),), dynamic_shapes=[lengths])
+    x = x_of(B, 30, E)
+    assert_all_close([program.module()(x)], [output(layer, x)], 1e-12)
+
+
 def test_dropout_drops_scores():
     (q, k, v), own = inputs(), weights(4)
     e, r = primal_scores(q, k, v, **scores_of(own))
@@ -296,11 +348,25 @@ def test_dropout_drops_scores():
     assert_all_close([primal_attention(q, k, v, dropout_p=0.3, **own)], [expected], 1e-12)
 
 
-def test_zero_queries_have_zero_scores_and_finite_gradients():
-    (q, k, v), own = tensors(*[(1, H, 6, D)] * 3), weights(4)
-    nothing = torch.zeros_like(q).requires_grad_()
-    e, _ = primal_scores(nothing, k, v, **scores_of(own))
-    assert not e.any() and torch.autograd.grad(e.sum(), nothing)[0].isfinite().all()
+def test_the_cosine_map_takes_vectors_of_any_length():
+    x, nothing = x_of(9, D).clamp(-3, 3), torch.zeros(9, D, requires_grad=True)
+    sizes = {
+        torch.float16: (1e-6, 2e4),
+        torch.bfloat16: (1e-35, 1e35),
+        torch.float32: (1e-35, 1e35),
+    }
+    for dtype, both in sizes.items():
+        for size in both:
+            y = (x * size).to(dtype)
+            expected = F.normalize(y.double() / size, dim=-1)
+            assert_all_close([cosine_feature_map(y).double()], [expected], 1e-6, f"{dtype}, {size}")
+    found = cosine_feature_map(nothing)
+    first = torch.autograd.grad(found.sum() + found.square().sum(), nothing, create_graph=True)[0]
+    second = torch.autograd.grad(first.sum() + first.square().sum(), nothing)[0]
+    assert not any(y.any() for y in (found, first, second))  # and no NaN
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(cosine_feature_map, x)
+    assert torch.autograd.gradgradcheck(cosine_feature_map, x)
 
 
 # --- the objective --------------------------------------------------------------------------------
@@ -332,6 +398,9 @@ def test_layers_hand_out_the_objective_of_what_is_there(landmarks):
         output(layer, x[1:])
         output(layer, x, is_causal=True)
         output(layer_of(), x)  # not regularised
+        other = threading.Thread(target=output, args=(layer, x))
+        other.start()
+        other.join()
     assert [J.shape for J in found] == [(B, H), (1, H), (1, H), (B, H)]
     assert_all_close([found[0]], [torch.cat(found[1:3])], 1e-12)
     q, k, v = (layer.project(part, x[1:], ALL) for part in (QUERY, KEY, VALUE))
@@ -341,6 +410,28 @@ def test_layers_hand_out_the_objective_of_what_is_there(landmarks):
     J = J - (layer.W_e[:, :n] * layer.W_r[:, :n]).sum((-1, -2))
     assert_all_close([found[2]], [J], 1e-12)
     assert torch.autograd.grad(found[0].sum(), layer.log_Lambda)[0].any()
+
+
+def test_the_objective_is_compiled_and_checkpointed():
+    layer, x = layer_of(landmarks=4, regularised=True), x_of(B, 9, E).requires_grad_()
+
+    def objective(run):
+        with ksvd_objectives() as found:
+            total = run(layer, x).square().sum()
+        (J,) = found
+        return J, *torch.autograd.grad(total + J.square().sum(), [x, *layer.parameters()])
+
+    expected = objective(output)
+    torch.compiler.reset()
+    compiled = torch.compile(output, backend="eager", fullgraph=True)
+    assert_all_close(objective(compiled), expected, 1e-12)
+    again = functools.partial(checkpoint, output, use_reentrant=False)
+    assert_all_close(objective(again), expected, 1e-12)
+    loss = lambda layer, x: (checkpoint(output, layer, x, use_reentrant=True).sum(), {})  # noqa: E731
+    with pytest.raises(ValueError, match="ran without gradients.*expected .*use_reentrant=False"):
+        Regularised(loss, 0.1)(layer, x)
+    with torch.no_grad():
+        assert Regularised(loss, 0.1)(layer, x)[1]["ksvd"].value > 0
 
 
 def test_a_loss_that_adds_the_objective():
@@ -419,7 +510,7 @@ BAD = [
     ({"sketch": torch.ones(5, 9)}, ValueError, r"sketch has shape \(5, 9\); expected 4 rows"),
     ({"sketch": torch.ones(4, 9)}, ValueError, r"\(4, 9\); expected .* columns for 10 tokens"),
     ({"cross": 1}, TypeError, "cross is 1; expected True or False"),
-    ({"attn_mask": torch.ones(10)}, ValueError, "attn_mask has numbers other than 0 and -inf"),
+    ({"attn_mask": torch.ones(10)}, ValueError, "other than 0 and -inf; .* there are no weights"),
 ]
 BAD_LAYERS = [
     ({"directions": 0}, ValueError, "directions is 0; expected a whole number, at least 1"),
@@ -427,9 +518,12 @@ BAD_LAYERS = [
     ({"sampling": "none"}, ValueError, "sampling is 'none'; expected one of even, random, gaus"),
     ({"sampling": "gaussian"}, ValueError, "length is None with gaussian sampling; expected the"),
     ({"length": 9}, ValueError, "length is 9 with even sampling; expected None"),
+    ({"data_dependent": False, "landmarks": 4}, ValueError, "landmarks is 4, .*; expected none"),
+    ({"data_dependent": False, "sampling": "random"}, ValueError, "sampling is random; expected"),
     ({"data_dependent": None}, TypeError, "data_dependent is None"),
     ({"regularised": 1}, TypeError, "regularised is 1"),
     ({"feature_map": lambda x: x[..., :1]}, ValueError, "makes 1 features; expected 4"),
+    ({"feature_map": 3}, TypeError, "feature_map is 3; expected a function"),
 ]
 
 
@@ -439,8 +533,14 @@ def test_what_is_wrong_is_named():
     for changed, error, match in BAD:
         with pytest.raises(error, match=match):
             primal_attention(q, k, v, **own | changed)
+    with pytest.raises(TypeError, match="feature_map is 3; expected a function"):
+        primal_attention(q, k, v, **own, is_causal=True, feature_map=3)
+    with pytest.raises(ValueError, match=r"W_e has shape \(1, 4, 4\); expected \(rows, s\)$"):
+        primal_attention(q[0, 0], k[0, 0], v[0, 0], **own | {"W_e": torch.ones(1, 4, 4)})
     with pytest.raises(ValueError, match=r"expected as many keys as queries, 9, unless cross=True"):
         primal_attention(q[..., :9, :], k, v, **own)
+    with pytest.raises(ValueError, match="scale is -1; expected a finite positive number"):
+        primal_scores(q, k, v, **scores_of(own), scale=-1)
     for changed, error, match in BAD_LAYERS:
         with pytest.raises(error, match=match):
             PrimalAttention(E, H, **changed)

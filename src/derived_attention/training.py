@@ -165,6 +165,11 @@ class Regularised:
                 "expected at least one"
             )
         extra = torch.stack([J.square().mean() for J in found]).sum()
+        if self.eta and torch.is_grad_enabled() and not all(J.requires_grad for J in found):
+            raise ValueError(
+                "a regularised layer ran without gradients, so that eta has no effect on it; "
+                "expected none, as with torch.utils.checkpoint and use_reentrant=False"
+            )
         n = len(found[0])
         return value + self.eta * extra, numbers | {"ksvd": Mean(extra.item() * n, n)}
 

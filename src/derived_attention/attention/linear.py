@@ -203,13 +203,13 @@ def features(
     feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """φ(scale · q) and φ(k) in float32 at least, checked."""
-    check_callable("feature_map", feature_map, FEATURE_MAP)
     scaled = q if scale is None else scale * q
     return apply_feature_map(feature_map, scaled), apply_feature_map(feature_map, k)
 
 
 def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
     """φ(x) in float32 at least, checked."""
+    check_callable("feature_map", feature_map, FEATURE_MAP)
     phi = feature_map(x)
     if not isinstance(phi, Tensor) or phi.dtype not in FLOATING:
         kind = f"dtype {phi.dtype}" if isinstance(phi, Tensor) else f"type {type(phi).__name__}"

@@ -14,9 +14,9 @@ That is how the formula is written here as a reference, and how the causal form 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +29,9 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
-    check_mask,
-    check_qkv,
     same_tokens,
 )
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     FeatureMap,
@@ -50,9 +48,14 @@ SAMPLINGS = ("even", "random")
 
 
 def cosine_feature_map(x: Tensor) -> Tensor:
-    """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, math.inf)
+    """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0.
+
+    In float32 at least, and divided by its largest entry first: no square overflows or vanishes.
+    """
+    x = x.to(wide(x))
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    x = x / largest.masked_fill(largest == 0, math.inf)
+    return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt()  # ‖x‖ ≥ 1 now, or x = 0
 
 
 # --- the scores -----------------------------------------------------------------------------------
@@ -78,10 +81,9 @@ def primal_scores(
     Arguments and errors are those of `primal_attention`. r is zero where a key may not be attended.
     Scores are in float32 at least.
     """
-    check_qkv(q, k, v)
-    check_mask(attn_mask, q, k, is_causal)
+    mask, scale = prepare(q, k, v, attn_mask, is_causal, scale)
     how = (data_dependent, feature_map, sampling, sketch)
-    return _scores(q, k, v, Mask(attn_mask, is_causal), scale, W_e, W_r, *how)[:2]
+    return _scores(q, k, v, mask, scale, W_e, W_r, *how)[:2]
 
 
 def _scores(
@@ -97,18 +99,15 @@ def _scores(
     sampling: str = "even",
     sketch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return e, r, and which of the first rows (..., n') of the weights took part; None for all."""
+    """Return e, r, and which rows (..., n) of the weights took part; None for all."""
     _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
     W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
     used = None
     if data_dependent and mask.is_causal:
         run = functools.partial(_causal_scores, feature_map, v, sketch)
         e, r = run(q, W_e, scale), run(k, W_r, None)  # (..., N, s), (..., M, s)
-        used = (
-            None
-            if sketch is not None
-            else torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
-        )
+        if sketch is None:
+            used = torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
     else:
         if mask.is_causal:
             q, k = running_mean(q), running_mean(k)
@@ -136,11 +135,12 @@ def _causal_scores(
 ) -> Tensor:
     """Σ_{j ≤ i} (x_j · g(q_i)) u_j, where token j has row j mod n of W as its value u_j.
 
-    Where there are more tokens than rows, those of a row are averaged: i // n + 1 of them.
+    A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
     steps = torch.arange(M, device=x.device)
-    U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
+    with full_precision(q.device):
+        U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
 
     def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
         phi = apply_feature_map(feature_map, q_s if scale is None else scale * q_s)
@@ -163,7 +163,7 @@ def running_mean(x: Tensor) -> Tensor:
 def landmarks(
     x: Tensor, n: int, mask: Mask, sampling: str = "even", sketch: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return f(x), at most n rows of x (..., M, p), and which of them there are: (..., n').
+    """Return f(x), at most n rows of x (..., M, p), and which of n rows there are: (..., n).
 
     Of the c tokens that are there min(n, c) are taken, in their order, so that row m of the weights
     belongs to the m-th of them; other rows are zeros. A `sketch` S gives S x, and None: all rows.
@@ -172,16 +172,15 @@ def landmarks(
     if sketch is not None:
         x = x if there is None else x * there.unsqueeze(-1)
         return sketch[..., :M].to(x.dtype) @ x, None
-    n = min(n, M)
     place = torch.arange(n, device=x.device)
     if there is None:
-        if sampling == "random":
-            return x[
-                ..., torch.rand(M, device=x.device).topk(n).indices.sort().values, :
-            ], place >= 0
-        return x[..., place * (M - 1) // max(n - 1, 1), :] if n < M else x, place >= 0
+        if M <= n:
+            return x, place < M
+        if sampling == "even":  # as below, without a sort
+            return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
+        there = torch.ones(M, dtype=torch.bool, device=x.device)
     count = there.sum(-1, keepdim=True)  # (..., 1)
-    used = place < count  # (..., n)
+    used, n = place < count, min(n, M)  # (..., n)
     if sampling == "random":
         drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
         late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
@@ -190,9 +189,9 @@ def landmarks(
         order = there.logical_not().to(torch.uint8).sort(stable=True, dim=-1).indices
         last = (count - 1).clamp(min=0)
         gaps = (count.clamp(max=n) - 1).clamp(min=1)
-        chosen = order.gather(-1, (place * last // gaps).minimum(last))
+        chosen = order.gather(-1, (place[:n] * last // gaps).minimum(last))
     chosen = chosen.unsqueeze(-1).expand(*x.shape[:-2], n, x.shape[-1])
-    return x.gather(-2, chosen) * used.unsqueeze(-1), used
+    return x.gather(-2, chosen) * used[..., :n].unsqueeze(-1), used
 
 
 # --- the mechanism --------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ def primal_attention_reference(
 ) -> Tensor:  # fmt: skip
     """O = [A U_e; B U_r] W_oᵀ, with A = g(Q) Vᵀ, B = g(K) Vᵀ and U = Sᵀ W, where f(V) = S V."""
     _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
-    M, n = k.shape[-2], W_e.shape[-2]
+    M, n, dtype = k.shape[-2], W_e.shape[-2], q.dtype
     if mask.is_causal and not data_dependent:
         q, k = running_mean(q), running_mean(k)
     scores: list[Tensor] = []
@@ -223,7 +222,7 @@ def primal_attention_reference(
             W = S.mT @ W[..., : S.shape[-2], :]
         scores.append(A @ W)
     e, r = _masked(scores[0], scores[1], mask)
-    return _join(e, r, mask, W_o, cross, dropout_p).to(q.dtype)
+    return _join(e, r, mask, W_o, cross, dropout_p).to(dtype)
 
 
 @mechanism(per_key=True, drops=True)
@@ -318,7 +317,7 @@ def _check(
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
     if mask.given is not None:
-        check_no_bias("attn_mask", mask.given)
+        check_no_bias("attn_mask", mask.given, "there are no weights of keys to change")
     if sketch is not None:
         _check_weights("sketch", sketch, q)
         found, n = f"sketch has shape {tuple(sketch.shape)}", W_e.shape[-2]
@@ -333,14 +332,12 @@ def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) 
         raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
     if W.device != q.device:
         raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
-    heads = q.shape[-3] if q.dim() > 2 else 1
-    wanted = W.dim() == 2 or (W.dim() == 3 and len(W) == heads)
+    wanted = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
     if not wanted or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"
-        expected = f"(rows, {size}), or ({heads}, rows, {size})"
-        raise ValueError(
-            f"{name} has shape {tuple(W.shape)}; expected {expected}, for {heads} heads"
-        )
+        heads = f", or ({q.shape[-3]}, rows, {size}) for each head" if q.dim() > 2 else ""
+        expected = f"(rows, {size}){heads}"
+        raise ValueError(f"{name} has shape {tuple(W.shape)}; expected {expected}")
 
 
 def _check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
@@ -378,14 +375,19 @@ def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tenso
     return (energy - (W_e * W_r).sum(-2)).sum(-1)
 
 
-_objectives: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar(
-    "ksvd_objectives", default=None
-)
+class _Collectors(threading.local):  # a compiler can follow it, unlike a ContextVar
+    def __init__(self) -> None:
+        self.lists: list[list[Tensor]] = []  # of `ksvd_objectives`, the innermost last
+
+
+_collectors = _Collectors()
 
 
 @contextlib.contextmanager
 def ksvd_objectives() -> Iterator[list[Tensor]]:
     """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs inside, in their order.
+
+    In this thread; and no backward pass, where checkpointing would run layers again.
 
     J is `ksvd_objective` with means over the tokens that are there in the place of sums, so that Λ
     does not depend on the length, and with those rows of the weights that took part.
@@ -396,12 +398,11 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
     ...     output = model(x)
     >>> loss = loss + eta * sum(J.square().mean() for J in found)  # doctest: +SKIP
     """
-    found: list[Tensor] = []
-    token = _objectives.set(found)
+    _collectors.lists.append([])
     try:
-        yield found
+        yield _collectors.lists[-1]
     finally:
-        _objectives.reset(token)
+        _collectors.lists.pop()
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -422,14 +423,14 @@ class PrimalAttention(MultiheadAttention):
     directions : int, optional
         s; half of D, rounded up, where left out. No more than min(n, D) are independent.
     landmarks : int, optional
-        n, rows of f(X); 10 s where left out.
-    data_dependent, feature_map
-        As in `primal_attention`; a module's parameters become the layer's.
+        n, rows of f(X); 10 s where left out. Like the next two only where data-dependent.
     sampling : str
         ``"even"``; ``"random"``, drawn anew in training, and even in evaluation; or ``"gaussian"``,
         a random sketch that is drawn when the layer is made, and saved with it.
     length : int, optional
         The longest sequence that a Gaussian sketch takes; needed with it, and only with it.
+    data_dependent, feature_map
+        As in `primal_attention`; a module's parameters become the layer's.
     regularised : bool
         Whether it has the parameter ``log_Lambda`` (H, s) as well, and hands its objective J to
         `ksvd_objectives`, so that `derived_attention.training.Regularised` can add it to a loss.
@@ -463,12 +464,17 @@ class PrimalAttention(MultiheadAttention):
         if (length is None) == (sampling == "gaussian"):
             expected = "the longest sequence's" if length is None else "None"
             raise ValueError(f"length is {length} with {sampling} sampling; expected {expected}")
-        self.directions, self.landmarks, self.sampling = s, n, sampling
+        given = {"landmarks": landmarks, "length": length, "sampling": sampling}
+        if not data_dependent and given != {"landmarks": None, "length": None, "sampling": "even"}:
+            told = ", ".join(f"{key} is {x}" for key, x in given.items())
+            raise ValueError(f"{told}; expected none with data_dependent=False: there is no f")
+        self.directions, self.sampling = s, sampling
+        self.landmarks = n if data_dependent else None
         self.data_dependent, self.feature_map = data_dependent, feature_map
-        p = apply_feature_map(feature_map, torch.ones(1, D)).shape[-1]
+        phi = apply_feature_map(feature_map, like.new_ones(1, D))
         if data_dependent:
-            _check_width(torch.ones(1, p), D, True)
-        rows = n if data_dependent else p
+            _check_width(phi, D, True)
+        rows = n if data_dependent else phi.shape[-1]
         self.W_e, self.W_r = (nn.Parameter(orthogonal_directions(H, rows, s, like)) for _ in "er")
         self.W_o = nn.Parameter(like.new_empty(H, D, 2 * s))
         for W in self.W_o:
@@ -498,13 +504,14 @@ class PrimalAttention(MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Return H; hand J to who collects it."""
         Lambda = self.log_Lambda
-        found = None if Lambda is None else _objectives.get()
         drop: dict[str, Any] = {"dropout_p": self.dropout} if self.training else {}
-        if found is None or Lambda is None:
+        if Lambda is None:
             return run(q, k, v, **mask.keywords, **drop), None
         kept: list[tuple] = []
         H = run(q, k, v, **mask.keywords, **drop, kept=kept)
-        found.append(self._objective(kept[0], mask, Lambda.exp()))
+        J = self._objective(kept[0], mask, Lambda.exp())  # even if nobody collects it, because
+        if _collectors.lists:  # checkpointing has to do in the backward pass what was done here
+            _collectors.lists[-1].append(J)
         return H, None
 
     def _objective(self, kept: tuple, mask: Mask, Lambda: Tensor) -> Tensor:
@@ -513,15 +520,13 @@ class PrimalAttention(MultiheadAttention):
         W_e: Tensor = self.W_e
         W_r: Tensor = self.W_r
         if used is not None:
-            W_e, W_r = (W[:, : used.shape[-1]] * used.unsqueeze(-1) for W in (W_e, W_r))
+            W_e, W_r = (W * used.unsqueeze(-1) for W in (W_e, W_r))
         return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)
 
 
 def _shared(scores: Tensor, there: Tensor | None) -> Tensor:
     """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over those there."""
-    if there is None:
-        return scores / math.sqrt(max(scores.shape[-2], 1))
-    here = there.to(scores.dtype)
+    here = scores.new_ones(scores.shape[-2]) if there is None else there.to(scores.dtype)
     return scores * (here / here.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
 
 
@@ -530,7 +535,7 @@ def orthogonal_directions(H: int, n: int, s: int, like: Tensor) -> Tensor:
 
     ``nn.init.orthogonal_`` of all heads at once, as in Listing 1, would make heads orthogonal.
     """
-    W = like.new_empty(H, n, s)
+    W = like.new_empty(H, n, s, dtype=wide(like))  # there is no decomposition of half precision
     for head in W:
         nn.init.orthogonal_(head)
-    return W
+    return W.to(like.dtype)

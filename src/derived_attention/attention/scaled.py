@@ -224,6 +224,7 @@ def _attend_aligned(
 # --- checks --------------------------------------------------------------------------------------
 
 HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
+POOLED = "the steps of a pooled key have no score of their own to add to"
 
 
 def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
@@ -282,14 +283,13 @@ def check_positions(
         )
 
 
-def check_no_bias(name: str, mask: Tensor) -> None:
+def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
     """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
     if mask.dtype == torch.bool or not may_look_at(mask):
         return
     if not bool(((mask == 0) | (mask == -math.inf)).all()):
         raise ValueError(
-            f"{name} has numbers other than 0 and -inf; expected only these: the steps of a pooled "
-            "key have no score of their own to add to"
+            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
         )
 
 
