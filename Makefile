@@ -49,6 +49,8 @@ benchmarks: $(VENV)/.ready ## measure the speed of every mechanism; what this ma
 experiments: $(VENV)/.ready ## train what the pages have no room for: two hours and more on one core
 	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.mixtures
+	@$(BIN)/python -m benchmarks.control
+	@$(BIN)/python -m benchmarks.primal
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
 	@$(BIN)/python _ext/full.py $(CHAPTER)

@@ -4,12 +4,15 @@ import functools
 
 import torch
 
+from derived_attention.control import Trajectories, action_loss
+from derived_attention.data.control import Episodes
 from derived_attention.data.series import SeriesSplit
 from derived_attention.data.translation import train_vocabulary
 from derived_attention.language import Windows, byte_loss
 from derived_attention.models import (
     ByteLM,
     Config,
+    DecisionTransformer,
     SeriesClassifier,
     SeriesRegressor,
     TableTransformer,
@@ -92,6 +95,20 @@ def text(n=500, seed=0):
     return (97 + steps.cumsum(0) % 3).to(torch.uint8)
 
 
+def episodes(n=6, seed=0, discrete=True):
+    """Episodes of 3 to 8 steps, in which the action is the sign of what is seen first."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 9, (n,), generator=generator).tolist()
+    states = torch.randn(sum(lengths), 3, generator=generator)
+    actions = (states[:, 0] > 0).long() if discrete else states[:, :2].tanh()
+    return Episodes(
+        torch.cat([torch.arange(length, 0, -1.0) for length in lengths]),
+        states,
+        actions,
+        torch.cat([torch.arange(length) for length in lengths]),
+    )
+
+
 # --- Models ---------------------------------------------------------------------------------------
 
 
@@ -129,6 +146,12 @@ def writer(seed=0, length=6, **changes):
     return ByteLM(length, Config(**SIZES | changes))
 
 
+def actor(seed=0, length=4, discrete=True, conditioned=True, **changes):
+    seed_everything(seed)
+    config, how = Config(**SIZES | changes), dict(scale=8.0, conditioned=conditioned)
+    return DecisionTransformer(3, 2, discrete, length, config, horizon=8, **how)
+
+
 def translator(seed=0, length=40, **changes):
     seed_everything(seed)
     sizes = dict(dim=16, heads=4, layers=2, hidden=32)
@@ -145,6 +168,12 @@ KINDS = {
     "rows": (table, lambda n: Examples(rows(), n), number_loss, {"loss", "rmse"}),
     "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
+    "steps": (
+        actor,
+        lambda n: Trajectories(episodes(), 4, n, steps=3),
+        action_loss,
+        {"loss", "accuracy"},
+    ),
     "pairs": (translator, lambda n: Sentences(PAIRS, VOCABULARY, n), token_loss, {"bits"}),
 }
 SMALL = {name: 4 if name == "pairs" else 8 for name in KINDS}  # 3 batches

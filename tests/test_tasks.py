@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -13,9 +14,11 @@ from derived_attention import tasks
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.mixture_layer import MixtureAttention
+from derived_attention.attention.primal import PrimalAttention
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.translation import TranslationData
 from derived_attention.models import ByteLM, Config, Translator
+from derived_attention.training import Regularised
 
 PAIRS = tuple((f"Das ist Satz {i}.", f"This is sentence {i}.") for i in range(20))
 LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)
@@ -26,7 +29,17 @@ SMALL = {
     "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
     "images": functools.partial(tasks.images, name="digits", patch=4, class_token=True, epochs=2),
     "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
+    "recall": functools.partial(tasks.recall, pairs=4, symbols=6, steps=3),
     "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
+    "control": functools.partial(
+        tasks.control,
+        name="CartPole-v1",
+        quality="medium",
+        transitions=300,
+        length=3,
+        steps=2,
+        episodes=2,
+    ),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
@@ -45,7 +58,7 @@ def test_a_seed_decides_the_result(name):
     assert first == run(TINY, seed=1)
     assert all(math.isfinite(value) for value in first.values())
     others = [run(TINY, seed=seed) for seed in (2, 3, 4)]
-    score = "bits" if "bits" in first else "accuracy"
+    score = next(name for name in ("bits", "accuracy", "loss") if name in first)
     assert any(other[score] != first[score] for other in others)
     assert all(other["flops"] == first["flops"] for other in others)
 
@@ -59,6 +72,24 @@ def test_a_table_of_numbers_has_an_error_in_units():
 def test_the_best_epoch_is_no_worse_than_the_last(name):
     result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1
+
+
+@pytest.mark.parametrize("name", ["language", "series", "listops", "images", "topics", "recall"])
+def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
+    given = []
+
+    def spy(loss, eta):
+        given.append(eta)
+        return Regularised(loss, eta)
+
+    monkeypatch.setattr(tasks, "Regularised", spy)
+    layer = functools.partial(PrimalAttention, directions=2, landmarks=4, regularised=True)
+    SMALL[name](dataclasses.replace(TINY, attention=layer), eta=0.25)
+    assert given == [0.25]
+    SMALL[name](TINY)
+    assert given == [0.25]
+    with pytest.raises(ValueError, match="regularised=True"):
+        SMALL[name](TINY, eta=0.1)
 
 
 def test_training_lowers_the_bits():

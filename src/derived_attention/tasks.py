@@ -5,6 +5,9 @@ Each function trains one miniature from one seed, and returns numbers that JSON 
 `derived_attention.models.Config`. Half the heads at the same width of a head:
 ``Config(heads=2, attention=functools.partial(MultiheadAttention, head_dim=16))``.
 
+For a model with Primal-Attention, `eta` is the weight of the objective of kernel SVD in the loss,
+as in `derived_attention.training.Regularised`; 0 leaves it out.
+
 Beside its scores each returns the cost of all its attention layers, projections included:
 ``"parameters"``, and ``"flops"``, the operations of one forward pass over one full sequence, as
 `derived_attention.measure.count_flops` finds them in what really runs.
@@ -33,18 +36,21 @@ from derived_attention.models import (
     ByteLM,
     Config,
     DecisionTransformer,
+    Recaller,
     SeriesClassifier,
     TableTransformer,
     TokenClassifier,
     Translator,
     VisionTransformer,
 )
+from derived_attention.recall import Questions, answer_loss
 from derived_attention.runtime import evaluating, seed_everything
 from derived_attention.supervised import Examples, class_loss, number_loss
-from derived_attention.training import evaluate, fit
+from derived_attention.training import Loss, Regularised, evaluate, fit
 from derived_attention.translation import Sentences, token_loss, translate
 
 TRANSLATION_LENGTH = 128  # tokens of a sentence, at most
+TEST_BATCHES = 8  # of 64 sequences of associative recall
 
 Device = torch.device | str | None
 Numbers = dict[str, float]
@@ -59,6 +65,7 @@ def language(
     steps: int = 1000,
     batch_size: int = 16,
     lr: float = 1e-2,
+    eta: float = 0.0,
     device: Device = None,
 ) -> Numbers:
     """Train a `ByteLM`; return ``"bits"`` per byte of the test part of `text`, and the cost.
@@ -78,7 +85,7 @@ def language(
     model = ByteLM(length, config)
     cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))
     train = Windows(data.train, length, batch_size, steps)
-    fit(model, train, byte_loss, epochs=1, lr=lr, seed=seed, device=device)
+    fit(model, train, regularised(byte_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
     return evaluate(model, Windows(data.test, length), byte_loss) | cost
 
 
@@ -90,6 +97,7 @@ def series(
     epochs: int = 20,
     batch_size: int = 16,
     lr: float = 1e-3,
+    eta: float = 0.0,
     device: Device = None,
 ) -> Numbers:
     """Train a `SeriesClassifier`; return test ``"accuracy"`` after the last epoch, and the cost.
@@ -111,7 +119,7 @@ def series(
     model = SeriesClassifier(data.channels, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-    return _accuracy(model, data, batch_size, **how) | cost
+    return _accuracy(model, data, batch_size, eta, **how) | cost
 
 
 def listops(
@@ -122,6 +130,7 @@ def listops(
     epochs: int = 6,
     batch_size: int = 128,
     lr: float = 8e-3,
+    eta: float = 0.0,
     device: Device = None,
 ) -> Numbers:
     """Train a `TokenClassifier` on ListOps; return ``"accuracy"``, ``"best"`` as `series` does.
@@ -140,7 +149,7 @@ def listops(
     model = TokenClassifier(data.vocabulary, data.classes, data.length, config)
     cost = attention_cost(model, torch.ones(1, data.length, dtype=torch.int64))
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-    return _accuracy(model, data, batch_size, **how) | cost
+    return _accuracy(model, data, batch_size, eta, **how) | cost
 
 
 def images(
@@ -153,6 +162,7 @@ def images(
     epochs: int = 20,
     batch_size: int = 32,
     lr: float = 2e-3,
+    eta: float = 0.0,
     device: Device = None,
 ) -> Numbers:
     """Train a `VisionTransformer`; return ``"accuracy"``, ``"best"`` as `series` does.
@@ -175,7 +185,7 @@ def images(
     )
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-    return _accuracy(model, data, batch_size, **how) | cost
+    return _accuracy(model, data, batch_size, eta, **how) | cost
 
 
 def topics(
@@ -188,6 +198,7 @@ def topics(
     epochs: int = 4,
     batch_size: int = 32,
     lr: float = 3e-3,
+    eta: float = 0.0,
     device: Device = None,
 ) -> Numbers:
     """Train a `TokenClassifier` on bytes to name a text's topic; return as `series` does.
@@ -206,7 +217,7 @@ def topics(
     model = TokenClassifier(data.vocabulary, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, length, dtype=torch.int64))
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-    return _accuracy(model, data, batch_size, **how) | cost
+    return _accuracy(model, data, batch_size, eta, **how) | cost
 
 
 def table(
@@ -292,6 +303,37 @@ def translation(
     return scores | evaluate(model, Sentences(data.test, vocabulary), token_loss) | cost
 
 
+def recall(
+    config: Config,
+    *,
+    seed: int = 0,
+    pairs: int = 32,
+    symbols: int = 64,
+    steps: int = 500,
+    batch_size: int = 16,
+    lr: float = 1e-2,
+    eta: float = 0.0,
+    device: Device = None,
+) -> Numbers:
+    """Train a `Recaller`; return ``"accuracy"`` of its answers after the last step, and the cost.
+
+    Parameters
+    ----------
+    config : Config
+    pairs, symbols, steps, batch_size
+        As in `derived_attention.recall.Questions`. A guess is right once in `symbols` times.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    """
+    seed_everything(seed)
+    model = Recaller(symbols, config)
+    cost = attention_cost(model, *torch.zeros(3, 1, pairs, dtype=torch.int64))
+    train = Questions(pairs, symbols, batch_size, steps)
+    fit(model, train, regularised(answer_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
+    score = evaluate(model, Questions(pairs, symbols, 64, TEST_BATCHES), answer_loss)
+    return {"accuracy": score["accuracy"]} | cost
+
+
 def control(
     config: Config,
     name: str,
@@ -299,11 +341,13 @@ def control(
     *,
     seed: int = 0,
     transitions: int = 20_000,
+    velocities: bool = True,
     length: int = 10,
     steps: int = 500,
     batch_size: int = 64,
     lr: float = 2e-3,
     conditioned: bool = True,
+    eta: float = 0.0,
     episodes: int = 20,
     device: Device = None,
 ) -> Numbers:
@@ -316,7 +360,7 @@ def control(
     Parameters
     ----------
     config : Config
-    name, quality, transitions
+    name, quality, transitions, velocities
         As in `derived_attention.data.control.load_control`; the data do not depend on the seed.
     seed, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights, and of
@@ -328,7 +372,7 @@ def control(
     episodes : int
         How many to play.
     """
-    data = load_control(name, quality, transitions)
+    data = load_control(name, quality, transitions, velocities=velocities)
     seed_everything(seed)
     model = DecisionTransformer(
         data.states,
@@ -343,18 +387,23 @@ def control(
     window = next(iter(Trajectories(data.train, length, 1)))
     cost = attention_cost(model, *window[:4])
     train = Trajectories(data.train, length, batch_size, steps)
-    fit(model, train, action_loss, epochs=1, lr=lr, seed=seed, device=device)
+    fit(model, train, regularised(action_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
     returns, totals = rollout(model, data, episodes=episodes, seed=seed), data.train.totals
     value = sum(returns) / episodes
     scores = {"return": value, "score": data.score(value)}
     of_data = {"data": data.score(float(totals.mean())), "best": data.score(float(totals.max()))}
-    loss = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
-    return scores | {"loss": loss} | of_data | cost
+    error = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
+    return scores | {"loss": error} | of_data | cost
 
 
-def _accuracy(model: nn.Module, data: Any, batch_size: int, **how: Any) -> Numbers:
+def regularised(loss: Loss, eta: float) -> Loss:
+    """Return `loss` with the objective of kernel SVD added, unless `eta` is 0."""
+    return Regularised(loss, eta) if eta else loss
+
+
+def _accuracy(model: nn.Module, data: Any, batch_size: int, eta: float, **how: Any) -> Numbers:
     train, test = Examples(data.train, batch_size), Examples(data.test)
-    curve = fit(model, train, class_loss, test=test, **how)["test_accuracy"]
+    curve = fit(model, train, regularised(class_loss, eta), test=test, **how)["test_accuracy"]
     return {"accuracy": curve[-1], "best": max(curve)}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from derived_attention.attention.checks import check_flag
 from derived_attention.runtime import check_count, check_seed
 
 Controller = Callable[[np.ndarray], Any]  # from what is observed to the action
@@ -162,6 +163,7 @@ class Script(NamedTuple):
     expert: Controller
     medium: Controller
     noise: float  # the share of random actions of "medium"
+    still: tuple[int, ...]  # what is observed and is no velocity
 
 
 SCRIPTS = {
@@ -169,6 +171,7 @@ SCRIPTS = {
         functools.partial(balance, gains=(0.1, 0.5, 5.0, 1.0)),
         functools.partial(balance, gains=(-0.1, -0.1, 1.0, 0.2)),  # lets the cart drift away
         noise=0.1,
+        still=(0, 2),
     ),
     "Pendulum-v1": Script(
         functools.partial(swing_up, torque=2.0, gains=(0.3, 8.0, 2.0), catch=0.7),
@@ -176,16 +179,19 @@ SCRIPTS = {
             swing_up, torque=1.0, gains=(0.2, 5.0, 0.5), catch=0.8
         ),  # weak, overshoots
         noise=0.1,
+        still=(0, 1),
     ),
     "MountainCarContinuous-v0": Script(
         functools.partial(climb, force=0.3, patience=2.0),
         functools.partial(climb, force=1.0, patience=0.2),  # will not go back for a run-up
         noise=0.5,
+        still=(0,),
     ),
     "Acrobot-v1": Script(
         functools.partial(pump, weight=1.0),
         functools.partial(pump, weight=-4.0),  # brakes about as often as it drives
         noise=0.1,
+        still=(0, 1, 2, 3),
     ),
 }
 
@@ -193,7 +199,14 @@ SCRIPTS = {
 # --- Loading --------------------------------------------------------------------------------------
 
 
-def load_control(name: str, quality: str, transitions: int = 20_000, seed: int = 0) -> ControlData:
+def load_control(
+    name: str,
+    quality: str,
+    transitions: int = 20_000,
+    seed: int = 0,
+    *,
+    velocities: bool = True,
+) -> ControlData:
     """Play episodes with scripted policies, the same ones from the same seed.
 
     Qualities are named after those of D4RL:
@@ -211,6 +224,9 @@ def load_control(name: str, quality: str, transitions: int = 20_000, seed: int =
     transitions : int
         The least number of steps to train on; episodes are whole. A tenth as many are for the test.
     seed : int
+    velocities : bool
+        With False states are without them, in the episodes and in the environment: what to do then
+        depends on the steps before, too. The scripted policies see them all the same.
 
     Returns
     -------
@@ -233,12 +249,12 @@ def load_control(name: str, quality: str, transitions: int = 20_000, seed: int =
     _check_name("quality", quality, QUALITIES)
     check_count("transitions", transitions)
     check_seed(seed)
-    return _load(name, quality, transitions, int(seed))
+    check_flag("velocities", velocities)
+    return _load(name, quality, transitions, int(seed), velocities)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(name: str, quality: str, transitions: int, seed: int) -> ControlData:
-    environment = functools.partial(_make, name)
+def _load(name: str, quality: str, transitions: int, seed: int, velocities: bool) -> ControlData:
     medium, expert, noise = SCRIPTS[name].medium, SCRIPTS[name].expert, SCRIPTS[name].noise
     with_noise: list[tuple[Controller, Noise]] = {
         "medium": [(medium, (noise, noise))],
@@ -250,17 +266,20 @@ def _load(name: str, quality: str, transitions: int, seed: int) -> ControlData:
         share = math.ceil(least / len(with_noise))
         plays: list[Play] = []
         for i, policy in enumerate(with_noise):
-            plays += _until(share, _episodes(environment(), *policy, [seed, i], stream))
+            plays += _until(share, _episodes(_make(name), *policy, [seed, i], stream))
         return plays
 
     def reference(stream: str, share: float) -> float:
-        episodes = _episodes(environment(), expert, (share, share), [seed], stream)
+        episodes = _episodes(_make(name), expert, (share, share), [seed], stream)
         plays = (next(episodes) for _ in range(REFERENCE_EPISODES))
         return float(np.mean([play.rewards.sum() for play in plays]))
 
-    parts = part("train", transitions), part("test", max(1, transitions // 10))
+    kept = None if velocities else list(SCRIPTS[name].still)
+    train, test = part("train", transitions), part("test", max(1, transitions // 10))
+    if kept is not None:
+        train, test = ([p._replace(states=p.states[:, kept]) for p in x] for x in (train, test))
     references = reference("random", 1.0), reference("expert", 0.0)
-    return _data(name, quality, *parts, references, environment)
+    return _data(name, quality, train, test, references, functools.partial(_make, name, kept))
 
 
 def load_minari(name: str, references: tuple[float, float] | None = None) -> ControlData:
@@ -285,7 +304,7 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
     ------
     TypeError, ValueError
         For a name that is no string; for data without references, or with fewer than ten episodes;
-        for states that are no vectors.
+        for states that are no vectors, or actions without bounds.
     ModuleNotFoundError
         If minari is not installed; says how to install it.
     ConnectionError
@@ -306,8 +325,8 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
         ) from error
     try:
         found = minari.load_dataset(name, download=True)
-        plays = [_play(episode) for episode in found.iterate_episodes()]
-    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        episodes = list(found.iterate_episodes())
+    except Exception as error:  # of a network, a file, or one of the packages that minari takes
         raise ConnectionError(
             f"{name!r} could not be read from Minari: {error}. The first time, it needs a network. "
             "Without one, use load_control."
@@ -317,30 +336,34 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
         references = metadata.get("ref_min_score"), metadata.get("ref_max_score")
     if None in references:
         raise ValueError(f"references is None, and {name!r} says none; expected (random, expert)")
-    if len(plays) < 10:
-        raise ValueError(f"{name!r} has {len(plays)} episodes; expected at least 10")
-    shape = plays[0].states.shape
-    if len(shape) != 2:
-        raise ValueError(f"{name!r} has states of shape {shape[1:]}; expected vectors")
+    if len(episodes) < 10:
+        raise ValueError(f"{name!r} has {len(episodes)} episodes; expected at least 10")
+    plays = [_play(name, episode) for episode in episodes]
     train = [play for i, play in enumerate(plays) if i % 10 != 9]
     return _data(name, "minari", train, plays[9::10], references, found.recover_environment)
 
 
-def _play(episode: Any) -> Play:
+def _play(name: str, episode: Any) -> Play:
     """Take an episode of Minari, which also has what is observed after the last action."""
-    rewards = np.asarray(episode.rewards, dtype=np.float64)
-    n = len(rewards)
-    return Play(np.asarray(episode.observations)[:n], np.asarray(episode.actions)[:n], rewards)
+    rewards, states = np.asarray(episode.rewards, np.float64), np.asarray(episode.observations)
+    if states.ndim != 2:
+        found = f"{name!r} has observations of shape {states.shape}"
+        raise ValueError(f"{found}; expected (n, s), a vector at each step")
+    return Play(states[: len(rewards)], np.asarray(episode.actions)[: len(rewards)], rewards)
 
 
-def _make(name: str) -> Any:
+def _make(name: str, kept: list[int] | None = None) -> Any:
+    """Make the environment, of which only the numbers `kept` are observed."""
     try:
         import gymnasium
     except ImportError as error:
         raise ModuleNotFoundError(
             'gymnasium is not installed (pip install "derived-attention[data]")'
         ) from error
-    return gymnasium.make(name, disable_env_checker=True)
+    env = gymnasium.make(name, disable_env_checker=True)
+    if kept is None:
+        return env
+    return gymnasium.wrappers.TransformObservation(env, lambda observed: observed[kept], None)
 
 
 def _episodes(
@@ -405,6 +428,10 @@ def _data(
     bounds = None
     if not discrete:
         bounds = torch.as_tensor(space.low.copy()), torch.as_tensor(space.high.copy())
+        if len(space.shape) != 1 or not torch.stack(bounds).isfinite().all():
+            raise ValueError(
+                f"{name!r} has actions in {space}; expected vectors with finite bounds"
+            )
     longest = max(len(play.rewards) for play in (*train, *test))
     limit = env.spec.max_episode_steps if env.spec else None
 
