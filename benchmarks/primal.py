@@ -47,8 +47,9 @@ Arm = tuple[Callable[..., Any], Callable[..., Any] | None, float]
 def primal(width: int, length: int, s: int | None = None, **own: Any) -> Callable[..., Any]:
     """Return a layer with s directions, for heads of that width and sequences of that length."""
     s = width // 2 if s is None else s
-    own = {"directions": s, "landmarks": min(10 * s, length), "regularised": True} | own
-    return partial(PrimalAttention, **own)
+    if own.get("data_dependent", True):
+        own = {"landmarks": min(10 * s, length)} | own
+    return partial(PrimalAttention, **{"directions": s, "regularised": True} | own)
 
 
 def arms(width: int, length: int, **own: Any) -> dict[str, Arm]:
