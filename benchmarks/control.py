@@ -1,6 +1,6 @@
 """Train Decision Transformers on offline control data: ``python -m benchmarks.control``.
 
-About twenty minutes on one thread of a CPU. A run that has finished is not repeated: start it again
+About half an hour on one thread of a CPU. A run that has finished is not repeated: start it again
 after a break, or one experiment at a time. The results go to `derived_attention.recorded`, from
 where chapter 12 reads them.
 """

@@ -28,7 +28,7 @@ def test_the_first_device_counts(tmp_path):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="name is 'nothing', which has no results; there are mix"):
+    with pytest.raises(ValueError, match="'nothing', which has no results; there are control_"):
         load_experiment("nothing")
     with pytest.raises(ValueError, match="there are none"):
         load_experiment("nothing", tmp_path)

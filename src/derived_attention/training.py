@@ -200,8 +200,9 @@ def fit(
     model : nn.Module
         What `loss` can call. It is moved to `device`, and comes back in evaluation mode.
     train : Batches
-        `derived_attention.supervised.Examples` (series, images, tokens),
-        `derived_attention.language.Windows` or `derived_attention.translation.Sentences`.
+        `derived_attention.supervised.Examples` (series, images, tokens), or one for its task:
+        `derived_attention.language.Windows`, `derived_attention.translation.Sentences`,
+        `derived_attention.recall.Questions`, `derived_attention.control.Trajectories`.
     loss : callable
         ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that
         stands beside those batches.
