@@ -278,7 +278,7 @@ KINDS_OF_LAYER = [
 ]
 
 
-@pytest.mark.parametrize("own", KINDS_OF_LAYER, ids=str)
+@pytest.mark.parametrize("own", KINDS_OF_LAYER, ids=lambda own: "-".join(own) or "plain")
 def test_every_kind_of_layer_learns_and_is_copied(own):
     own = {"landmarks": 4} | own if own.get("data_dependent", True) else own
     layer, x = layer_of(**own), x_of(B, 21, E)

@@ -38,6 +38,7 @@ from derived_attention.attention.linear import (
     apply_feature_map,
     causal_sums,
     features,
+    segment_length,
     wide,
 )
 from derived_attention.attention.masks import Mask
@@ -50,12 +51,12 @@ SAMPLINGS = ("even", "random")
 def cosine_feature_map(x: Tensor) -> Tensor:
     """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0.
 
-    In float32 at least, and divided by its largest entry first: no square overflows or vanishes.
+    In float32 at least, and divided by Σ|x_i| first: then ‖x‖² is from 1/D to 1, or x = 0.
     """
     x = x.to(wide(x))
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    x = x / largest.masked_fill(largest == 0, math.inf)
-    return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt()  # ‖x‖ ≥ 1 now, or x = 0
+    total = x.detach().abs().sum(-1, keepdim=True)
+    x = x / total.masked_fill(total == 0, math.inf)
+    return x * x.square().sum(-1, keepdim=True).clamp(min=0.5 / x.shape[-1]).rsqrt()
 
 
 # --- the scores -----------------------------------------------------------------------------------
@@ -111,15 +112,27 @@ def _scores(
     else:
         if mask.is_causal:
             q, k = running_mean(q), running_mean(k)
-        phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, p), (..., M, p)
-        _check_width(phi_q, v.shape[-1] if data_dependent else W_e.shape[-2], data_dependent)
-        with full_precision(q.device):
-            if data_dependent:
-                rows, used = landmarks(v.to(phi_q.dtype), W_e.shape[-2], mask, sampling, sketch)
-                n = rows.shape[-2]
+        if data_dependent:
+            rows, used = landmarks(v.to(W_e.dtype), W_e.shape[-2], mask, sampling, sketch)
+            n = rows.shape[-2]
+            with full_precision(q.device):
                 W_e, W_r = (rows.mT @ W[..., :n, :] for W in (W_e, W_r))  # (..., p, s)
-            e, r = phi_q @ W_e, phi_k @ W_r
+        project = functools.partial(_project, feature_map, data_dependent)
+        e, r = project(q, W_e, scale), project(k, W_r, None)  # (..., N, s), (..., M, s)
     return *_masked(e, r, mask), used
+
+
+def _project(
+    feature_map: FeatureMap, data_dependent: bool, x: Tensor, W: Tensor, scale: Any
+) -> Tensor:
+    """Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
+    parts = []
+    for x_s in x.split(segment_length(x), -2):
+        phi = apply_feature_map(feature_map, x_s if scale is None else scale * x_s)
+        _check_width(phi, W.shape[-2], data_dependent)
+        with full_precision(x.device):
+            parts.append(phi @ W)
+    return torch.cat(parts, -2)
 
 
 def _masked(e: Tensor, r: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
