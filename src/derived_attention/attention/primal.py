@@ -113,9 +113,9 @@ def _scores(
         if mask.is_causal:
             q, k = running_mean(q), running_mean(k)
         if data_dependent:
-            rows, used = landmarks(v.to(W_e.dtype), W_e.shape[-2], mask, sampling, sketch)
-            n = rows.shape[-2]
             with full_precision(q.device):
+                rows, used = landmarks(v.to(W_e.dtype), W_e.shape[-2], mask, sampling, sketch)
+                n = rows.shape[-2]
                 W_e, W_r = (rows.mT @ W[..., :n, :] for W in (W_e, W_r))  # (..., p, s)
         project = functools.partial(_project, feature_map, data_dependent)
         e, r = project(q, W_e, scale), project(k, W_r, None)  # (..., N, s), (..., M, s)
