@@ -56,7 +56,7 @@ def arms(width: int, length: int, **own: Any) -> dict[str, Arm]:
     """All arms, for heads of that width and sequences of that length."""
     softmax = MultiheadAttention
     dependent = primal(width, length, **own)
-    independent = primal(width, length, data_dependent=False, landmarks=None)
+    independent = primal(width, length, data_dependent=False)
     return {
         "softmax": (softmax, None, 0.0),
         "linear": (partial(softmax, attention=linear_attention), None, 0.0),
