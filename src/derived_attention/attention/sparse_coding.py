@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.blocks import SCORES, stands_for_many
+from derived_attention.attention.blocks import stands_for_many
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -43,6 +43,7 @@ from derived_attention.attention.masks import Mask, flat_heads
 from derived_attention.attention.scaled import check_no_bias
 
 CHUNK = 128  # queries whose codes are in memory at a time
+CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 Penalty = float | Tensor
 
 
@@ -349,7 +350,7 @@ class Block(NamedTuple):
 def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
     """Cut heads (b, ·, ·) and queries: on a CPU so that the codes of a block stay in its cache."""
     b, N, M = len(q), q.shape[-2], k.shape[-2]
-    some = max(1, b if q.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
+    some = max(1, b if q.device.type != "cpu" else CODES // (CHUNK * max(M, 1)))
     for h in range(0, b, some):
         for a in range(0, N, CHUNK):
             end = min(a + CHUNK, N)
@@ -365,12 +366,11 @@ def _steps(
     t = solve(Q, heads, rows)
     w = how.hide(t @ K.mT, start)
     yield w, t
-    clipped = reflected = None
     for _ in range(how.iterations - 1):
-        clipped = torch.clamp(w, -1, 1, out=clipped if free else None)
-        reflected = torch.sub(w, clipped, alpha=2, out=reflected if free else None)  # z − u
-        t = solve(torch.baddbmm(Q, reflected, K, alpha=-1), heads, rows)
-        w = w.sub_(clipped).baddbmm_(t, K.mT) if free else torch.baddbmm(w - clipped, t, K.mT)
+        z = F.softshrink(w, 1.0)
+        back = torch.sub(w, z, alpha=2, out=w if free else None)  # u − z
+        t = solve(torch.baddbmm(Q, back, K), heads, rows)
+        w = z.baddbmm_(t, K.mT) if free else torch.baddbmm(z, t, K.mT)
         yield how.hide(w, start), t
 
 
@@ -462,7 +462,7 @@ def _spread(
         mean = (dz * A).sum(-1, keepdim=True)
         slope = how.power * y ** (how.power - 1) / total.masked_fill(total == 0, math.inf)
         dz = slope * (dz - mean * y.sign())
-    dw = how.hide(dz.masked_fill_(z == 0, 0), rows.start)
+    dw = dz.mul_(_used(z))
     for n in range(how.iterations - 1, -1, -1):
         (w, t), before = steps[n], steps[n - 1][0] if n else None
         dr = solve(dw @ K, heads, rows)
@@ -472,7 +472,12 @@ def _spread(
         dq[heads, rows] += dr
         drho[heads] -= (t * dr).sum((-2, -1))
         if before is not None:
-            dw = torch.where(before.abs() > 1, both, dw.sub_(both))
+            dw = torch.lerp(dw.sub_(both), both, _used(F.softshrink(before, 1.0)))
+
+
+def _used(z: Tensor) -> Tensor:
+    """Return 1 where a code is not 0, else 0: to multiply by it is faster than `torch.where`."""
+    return (z != 0).to(z.dtype)
 
 
 def _whole(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
