@@ -168,6 +168,18 @@ def test_numbers_that_kernels_meet():
         assert not torch.autograd.grad(out.sum(), zeros)[0].isnan().any()
 
 
+def test_a_key_that_is_not_finite_spoils_its_own_head_alone():
+    for form in (lasso_attention, ridge_attention):
+        for own in ({}, {"is_causal": True}, {"exclude_self": True}):
+            q, k, v = (x.detach().float() for x in qkv((3,), n=6, m=6))
+            k[0, 2, 1], k[1, 2, 1] = math.nan, math.inf
+            q.requires_grad_()
+            out = form(q, k, v, **own)
+            grad = torch.autograd.grad(out.sum(), q)[0]
+            assert out[:2].isnan().any(-1).any(-1).all() and out[2].isfinite().all(), own
+            assert grad[:2].isnan().any(-1).any(-1).all() and grad[2].isfinite().all(), own
+
+
 def test_a_power_is_normalised_by_its_own_sum():
     z = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0], [1e-12, -2e-12, 1e-12]])
     a = signed_power(z, 5)
@@ -228,6 +240,7 @@ def test_values_can_be_the_dictionary():
         query, key, value = X, X + 1, X.flip(1)
         out = layer(query, key, value)[0]
         assert torch.equal(out, layer(query, 3 * key, value)[0])
+        assert torch.equal(layer(X, X + 1, X)[0], layer(X, X, X)[0])  # without its own, if bare
         layer.dictionary = "key"
         if not projected:
             assert torch.equal(out, layer(query, value, value)[0])
@@ -318,6 +331,9 @@ def test_only_all_repairs_of_what_is_printed_reach_the_optimum():
 
 def test_singular_vectors_give_the_inverse_if_their_complement_is_there():
     K, right = (x.detach() for x in tensors((9, 4), (3, 9)))
+    for own in (K, K[:, :1] * K[:1], K.new_zeros(9, 4), K[:3].repeat(1, 5), K[:1]):
+        M = len(own)
+        exact = torch.linalg.solve(own @ own.mT + 2 * torch.eye(M), right[:, :M].mT).mT
+        torch.testing.assert_close(eigen_solve(own, 2.0, right[:, :M]), exact)
     exact = torch.linalg.solve(K @ K.mT + 2 * torch.eye(9), right.mT).mT
-    torch.testing.assert_close(eigen_solve(K, 2.0, right), exact)
     assert not torch.allclose(eigen_solve(K, 2.0, right, printed=True), exact, atol=1e-2)

@@ -161,7 +161,7 @@ class Solver:
         sums = F.pad((keys.mT @ keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
         P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))
         inside = keys @ P @ keys.mT + _diagonal(torch.ones_like(rho), CHUNK).unsqueeze(-3)
-        E = torch.linalg.solve_triangular(torch.linalg.cholesky(inside), keys, upper=False)
+        E = torch.linalg.solve_triangular(_cholesky(inside), keys, upper=False)
         self.P, self.E, self.EP = P.to(dtype), E.to(dtype), (E @ P).to(dtype)  # (..., n, C, D)
 
     def __call__(self, R: Tensor, heads: Any = ..., rows: slice = ALL) -> Tensor:
@@ -188,7 +188,16 @@ class Solver:
 
 def _inverse(G: Tensor) -> Tensor:
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    return torch.cholesky_solve(eye, torch.linalg.cholesky(G))  # cholesky_inverse has a wrong jvp
+    return torch.cholesky_solve(eye, _cholesky(G))  # cholesky_inverse has a wrong jvp
+
+
+def _cholesky(G: Tensor) -> Tensor:
+    """Return L with L Lᵀ = G; NaN, and no error, if keys are not finite or ρ is lost beside them.
+
+    Then one sequence does not end a batch, and on a GPU nobody waits to hear of it.
+    """
+    L, info = torch.linalg.cholesky_ex(G)
+    return L.masked_fill(info.ne(0)[..., None, None], math.nan)
 
 
 def _chunked(x: Tensor, N: int) -> Tensor:
@@ -526,8 +535,8 @@ class RidgeAttention(MultiheadAttention):
     """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
-    the features. Then a query of self-attention, `query` and `key` being one tensor, would explain
-    itself, and its own key is left out.
+    the features. Then a query of self-attention would explain itself, and its own key is left out:
+    that is where `query` and `key`, or `query` and the dictionary, are one tensor.
 
     Parameters
     ----------
@@ -576,10 +585,10 @@ class RidgeAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
-        own: dict[str, Any] = {"exclude_self": not self.projected and same_tokens(query, key)}
-        spread, R = None, self.random_tokens
+        spread, R, itself = None, self.random_tokens, same_tokens(query, key)
         if self.dictionary == "value":
-            key = value
+            key, itself = value, itself or same_tokens(query, value)
+        own: dict[str, Any] = {"exclude_self": itself and not self.projected}
         if self.tokens is not None:
             tokens = torch.randn_like(self.tokens) if self.training else self.tokens
             key, value = (_before(tokens, x) for x in (key, value))
