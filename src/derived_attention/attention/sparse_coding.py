@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.blocks import stands_for_many
+from derived_attention.attention.blocks import Block, stands_for_many
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -238,7 +238,7 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``.
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not looked at.
     exclude_self : bool
         Query i has every key but the i-th; there are as many of them.
     prefix : int
@@ -295,8 +295,9 @@ def lasso_attention(
     """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
 
     The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
-    keys one is enough. A step is two products of (N, M) by (M, D); no matrix larger than (D, D) is
-    inverted, and no (N, M) one is stored, for gradients neither. In float32 at least.
+    keys one is enough. A step is two products of (N, M) by (M, D), and the only inverse is (D, D),
+    or one for each chunk if causal. No (N, M) matrix is stored: codes of C = 128 queries are, for
+    gradients those of all their steps. In float32 at least.
 
     Parameters
     ----------
@@ -306,7 +307,8 @@ def lasso_attention(
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½.
+        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½. A
+        tensor's values are not looked at.
     rho : float or Tensor
         ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
     iterations : int
@@ -346,14 +348,6 @@ def _check_power(power: int | None) -> int | None:
     if power is not None and check_count("power", power, 1) % 2 == 0:
         raise ValueError(f"power is {power}; expected an odd number, or None")
     return power
-
-
-class Block(NamedTuple):
-    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
-
-    heads: slice
-    rows: slice
-    m: int
 
 
 def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
@@ -465,12 +459,9 @@ def _spread(
     dv[heads, :m].baddbmm_(A.mT, g)
     dz = g @ v[heads, :m].mT  # (b, C, m)
     if how.power is not None:
-        top = z.abs().amax(-1, keepdim=True) if m else z.new_ones(())
-        y = z / top.masked_fill(top == 0, 1)
-        total = (y.abs() ** how.power).sum(-1, keepdim=True) * top
         mean = (dz * A).sum(-1, keepdim=True)
-        slope = how.power * y ** (how.power - 1) / total.masked_fill(total == 0, math.inf)
-        dz = slope * (dz - mean * y.sign())
+        slope = how.power * A / z.masked_fill(z == 0, math.inf)  # p z^(p−1) / Σ_j |z_j|ᵖ
+        dz = slope * (dz - mean * z.sign())
     dw = dz.mul_(_used(z))
     for n in range(how.iterations - 1, -1, -1):
         (w, t), before = steps[n], steps[n - 1][0] if n else None
@@ -585,15 +576,15 @@ class RidgeAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
-        spread, R, itself = None, self.random_tokens, same_tokens(query, key)
+        R, itself = self.random_tokens, same_tokens(query, key)
         if self.dictionary == "value":
             key, itself = value, itself or same_tokens(query, value)
-        own: dict[str, Any] = {"exclude_self": itself and not self.projected}
         if self.tokens is not None:
             tokens = torch.randn_like(self.tokens) if self.training else self.tokens
-            key, value = (_before(tokens, x) for x in (key, value))
-            mask, spread, own["prefix"] = _after(mask, R, key), _without_first(R), R
-        yield Group(ALL, key, value, mask, functools.partial(self.attention, **own), spread)
+            key, value, mask = _before(tokens, key), _before(tokens, value), _after(mask, R)
+        own = {"exclude_self": itself and not self.projected, "prefix": R}
+        base = functools.partial(self.attention, **own)
+        yield Group(ALL, key, value, mask, base, lambda A: A[..., R:])
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project values in the place of keys, too, where they are the dictionary."""
@@ -654,20 +645,9 @@ def _before(tokens: Tensor, x: Tensor) -> Tensor:
     return torch.cat([tokens.expand(*x.shape[:-2], *tokens.shape), x], -2)
 
 
-def _after(mask: Mask, R: int, key: Tensor) -> Mask:
-    """Return a mask over keys (B, M, ·) of which the first R are for everyone."""
-    M = key.shape[-2] - R
-
-    def longer(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.expand(*x.shape[:-1], M)
-        return torch.cat([x.new_full((*x.shape[:-1], R), x.dtype == torch.bool), x], -1)
-
-    result = Mask(longer(mask.given), mask.is_causal)
-    result.causal, result.queries, result.keys = mask.causal, mask.queries, longer(mask.keys)
-    return result
-
-
-def _without_first(R: int) -> Any:
-    return lambda A: A[..., R:]
+def _after(mask: Mask, R: int) -> Mask:
+    """Return a mask over keys with R more before the first, which are there for everyone."""
+    if mask.given is None:
+        return mask
+    tokens = mask.given.new_full((*mask.given.shape[:-1], R), mask.given.dtype == torch.bool)
+    return Mask(torch.cat([tokens, mask.given], -1))
