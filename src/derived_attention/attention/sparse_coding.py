@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from derived_attention.attention.scaled import check_no_bias
 CHUNK = 128  # queries whose codes are in memory at a time
 CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 Penalty = float | Tensor
+Solve = Callable[[Tensor], Tensor]
 
 
 def soft_threshold(w: Tensor, kappa: Penalty) -> Tensor:
@@ -144,60 +145,70 @@ class Solver:
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
-        self.how, dtype = how, k.dtype
+        self.how, self.dtype = how, k.dtype
         k, rho = k.double(), rho.double()  # else ρ would be lost beside keys of length 10³
         base = _diagonal(rho, k.shape[-1])
-        if not how.is_causal:
-            P = _inverse(k.mT @ k + base)
-            self.P = P.to(dtype)  # (..., D, D)
-            if how.exclude_self:
-                own = k[..., how.prefix :, :]  # (..., N, D)
-                g = own @ P
-                self.own, shrunk = own.to(dtype), 1 - (own * g).sum(-1, keepdim=True)
-                self.g = (g / shrunk).to(dtype)
+        if how.is_causal:
+            first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :][..., :N, :]
+            self.keys = _chunked(rest, N)  # (..., n, C, D)
+            sums = F.pad((self.keys.mT @ self.keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+            self.P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))  # (..., n, D, D)
             return
-        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :][..., :N, :]
-        keys = _chunked(rest, N)  # (..., n, C, D)
-        sums = F.pad((keys.mT @ keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
-        P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))
-        inside = keys @ P @ keys.mT + _diagonal(torch.ones_like(rho), CHUNK).unsqueeze(-3)
-        E = torch.linalg.solve_triangular(_cholesky(inside), keys, upper=False)
-        self.P, self.E, self.EP = P.to(dtype), E.to(dtype), (E @ P).to(dtype)  # (..., n, C, D)
+        P = _inverse(k.mT @ k + base)
+        self.P = P.to(self.dtype)  # (..., D, D)
+        if how.exclude_self:
+            own = k[..., how.prefix :, :]  # (..., N, D)
+            g = own @ P
+            self.own, shrunk = own.to(self.dtype), 1 - (own * g).sum(-1, keepdim=True)
+            self.g = (g / shrunk).to(self.dtype)
 
-    def __call__(self, R: Tensor, heads: Any = ..., rows: slice = ALL) -> Tensor:
-        """Solve for some queries of some heads; causal: for one chunk, or all."""
-        if not self.how.is_causal:
-            T = R @ self.P[heads]
-            if self.how.exclude_self:
-                own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
-                T = T + g * (own * T).sum(-1, keepdim=True)
-            return T
-        if rows == ALL:
-            every = _chunked(R, R.shape[-2])
-            return self._inside(every, self.P, self.E, self.EP).flatten(-3, -2)[
-                ..., : R.shape[-2], :
-            ]
-        c = rows.start // CHUNK
-        P, E, EP = (x[heads][..., c, :, :] for x in (self.P, self.E, self.EP))
-        return self._inside(R, P, E[..., : R.shape[-2], :], EP[..., : R.shape[-2], :])
+    def part(self, heads: Any = ..., rows: slice = ALL) -> Solve:
+        """Return what solves for some queries of some heads; causal: for one chunk, or all."""
+        if self.how.is_causal:
+            return self._chunk(heads, ALL if rows == ALL else rows.start // CHUNK)
+        P = self.P[heads]
+        if not self.how.exclude_self:
+            return lambda R: R @ P
+        own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
 
-    def _inside(self, R: Tensor, P: Tensor, E: Tensor, EP: Tensor) -> Tensor:
-        T = R @ P
-        return T - (T @ E.mT).tril(-int(self.how.exclude_self)) @ EP
+        def solve(R: Tensor) -> Tensor:
+            T = R @ P
+            return T + g * (own * T).sum(-1, keepdim=True)
+
+        return solve
+
+    def _chunk(self, heads: Any, c: slice | int) -> Solve:
+        P, keys = (x[heads][..., c, :, :] for x in (self.P, self.keys))
+        inside = keys @ P @ keys.mT
+        inside.diagonal(0, -2, -1).add_(1)
+        L, keys = _cholesky(inside, keys)
+        E = torch.linalg.solve_triangular(L, keys, upper=False)
+        P, E, EP = (x.to(self.dtype) for x in (P, E, E @ P))
+
+        def solve(R: Tensor) -> Tensor:
+            N = R.shape[-2]
+            if c == ALL:
+                R = _chunked(R, N)
+            T, n = R @ P, R.shape[-2]
+            T = T - (T @ E[..., :n, :].mT).tril(-int(self.how.exclude_self)) @ EP[..., :n, :]
+            return T.flatten(-3, -2)[..., :N, :] if c == ALL else T
+
+        return solve
 
 
 def _inverse(G: Tensor) -> Tensor:
-    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    return torch.cholesky_solve(eye, _cholesky(G))  # cholesky_inverse has a wrong jvp
+    L, eye = _cholesky(G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device))
+    return torch.cholesky_solve(eye, L)  # cholesky_inverse has a wrong jvp
 
 
-def _cholesky(G: Tensor) -> Tensor:
-    """Return L with L Lᵀ = G; NaN, and no error, if keys are not finite or ρ is lost beside them.
+def _cholesky(G: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return L with L Lᵀ = G, and the right-hand side of an equation to be solved with it.
 
-    Then one sequence does not end a batch, and on a GPU nobody waits to hear of it.
+    That is NaN, and there is no error, where keys are not finite or ρ is lost beside them: so one
+    sequence does not end a batch, and on a GPU nobody waits to hear of it.
     """
     L, info = torch.linalg.cholesky_ex(G)
-    return L.masked_fill(info.ne(0)[..., None, None], math.nan)
+    return L, right.masked_fill(info.ne(0)[..., None, None], math.nan)
 
 
 def _chunked(x: Tensor, N: int) -> Tensor:
@@ -248,7 +259,7 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
     with full_precision(q.device):
-        T = Solver(k, _number("lam", lam, q), q.shape[-2], how)(q)  # (..., N, D)
+        T = Solver(k, _number("lam", lam, q), q.shape[-2], how).part()(q)  # (..., N, D)
         if mask.is_causal:
             out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
             rest = (x[..., prefix:, :] for x in (k, v))
@@ -361,18 +372,18 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
 
 
 def _steps(
-    how: How, q: Tensor, k: Tensor, solve: Solver, block: Block, free: bool = False
+    how: How, q: Tensor, k: Tensor, solve: Solve, block: Block, free: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `free` to overwrite w."""
     heads, rows, m = block
     Q, K, start = q[heads, rows], k[heads, :m], rows.start
-    t = solve(Q, heads, rows)
+    t = solve(Q)
     w = how.hide(t @ K.mT, start)
     yield w, t
     for _ in range(how.iterations - 1):
         z = F.softshrink(w, 1.0)
         back = torch.sub(w, z, alpha=2, out=w if free else None)  # u − z
-        t = solve(torch.baddbmm(Q, back, K), heads, rows)
+        t = solve(torch.baddbmm(Q, back, K))
         w = z.baddbmm_(t, K.mT) if free else torch.baddbmm(z, t, K.mT)
         yield how.hide(w, start), t
 
@@ -401,10 +412,10 @@ class _Coding(torch.autograd.Function):
         flat, *ours = (flat_heads(x, leading) for x in (out, q, k, v))
         q, k, v = ours
         free = not torch.compiler.is_compiling()  # a traced graph may want gradients
-        solve = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
+        solver = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
         for block in _blocks(how, q, k):
             heads, rows, m = block
-            w, _ = _last(_steps(how, q, k, solve, block, free))
+            w, _ = _last(_steps(how, q, k, solver.part(heads, rows), block, free))
             z = F.softshrink(w, 1.0)
             flat[heads, rows] = signed_power(z, how.power) @ v[heads, :m]
         return out
@@ -430,8 +441,9 @@ class _Coding(torch.autograd.Function):
         flat = [flat_heads(x, leading) for x in found]
         dout = flat_heads(grad, leading)
         with full_precision(grad.device):  # autocast may be on again
-            solve = Solver(k, rho, q.shape[-2], how)
+            solver = Solver(k, rho, q.shape[-2], how)
             for block in _blocks(how, q, k):
+                solve = solver.part(block.heads, block.rows)
                 _spread(how, q, k, v, solve, block, dout[block.heads, block.rows], *flat)
         return None, *found
 
@@ -447,7 +459,7 @@ class _Coding(torch.autograd.Function):
 
 
 def _spread(
-    how: How, q: Tensor, k: Tensor, v: Tensor, solve: Solver, block: Block, g: Tensor,
+    how: How, q: Tensor, k: Tensor, v: Tensor, solve: Solve, block: Block, g: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, drho: Tensor,
 ) -> None:  # fmt: skip
     """Add what one block, whose output has the gradient g, gives to the gradients."""
@@ -465,7 +477,7 @@ def _spread(
     dw = dz.mul_(_used(z))
     for n in range(how.iterations - 1, -1, -1):
         (w, t), before = steps[n], steps[n - 1][0] if n else None
-        dr = solve(dw @ K, heads, rows)
+        dr = solve(dw @ K)
         both = how.hide(torch.baddbmm(dw, dr, K.mT, alpha=-1), rows.start)  # dw + db
         x = w if before is None else w - before.clamp(-1, 1)
         dk[heads, :m].baddbmm_(both.mT, t).baddbmm_(x.mT, dr, alpha=-1)
@@ -484,11 +496,11 @@ def _whole(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
     """Return what `_Coding` does, with all steps in memory: it can be differentiated at will."""
     leading, parts = q.dim() - 2, []
     Q, K, V = (flat_heads(x, leading) for x in (q, k, v))
-    solve = Solver(K, flat_heads(rho, leading), q.shape[-2], how)
+    solver = Solver(K, flat_heads(rho, leading), q.shape[-2], how)
     for a in range(0, q.shape[-2], CHUNK):
         end = min(a + CHUNK, q.shape[-2])
         block = Block(ALL, slice(a, end), how.seen(end, k.shape[-2]))
-        w, _ = _last(_steps(how, Q, K, solve, block))
+        w, _ = _last(_steps(how, Q, K, solver.part(ALL, block.rows), block))
         parts.append(signed_power(F.softshrink(w, 1.0), how.power) @ V[:, : block.m])
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -500,10 +512,11 @@ def _residuals(how: How, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Ten
     leading, N = q.dim() - 2, q.shape[-2]
     Q, K = (flat_heads(x, leading) for x in (q, k))
     flat = flat_heads(rho, leading)
-    solve = Solver(K, flat, N, how)
+    solver = Solver(K, flat, N, how)
     found = q.new_zeros(2, len(Q), N, how.iterations)
     for block in _blocks(how, Q, K):
         u = z = Q.new_zeros(())
+        solve = solver.part(block.heads, block.rows)
         for n, (w, _) in enumerate(_steps(how, Q, K, solve, block)):
             u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
             dual = flat[block.heads, None] * (z - old_z).norm(dim=-1)
