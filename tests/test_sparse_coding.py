@@ -9,7 +9,15 @@ import cvxpy as cp
 import numpy as np
 import pytest
 import torch
-from helpers import Largest, assert_all_close, assert_learns, output_and_gradients, qkv, tensors
+from helpers import (
+    Largest,
+    assert_all_close,
+    assert_learns,
+    output_and_gradients,
+    qkv,
+    relative_errors,
+    tensors,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -133,6 +141,14 @@ def test_fast_equals_reference_with_every_option(own, is_causal):
                 for form in (fast, formula)
             )
             assert_all_close(left, right, 1e-9, f"{fast.__name__}, {N}")
+
+
+def test_single_precision_is_enough_for_causal_regressions():
+    _, k, v = (x.detach() for x in qkv((2,), n=200, m=200, d=16))
+    for own in ({}, {"exclude_self": True}):
+        exact = ridge_attention_reference(k, k, v, is_causal=True, **own)
+        out = ridge_attention(*(x.float() for x in (k, k, v)), is_causal=True, **own)
+        assert relative_errors([out], [exact])[0] < 2e-5, own
 
 
 def test_residuals_are_those_of_the_formula():

@@ -137,11 +137,11 @@ def _diagonal(rho: Tensor, D: int) -> Tensor:
 class Solver:
     """t_i = G_i⁻¹ r_i, G_i = Σ_j k_j k_jᵀ + ρ I over the atoms of query i: G_i⁻¹ is symmetric.
 
-    All queries have one G, which is inverted by its Cholesky factor, or nearly so. Without key i,
-    for `exclude_self`, the inverse is G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with g_i = G⁻¹ k_i: that is
-    Sherman and Morrison's formula. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a
-    Cholesky factor L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L
-    belongs to the leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
+    Where all queries have all keys there is one G, inverted by its Cholesky factor. `exclude_self`
+    takes k_i k_iᵀ from it, and by Sherman and Morrison G_i⁻¹ = G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with
+    g_i = G⁻¹ k_i. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a Cholesky factor
+    L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L belongs to the
+    leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
@@ -259,7 +259,9 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
     with full_precision(q.device):
-        T = Solver(k, _number("lam", lam, q), q.shape[-2], how).part()(q)  # (..., N, D)
+        # Causal: each row of T is a small difference.
+        Q, K = (q.double(), k.double()) if mask.is_causal else (q, k)
+        T = Solver(K, _number("lam", lam, q), q.shape[-2], how).part()(Q).to(q.dtype)  # (..., N, D)
         if mask.is_causal:
             out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
             rest = (x[..., prefix:, :] for x in (k, v))
@@ -540,7 +542,8 @@ class RidgeAttention(MultiheadAttention):
 
     With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
     the features. Then a query of self-attention would explain itself, and its own key is left out:
-    that is where `query` and `key`, or `query` and the dictionary, are one tensor.
+    that is where `query` and `key`, or `query` and the dictionary, are one tensor. A compiler sees
+    no more than names: there, hand on the tensor itself and no view of it.
 
     Parameters
     ----------
