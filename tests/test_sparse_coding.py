@@ -347,9 +347,8 @@ def test_only_all_repairs_of_what_is_printed_reach_the_optimum():
 
 def test_singular_vectors_give_the_inverse_if_their_complement_is_there():
     K, right = (x.detach() for x in tensors((9, 4), (3, 9)))
-    for own in (K, K[:, :1] * K[:1], K.new_zeros(9, 4), K[:3].repeat(1, 5), K[:1]):
-        M = len(own)
-        exact = torch.linalg.solve(own @ own.mT + 2 * torch.eye(M), right[:, :M].mT).mT
-        torch.testing.assert_close(eigen_solve(own, 2.0, right[:, :M]), exact)
-    exact = torch.linalg.solve(K @ K.mT + 2 * torch.eye(9), right.mT).mT
+    for keys in (K[:, :1] * K[:1], 0 * K, K[:3].repeat(1, 5), K[:1], K):
+        b = right[:, : len(keys)]
+        exact = torch.linalg.solve(keys @ keys.mT + 2 * torch.eye(len(keys)), b.mT).mT
+        torch.testing.assert_close(eigen_solve(keys, 2.0, b), exact)
     assert not torch.allclose(eigen_solve(K, 2.0, right, printed=True), exact, atol=1e-2)
