@@ -25,6 +25,7 @@ from derived_attention.models import (
 from derived_attention.runtime import evaluating
 
 STRIDE = 8  # pixels from one token to the next, in each direction
+TEMPERATURE = 20.0  # of positions: the slowest wave is so many times as long as the fastest
 PATH_DROPOUT = 0.5  # how often a residual path is scaled
 
 
@@ -118,9 +119,8 @@ class DetectionTransformer(nn.Module):
         image. With `every_layer` both have a first dimension more, for what the heads make of each
         layer of the decoder: the last one's result is the model's.
         """
-        x = self.asked.new_zeros(len(images), self.queries, self.config.dim)
         memory, positions = self._remember(images)
-        found = []
+        x, found = torch.zeros_like(self.asked).expand(len(images), -1, -1), []
         for layer in self.decoder:
             x = layer(x, self.asked, memory, positions)  # (B, Q, dim)
             found.append(x)
@@ -250,8 +250,8 @@ def reduction(channels: int, width: int) -> tuple[nn.Module, ...]:
 def grid_positions(rows: int, columns: int, dim: int) -> Tensor:
     """Return positions (rows · columns, dim): half of the features for the row, half the column."""
     half = math.ceil(dim / 2)
-    row = sinusoids(rows, half)[:, None].expand(-1, columns, -1)
-    column = sinusoids(columns, dim - half).expand(rows, -1, -1)
+    row = sinusoids(rows, half, TEMPERATURE)[:, None].expand(-1, columns, -1)
+    column = sinusoids(columns, dim - half, TEMPERATURE).expand(rows, -1, -1)
     return torch.cat([row, column], -1).flatten(0, 1)
 
 

@@ -311,9 +311,7 @@ def coco_api() -> Any:
         ) from error
     from types import SimpleNamespace
 
-    return SimpleNamespace(
-        COCO=pycocotools.coco.COCO, COCOeval=pycocotools.cocoeval.COCOeval
-    )
+    return SimpleNamespace(COCO=pycocotools.coco.COCO, COCOeval=pycocotools.cocoeval.COCOeval)
 
 
 def silence() -> contextlib.AbstractContextManager[Any]:
