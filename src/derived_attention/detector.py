@@ -169,7 +169,8 @@ class DetectionTransformer(nn.Module):
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         check_images("images", images)
         x = self.stem(images)  # (B, dim, rows, columns)
-        return x.flatten(2).mT, grid_positions(*x.shape[2:], x.shape[1]).to(x)
+        rows, columns = x.shape[2:]
+        return x.flatten(2).mT, grid_positions(rows, columns, self.config.dim).to(x)
 
 
 class MemoryLayer(PreNormLayer):
