@@ -18,6 +18,7 @@ SHAPES = ("disc", "rectangle", "triangle", "cross", "ring")
 PLACES = 8  # how many places are tried for an object
 OVERLAP = 0.2  # of the smaller box, at most, where one of them allows it
 SIDES = (0.2, 0.45)  # of a box, in sides of the image
+NOISE = 0.1  # standard deviation of each pixel
 CHUNK = 64  # images that are painted at a time: they fit in a cache
 
 
@@ -200,7 +201,7 @@ def _paint(
             inside = _inside(SHAPES[label], u[rows, None], v[rows, :, None], corners[rows, k, 2])
             np.copyto(inked := images[rows], colours[rows, k, :, None, None], where=inside[:, None])
             images[rows] = inked
-    images += 0.1 * rng.standard_normal(images.shape, np.float32)
+    images += NOISE * rng.standard_normal(images.shape, np.float32)
     np.clip(images, 0, 1, out=images)
 
 
