@@ -146,20 +146,21 @@ class Solver:
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
         self.how, self.dtype = how, k.dtype
-        k, rho = k.double(), rho.double()  # else ρ would be lost beside keys of length 10³
-        base = _diagonal(rho, k.shape[-1])
+        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :]
+        # In double precision, else ρ would be lost beside keys of length 10³.
+        before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
         if how.is_causal:
-            first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :][..., :N, :]
-            self.keys = _chunked(rest, N)  # (..., n, C, D)
-            sums = F.pad((self.keys.mT @ self.keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
-            self.P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))  # (..., n, D, D)
+            self.keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
+            sums = _gram(self.keys)[..., :-1, :, :]
+            sums = F.pad(sums, (0, 0, 0, 0, 1, 0)).cumsum(-3) + before.unsqueeze(-3)
+            self.P = _inverse(sums)  # (..., n, D, D)
             return
-        P = _inverse(k.mT @ k + base)
+        P = _inverse(before + _gram(rest))
         self.P = P.to(self.dtype)  # (..., D, D)
         if how.exclude_self:
-            own = k[..., how.prefix :, :]  # (..., N, D)
+            own = rest.double()  # (..., N, D)
             g = own @ P
-            self.own, shrunk = own.to(self.dtype), 1 - (own * g).sum(-1, keepdim=True)
+            self.own, shrunk = rest, 1 - (own * g).sum(-1, keepdim=True)
             self.g = (g / shrunk).to(self.dtype)
 
     def part(self, heads: Any = ..., rows: slice = ALL) -> Solve:
@@ -178,7 +179,7 @@ class Solver:
         return solve
 
     def _chunk(self, heads: Any, c: slice | int) -> Solve:
-        P, keys = (x[heads][..., c, :, :] for x in (self.P, self.keys))
+        P, keys = (x[heads][..., c, :, :].double() for x in (self.P, self.keys))
         inside = keys @ P @ keys.mT
         inside.diagonal(0, -2, -1).add_(1)
         L, keys = _cholesky(inside, keys)
@@ -194,6 +195,11 @@ class Solver:
             return T.flatten(-3, -2)[..., :N, :] if c == ALL else T
 
         return solve
+
+
+def _gram(k: Tensor) -> Tensor:
+    k = k.double()
+    return k.mT @ k
 
 
 def _inverse(G: Tensor) -> Tensor:
