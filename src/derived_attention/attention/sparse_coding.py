@@ -150,10 +150,10 @@ class Solver:
         # In double precision, else ρ would be lost beside keys of length 10³.
         before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
         if how.is_causal:
-            self.keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
-            sums = _gram(self.keys)[..., :-1, :, :]
-            sums = F.pad(sums, (0, 0, 0, 0, 1, 0)).cumsum(-3) + before.unsqueeze(-3)
-            self.P = _inverse(sums)  # (..., n, D, D)
+            keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
+            sums = F.pad(_gram(keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+            P = _inverse(sums + before.unsqueeze(-3))  # (..., n, D, D)
+            self.chunks = list(zip(P.unbind(-3), keys.unbind(-3), strict=True))
             return
         P = _inverse(before + _gram(rest))
         self.P = P.to(self.dtype)  # (..., D, D)
@@ -163,10 +163,17 @@ class Solver:
             self.own, shrunk = rest, 1 - (own * g).sum(-1, keepdim=True)
             self.g = (g / shrunk).to(self.dtype)
 
-    def part(self, heads: Any = ..., rows: slice = ALL) -> Solve:
-        """Return what solves for some queries of some heads; causal: for one chunk, or all."""
+    def __call__(self, R: Tensor) -> Tensor:
+        """Solve for all queries."""
+        if not self.how.is_causal:
+            return self.part(..., ALL)(R)
+        parts = R.split(CHUNK, -2)
+        return torch.cat([self._chunk(..., c)(part) for c, part in enumerate(parts)], -2)
+
+    def part(self, heads: Any, rows: slice) -> Solve:
+        """Return what solves for some queries of some heads; causal: for one chunk."""
         if self.how.is_causal:
-            return self._chunk(heads, ALL if rows == ALL else rows.start // CHUNK)
+            return self._chunk(heads, rows.start // CHUNK)
         P = self.P[heads]
         if not self.how.exclude_self:
             return lambda R: R @ P
@@ -178,8 +185,8 @@ class Solver:
 
         return solve
 
-    def _chunk(self, heads: Any, c: slice | int) -> Solve:
-        P, keys = (x[heads][..., c, :, :].double() for x in (self.P, self.keys))
+    def _chunk(self, heads: Any, c: int) -> Solve:
+        P, keys = (x[heads].double() for x in self.chunks[c])
         inside = keys @ P @ keys.mT
         inside.diagonal(0, -2, -1).add_(1)
         L, keys = _cholesky(inside, keys)
@@ -187,12 +194,9 @@ class Solver:
         P, E, EP = (x.to(self.dtype) for x in (P, E, E @ P))
 
         def solve(R: Tensor) -> Tensor:
-            N = R.shape[-2]
-            if c == ALL:
-                R = _chunked(R, N)
             T, n = R @ P, R.shape[-2]
-            T = T - (T @ E[..., :n, :].mT).tril(-int(self.how.exclude_self)) @ EP[..., :n, :]
-            return T.flatten(-3, -2)[..., :N, :] if c == ALL else T
+            earlier = (T @ E[..., :n, :].mT).tril(-int(self.how.exclude_self))
+            return T - earlier @ EP[..., :n, :]
 
         return solve
 
@@ -267,7 +271,7 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     with full_precision(q.device):
         # Causal: each row of T is a small difference.
         Q, K = (q.double(), k.double()) if mask.is_causal else (q, k)
-        T = Solver(K, _number("lam", lam, q), q.shape[-2], how).part()(Q).to(q.dtype)  # (..., N, D)
+        T = Solver(K, _number("lam", lam, q), q.shape[-2], how)(Q).to(q.dtype)  # (..., N, D)
         if mask.is_causal:
             out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
             rest = (x[..., prefix:, :] for x in (k, v))
