@@ -158,10 +158,9 @@ class Solver:
         P = _inverse(before + _gram(rest))
         self.P = P.to(self.dtype)  # (..., D, D)
         if how.exclude_self:
-            own = rest.double()  # (..., N, D)
-            g = own @ P
-            self.own, shrunk = rest, 1 - (own * g).sum(-1, keepdim=True)
-            self.g = (g / shrunk).to(self.dtype)
+            g = rest.double() @ P  # (..., N, D)
+            shrunk = 1 - (rest * g).sum(-1, keepdim=True)
+            self.own, self.g = rest, (g / shrunk).to(self.dtype)
 
     def __call__(self, R: Tensor) -> Tensor:
         """Solve for all queries."""
@@ -223,8 +222,9 @@ def _cholesky(G: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunked(x: Tensor, N: int) -> Tensor:
     """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
-    n = max(1, -(-N // CHUNK))
-    return F.pad(x, (0, 0, 0, n * CHUNK - x.shape[-2])).unflatten(-2, (n, CHUNK))
+    C = min(CHUNK, max(N, 1))
+    length = max(N, 1) + -N % C
+    return F.pad(x, (0, 0, 0, length - x.shape[-2])).unflatten(-2, (length // C, C))
 
 
 # --- ridge ----------------------------------------------------------------------------------------
