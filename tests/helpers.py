@@ -78,8 +78,7 @@ def boolean(*shape, seed=1):
 
 def takes_no_bias(name):
     """Whether keys have no score each: then a floating mask only says who is there: 0 or -inf."""
-    entry = MECHANISMS[name]
-    return "scales" in entry.options(N, H, D) or not entry.weights
+    return not MECHANISMS[name].biased
 
 
 class Largest(TorchDispatchMode):

@@ -30,14 +30,13 @@ from derived_attention.attention.mechanisms import MECHANISMS
 
 # Every colour has a contrast of at least 3:1 on white and on the dark pages of the book and of
 # Jupyter. Those of MAIN stay apart for red-, green- and blue-blind readers too (both tested).
-_OTHERS = {  # in no registry yet: mechanisms of chapters to come, and what they are held against
-    "admm": ("ADMM attention", "#147878"),
+_OTHERS = {  # in no registry: what mechanisms are held against
     "reference": ("Reference", "#8c9292"),
 }
 _LOOKS = {name: (entry.label, entry.color) for name, entry in MECHANISMS.items()} | _OTHERS
 LABELS = {name: label for name, (label, _) in _LOOKS.items()}
 COLORS = {name: color for name, (_, color) in _LOOKS.items()}
-MAIN = ("softmax", "linear", "bn", "sh", "mgk", "primal", "admm")
+MAIN = ("softmax", "linear", "bn", "sh", "mgk", "primal", "lasso")
 
 SVG_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text

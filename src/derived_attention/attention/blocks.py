@@ -85,7 +85,7 @@ class _Chunked(torch.autograd.Function):
         spare = SPARE[len(tensors) :]
         some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
         again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
-        if again or any(map(_stands_for_many, some)):
+        if again or any(map(stands_for_many, some)):
             return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors), *spare
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
@@ -125,7 +125,7 @@ class _Chunked(torch.autograd.Function):
         return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
 
 
-def _stands_for_many(x: Tensor) -> bool:
+def stands_for_many(x: Tensor) -> bool:
     """Say whether a transform has put several tensors into one: no sum of one can take them."""
     if torch.compiler.is_compiling():
         return False

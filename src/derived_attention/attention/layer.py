@@ -24,6 +24,7 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_callable,
     check_count,
+    check_flag,
     check_floating,
     check_probability,
     check_shape,
@@ -86,6 +87,9 @@ class MultiheadAttention(nn.Module):
     kv_heads : int, optional
         Number G of heads that keys and values have, which divides H: head h attends with those of
         head ``h // (H / G)``. 1 is multi-query attention [Shazeer2019]; H where left out.
+    projected : bool
+        False: there are no projections and no parameters. Head h is the h-th slice of the features,
+        and so is its output; `bias` has no meaning, and sizes cannot differ from `embed_dim`.
 
     Raises
     ------
@@ -102,7 +106,9 @@ class MultiheadAttention(nn.Module):
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
     weighs = True  # whether there are attention weights to return: what it computes is A V
+    out_proj: Any  # Linear, or Identity
     mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
+    bare = True  # whether it may be without projections; a kind of layer has to say so itself
 
     def __init_subclass__(cls) -> None:
         """Give a subclass the signature of its own arguments, and of those that it hands on."""
@@ -112,6 +118,7 @@ class MultiheadAttention(nn.Module):
         named = [p for p in found.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         del named[0]  # self
         cls.__signature__ = inspect.Signature(sorted(named, key=lambda p: p.kind))  # type: ignore
+        cls.bare = vars(cls).get("bare", False)
 
     def __init__(
         self,
@@ -126,6 +133,7 @@ class MultiheadAttention(nn.Module):
         attention: Mechanism = softmax_attention,
         head_dim: int | None = None,
         kv_heads: int | None = None,
+        projected: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -145,6 +153,7 @@ class MultiheadAttention(nn.Module):
                 "so transpose the first two dimensions of yours"
             )
         check_callable("attention", attention)
+        self._check_projected(projected, (kdim, vdim, D * num_heads, groups * D), embed_dim)
         super().__init__()
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else kdim
@@ -153,23 +162,40 @@ class MultiheadAttention(nn.Module):
         self.attention = attention
         self.head_dim, self.kv_heads = D, groups
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        # The same draws in the same order as PyTorch's layer: a seed gives the same weights.
+        self.projected = projected
+        self.in_proj_bias: nn.Parameter | None = None
+        if projected:
+            self._make_projections(bias, {"device": device, "dtype": dtype})
+        else:
+            self.out_proj = nn.Identity()
+
+    def _check_projected(self, projected: bool, sizes: tuple, embed_dim: int) -> None:
+        check_flag("projected", projected)
+        if not projected and not self.bare:
+            kind = type(self).__name__
+            raise ValueError(f"projected is False; expected True for {kind}, which learns more")
+        if not projected and not {*sizes} <= {None, embed_dim}:
+            raise ValueError(
+                "projected is False; expected kdim, vdim, head_dim and kv_heads to be left out: "
+                f"all are slices of {embed_dim} features"
+            )
+
+    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
+        """Draw the same weights in the same order as PyTorch's layer, for each seed."""
+        D, H, G = self.head_dim, self.num_heads, self.kv_heads
         # And of the same type, which dynamic quantisation leaves alone: its weight is looked at.
-        self.out_proj = NonDynamicallyQuantizableLinear(
-            num_heads * D, embed_dim, bias=bias, **factory
-        )
+        self.out_proj = NonDynamicallyQuantizableLinear(H * D, self.embed_dim, bias=bias, **factory)
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(nn.init.xavier_uniform_(torch.empty(*shape, **factory)))
 
-        self._widths = (num_heads * D, groups * D, groups * D)  # of all queries, keys and values
-        if self.kdim == self.vdim == embed_dim:
-            self.in_proj_weight = weight(sum(self._widths), embed_dim)
+        self._widths = (H * D, G * D, G * D)  # of all queries, keys and values
+        if self.kdim == self.vdim == self.embed_dim:
+            self.in_proj_weight = weight(sum(self._widths), self.embed_dim)
         else:
-            self.q_proj_weight = weight(num_heads * D, embed_dim)
-            self.k_proj_weight = weight(groups * D, self.kdim)
-            self.v_proj_weight = weight(groups * D, self.vdim)
+            self.q_proj_weight = weight(H * D, self.embed_dim)
+            self.k_proj_weight = weight(G * D, self.kdim)
+            self.v_proj_weight = weight(G * D, self.vdim)
         zeros = torch.zeros(sum(self._widths), **factory)
         self.in_proj_bias = nn.Parameter(zeros) if bias else None
         if bias:
@@ -289,6 +315,7 @@ class MultiheadAttention(nn.Module):
         """Show what the parameters do not; a checkpoint tells two layers apart by this text."""
         kinds = reversed(type(self).__mro__)
         names = [name for kind in kinds for name in vars(kind).get("shown", ())]
+        names += [] if self.projected else ["projected"]
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     # --- the steps, for layers of other kinds to override ----------------------------------------
@@ -297,7 +324,8 @@ class MultiheadAttention(nn.Module):
         """Check the inputs of `forward`; `given` are its masks, `is_causal` and `need_weights`."""
         refuse(given, self.refused, self.because)
         inputs = {"query": query, "key": key, "value": value}
-        check_floating({"the layer's weights": self.out_proj.weight, **inputs})
+        weights = {"the layer's weights": self.out_proj.weight} if self.projected else {}
+        check_floating({**weights, **inputs})
         if query.dim() not in (2, 3):
             raise ValueError(
                 f"query has shape {tuple(query.shape)}; expected (batch, length, features), "
@@ -319,6 +347,8 @@ class MultiheadAttention(nn.Module):
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project query, key or value (part 0, 1, 2) for some heads: (B, N, ·) to (B, H', N, D)."""
+        if not self.projected:
+            return pick(x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2), heads)
         if self.kdim == self.vdim == self.embed_dim:
             weight = self.in_proj_weight.split(self._widths)[part]
         else:

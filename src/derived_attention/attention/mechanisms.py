@@ -112,6 +112,7 @@ class Entry:
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
     linear: bool = False  # its time grows linearly with N
+    biased: bool = True  # keys have scores that a floating mask is added to; else it is 0 or -inf
     weights: bool = True  # it is A V, so that there are weights; else v has D features, as q
     averages: bool = True  # its weights sum to 1 over the keys, for any parameters
     # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest share of
@@ -211,6 +212,7 @@ MECHANISMS: dict[str, Entry] = {
         "scaled.scaled_heads_attention",
         layer="scaled.ScaledHeadsAttention",
         options=four_scales,
+        biased=False,
         sample="scales 1, 2, 4, 8",
         causal=False,
         goals={"full": 0.52},
@@ -222,6 +224,7 @@ MECHANISMS: dict[str, Entry] = {
         "scaled.normalized_scaled_heads_attention",
         layer="scaled.NormalizedScaledHeadsAttention",
         options=four_scales,
+        biased=False,
         sample="scales 1, 2, 4, 8",
         causal=False,
         goals={"full": 0.52},
@@ -260,6 +263,7 @@ MECHANISMS: dict[str, Entry] = {
         "multiresolution.multiresolution_attention",
         layer="multiresolution.MultiresolutionAttention",
         options=four_scales,
+        biased=False,
         sample="scales 1, 2, 4, 8",
         goals={"full": 0.38},
     ),
@@ -397,9 +401,34 @@ MECHANISMS: dict[str, Entry] = {
         sample="30 directions",
         square=True,
         linear=True,
+        biased=False,
         weights=False,
         averages=False,
         goals={"full": 0.05},
+    ),
+    "ridge": Entry(
+        "Ridge",
+        "#3c82aa",
+        13,
+        "sparse_coding.ridge_attention",
+        layer="sparse_coding.RidgeAttention",
+        linear=True,
+        biased=False,
+        averages=False,
+        goals={"full": 0.10},
+        reference_length=128,
+    ),
+    "lasso": Entry(
+        "Lasso, by ADMM",
+        "#147878",
+        13,
+        "sparse_coding.lasso_attention",
+        layer="sparse_coding.LassoAttention",
+        sample="5 steps",
+        biased=False,
+        averages=False,
+        goals={"full": 7.0},
+        reference_length=128,
     ),
 }
 
@@ -419,6 +448,7 @@ _OTHERS = {
     "primal": ("cosine_feature_map", "ksvd_objective", "ksvd_objectives", "primal_scores"),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),
+    "sparse_coding": ("signed_power", "soft_threshold"),
     "sparse": ("fixed_mask", "strided_mask", "window_mask"),
 }
 

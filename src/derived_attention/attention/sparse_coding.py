@@ -1,0 +1,659 @@
+"""Attention as sparse coding: few keys that explain a query, found by ADMM (chapter 13).
+
+The equations of this module, for a query q_i in ℝᴰ and the keys, or atoms, K (M, D), are ::
+
+    x_i = argmin ½‖q_i − Kᵀx‖² + λ‖x‖₁   (lasso)     or     ½‖q_i − Kᵀx‖² + ½λ‖x‖²   (ridge)
+    o_i = Vᵀ ν(α(x_i)),    α(x) = x⁵ and ν(a) = a / ‖a‖₁, or neither
+
+Ridge has a formula. The lasso is approached by the alternating direction method of multipliers
+(ADMM), scaled, from z = u = 0 on, with κ = λ / ρ and S_κ(w) = sign(w) max(|w| − κ, 0) ::
+
+    x = (K Kᵀ + ρ I)⁻¹ (K q + ρ (z − u)),    z = S_κ(x + u),    u = u + x − z
+
+and z is what attends. With w = x + u alone, z = S_κ(w) and u = clip(w, ±κ); and the (M, M) inverse
+is one of G = KᵀK + ρ I, which is (D, D). That is how `lasso_attention` takes each step ::
+
+    w ← S_κ(w) + K t,    t = G⁻¹ (q − Kᵀ(S_κ(w) − clip(w, ±κ)))
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from derived_attention.attention.blocks import SCORES, stands_for_many
+from derived_attention.attention.checks import (
+    Mechanism,
+    check_count,
+    check_flag,
+    check_parameter,
+    check_positive,
+    same_tokens,
+)
+from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
+from derived_attention.attention.linear import causal_sums, wide
+from derived_attention.attention.masks import Mask, flat_heads
+from derived_attention.attention.scaled import check_no_bias
+
+CHUNK = 128  # queries whose codes are in memory at a time
+Penalty = float | Tensor
+
+
+def soft_threshold(w: Tensor, kappa: Penalty) -> Tensor:
+    """S_κ(w) = sign(w) max(|w| − κ, 0): the proximal operator of κ‖·‖₁."""
+    return w.sign() * (w.abs() - kappa).clamp(min=0)
+
+
+def signed_power(z: Tensor, power: int | None) -> Tensor:
+    """ν(α(z)) = zᵖ / Σ_j |z_j|ᵖ over the last dimension, and 0 at z = 0; None: z."""
+    if power is None:
+        return z
+    top = z.detach().abs().amax(-1, keepdim=True) if z.shape[-1] else z.new_ones(())
+    a = (z / top.masked_fill(top == 0, 1)) ** power  # else z⁵ would be lost below 1e-9
+    total = a.abs().sum(-1, keepdim=True)
+    return a / total.masked_fill(total == 0, 1)
+
+
+# --- what both mechanisms share -------------------------------------------------------------------
+
+
+class How(NamedTuple):
+    """Which keys the queries have for atoms, and what is made of codes."""
+
+    is_causal: bool
+    exclude_self: bool
+    prefix: int
+    iterations: int = 0
+    power: int | None = None
+
+    def hide(self, x: Tensor, start: int) -> Tensor:
+        """Set to 0, in place, what queries from `start` on have no atoms for: x (..., C, m)."""
+        own = start + self.prefix
+        if self.is_causal:
+            return x.tril_(own - self.exclude_self)
+        if self.exclude_self and own < x.shape[-1]:
+            x.diagonal(own, -2, -1).zero_()
+        return x
+
+    def seen(self, end: int, M: int) -> int:
+        """Return how many of M keys the queries before `end` may have for atoms."""
+        return min(M, end + self.prefix) if self.is_causal else M
+
+    def atoms(self, N: int, present: Tensor) -> Tensor:
+        """Return 1 where a query has a key for an atom, else 0: (..., N, M)."""
+        return self.hide(present.unsqueeze(-2).repeat_interleave(N, -2), 0)
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, how: How
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Check; return q, k, v in float32 at least, and 1 where a key is there, else 0: (..., M)."""
+    check_flag("exclude_self", how.exclude_self)
+    check_count("prefix", how.prefix, 0)
+    N, M = q.shape[-2], k.shape[-2]
+    if how.prefix > M:
+        raise ValueError(f"prefix is {how.prefix}; expected at most {M}, the number of keys")
+    if how.exclude_self and N != M - how.prefix:
+        found = f"k has shape (..., {M}, D)"
+        raise ValueError(f"{found}; expected {N + how.prefix} keys with exclude_self=True")
+    if mask.given is not None:
+        check_no_bias("attn_mask", mask.given, "there are no scores of keys to add to")
+    there, dtype = mask.present(M), wide(q)
+    q, k, v = (x.to(dtype) for x in (q if scale is None else scale * q, k, v))
+    present = k.new_ones(k.shape[:-1]) if there is None else there.to(dtype).expand(k.shape[:-1])
+    return q, k, v, present
+
+
+def _number(name: str, value: Penalty, q: Tensor) -> Tensor:
+    """Return a positive number, or one for each head, as a tensor of the leading shape of q."""
+    if not isinstance(value, Tensor):
+        return q.new_full(q.shape[:-2], check_positive(name, value))
+    shapes = ((), *([q.shape[-3:-2]] if q.dim() > 2 else []))
+    value = check_parameter(name, value, q, shapes, "one, or one for each head")
+    return value.to(q.dtype).expand(q.shape[:-2])
+
+
+def _whole_solve(atoms: Tensor, k: Tensor, rho: Tensor, R: Tensor) -> Tensor:
+    """t_i = G_i⁻¹ r_i with G_i = Σ_j atoms_ij k_j k_jᵀ + ρ I, each with a matrix of its own."""
+    D = k.shape[-1]
+    outer = (k.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2)  # (..., M, D²)
+    G = (atoms @ outer).unflatten(-1, (D, D)) + _diagonal(rho, D).unsqueeze(-3)
+    return torch.linalg.solve(G, R.unsqueeze(-1)).squeeze(-1)
+
+
+def _diagonal(rho: Tensor, D: int) -> Tensor:
+    return rho[..., None, None] * torch.eye(D, dtype=rho.dtype, device=rho.device)
+
+
+class Solver:
+    """t_i = G_i⁻¹ r_i, G_i = Σ_j k_j k_jᵀ + ρ I over the atoms of query i: G_i⁻¹ is symmetric.
+
+    All queries have one G, which is inverted by its Cholesky factor, or nearly so. Without key i,
+    for `exclude_self`, the inverse is G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with g_i = G⁻¹ k_i: that is
+    Sherman and Morrison's formula. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a
+    Cholesky factor L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L
+    belongs to the leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
+    """
+
+    def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
+        self.how, dtype = how, k.dtype
+        k, rho = k.double(), rho.double()  # else ρ would be lost beside keys of length 10³
+        base = _diagonal(rho, k.shape[-1])
+        if not how.is_causal:
+            P = _inverse(k.mT @ k + base)
+            self.P = P.to(dtype)  # (..., D, D)
+            if how.exclude_self:
+                own = k[..., how.prefix :, :]  # (..., N, D)
+                g = own @ P
+                self.own, shrunk = own.to(dtype), 1 - (own * g).sum(-1, keepdim=True)
+                self.g = (g / shrunk).to(dtype)
+            return
+        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :][..., :N, :]
+        keys = _chunked(rest, N)  # (..., n, C, D)
+        sums = F.pad((keys.mT @ keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+        P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))
+        inside = keys @ P @ keys.mT + _diagonal(torch.ones_like(rho), CHUNK).unsqueeze(-3)
+        E = torch.linalg.solve_triangular(torch.linalg.cholesky(inside), keys, upper=False)
+        self.P, self.E, self.EP = P.to(dtype), E.to(dtype), (E @ P).to(dtype)  # (..., n, C, D)
+
+    def __call__(self, R: Tensor, heads: Any = ..., rows: slice = ALL) -> Tensor:
+        """Solve for some queries of some heads; causal: for one chunk, or all."""
+        if not self.how.is_causal:
+            T = R @ self.P[heads]
+            if self.how.exclude_self:
+                own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
+                T = T + g * (own * T).sum(-1, keepdim=True)
+            return T
+        if rows == ALL:
+            every = _chunked(R, R.shape[-2])
+            return self._inside(every, self.P, self.E, self.EP).flatten(-3, -2)[
+                ..., : R.shape[-2], :
+            ]
+        c = rows.start // CHUNK
+        P, E, EP = (x[heads][..., c, :, :] for x in (self.P, self.E, self.EP))
+        return self._inside(R, P, E[..., : R.shape[-2], :], EP[..., : R.shape[-2], :])
+
+    def _inside(self, R: Tensor, P: Tensor, E: Tensor, EP: Tensor) -> Tensor:
+        T = R @ P
+        return T - (T @ E.mT).tril(-int(self.how.exclude_self)) @ EP
+
+
+def _inverse(G: Tensor) -> Tensor:
+    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    return torch.cholesky_solve(eye, torch.linalg.cholesky(G))  # cholesky_inverse has a wrong jvp
+
+
+def _chunked(x: Tensor, N: int) -> Tensor:
+    """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
+    n = max(1, -(-N // CHUNK))
+    return F.pad(x, (0, 0, 0, n * CHUNK - x.shape[-2])).unflatten(-2, (n, CHUNK))
+
+
+# --- ridge ----------------------------------------------------------------------------------------
+
+
+@mechanism(per_key=True)
+def ridge_attention_reference(
+    q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0
+) -> Tensor:  # fmt: skip
+    """O = X V with x_i = K_i G_i⁻¹ q_i and G_i = K_iᵀK_i + λ I, K_i being the atoms of query i."""
+    how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
+    q, k, v, present = _prepare(q, k, v, mask, scale, how)
+    atoms = how.atoms(q.shape[-2], present)  # (..., N, M)
+    with full_precision(q.device):
+        T = _whole_solve(atoms, k, _number("lam", lam, q), q)  # (..., N, D)
+        return (atoms * (T @ k.mT) @ v).to(dtype)
+
+
+@mechanism(per_key=True)
+def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0) -> Tensor:
+    """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
+
+    It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
+    a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
+    regression of each query is that on the keys before and at it. Sums are in float32 at least.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key is there. Floating: 0 or -inf.
+    scale : float, optional
+        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+    lam : float or Tensor
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``.
+    exclude_self : bool
+        Query i has every key but the i-th; there are as many of them.
+    prefix : int
+        Number of keys that come before the first query's own: all queries have them, if causal too.
+    """
+    how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
+    q, k, v, present = _prepare(q, k, v, mask, scale, how)
+    k = k * present.unsqueeze(-1)
+    with full_precision(q.device):
+        T = Solver(k, _number("lam", lam, q), q.shape[-2], how)(q)  # (..., N, D)
+        if mask.is_causal:
+            out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
+            rest = (x[..., prefix:, :] for x in (k, v))
+            out = out + causal_sums(lambda t, k: (t, k), T, *rest)
+        else:
+            out = T @ (k.mT @ v)
+        if exclude_self:
+            own, values = k[..., prefix:, :], v[..., prefix:, :]
+            out = out - (own * T).sum(-1, keepdim=True) * values
+        return out.to(dtype)
+
+
+# --- lasso ----------------------------------------------------------------------------------------
+
+
+@mechanism(per_key=True)
+def lasso_attention_reference(
+    q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
+    prefix=0, residuals=None,
+) -> Tensor:  # fmt: skip
+    """O = ν(α(Z)) V after so many steps of scaled ADMM, each query with a matrix G_i of its own."""
+    how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
+    q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
+    atoms = how.atoms(q.shape[-2], present)  # (..., N, M)
+    kappa, history = (lam / rho)[..., None, None], []
+    with full_precision(q.device):
+        z = u = torch.zeros_like(atoms)
+        for _ in range(iterations):
+            before, b = z, z - u
+            x = b + atoms * (_whole_solve(atoms, k, rho, q - b @ k) @ k.mT)
+            z = soft_threshold(x + u, kappa)
+            u = u + x - z
+            history.append((x - z, rho[..., None, None] * (z - before)))
+        if residuals is not None:
+            residuals.append(_norms(history))
+        return (signed_power(z, power) @ v).to(dtype)
+
+
+@mechanism(per_key=True)
+def lasso_attention(
+    q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
+    prefix=0, residuals=None,
+) -> Tensor:  # fmt: skip
+    """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
+
+    The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
+    keys one is enough. A step is two products of (N, M) by (M, D); no matrix larger than (D, D) is
+    inverted, and no (N, M) one is stored, for gradients neither. In float32 at least.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key is there; else it takes no part. Floating: 0 or -inf.
+    scale : float, optional
+        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+    lam : float or Tensor
+        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½.
+    rho : float or Tensor
+        ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
+    iterations : int
+        Steps, at least 1.
+    exclude_self : bool
+        Query i has every key but the i-th, so that z_ii = 0; there are as many keys.
+    power : int, optional
+        The odd p of α(z) = zᵖ, 5 in the paper, divided by Σ_j |z_j|ᵖ. Left out: the code z itself.
+    prefix : int
+        Number of keys that come before the first query's own: all queries have them, if causal too.
+    residuals : list, optional
+        The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
+        appended to it: a pair of ``(..., N, iterations)``. It costs another run.
+    """
+    how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
+    q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
+    k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
+    with full_precision(q.device):
+        q = q / kappa  # codes of q / κ with κ = 1 are those of q, divided by κ
+        if residuals is not None:
+            primal, dual = _residuals(how, q, k, rho)
+            residuals.append((kappa * primal, kappa * dual))
+        out = _Coding.apply(how, q, k, v, rho)
+        return (out if power else kappa * out).to(dtype)
+
+
+def _prepare_lasso(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, how: How, *numbers: Penalty
+) -> tuple[Tensor, ...]:
+    check_count("iterations", how.iterations, 1)
+    _check_power(how.power)
+    q, *rest = _prepare(q, k, v, mask, scale, how)
+    return q, *rest, *(_number(*x, q) for x in zip(("lam", "rho"), numbers, strict=True))
+
+
+def _check_power(power: int | None) -> int | None:
+    if power is not None and check_count("power", power, 1) % 2 == 0:
+        raise ValueError(f"power is {power}; expected an odd number, or None")
+    return power
+
+
+class Block(NamedTuple):
+    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
+
+    heads: slice
+    rows: slice
+    m: int
+
+
+def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
+    """Cut heads (b, ·, ·) and queries: on a CPU so that the codes of a block stay in its cache."""
+    b, N, M = len(q), q.shape[-2], k.shape[-2]
+    some = max(1, b if q.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
+    for h in range(0, b, some):
+        for a in range(0, N, CHUNK):
+            end = min(a + CHUNK, N)
+            yield Block(slice(h, h + some), slice(a, end), how.seen(end, M))
+
+
+def _steps(
+    how: How, q: Tensor, k: Tensor, solve: Solver, block: Block, free: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `free` to overwrite w."""
+    heads, rows, m = block
+    Q, K, start = q[heads, rows], k[heads, :m], rows.start
+    t = solve(Q, heads, rows)
+    w = how.hide(t @ K.mT, start)
+    yield w, t
+    clipped = reflected = None
+    for _ in range(how.iterations - 1):
+        clipped = torch.clamp(w, -1, 1, out=clipped if free else None)
+        reflected = torch.sub(w, clipped, alpha=2, out=reflected if free else None)  # z − u
+        t = solve(torch.baddbmm(Q, reflected, K, alpha=-1), heads, rows)
+        w = w.sub_(clipped).baddbmm_(t, K.mT) if free else torch.baddbmm(w - clipped, t, K.mT)
+        yield how.hide(w, start), t
+
+
+def _last(steps: Iterator) -> Any:
+    for step in steps:
+        last = step
+    return last
+
+
+class _Coding(torch.autograd.Function):
+    """Codes block by block, κ being 1, and what they mix. The backward pass makes them again.
+
+    There dw, the gradient of w, goes back through a step as follows. The same solver gives dr, as
+    G⁻¹ is symmetric, and x = w − u_before is what the first line of ADMM computes ::
+
+        dt = Kᵀ dw,   dr = G⁻¹ dt,   db = −K dr,   dq += dr,   dK += (dw + db) tᵀ − x drᵀ
+        dρ −= t·dr,   dw_before = dw + db where |w_before| > 1, and −db elsewhere
+    """
+
+    @staticmethod
+    def forward(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
+        """Take q / κ, keys with rows of zeros for those not there, values, and ρ."""
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        leading = q.dim() - 2
+        flat, *ours = (flat_heads(x, leading) for x in (out, q, k, v))
+        q, k, v = ours
+        free = not torch.compiler.is_compiling()  # a traced graph may want gradients
+        solve = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
+        for block in _blocks(how, q, k):
+            heads, rows, m = block
+            w, _ = _last(_steps(how, q, k, solve, block, free))
+            z = F.softshrink(w, 1.0)
+            flat[heads, rows] = signed_power(z, how.power) @ v[heads, :m]
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        ctx.how, *given = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and ρ."""
+        (grad,), how, given = grads, ctx.how, ctx.saved_tensors
+        again = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *given))
+        if again or any(map(stands_for_many, (grad, *given))):
+            with full_precision(grad.device):
+                pull: Any = torch.func.vjp(functools.partial(_whole, how), *given)[1]
+                return None, *pull(grad)
+        found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given]
+        leading = grad.dim() - 2
+        q, k, v, rho = (flat_heads(x, leading) for x in given)
+        flat = [flat_heads(x, leading) for x in found]
+        dout = flat_heads(grad, leading)
+        with full_precision(grad.device):  # autocast may be on again
+            solve = Solver(k, rho, q.shape[-2], how)
+            for block in _blocks(how, q, k):
+                _spread(how, q, k, v, solve, block, dout[block.heads, block.rows], *flat)
+        return None, *found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: How, *given: Tensor) -> Any:
+        """Let the mapped dimension be one more leading dimension."""
+        pairs = zip(given, in_dims[1:], strict=True)
+        moved = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in pairs
+        ]
+        return _Coding.apply(how, *moved), 0
+
+
+def _spread(
+    how: How, q: Tensor, k: Tensor, v: Tensor, solve: Solver, block: Block, g: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, drho: Tensor,
+) -> None:  # fmt: skip
+    """Add what one block, whose output has the gradient g, gives to the gradients."""
+    heads, rows, m = block
+    K = k[heads, :m]
+    steps = list(_steps(how, q, k, solve, block))
+    z = F.softshrink(steps[-1][0], 1.0)
+    A = signed_power(z, how.power)
+    dv[heads, :m].baddbmm_(A.mT, g)
+    dz = g @ v[heads, :m].mT  # (b, C, m)
+    if how.power is not None:
+        top = z.abs().amax(-1, keepdim=True) if m else z.new_ones(())
+        y = z / top.masked_fill(top == 0, 1)
+        total = (y.abs() ** how.power).sum(-1, keepdim=True) * top
+        mean = (dz * A).sum(-1, keepdim=True)
+        slope = how.power * y ** (how.power - 1) / total.masked_fill(total == 0, math.inf)
+        dz = slope * (dz - mean * y.sign())
+    dw = how.hide(dz.masked_fill_(z == 0, 0), rows.start)
+    for n in range(how.iterations - 1, -1, -1):
+        (w, t), before = steps[n], steps[n - 1][0] if n else None
+        dr = solve(dw @ K, heads, rows)
+        both = how.hide(torch.baddbmm(dw, dr, K.mT, alpha=-1), rows.start)  # dw + db
+        x = w if before is None else w - before.clamp(-1, 1)
+        dk[heads, :m].baddbmm_(both.mT, t).baddbmm_(x.mT, dr, alpha=-1)
+        dq[heads, rows] += dr
+        drho[heads] -= (t * dr).sum((-2, -1))
+        if before is not None:
+            dw = torch.where(before.abs() > 1, both, dw.sub_(both))
+
+
+def _whole(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
+    """Return what `_Coding` does, with all steps in memory: it can be differentiated at will."""
+    leading, parts = q.dim() - 2, []
+    Q, K, V = (flat_heads(x, leading) for x in (q, k, v))
+    solve = Solver(K, flat_heads(rho, leading), q.shape[-2], how)
+    for a in range(0, q.shape[-2], CHUNK):
+        end = min(a + CHUNK, q.shape[-2])
+        block = Block(ALL, slice(a, end), how.seen(end, k.shape[-2]))
+        w, _ = _last(_steps(how, Q, K, solve, block))
+        parts.append(signed_power(F.softshrink(w, 1.0), how.power) @ V[:, : block.m])
+    out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
+    return out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+@torch.no_grad()
+def _residuals(how: How, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """Primal and dual residuals of every step, (..., N, iterations), with κ = 1."""
+    leading, N = q.dim() - 2, q.shape[-2]
+    Q, K = (flat_heads(x, leading) for x in (q, k))
+    flat = flat_heads(rho, leading)
+    solve = Solver(K, flat, N, how)
+    found = q.new_zeros(2, len(Q), N, how.iterations)
+    for block in _blocks(how, Q, K):
+        u = z = Q.new_zeros(())
+        for n, (w, _) in enumerate(_steps(how, Q, K, solve, block)):
+            u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
+            dual = flat[block.heads, None] * (z - old_z).norm(dim=-1)
+            pair = torch.stack([(u - old_u).norm(dim=-1), dual])  # x − z = u − u_before
+            found[:, block.heads, block.rows, n] = pair
+    primal, dual = found.unflatten(1, q.shape[:-2]) if leading else found.squeeze(1)
+    return primal, dual
+
+
+def _norms(history: list) -> tuple[Tensor, Tensor]:
+    pairs = zip(*history, strict=True)
+    primal, dual = (torch.stack([x.detach().norm(dim=-1) for x in xs], -1) for xs in pairs)
+    return primal, dual
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class RidgeAttention(MultiheadAttention):
+    """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
+    the features. Then a query of self-attention, `query` and `key` being one tensor, would explain
+    itself, and its own key is left out.
+
+    Parameters
+    ----------
+    lam : float
+        λ, as in `ridge_attention`.
+    dictionary : str
+        ``"key"``, or ``"value"``: which of the two the queries are coded in. The latter is what is
+        printed, and then keys, and their projection, have no influence.
+    random_tokens : int
+        As many tokens with independent normal features come first in `key` and `value`, and are
+        coded with and mixed like all others. Drawn anew in training; in evaluation they are those
+        of a buffer. They are not in the weights that the layer returns.
+    learned : bool
+        Whether λ is a parameter, ``log_lam`` (H,), that starts at `lam`.
+    """
+
+    shown = ("lam", "dictionary", "random_tokens")
+    bare = True
+    tokens: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        lam: float = 0.1,
+        dictionary: str = "key",
+        random_tokens: int = 0,
+        learned: bool = False,
+        attention: Mechanism = ridge_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        if dictionary not in ("key", "value"):
+            raise ValueError(f"dictionary is {dictionary!r}; expected 'key' or 'value'")
+        self.lam, self.dictionary = check_positive("lam", lam), dictionary
+        self.random_tokens = check_count("random_tokens", random_tokens, 0)
+        check_flag("learned", learned)
+        self.learned = learned
+        self.log_lam = self._learn(self.lam, options)
+        shape, made = (random_tokens, max(self.kdim, self.vdim)), _factory(options)
+        self.register_buffer("tokens", torch.randn(shape, **made) if random_tokens else None)
+
+    def _learn(self, start: float, options: dict[str, Any]) -> nn.Parameter | None:
+        if not self.learned:
+            return None
+        return nn.Parameter(torch.full((self.num_heads,), math.log(start), **_factory(options)))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
+        """Put random tokens first, and say which key is a query's own."""
+        own: dict[str, Any] = {"exclude_self": not self.projected and same_tokens(query, key)}
+        spread, R = None, self.random_tokens
+        if self.dictionary == "value":
+            key = value
+        if self.tokens is not None:
+            tokens = torch.randn_like(self.tokens) if self.training else self.tokens
+            key, value = (_before(tokens, x) for x in (key, value))
+            mask, spread, own["prefix"] = _after(mask, R, key), _without_first(R), R
+        yield Group(ALL, key, value, mask, functools.partial(self.attention, **own), spread)
+
+    def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
+        """Project values in the place of keys, too, where they are the dictionary."""
+        coded = part == KEY and self.dictionary == "value"
+        return super().project(VALUE if coded else part, x, heads)
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Hand on λ."""
+        lam = self.lam if self.log_lam is None else self.log_lam[heads].exp()
+        return functools.partial(base, lam=lam)
+
+
+class LassoAttention(RidgeAttention):
+    """Lasso attention in H heads; the rest is as in `RidgeAttention`.
+
+    Parameters
+    ----------
+    lam, rho, iterations, power
+        As in `lasso_attention`.
+    dictionary, random_tokens
+        As in `RidgeAttention`.
+    learned : bool
+        Whether λ and ρ are parameters, ``log_lam`` and ``log_rho`` (H,), that start there.
+    """
+
+    shown = ("rho", "iterations", "power")
+    bare = True
+
+    def __init__(
+        self,
+        *args: Any,
+        rho: float = 10.0,
+        iterations: int = 5,
+        power: int | None = None,
+        attention: Mechanism = lasso_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        self.rho = check_positive("rho", rho)
+        self.iterations = check_count("iterations", iterations, 1)
+        self.power = _check_power(power)
+        self.log_rho = self._learn(self.rho, options)
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Hand on λ, ρ, and how to run."""
+        rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
+        own = {"rho": rho, "iterations": self.iterations, "power": self.power}
+        return functools.partial(super().mechanism(base, heads), **own)
+
+
+def _factory(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options.get(key) for key in ("device", "dtype")}
+
+
+def _before(tokens: Tensor, x: Tensor) -> Tensor:
+    """Put tokens before a sequence x (B, M, ·), as wide as it is."""
+    tokens = tokens[:, : x.shape[-1]].to(x.dtype)
+    return torch.cat([tokens.expand(*x.shape[:-2], *tokens.shape), x], -2)
+
+
+def _after(mask: Mask, R: int, key: Tensor) -> Mask:
+    """Return a mask over keys (B, M, ·) of which the first R are for everyone."""
+    M = key.shape[-2] - R
+
+    def longer(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.expand(*x.shape[:-1], M)
+        return torch.cat([x.new_full((*x.shape[:-1], R), x.dtype == torch.bool), x], -1)
+
+    result = Mask(longer(mask.given), mask.is_causal)
+    result.causal, result.queries, result.keys = mask.causal, mask.queries, longer(mask.keys)
+    return result
+
+
+def _without_first(R: int) -> Any:
+    return lambda A: A[..., R:]
