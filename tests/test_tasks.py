@@ -40,6 +40,7 @@ SMALL = {
         steps=2,
         episodes=2,
     ),
+    "detection": functools.partial(tasks.detection, train=20, test=10, steps=2, batch_size=4),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
@@ -90,6 +91,16 @@ def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     assert given == [0.25]
     with pytest.raises(ValueError, match="regularised=True"):
         SMALL[name](TINY, eta=0.1)
+
+
+def test_a_detector_learns_and_what_it_learns_by_heart_is_in_the_gap():
+    config = Config(dim=16, heads=2, layers=1, hidden=16, dropout=0.0)
+    run = functools.partial(tasks.detection, config, test=8, queries=4, batch_size=8, lr=5e-3)
+    before, after, by_heart = (run(train=n, steps=k) for n, k in ((8, 1), (400, 60), (8, 60)))
+    assert after["loss"] < before["loss"] - 0.5
+    assert by_heart["gap"] > 1 > abs(before["gap"]) and by_heart["gap"] > after["gap"] + 1
+    others = run(train=8, steps=1, cross=linear_attention, path_dropout="soft")
+    assert others["flops"] != before["flops"] and others["loss"] != before["loss"]
 
 
 def test_training_lowers_the_bits():

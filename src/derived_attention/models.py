@@ -1,9 +1,10 @@
-"""The miniature models of the book, in one readable file.
+"""The miniature models of the book, all but one in one readable file.
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
 patches, `TokenClassifier` reads sequences of tokens, `TableTransformer` reads rows of a table.
 `ByteLM` continues a text. `Translator` writes a sentence that it reads in another language.
-`DecisionTransformer` acts. `Recaller` answers questions about pairs.
+`DecisionTransformer` acts. `Recaller` answers questions about pairs. `DetectionTransformer`, in
+`derived_attention.detector`, finds the objects in an image.
 `derived_attention.training.fit` trains each.
 
 A model is called with what its data are, and last with a `Config`: the sizes that all have, and how
@@ -535,12 +536,13 @@ def with_first(token: Tensor, h: Tensor) -> Tensor:
     return torch.cat([token.expand(len(h), 1, -1), h], dim=1)
 
 
-def sinusoids(length: int, dim: int) -> Tensor:
+def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
     """Return the positions (T, dim) of [Vaswani2017]: ``sin(t ω_i), cos(t ω_i)`` side by side.
 
-    ω_i = 10000^(-2i / dim), so that a step of s turns each pair of columns by the angle s ω_i.
+    ω_i = temperature^(-2i / dim), so that a step of s turns each pair of columns by the angle
+    s ω_i.
     """
-    omega = 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    omega = temperature ** (-torch.arange(0, dim, 2) / dim)
     angles = torch.arange(length)[:, None] * omega  # (T, dim / 2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :dim].contiguous()
 
