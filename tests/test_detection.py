@@ -272,8 +272,11 @@ def test_each_place_has_an_attention_of_its_own(place):
     assert calls == {"here": 2, "elsewhere": 4}
     linear = DetectionTransformer(2, config, **{place: linear_attention})
     assert repr(model) != repr(linear)  # as a checkpoint must see
-    class_of_layers = DetectionTransformer(2, config, **{place: MultiheadAttention})
-    assert calls["elsewhere"] == 4 and class_of_layers(images())[0].shape == (3, 6, 3)
+    layers = DetectionTransformer(2, config, **{place: MultiheadAttention})
+    assert layers(images())[0].shape == (3, 6, 3) and calls == {"here": 2, "elsewhere": 8}
+    last = dataclasses.replace(config, attention=elsewhere, last=linear_attention)
+    DetectionTransformer(2, last, **{place: here})(images())
+    assert calls == {"here": 4, "elsewhere": 10}
 
 
 def test_maps_are_those_of_the_forward_pass():

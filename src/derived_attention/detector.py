@@ -53,7 +53,7 @@ class DetectionTransformer(nn.Module):
         Q, the object queries; no more objects than that can be found.
     encoder, decoder, cross : callable, optional
         What replaces the attention of the encoder, the self-attention of the decoder, and the
-        cross-attention: a function or a class like ``config.attention``, which is the default.
+        cross-attention: a function or a class, as in `Config`, whose own are the default.
     path_dropout : str, optional
         In training, with probability 1/2 for each example and each residual path around an
         attention that is *replaced*, scale this path by τ: ``τ x + attention(x)``. τ is drawn
@@ -97,13 +97,14 @@ class DetectionTransformer(nn.Module):
         self.stem = nn.Sequential(
             *reduction(3, dim // 4), *reduction(dim // 4, dim // 2), *reduction(dim // 2, dim)
         )
-        paths = {name: path_dropout if given else None for name, given in places.items()}
+        kinds = [config.attention] * (config.layers - 1) + [config.last or config.attention]
+        path = {name: path_dropout if given else None for name, given in places.items()}
         self.encoder = nn.ModuleList(
-            MemoryLayer(config, encoder, paths["encoder"]) for _ in range(config.layers)
+            MemoryLayer(config, encoder or kind, path["encoder"]) for kind in kinds
         )
         self.decoder = nn.ModuleList(
-            QueryLayer(config, (decoder, cross), (paths["decoder"], paths["cross"]))
-            for _ in range(config.layers)
+            QueryLayer(config, decoder or kind, path["decoder"], cross or kind, path["cross"])
+            for kind in kinds
         )
         self.asked = nn.Parameter(torch.empty(queries, dim).normal_())
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -168,17 +169,16 @@ class DetectionTransformer(nn.Module):
 
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         check_images("images", images)
-        x = self.stem(images)  # (B, dim, rows, columns)
-        return x.flatten(2).mT, grid_positions(*x.shape[2:], x.shape[1]).to(x)
+        x = self.stem(images.contiguous(memory_format=torch.channels_last))  # as convolutions like
+        rows, columns = x.shape[2:]
+        return x.flatten(2).mT, grid_positions(rows, columns, self.config.dim).to(x)
 
 
 class MemoryLayer(PreNormLayer):
     """A pre-norm layer of the encoder: positions are added to queries and keys."""
 
-    def __init__(
-        self, config: Config, attention: Mechanism | None, path_dropout: str | None
-    ) -> None:
-        super().__init__(dataclasses.replace(config, attention=attention or config.attention))
+    def __init__(self, config: Config, attention: Mechanism, path_dropout: str | None) -> None:
+        super().__init__(dataclasses.replace(config, attention=attention))
         self.path_dropout = path_dropout
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -205,13 +205,15 @@ class QueryLayer(MemoryLayer):
     def __init__(
         self,
         config: Config,
-        attentions: tuple[Mechanism | None, Mechanism | None],
-        path_dropouts: tuple[str | None, str | None],
+        attention: Mechanism,
+        path_dropout: str | None,
+        cross: Mechanism,
+        cross_path_dropout: str | None,
     ) -> None:
-        super().__init__(config, attentions[0], path_dropouts[0])
-        self.cross = make_attention(attentions[1] or config.attention, config.dim, config.heads)
+        super().__init__(config, attention, path_dropout)
+        self.cross = make_attention(cross, config.dim, config.heads)
         self.norm3 = nn.LayerNorm(config.dim)
-        self.cross_path_dropout = path_dropouts[1]
+        self.cross_path_dropout = cross_path_dropout
 
     def forward(  # type: ignore[override]
         self, x: Tensor, asked: Tensor, memory: Tensor, positions: Tensor

@@ -54,7 +54,6 @@ from derived_attention.training import Loss, Regularised, evaluate, fit
 from derived_attention.translation import Sentences, token_loss, translate
 
 TRANSLATION_LENGTH = 128  # tokens of a sentence, at most
-TEST_SCENES = 500  # with objects to find
 TEST_BATCHES = 8  # of 64 sequences of associative recall
 
 Device = torch.device | str | None
@@ -410,7 +409,8 @@ def detection(
     cross: Mechanism | None = None,
     path_dropout: str | None = None,
     queries: int = 6,
-    scenes: int = 4000,
+    train: int = 4000,
+    test: int = 500,
     steps: int = 800,
     batch_size: int = 32,
     lr: float = 2e-3,
@@ -418,9 +418,9 @@ def detection(
 ) -> Numbers:
     """Train a `DetectionTransformer` on drawn scenes; return its scores on others, and the cost.
 
-    ``"AP"``, ``"AP50"`` and ``"AP75"`` are those of `average_precision` on 500 scenes, ``"loss"``
-    is `detection_loss` there. ``"gap"`` is this loss less that of as many scenes of the training,
-    both in evaluation mode.
+    ``"AP"``, ``"AP50"`` and ``"AP75"`` are `average_precision` of new scenes, and ``"loss"`` is
+    `detection_loss` there. ``"gap"`` is this loss less that of as many scenes that the model has
+    seen, both in evaluation mode.
 
     Parameters
     ----------
@@ -429,26 +429,32 @@ def detection(
     seed, lr, device
         As in `derived_attention.training.fit`; the seed is also that of the initial weights. The
         scenes do not depend on it.
-    scenes : int
-        How many different ones to train on, as `derived_attention.data.detection.make_scenes`
-        draws them.
+    train, test : int
+        How many scenes, as `derived_attention.data.detection.make_scenes` draws them.
     steps, batch_size
         As in `derived_attention.detection.SceneBatches`.
     """
-    train, test = make_scenes(scenes), make_scenes(TEST_SCENES, seed=1)
+    known, new = make_scenes(train), make_scenes(test, seed=1)
     seed_everything(seed)
-    places = dict(encoder=encoder, decoder=decoder, cross=cross, path_dropout=path_dropout)
-    model = DetectionTransformer(train.classes, config, queries=queries, **places)
-    cost = attention_cost(model, test.images[:1])
-    batches = SceneBatches(train, batch_size, steps)
+    model = DetectionTransformer(
+        known.classes,
+        config,
+        queries=queries,
+        encoder=encoder,
+        decoder=decoder,
+        cross=cross,
+        path_dropout=path_dropout,
+    )
+    cost = attention_cost(model, new.images[:1])
+    batches = SceneBatches(known, batch_size, steps)
     fit(model, batches, detection_loss, epochs=1, lr=lr, seed=seed, device=device)
-    scores = average_precision(detect(model, test.images), test)
-    known, new = (
-        evaluate(model, SceneBatches(some), detection_loss)["loss"]
-        for some in (train[:TEST_SCENES], test)
+    scores = average_precision(detect(model, new.images), new)
+    seen, unseen = (
+        evaluate(model, SceneBatches(some, 250), detection_loss)["loss"]
+        for some in (known[:test], new)
     )
     shown = {name: scores[name] for name in ("AP", "AP50", "AP75")}
-    return shown | {"loss": new, "gap": new - known} | cost
+    return shown | {"loss": unseen, "gap": unseen - seen} | cost
 
 
 def regularised(loss: Loss, eta: float) -> Loss:

@@ -54,8 +54,8 @@ class Scenes:
     def __post_init__(self) -> None:
         for name in ("images", "boxes", "labels", "sizes"):
             if not isinstance(getattr(self, name), Tensor):
-                found = type(getattr(self, name)).__name__
-                raise TypeError(f"{name} is {found}; expected a tensor")
+                kind = type(getattr(self, name)).__name__
+                raise TypeError(f"{name} is {kind}; expected a tensor")
         check_images("images", self.images)
         n, K = len(self.images), self.labels.shape[-1]
         for name, shape in (("boxes", (n, K, 4)), ("labels", (n, K)), ("sizes", (n, 2))):
@@ -64,16 +64,18 @@ class Scenes:
                 raise ValueError(f"{name} has shape {found}; expected {shape}")
         labels = self.labels
         if labels.dtype != torch.int64 or (labels < -1).any() or (labels >= self.classes).any():
-            found = f"{labels.dtype}, or holds what there is not"
-            raise ValueError(f"labels is {found}; expected int64 numbers -1 <= x < {self.classes}")
+            wrong = f"{labels.dtype}, or holds what there is not"
+            raise ValueError(f"labels is {wrong}; expected int64 numbers -1 <= x < {self.classes}")
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, rows: slice) -> Scenes:
         """Return some of the scenes."""
-        parts = (self.images, self.boxes, self.labels, self.sizes)
-        return Scenes(*(x[rows] for x in parts), self.names)
+        images, boxes, labels, sizes = (
+            x[rows] for x in (self.images, self.boxes, self.labels, self.sizes)
+        )
+        return Scenes(images, boxes, labels, sizes, self.names)
 
     @property
     def classes(self) -> int:
