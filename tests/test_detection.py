@@ -602,8 +602,12 @@ def test_wrong_detections():
         (good, None, TypeError, "scenes is NoneType; expected Scenes, as of make_scenes"),
         (good, given[:3], ValueError, "detections are of 24 images; expected 3, as scenes has"),
         (dataclasses.replace(good, labels=good.labels + 1), given, ValueError, "has a label 2"),
+        (dataclasses.replace(good, boxes=good.boxes[:, 1:]), given, ValueError, r"boxes has shape"),
     ):
         with pytest.raises(error, match=message):
             average_precision(detections, truth)
+    for areas, error in ((3, TypeError), ((2, 1), ValueError)):
+        with pytest.raises(error, match="areas is .*; expected two"):
+            average_precision(good, given, areas=areas)
     with pytest.raises(TypeError, match="model is ByteLM; expected a DetectionTransformer"):
         detect(writer(), given.images)
