@@ -239,7 +239,7 @@ def test_queries_and_keys_have_positions_and_values_have_not():
     assert q is k and dq is dk  # one tensor: a layer can tell that this is self-attention
     torch.testing.assert_close(v, layer.norm1(tokens))
     torch.testing.assert_close(q - v, positions.expand_as(q))
-    torch.testing.assert_close(positions, grid_positions(3, 3, 8))
+    torch.testing.assert_close(positions, 2 * grid_positions(3, 3, 8))
     torch.testing.assert_close(dq - dv, model.asked.expand_as(dq))
     assert (dv == dv[:, :1]).all()  # the decoder begins with zeros
     memory = model.encoder_norm(tokens + layer.feedforward(layer.norm2(tokens)))
