@@ -51,6 +51,7 @@ experiments: $(VENV)/.ready ## train what the pages have no room for: two hours 
 	@$(BIN)/python -m benchmarks.mixtures
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.primal
+	@$(BIN)/python -m benchmarks.splitting
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
 	@$(BIN)/python _ext/full.py $(CHAPTER)
