@@ -64,8 +64,8 @@ if derived_attention.__version__ != "$version":
     print(f"This notebook is for version $version, not {derived_attention.__version__}: if a cell")
     print("fails, run %pip uninstall -y derived-attention, restart, and run this cell again.")"""
 # What the package's extra "book" brings, as Python imports it.
-MODULES = """IPython PIL aeon cvxpy cycler gymnasium matplotlib pandas platformdirs pywt
-    sacrebleu scipy sentencepiece shapiq sklearn sympy tqdm"""
+MODULES = """IPython PIL aeon cvxpy cycler gymnasium matplotlib pandas platformdirs
+    pycocotools pywt sacrebleu scipy sentencepiece shapiq sklearn sympy tqdm"""
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "

@@ -6,8 +6,11 @@ import torch
 
 from derived_attention.control import Trajectories, action_loss
 from derived_attention.data.control import Episodes
+from derived_attention.data.detection import Scenes
 from derived_attention.data.series import SeriesSplit
 from derived_attention.data.translation import train_vocabulary
+from derived_attention.detection import SceneBatches, detection_loss
+from derived_attention.detector import DetectionTransformer
 from derived_attention.language import Windows, byte_loss
 from derived_attention.models import (
     ByteLM,
@@ -89,6 +92,22 @@ def tokens(n=24, seed=0):
     return SeriesSplit(x.masked_fill(padding, 0), padding, (x[:, 0] >= 4).long())
 
 
+def scenes(n=24, seed=0):
+    """A bright square in one of four quarters, and in some a dark one in another: two classes."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(n)])
+    corners = 8 * torch.stack([places % 2, places // 2], -1)  # (n, 2, 2)
+    labels = torch.tensor([0, 1]).repeat(n, 1)
+    labels[::3, 1] = -1
+    images = 0.5 + 0.05 * torch.randn(n, 3, 16, 16, generator=generator)
+    for i, k in (labels >= 0).nonzero().tolist():
+        x, y = corners[i, k].tolist()
+        images[i, :, y : y + 8, x : x + 8] = 1.0 - k
+    boxes = torch.cat([(corners + 4) / 16, torch.full((n, 2, 2), 0.5)], -1)
+    boxes[labels < 0] = 0
+    return Scenes(images, boxes, labels, torch.full((n, 2), 16), ("bright", "dark"))
+
+
 def text(n=500, seed=0):
     """Bytes of which each is the one before, or the next of three: 1 bit each."""
     steps = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
@@ -152,6 +171,12 @@ def actor(seed=0, length=4, discrete=True, conditioned=True, **changes):
     return DecisionTransformer(3, 2, discrete, length, config, horizon=8, **how)
 
 
+def detector(seed=0, **changes):
+    seed_everything(seed)
+    own = {name: changes.pop(name) for name in ("cross", "path_dropout") if name in changes}
+    return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
+
+
 def translator(seed=0, length=40, **changes):
     seed_everything(seed)
     sizes = dict(dim=16, heads=4, layers=2, hidden=32)
@@ -173,6 +198,12 @@ KINDS = {
         lambda n: Trajectories(episodes(), 4, n, steps=3),
         action_loss,
         {"loss", "accuracy"},
+    ),
+    "scenes": (
+        detector,
+        lambda n: SceneBatches(scenes(), n, steps=3),
+        detection_loss,
+        {"loss", "class", "l1", "giou"},
     ),
     "pairs": (translator, lambda n: Sentences(PAIRS, VOCABULARY, n), token_loss, {"bits"}),
 }

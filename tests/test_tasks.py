@@ -40,6 +40,7 @@ SMALL = {
         steps=2,
         episodes=2,
     ),
+    "detection": functools.partial(tasks.detection, train=20, test=10, steps=2, batch_size=4),
     "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
 }
 
@@ -90,6 +91,18 @@ def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     assert given == [0.25]
     with pytest.raises(ValueError, match="regularised=True"):
         SMALL[name](TINY, eta=0.1)
+
+
+def test_objects_are_found_after_some_training():
+    config = Config(dim=16, heads=2, layers=1, hidden=16, dropout=0.0)
+    how = dict(train=8, test=8, queries=4, batch_size=8, lr=5e-3)
+    before, after = (tasks.detection(config, steps=steps, **how) for steps in (1, 60))
+    assert before["loss"] > after["loss"] + 0.5 and after["gap"] > 0
+    others = dict(cross=linear_attention, path_dropout="soft")
+    costs = [
+        result["flops"] for result in (before, tasks.detection(config, steps=1, **how | others))
+    ]
+    assert costs[0] != costs[1]
 
 
 def test_training_lowers_the_bits():

@@ -535,12 +535,13 @@ def with_first(token: Tensor, h: Tensor) -> Tensor:
     return torch.cat([token.expand(len(h), 1, -1), h], dim=1)
 
 
-def sinusoids(length: int, dim: int) -> Tensor:
+def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
     """Return the positions (T, dim) of [Vaswani2017]: ``sin(t ω_i), cos(t ω_i)`` side by side.
 
-    ω_i = 10000^(-2i / dim), so that a step of s turns each pair of columns by the angle s ω_i.
+    ω_i = temperature^(-2i / dim), so that a step of s turns each pair of columns by the angle
+    s ω_i.
     """
-    omega = 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    omega = temperature ** (-torch.arange(0, dim, 2) / dim)
     angles = torch.arange(length)[:, None] * omega  # (T, dim / 2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :dim].contiguous()
 

@@ -21,15 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from derived_attention.attention.checks import Mechanism
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.control import Trajectories, action_loss, rollout
 from derived_attention.data.control import load_control
+from derived_attention.data.detection import make_scenes
 from derived_attention.data.images import load_images
 from derived_attention.data.listops import SHORT, make_listops
 from derived_attention.data.series import SeriesSplit, load_series
 from derived_attention.data.tables import load_table
 from derived_attention.data.text import load_text, make_topics
 from derived_attention.data.translation import load_translation, train_vocabulary
+from derived_attention.detection import SceneBatches, average_precision, detect, detection_loss
+from derived_attention.detector import DetectionTransformer
 from derived_attention.language import Windows, byte_loss
 from derived_attention.measure import count_flops
 from derived_attention.models import (
@@ -394,6 +398,63 @@ def control(
     of_data = {"data": data.score(float(totals.mean())), "best": data.score(float(totals.max()))}
     error = evaluate(model, Trajectories(data.test, length), action_loss)["loss"]
     return scores | {"loss": error} | of_data | cost
+
+
+def detection(
+    config: Config,
+    *,
+    seed: int = 0,
+    encoder: Mechanism | None = None,
+    decoder: Mechanism | None = None,
+    cross: Mechanism | None = None,
+    path_dropout: str | None = None,
+    queries: int = 6,
+    train: int = 4000,
+    test: int = 500,
+    steps: int = 800,
+    batch_size: int = 32,
+    lr: float = 2e-3,
+    device: Device = None,
+) -> Numbers:
+    """Train a `DetectionTransformer` on drawn scenes; return its scores on others, and the cost.
+
+    ``"AP"``, ``"AP50"`` and ``"AP75"`` are `average_precision` of new scenes, and ``"loss"`` is
+    `detection_loss` there. ``"gap"`` is this loss less that of as many scenes that the model has
+    seen, both in evaluation mode.
+
+    Parameters
+    ----------
+    config, queries, encoder, decoder, cross, path_dropout
+        As in `DetectionTransformer`.
+    seed, lr, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights. The
+        scenes do not depend on it.
+    train, test : int
+        How many scenes, as `derived_attention.data.detection.make_scenes` draws them.
+    steps, batch_size
+        As in `derived_attention.detection.SceneBatches`.
+    """
+    known, new = make_scenes(train), make_scenes(test, seed=1)
+    seed_everything(seed)
+    model = DetectionTransformer(
+        known.classes,
+        config,
+        queries=queries,
+        encoder=encoder,
+        decoder=decoder,
+        cross=cross,
+        path_dropout=path_dropout,
+    )
+    cost = attention_cost(model, new.images[:1])
+    batches = SceneBatches(known, batch_size, steps)
+    fit(model, batches, detection_loss, epochs=1, lr=lr, seed=seed, device=device)
+    scores = average_precision(detect(model, new.images), new)
+    seen, unseen = (
+        evaluate(model, SceneBatches(some, 250), detection_loss)["loss"]
+        for some in (known[:test], new)
+    )
+    shown = {name: scores[name] for name in ("AP", "AP50", "AP75")}
+    return shown | {"loss": unseen, "gap": unseen - seen} | cost
 
 
 def regularised(loss: Loss, eta: float) -> Loss:
