@@ -21,6 +21,7 @@ from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mechanisms import MECHANISMS, Entry
 from derived_attention.attention.shifted_mixture import shifted_keys
 from derived_attention.attention.softmax import softmax_attention_reference
+from derived_attention.attention.sparse_coding import soft_threshold
 
 HEADS, DIM = 8, 64
 
@@ -44,6 +45,8 @@ class Case:
         Largest time as a share of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
+    against_reference : int, optional
+        An N at which to time the fast form beside the reference, too.
     """
 
     label: str
@@ -53,6 +56,7 @@ class Case:
     baseline: str
     goal: float | None = None
     reference_length: int = 1024
+    against_reference: int | None = None
 
 
 def dense_mixture(
@@ -79,12 +83,30 @@ def dense_shifted_mixture(
     return dense_mixture(q, shifted_keys(k, shifts), v, **options)
 
 
+def lasso_by_large_inverse(
+    q: Tensor, k: Tensor, v: Tensor, *, lam: float = 0.1, rho: float = 10.0, iterations: int = 5
+) -> Tensor:
+    """ADMM as it is printed but for its slips: with the inverse of an (M, M) matrix."""
+    inverse = torch.linalg.inv(k @ k.mT + rho * torch.eye(k.shape[-2]).to(k))
+    b = q @ k.mT
+    z = u = torch.zeros_like(b)
+    for _ in range(iterations):
+        x = (b + rho * (z - u)) @ inverse
+        z = soft_threshold(x + u, lam / rho)
+        u = u + x - z
+    return z @ v
+
+
 # The references of mixtures take O(N²D): nobody's choice where memory counts.
 _DENSE: dict[str, Mechanism] = {
     "mgk": dense_mixture,
     "hard_mgk": functools.partial(dense_mixture, hard=True),
     "smgk": dense_shifted_mixture,
 }
+
+
+# Where there is no mask; the fast form is timed beside it, at this length.
+_INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
 def two_heads(form: Mechanism) -> Mechanism:
@@ -126,14 +148,18 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
     def with_keys(form: Mechanism) -> Mechanism:
         return lambda q, k, v, **options: form(q, entry.keys(k), v, **options)
 
+    reference, timed = _DENSE.get(name, entry.reference), None
+    if name in _INVERSE and not is_causal:
+        reference, timed = _INVERSE[name]
     return Case(
         ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
         with_keys(entry.fast),
-        with_keys(_DENSE.get(name, entry.reference)),
+        with_keys(reference),
         lambda N: _causal(entry.options(N, HEADS, DIM), is_causal),
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
+        timed,
     )
 
 

@@ -129,7 +129,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
 # --- the cases -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*BASELINES, *(n for n in CASES if "mgk" in n)])
+@pytest.mark.parametrize("name", [*BASELINES, "lasso", *(n for n in CASES if "mgk" in n)])
 def test_what_is_compared_and_is_not_the_registry_s_is_one_formula(name):
     case, length = (BASELINES | CASES)[name], 132
     for training in (False, True):
@@ -164,6 +164,15 @@ def test_memory_of_what_stores_a_matrix_and_of_what_does_not():
     assert growth["fast"] < 2.2 and growth["reference"] > 3.5
 
 
+def test_a_reference_is_timed_where_a_case_says_so():
+    for name, case in CASES.items():
+        assert (case.against_reference is not None) == (name == "lasso")
+    rows = run.beside_reference("lasso", replace(CASES["lasso"], against_reference=64), 2, "cpu")
+    assert [x["mode"] for x in rows["reference_times"]] == list(table.MODES)
+    assert all(x["length"] == 64 and x["ratio"]["median"] > 0 for x in rows["reference_times"])
+    assert run.beside_reference("window", CASES["window"], 2, "cpu") == {}
+
+
 def test_sizes_that_depend_on_the_length():
     sizes = [(64, 64), (32, 64), (3, 4), (1, 7), (1, 1)]
     assert [grid_of(n) for n in (4096, 2048, 12, 7, 1)] == sizes
@@ -196,6 +205,7 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         assert data["rounds"] >= 7 and folder.name == table.slug(data["machine"])
         assert (data["machine"]["gpu"] is not None) == (data["device"] == "cuda")
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
+        assert ("reference_times" in data) == (case.against_reference is not None)
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
         assert max(growth["fast", mode] for mode in table.MODES) < 3.3, "N √N at most"
         # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.

@@ -606,6 +606,7 @@ class LassoAttention(RidgeAttention):
     """
 
     shown = ("rho", "iterations", "power")
+    bare = True
 
     def __init__(
         self,

@@ -1,0 +1,79 @@
+"""What is printed on the lasso by ADMM, and what it should be: for pages, not for models.
+
+Each function is a generator of the iterates ``(x, z, u)``, all (N, M), of one method that codes
+queries Q (N, D) in keys K (M, D), from zeros on, without end: take as many as you want. `admm` is
+the method as it is known [Boyd2011], with its (M, M) inverse. The others are the equations of the
+paper as they can be read: (4a) to (4c), (5), and what it says of self-attention.
+`derived_attention.lasso_attention` is what to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.sparse_coding import soft_threshold
+
+Iterates = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
+def admm(Q: Tensor, K: Tensor, lam: float, rho: float, exclude_self: bool = False) -> Iterates:
+    """Scaled ADMM: x = (KKᵀ + ρI)⁻¹(Kq + ρ(z − u)), z = S_κ(x + u), u = u + x − z.
+
+    `exclude_self` leaves key i out for query i, with an inverse for each query.
+    """
+    atoms = 1 - torch.eye(len(Q), len(K), dtype=K.dtype) if exclude_self else torch.ones(1, len(K))
+    own = K * atoms.to(K).unsqueeze(-1)  # (N or 1, M, D)
+    inverse = torch.linalg.inv(own @ own.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    z = u = Q.new_zeros(len(Q), len(K))
+    while True:
+        right = (own @ Q.unsqueeze(-1)).squeeze(-1) + rho * (z - u)  # (N, M)
+        x = (inverse @ right.unsqueeze(-1)).squeeze(-1)
+        z = soft_threshold(x + u, lam / rho)
+        u = u + x - z
+        yield x, z, u
+
+
+def printed_admm(
+    Q: Tensor, K: Tensor, lam: float, rho: float, changed: tuple[bool, bool, bool] = (False,) * 3
+) -> Iterates:
+    """Equations (4a) to (4c) as printed, or with some of three repairs; with all it is `admm`.
+
+    They are z − u in the bracket of (4a), which has x − z there; the new x in (4b), which has that
+    of the step before; and +u in (4b), which has −u.
+    """
+    bracket, new_x, plus = changed
+    inverse = torch.linalg.inv(K @ K.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    x = z = u = Q.new_zeros(len(Q), len(K))
+    while True:
+        x_next = (Q @ K.mT + rho * (z - u if bracket else x - z)) @ inverse
+        z = soft_threshold((x_next if new_x else x) + (u if plus else -u), lam / rho)
+        x, u = x_next, u + x_next - z
+        yield x, z, u
+
+
+def zeroed_admm(Q: Tensor, K: Tensor, lam: float, rho: float) -> Iterates:
+    """Scaled ADMM with the inverse of all keys, and x_ii set to 0 after its step, as printed."""
+    inverse = torch.linalg.inv(K @ K.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    z = u = Q.new_zeros(len(Q), len(K))
+    while True:
+        x = ((Q @ K.mT + rho * (z - u)) @ inverse).fill_diagonal_(0)
+        z = soft_threshold(x + u, lam / rho)
+        u = u + x - z
+        yield x, z, u
+
+
+def eigen_solve(K: Tensor, rho: float, right: Tensor, printed: bool = False) -> Tensor:
+    """(KKᵀ + ρI)⁻¹ b for each row b of `right` (N, M), by the SVD K = Y S Xᵀ, as (5) does.
+
+    It is Y (S² + ρ)⁻¹ Yᵀ b + (b − Y Yᵀ b) / ρ. What is printed has S + ρ, and no second term.
+    """
+    values, X = torch.linalg.eigh(K.mT @ K)  # S² in ascending order
+    S = values.clamp(min=0).sqrt()
+    Y = K @ X / S.clamp(min=torch.finfo(S.dtype).tiny)  # (M, D)
+    along = right @ Y  # (N, D)
+    if printed:
+        return along / (S + rho) @ Y.mT
+    return along / (S.square() + rho) @ Y.mT + (right - along @ Y.mT) / rho

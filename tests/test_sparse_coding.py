@@ -1,0 +1,323 @@
+"""What is special about ridge and lasso attention: optima, atoms, codes; the paper's variants."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import cvxpy as cp
+import numpy as np
+import pytest
+import torch
+from helpers import Largest, assert_all_close, assert_learns, output_and_gradients, qkv, tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from derived_attention import (
+    LassoAttention,
+    MultiheadAttention,
+    PrimalAttention,
+    RidgeAttention,
+    lasso_attention,
+    lasso_attention_reference,
+    ridge_attention,
+    ridge_attention_reference,
+    signed_power,
+    soft_threshold,
+)
+from derived_attention.attention.convention import weights_of
+from derived_attention.attention.splitting import admm, eigen_solve, printed_admm, zeroed_admm
+
+EXACT = dict(solver="CLARABEL", tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1e-14)
+
+
+def codes(Q, K, **options):
+    """The codes (N, M) of queries in keys."""
+    return weights_of(lasso_attention, Q, K, **options)
+
+
+def nth(iterates, n):
+    return next(itertools.islice(iterates, n - 1, None))
+
+
+def optimum(q, K, lam, without=None):
+    """The lasso, by cvxpy."""
+    x = cp.Variable(len(K))
+    fit = cp.sum_squares(q.numpy() - K.T.numpy() @ x) / 2
+    closed = [] if without is None else [x[without] == 0]
+    return cp.Problem(cp.Minimize(fit + lam * cp.norm1(x)), closed).solve(**EXACT)
+
+
+def objective(q, K, x, lam):
+    return float((q - x @ K).square().sum() / 2 + lam * x.abs().sum())
+
+
+# --- optima ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 6), st.floats(0.05, 2), st.integers(0, 99))
+def test_converged_codes_are_optimal(M, D, lam, seed):
+    """Against cvxpy, and by the optimality conditions; with the own key left out, too."""
+    Q, K = (x.detach() for x in tensors((M, D), (M, D), seed=seed))
+    residuals: list = []
+    how = dict(lam=lam, rho=1.0, iterations=3000)
+    for X, own in (
+        (codes(Q, K, residuals=residuals, **how), False),
+        (codes(K, K, exclude_self=True, **how), True),
+    ):
+        for i, (q, x) in enumerate(zip(K if own else Q, X, strict=True)):
+            best = optimum(q, K, lam, i if own else None)
+            assert abs(objective(q, K, x, lam) - best) < 1e-8 * max(1, best)
+            slope = K @ (q - x @ K)
+            if own:
+                assert x[i] == 0
+                slope[i] = 0
+            assert float(slope.abs().max()) < lam * (1 + 1e-6)
+            used = x != 0
+            torch.testing.assert_close(slope[used], lam * x[used].sign(), rtol=1e-6, atol=1e-6)
+    primal, dual = residuals[0]
+    assert primal.shape == dual.shape == (M, 3000)
+    assert float(primal[:, -1].max()) < 1e-9 and float(dual[:, -1].max()) < 1e-9
+
+
+def test_ridge_is_a_regression_of_values_on_keys():
+    q, k, v = (x.detach() for x in qkv((), n=5, m=9, d=4, dv=3))
+    rows = np.vstack([k, math.sqrt(0.3) * np.eye(4)])
+    W = np.linalg.lstsq(rows, np.vstack([v, np.zeros((4, 3))]), rcond=None)[0]
+    out = ridge_attention(q, k, v, lam=0.3)
+    torch.testing.assert_close(out, q @ torch.from_numpy(W))
+    causal = ridge_attention(q, k, v, lam=0.3, is_causal=True)
+    for i in range(5):
+        seen = ridge_attention(q[i : i + 1], k[: i + 1], v[: i + 1], lam=0.3)
+        torch.testing.assert_close(causal[i : i + 1], seen)
+
+
+# --- atoms ----------------------------------------------------------------------------------------
+
+
+OWN = [
+    {"exclude_self": True},
+    {"prefix": 4},
+    {"prefix": 4, "exclude_self": True},
+    {"lam": torch.tensor([0.1, 1.0, 3.0]), "rho": torch.tensor([0.5, 1.0, 30.0])},
+    {"power": 1},
+    {"power": 5},
+    {"iterations": 1, "power": 3},
+    {"iterations": 40},
+]
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: "-".join(own))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fast_equals_reference_with_every_option(own, is_causal):
+    for N in (1, 7, 150):
+        q, k, v = qkv((2, 3), n=N, m=N + own.get("prefix", 0), d=5, dv=4)
+        own = {key: x.double() if torch.is_tensor(x) else x for key, x in own.items()}
+        learned = {key: x.requires_grad_() for key, x in own.items() if torch.is_tensor(x)}
+        for fast, formula in (
+            (lasso_attention, lasso_attention_reference),
+            (ridge_attention, ridge_attention_reference),
+        ):
+            if fast is ridge_attention and not {*own} <= {"exclude_self", "prefix"}:
+                continue
+
+            def run(form, q, k, v, *values, own=own, learned=learned):
+                given = {**own, **dict(zip(learned, values, strict=True))}
+                return form(q, k, v, is_causal=is_causal, **given)
+
+            given = [q, k, v, *learned.values()]
+            left, right = (
+                output_and_gradients(lambda *x, f=form: run(f, *x), given)
+                for form in (fast, formula)
+            )
+            assert_all_close(left, right, 1e-9, f"{fast.__name__}, {N}")
+
+
+def test_residuals_are_those_of_the_formula():
+    q, k, v = qkv((2, 3), n=140, m=20)
+    for options in ({}, {"is_causal": True}, {"iterations": 1}):
+        found: list = []
+        for form in (lasso_attention, lasso_attention_reference):
+            form(q, k, v, lam=0.7, residuals=found, **options)
+        assert_all_close(found[0], found[1], 1e-10)
+        assert not found[0][0].requires_grad
+
+
+def test_of_equal_keys_a_code_needs_one():
+    """Softmax gives every copy its weight; the sum of a code, and its output, do not change."""
+    q, k, v = (x.detach() for x in qkv((), n=6, m=5, d=8, dv=3))
+    how = dict(lam=0.5, rho=2.0, iterations=400)
+    once, twice = (
+        lasso_attention(q, *x, **how) for x in ((k, v), (k.repeat(3, 1), v.repeat(3, 1)))
+    )
+    torch.testing.assert_close(twice, once)
+
+
+def test_numbers_that_kernels_meet():
+    q, k, v = (x.detach().float() for x in qkv((2,), n=40, m=40, d=6))
+    for size in (1e-12, 1e4, 1e6):
+        for own in ({}, {"is_causal": True}, {"exclude_self": True}, {"power": 5}):
+            out = lasso_attention(size * q, size * k, v, **own)
+            assert bool(out.isfinite().all()), f"{size}, {own}"
+    zeros = torch.zeros_like(q).requires_grad_()
+    for power in (None, 1, 5):
+        out = lasso_attention(zeros, k, v, power=power)
+        assert not out.any()
+        assert not torch.autograd.grad(out.sum(), zeros)[0].isnan().any()
+
+
+def test_a_power_is_normalised_by_its_own_sum():
+    z = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0], [1e-12, -2e-12, 1e-12]])
+    a = signed_power(z, 5)
+    torch.testing.assert_close(a[0], torch.tensor([243.0, -1.0, 0.0]) / 244)
+    assert not a[1].any() and abs(float(a[2].abs().sum()) - 1) < 1e-6
+    assert torch.equal(signed_power(z, None), z)
+    assert torch.equal(soft_threshold(z[:1], 2.0), torch.tensor([[1.0, 0.0, 0.0]]))
+
+
+def test_training_stores_no_matrix_of_queries_and_keys():
+    for own in ({}, {"exclude_self": True}, {"is_causal": True}):
+        q, k, v = qkv((1, 2), n=1024, m=1024, d=4, dv=4)
+        with Largest() as largest:
+            torch.autograd.grad(lasso_attention(q, k, v, **own).sum(), [q, k, v])
+        assert largest.numel <= 2 * 128 * 1024, own
+
+
+# --- the layers -----------------------------------------------------------------------------------
+
+E, H, N = 12, 3, 9
+X = torch.randn(2, N, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+BARE = dict(projected=False, dtype=torch.float64)
+
+
+def test_without_projections_a_layer_has_no_parameters():
+    for layer in (MultiheadAttention(E, H, **BARE), LassoAttention(E, H, **BARE)):
+        assert not list(layer.parameters()) and "projected=False" in repr(layer)
+    heads = X.unflatten(-1, (H, -1)).transpose(1, 2)
+    softmax = MultiheadAttention(E, H, **BARE)(X, X, X, need_weights=False)[0]
+    wanted = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    torch.testing.assert_close(softmax, wanted.transpose(1, 2).flatten(2))
+    lasso = LassoAttention(E, H, lam=0.3, rho=2.0, iterations=7, power=5, **BARE)
+    out, A = lasso(X, X, X, average_attn_weights=False)
+    how = dict(lam=0.3, rho=2.0, iterations=7, power=5, exclude_self=True)
+    wanted = lasso_attention(heads, heads, heads, **how)
+    torch.testing.assert_close(out, wanted.transpose(1, 2).flatten(2))
+    assert not A.diagonal(dim1=-2, dim2=-1).any()
+    other = X.flip(1) + 1
+    k = other.unflatten(-1, (H, -1)).transpose(1, 2)
+    cross = lasso_attention(heads, k, k, **how | {"exclude_self": False})
+    torch.testing.assert_close(lasso(X, other, other)[0], cross.transpose(1, 2).flatten(2))
+    for own in ({"kdim": 4}, {"head_dim": 2}, {"kv_heads": 1}):
+        with pytest.raises(ValueError, match="projected is False; expected kdim, vdim, head_dim"):
+            LassoAttention(E, H, **own, **BARE)
+
+
+def test_other_layers_need_their_projections():
+    with pytest.raises(ValueError, match="projected is False; expected True for PrimalAttention"):
+        PrimalAttention(E, H, projected=False)
+    with pytest.raises(TypeError, match="projected is 0; expected True or False"):
+        MultiheadAttention(E, H, projected=0)
+
+
+def test_values_can_be_the_dictionary():
+    for projected in (True, False):
+        torch.manual_seed(0)
+        layer = LassoAttention(E, H, dictionary="value", projected=projected, dtype=X.dtype)
+        query, key, value = X, X + 1, X.flip(1)
+        out = layer(query, key, value)[0]
+        assert torch.equal(out, layer(query, 3 * key, value)[0])
+        layer.dictionary = "key"
+        if not projected:
+            assert torch.equal(out, layer(query, value, value)[0])
+
+
+def test_random_tokens_are_coded_with_and_mixed():
+    layer = LassoAttention(E, H, random_tokens=4, lam=0.3, **BARE).eval()
+    out, A = layer(X, X, X, average_attn_weights=False)
+    assert A.shape == (2, H, N, N) and torch.equal(out, layer(X, X, X)[0])
+    both = torch.cat([layer.tokens.expand(2, -1, -1), X], 1)
+    q, k = (x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (X, both))
+    wanted = lasso_attention(q, k, k, lam=0.3, exclude_self=True, prefix=4)
+    torch.testing.assert_close(out, wanted.transpose(1, 2).flatten(2))
+    gone = torch.arange(N) >= torch.tensor([N - 3, N])[:, None]
+    padded = layer(X, X, X, gone)[0]
+    torch.testing.assert_close(padded[:1, : N - 3], layer(*[X[:1, : N - 3]] * 3)[0])
+    causal = layer(X, X, X, need_weights=False, is_causal=True)[0]
+    torch.testing.assert_close(causal[:, :4], layer(*[X[:, :4]] * 3, is_causal=True)[0])
+    assert not torch.equal(*(layer.train()(X, X, X)[0] for _ in range(2)))
+    torch.manual_seed(0)
+    x = X.clone().requires_grad_()
+    plain = torch.autograd.grad(layer(x, x, x)[0].square().sum(), x)
+    torch.manual_seed(0)
+    again = checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=False)
+    assert_all_close(torch.autograd.grad(again.square().sum(), x), plain, 1e-10)
+
+
+@pytest.mark.parametrize("kind", [RidgeAttention, LassoAttention])
+def test_prices_can_be_learned(kind):
+    torch.manual_seed(0)
+    for own in ({}, {"projected": False}):
+        layer = kind(E, H, learned=True, lam=0.5, dtype=torch.float64, **own)
+        assert {"log_lam"} <= dict(layer.named_parameters()).keys()
+        assert_learns(layer, X, f"{kind.__name__}, {own}")
+
+
+@pytest.mark.parametrize(
+    "own, error, match",
+    [
+        ({"lam": 0.0}, ValueError, "lam is 0.0; expected a finite positive"),
+        ({"lam": torch.ones(2)}, ValueError, r"lam has shape \(2,\); expected one of"),
+        ({"rho": "1"}, TypeError, "rho is of type str"),
+        ({"iterations": 0}, ValueError, "iterations is 0; expected a whole number, at least 1"),
+        ({"power": 2}, ValueError, "power is 2; expected an odd number, or None"),
+        ({"exclude_self": 1}, TypeError, "exclude_self is 1; expected True or False"),
+        ({"exclude_self": True}, ValueError, r"k has shape \(..., 7, D\); expected 5 keys"),
+        ({"prefix": 8}, ValueError, "prefix is 8; expected at most 7"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)
+def test_bad_options_are_named(own, error, match):
+    for form in (lasso_attention, lasso_attention_reference):
+        with pytest.raises(error, match=match):
+            form(*qkv(), **own)
+
+
+def test_bad_layers_are_named():
+    with pytest.raises(ValueError, match="dictionary is 'both'; expected 'key' or 'value'"):
+        RidgeAttention(E, H, dictionary="both")
+    with pytest.raises(ValueError, match="power is 4; expected an odd number"):
+        LassoAttention(E, H, power=4)
+    with pytest.raises(ValueError, match="random_tokens is -1; expected a whole number"):
+        LassoAttention(E, H, random_tokens=-1)
+
+
+# --- the paper's variants -------------------------------------------------------------------------
+
+
+def test_the_method_with_the_large_inverse_is_the_fast_one():
+    Q, K = (x.detach() for x in tensors((6, 4), (6, 4)))
+    for own in (False, True):
+        for n in (1, 5, 30):
+            Z = codes(Q, K, lam=0.5, rho=3.0, iterations=n, exclude_self=own)
+            torch.testing.assert_close(nth(admm(Q, K, 0.5, 3.0, own), n)[1], Z)
+
+
+def test_only_all_repairs_of_what_is_printed_reach_the_optimum():
+    Q, K = (x.detach() for x in tensors((4, 5), (12, 5)))
+    best = codes(Q, K, lam=0.5, rho=3.0, iterations=3000)
+    for changed in itertools.product((False, True), repeat=3):
+        x, z, _ = nth(printed_admm(Q, K, 0.5, 3.0, changed), 3000)
+        assert (float((z - best).abs().max()) < 1e-9) == all(changed), changed
+    stalled = nth(zeroed_admm(K, K, 0.5, 3.0), 3000)[1]
+    exact = codes(K, K, lam=0.5, rho=3.0, iterations=3000, exclude_self=True)
+    pairs = zip(K, stalled, exact, strict=True)
+    assert any(objective(q, K, z, 0.5) > objective(q, K, x, 0.5) + 1e-3 for q, z, x in pairs)
+
+
+def test_singular_vectors_give_the_inverse_if_their_complement_is_there():
+    K, right = (x.detach() for x in tensors((9, 4), (3, 9)))
+    exact = torch.linalg.solve(K @ K.mT + 2 * torch.eye(9), right.mT).mT
+    torch.testing.assert_close(eigen_solve(K, 2.0, right), exact)
+    assert not torch.allclose(eigen_solve(K, 2.0, right, printed=True), exact, atol=1e-2)
