@@ -160,6 +160,7 @@ def match(
     costs -= GIOU * box_giou(found[:, :, None], boxes[:, None])
     classes = labels.clamp(min=0)[:, None].expand(costs.shape)
     costs -= logits.softmax(-1).gather(2, classes)
+    costs = costs.nan_to_num()  # what is not finite is for the loss to tell
     real = (labels >= 0).cpu().numpy()
     rows = []
     for i, cost in enumerate(costs.cpu().numpy()):

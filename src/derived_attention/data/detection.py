@@ -15,9 +15,10 @@ from torch import Tensor
 from derived_attention.runtime import check_count, check_seed
 
 SHAPES = ("disc", "rectangle", "triangle", "cross", "ring")
-PLACES = 8  # how many places are tried for an object
+PLACES = 20  # how many places are tried for an object
 OVERLAP = 0.2  # of the smaller box, at most, where one of them allows it
-SIDES = (0.2, 0.45)  # of a box, in sides of the image
+SIDES = (0.25, 0.5)  # of a box, in sides of the image
+NOISE = 0.05  # standard deviation of each pixel
 CHUNK = 64  # images that are painted at a time: they fit in a cache
 
 
@@ -105,9 +106,9 @@ def make_scenes(n: int, seed: int = 0, *, size: int = 48, objects: int = 3) -> S
 
     A shape is a disc (an ellipse), a rectangle, a triangle, a cross or a ring, as wide and as high
     as its box. Its box begins and ends between pixels, so what is drawn reaches each of its four
-    sides. Each of its three colour channels is dark or bright, the background's are between. An
-    object may cover a fifth of another, in the few images where there is no better place more: the
-    box of what is covered stays that of the whole shape.
+    sides. Each of its three colour channels is dark or bright, the background's are between. Two
+    boxes share a fifth of the smaller one at most, where 20 attempts find such a place. What is
+    covered stays in the box, which is that of the whole shape.
 
     Parameters
     ----------
@@ -200,7 +201,7 @@ def _paint(
             inside = _inside(SHAPES[label], u[rows, None], v[rows, :, None], corners[rows, k, 2])
             np.copyto(inked := images[rows], colours[rows, k, :, None, None], where=inside[:, None])
             images[rows] = inked
-    images += 0.1 * rng.standard_normal(images.shape, np.float32)
+    images += NOISE * rng.standard_normal(images.shape, np.float32)
     np.clip(images, 0, 1, out=images)
 
 
