@@ -18,7 +18,15 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import control, mixtures, multiresolution, primal, run, table  # noqa: E402
+from benchmarks import (  # noqa: E402
+    control,
+    mixtures,
+    multiresolution,
+    primal,
+    run,
+    splitting,
+    table,
+)
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import experiment  # noqa: E402
 from derived_attention.attention.mechanisms import grid_of, near_root  # noqa: E402
@@ -317,7 +325,7 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (control, mixtures, multiresolution, primal)
+    for module in (control, mixtures, multiresolution, primal, splitting)
     for name, plan in module.EXPERIMENTS.items()
 ]
 
@@ -350,6 +358,24 @@ def test_singular_vectors_are_known_where_they_are():
     assert found(3 * left, right) == near([1, 0, 1, reach])
     assert found(left[..., [0, 0]], right[..., [0, 0]])[1:] == near([1, 1, reach])
     assert found(other, right, 0.5) == near([0, 0, 0, reach / 2])
+
+
+def test_layers_without_weights_have_none():
+    def size(layer):
+        return sum(p.numel() for p in layer(16, 2).parameters())
+
+    for name, layer in splitting.ARMS.items():
+        assert (size(layer) == 0) == ("without weights" in name), name
+    for name, own in splitting.DETECTORS.items():
+        places = {place: size(layer) for place, layer in own.items() if place != "path_dropout"}
+        learned = 2 * 2 * ("learned" in name)  # λ and ρ of two heads
+        assert places == ({} if name == "softmax" else {name.partition(":")[0]: learned}), name
+
+
+def test_what_is_left_out_adds_nothing():
+    layer = splitting.WITHOUT["control: left out"](16, 2)
+    query, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
+    assert not layer(query, memory, memory, need_weights=False)[0].any()
 
 
 @pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])

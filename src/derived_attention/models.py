@@ -1,9 +1,10 @@
-"""The miniature models of the book, in one readable file.
+"""The miniature models of the book, all but one in one readable file.
 
 `SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
 patches, `TokenClassifier` reads sequences of tokens, `TableTransformer` reads rows of a table.
 `ByteLM` continues a text. `Translator` writes a sentence that it reads in another language.
-`DecisionTransformer` acts. `Recaller` answers questions about pairs.
+`DecisionTransformer` acts. `Recaller` answers questions about pairs. `DetectionTransformer`, in
+`derived_attention.detector`, finds the objects in an image.
 `derived_attention.training.fit` trains each.
 
 A model is called with what its data are, and last with a `Config`: the sizes that all have, and how

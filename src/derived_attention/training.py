@@ -202,7 +202,8 @@ def fit(
     train : Batches
         `derived_attention.supervised.Examples` (series, images, tokens), or one for its task:
         `derived_attention.language.Windows`, `derived_attention.translation.Sentences`,
-        `derived_attention.recall.Questions`, `derived_attention.control.Trajectories`.
+        `derived_attention.recall.Questions`, `derived_attention.control.Trajectories`,
+        `derived_attention.detection.SceneBatches`.
     loss : callable
         ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that
         stands beside those batches.
