@@ -34,11 +34,13 @@ REACHED = (
     | paper("001.eq", range(1, 19))
     | paper("001.rem", range(1, 7))
     | paper("002.eq", range(1, 10))
+    | paper("003.eq", [1, 2, 3, "4a", "4b", "4c", 5, 6])
     | paper("004.eq", range(1, 18))
     | paper("004.rem", range(1, 4))
-    | {"000.thm1", "000.sec4.flops", "000.appC.trend", "003.eq1"}
+    | {"000.thm1", "000.sec4.flops", "000.appC.trend"}
     | {"001.thm1", "001.appB", "001.def1", "001.sec4.flops"}
     | {"002.thm3.2", "002.rem3.3", "002.lem4.2", "002.alg1", "002.lst1", "002.appB.sampling"}
+    | {"003.sec4.selfmask", "003.sec4.random", "003.sec5.params"}
     | {"004.thm1", "004.sec2.3.mstep", "004.sec2.3.hard", "004.sec2.4"}
     | {"004.appB.1", "004.appB.2", "004.sec3.4.flops"}
 )

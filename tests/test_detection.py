@@ -239,7 +239,7 @@ def test_queries_and_keys_have_positions_and_values_have_not():
     assert q is k and dq is dk  # one tensor: a layer can tell that this is self-attention
     torch.testing.assert_close(v, layer.norm1(tokens))
     torch.testing.assert_close(q - v, positions.expand_as(q))
-    torch.testing.assert_close(positions, grid_positions(3, 3, 8))
+    torch.testing.assert_close(positions, 2 * grid_positions(3, 3, 8))
     torch.testing.assert_close(dq - dv, model.asked.expand_as(dq))
     assert (dv == dv[:, :1]).all()  # the decoder begins with zeros
     memory = model.encoder_norm(tokens + layer.feedforward(layer.norm2(tokens)))
@@ -602,8 +602,12 @@ def test_wrong_detections():
         (good, None, TypeError, "scenes is NoneType; expected Scenes, as of make_scenes"),
         (good, given[:3], ValueError, "detections are of 24 images; expected 3, as scenes has"),
         (dataclasses.replace(good, labels=good.labels + 1), given, ValueError, "has a label 2"),
+        (dataclasses.replace(good, boxes=good.boxes[:, 1:]), given, ValueError, r"boxes has shape"),
     ):
         with pytest.raises(error, match=message):
             average_precision(detections, truth)
+    for areas, error in ((3, TypeError), ((2, 1), ValueError)):
+        with pytest.raises(error, match="areas is .*; expected two"):
+            average_precision(good, given, areas=areas)
     with pytest.raises(TypeError, match="model is ByteLM; expected a DetectionTransformer"):
         detect(writer(), given.images)

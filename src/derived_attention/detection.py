@@ -271,17 +271,17 @@ def average_precision(
     Raises
     ------
     TypeError, ValueError
-        For detections that are not of these scenes.
+        For detections that cannot be of these scenes, or areas that are not two in order.
     ModuleNotFoundError
         If pycocotools is not installed; says how to install it.
     """
     check_detections(detections, scenes)
+    small, large = check_areas(areas)
     api = coco_api()
     with silence():
         truth = _coco(api, scenes, scenes.labels, scenes.boxes)
         found = _coco(api, scenes, detections.labels, detections.boxes, detections.scores)
         run = api.COCOeval(truth, found, "bbox")
-        small, large = areas
         run.params.areaRng = [[0, 1e10], [0, small], [small, large], [large, 1e10]]
         run.evaluate()
         run.accumulate()
@@ -340,13 +340,27 @@ def check_classes(name: str, scenes: Scenes, model: DetectionTransformer) -> Non
 def check_detections(detections: Detections, scenes: Scenes) -> None:
     """Raise TypeError or ValueError unless the detections can be those of the scenes."""
     if not isinstance(detections, Detections):
-        found = type(detections).__name__
-        raise TypeError(f"detections is {found}; expected Detections, as of detect")
+        kind = type(detections).__name__
+        raise TypeError(f"detections is {kind}; expected Detections, as of detect")
     if not isinstance(scenes, Scenes):
         raise TypeError(f"scenes is {type(scenes).__name__}; expected Scenes, as of make_scenes")
     if len(detections) != len(scenes):
-        found = f"{len(detections)} images"
-        raise ValueError(f"detections are of {found}; expected {len(scenes)}, as scenes has")
+        given = f"{len(detections)} images"
+        raise ValueError(f"detections are of {given}; expected {len(scenes)}, as scenes has")
+    expected = tuple(detections.scores.shape)
+    for name, shape in (("labels", expected), ("boxes", (*expected, 4))):
+        found = tuple(getattr(detections, name).shape)
+        if found != shape:
+            raise ValueError(f"detections.{name} has shape {found}; expected {shape}")
     if (detections.labels >= scenes.classes).any():
         most = int(detections.labels.max())
         raise ValueError(f"detections has a label {most}; expected less than {scenes.classes}")
+
+
+def check_areas(areas: tuple[float, float]) -> tuple[float, float]:
+    """Return two numbers of pixels in order; raise TypeError or ValueError if they are not."""
+    if not isinstance(areas, tuple) or len(areas) != 2:
+        raise TypeError(f"areas is {areas!r}; expected two numbers of pixels")
+    if not 0 < areas[0] < areas[1]:
+        raise ValueError(f"areas is {areas}; expected two positive numbers, the smaller one first")
+    return areas

@@ -25,6 +25,7 @@ from derived_attention.models import (
 from derived_attention.runtime import evaluating
 
 STRIDE = 8  # pixels from one token to the next, in each direction
+SCALE = 2.0  # of positions and object queries, beside normalised tokens
 TEMPERATURE = 20.0  # of positions: the slowest wave is so many times as long as the fastest
 PATH_DROPOUT = 0.5  # how often a residual path is scaled
 
@@ -32,13 +33,14 @@ PATH_DROPOUT = 0.5  # how often a residual path is scaled
 class DetectionTransformer(nn.Module):
     """The detector DETR of [Carion2020] in miniature: finds all objects of an image at once.
 
-    Three convolutions of stride 2, each with BatchNorm and ReLU, make a token of every 8 × 8
-    pixels. Layers of an encoder mix the tokens: the memory. Each of a few learned object queries
-    asks for one object or for none: in layers of a decoder the queries attend each other, then the
-    memory. One linear map names the class of what a query has found, and a small network its box.
+    Three convolutions of stride 2 and one more, each with BatchNorm and ReLU, make a token of every
+    8 × 8 pixels. Layers of an encoder mix the tokens: the memory. Each of a few learned object
+    queries asks for one object or for none: in layers of a decoder the queries attend each other,
+    then the memory. One linear map names the class of what a query has found, and a small network
+    its box.
 
     Positions are added to queries and keys, not to values. In the encoder ``q = k = x + p`` and
-    ``v = x``, with `sinusoids` of row and column as p. In the decoder's self-attention
+    ``v = x``, with twice the `sinusoids` of row and column as p. In the decoder's self-attention
     ``q = k = x + o`` and ``v = x``, where o are the object queries and x is 0 at first. In its
     cross-attention ``q = x + o``, ``k = m + p`` and ``v = m``, with m the memory. Unlike in DETR
     the layers are normalised before each branch, and the convolutions are not pretrained.
@@ -95,7 +97,10 @@ class DetectionTransformer(nn.Module):
         self.classes, self.queries, self.config = classes, queries, config
         self.places, self.path_dropout, dim = places, path_dropout, config.dim
         self.stem = nn.Sequential(
-            *reduction(3, dim // 4), *reduction(dim // 4, dim // 2), *reduction(dim // 2, dim)
+            *convolution(3, dim // 4, 2),
+            *convolution(dim // 4, dim // 2, 2),
+            *convolution(dim // 2, dim, 2),
+            *convolution(dim, dim, 1),
         )
         kinds = [config.attention] * (config.layers - 1) + [config.last or config.attention]
         path = {name: path_dropout if given else None for name, given in places.items()}
@@ -106,7 +111,7 @@ class DetectionTransformer(nn.Module):
             QueryLayer(config, decoder or kind, path["decoder"], cross or kind, path["cross"])
             for kind in kinds
         )
-        self.asked = nn.Parameter(torch.empty(queries, dim).normal_())
+        self.asked = nn.Parameter(torch.empty(queries, dim).normal_(std=SCALE))
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.classify = nn.Linear(dim, classes + 1)
         self.locate = nn.Sequential(
@@ -171,7 +176,7 @@ class DetectionTransformer(nn.Module):
         check_images("images", images)
         x = self.stem(images.contiguous(memory_format=torch.channels_last))  # as convolutions like
         rows, columns = x.shape[2:]
-        return x.flatten(2).mT, grid_positions(rows, columns, self.config.dim).to(x)
+        return x.flatten(2).mT, SCALE * grid_positions(rows, columns, self.config.dim).to(x)
 
 
 class MemoryLayer(PreNormLayer):
@@ -243,10 +248,10 @@ def scale_path(x: Tensor, path_dropout: str | None, training: bool) -> Tensor:
     return x * torch.where(scaled, tau if path_dropout == "soft" else 0.0, 1.0)
 
 
-def reduction(channels: int, width: int) -> tuple[nn.Module, ...]:
-    """Return a convolution that halves an image's sides, its BatchNorm, and ReLU."""
-    convolution = nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False)
-    return convolution, nn.BatchNorm2d(width), nn.ReLU()
+def convolution(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
+    """Return a convolution of 3 × 3 pixels, its BatchNorm, and ReLU."""
+    layer = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+    return layer, nn.BatchNorm2d(width), nn.ReLU()
 
 
 def grid_positions(rows: int, columns: int, dim: int) -> Tensor:

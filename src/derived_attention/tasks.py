@@ -411,9 +411,9 @@ def detection(
     queries: int = 6,
     train: int = 4000,
     test: int = 500,
-    steps: int = 800,
-    batch_size: int = 32,
-    lr: float = 2e-3,
+    steps: int = 1200,
+    batch_size: int = 16,
+    lr: float = 1.5e-3,
     device: Device = None,
 ) -> Numbers:
     """Train a `DetectionTransformer` on drawn scenes; return its scores on others, and the cost.
