@@ -9,7 +9,15 @@ import cvxpy as cp
 import numpy as np
 import pytest
 import torch
-from helpers import Largest, assert_all_close, assert_learns, output_and_gradients, qkv, tensors
+from helpers import (
+    Largest,
+    assert_all_close,
+    assert_learns,
+    output_and_gradients,
+    qkv,
+    relative_errors,
+    tensors,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -135,6 +143,14 @@ def test_fast_equals_reference_with_every_option(own, is_causal):
             assert_all_close(left, right, 1e-9, f"{fast.__name__}, {N}")
 
 
+def test_single_precision_is_enough_for_causal_regressions():
+    _, k, v = (x.detach() for x in qkv((2,), n=200, m=200, d=16))
+    for own in ({}, {"exclude_self": True}):
+        exact = ridge_attention_reference(k, k, v, is_causal=True, **own)
+        out = ridge_attention(*(x.float() for x in (k, k, v)), is_causal=True, **own)
+        assert relative_errors([out], [exact])[0] < 2e-5, own
+
+
 def test_residuals_are_those_of_the_formula():
     q, k, v = qkv((2, 3), n=140, m=20)
     for options in ({}, {"is_causal": True}, {"iterations": 1}):
@@ -166,6 +182,18 @@ def test_numbers_that_kernels_meet():
         out = lasso_attention(zeros, k, v, power=power)
         assert not out.any()
         assert not torch.autograd.grad(out.sum(), zeros)[0].isnan().any()
+
+
+def test_a_key_that_is_not_finite_spoils_its_own_head_alone():
+    for form in (lasso_attention, ridge_attention):
+        for own in ({}, {"is_causal": True}, {"exclude_self": True}):
+            q, k, v = (x.detach().float() for x in qkv((3,), n=6, m=6))
+            k[0, 2, 1], k[1, 2, 1] = math.nan, math.inf
+            q.requires_grad_()
+            out = form(q, k, v, **own)
+            grad = torch.autograd.grad(out.sum(), q)[0]
+            assert out[:2].isnan().any(-1).any(-1).all() and out[2].isfinite().all(), own
+            assert grad[:2].isnan().any(-1).any(-1).all() and grad[2].isfinite().all(), own
 
 
 def test_a_power_is_normalised_by_its_own_sum():
@@ -228,6 +256,7 @@ def test_values_can_be_the_dictionary():
         query, key, value = X, X + 1, X.flip(1)
         out = layer(query, key, value)[0]
         assert torch.equal(out, layer(query, 3 * key, value)[0])
+        assert torch.equal(layer(X, X + 1, X)[0], layer(X, X, X)[0])  # without its own, if bare
         layer.dictionary = "key"
         if not projected:
             assert torch.equal(out, layer(query, value, value)[0])
@@ -318,6 +347,8 @@ def test_only_all_repairs_of_what_is_printed_reach_the_optimum():
 
 def test_singular_vectors_give_the_inverse_if_their_complement_is_there():
     K, right = (x.detach() for x in tensors((9, 4), (3, 9)))
-    exact = torch.linalg.solve(K @ K.mT + 2 * torch.eye(9), right.mT).mT
-    torch.testing.assert_close(eigen_solve(K, 2.0, right), exact)
+    for keys in (K[:, :1] * K[:1], 0 * K, K[:3].repeat(1, 5), K[:1], K):
+        b = right[:, : len(keys)]
+        exact = torch.linalg.solve(keys @ keys.mT + 2 * torch.eye(len(keys)), b.mT).mT
+        torch.testing.assert_close(eigen_solve(keys, 2.0, b), exact)
     assert not torch.allclose(eigen_solve(K, 2.0, right, printed=True), exact, atol=1e-2)

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.blocks import SCORES, stands_for_many
+from derived_attention.attention.blocks import Block, stands_for_many
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -43,7 +43,9 @@ from derived_attention.attention.masks import Mask, flat_heads
 from derived_attention.attention.scaled import check_no_bias
 
 CHUNK = 128  # queries whose codes are in memory at a time
+CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 Penalty = float | Tensor
+Solve = Callable[[Tensor], Tensor]
 
 
 def soft_threshold(w: Tensor, kappa: Penalty) -> Tensor:
@@ -135,65 +137,94 @@ def _diagonal(rho: Tensor, D: int) -> Tensor:
 class Solver:
     """t_i = G_i⁻¹ r_i, G_i = Σ_j k_j k_jᵀ + ρ I over the atoms of query i: G_i⁻¹ is symmetric.
 
-    All queries have one G, which is inverted by its Cholesky factor, or nearly so. Without key i,
-    for `exclude_self`, the inverse is G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with g_i = G⁻¹ k_i: that is
-    Sherman and Morrison's formula. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a
-    Cholesky factor L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L
-    belongs to the leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
+    Where all queries have all keys there is one G, inverted by its Cholesky factor. `exclude_self`
+    takes k_i k_iᵀ from it, and by Sherman and Morrison G_i⁻¹ = G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with
+    g_i = G⁻¹ k_i. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a Cholesky factor
+    L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L belongs to the
+    leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
-        self.how, dtype = how, k.dtype
-        k, rho = k.double(), rho.double()  # else ρ would be lost beside keys of length 10³
-        base = _diagonal(rho, k.shape[-1])
-        if not how.is_causal:
-            P = _inverse(k.mT @ k + base)
-            self.P = P.to(dtype)  # (..., D, D)
-            if how.exclude_self:
-                own = k[..., how.prefix :, :]  # (..., N, D)
-                g = own @ P
-                self.own, shrunk = own.to(dtype), 1 - (own * g).sum(-1, keepdim=True)
-                self.g = (g / shrunk).to(dtype)
+        self.how, self.dtype = how, k.dtype
+        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :]
+        # In double precision, else ρ would be lost beside keys of length 10³.
+        before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
+        if how.is_causal:
+            keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
+            sums = F.pad(_gram(keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+            P = _inverse(sums + before.unsqueeze(-3))  # (..., n, D, D)
+            self.chunks = list(zip(P.unbind(-3), keys.unbind(-3), strict=True))
             return
-        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :][..., :N, :]
-        keys = _chunked(rest, N)  # (..., n, C, D)
-        sums = F.pad((keys.mT @ keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
-        P = _inverse(sums + (first.mT @ first + base).unsqueeze(-3))
-        inside = keys @ P @ keys.mT + _diagonal(torch.ones_like(rho), CHUNK).unsqueeze(-3)
-        E = torch.linalg.solve_triangular(torch.linalg.cholesky(inside), keys, upper=False)
-        self.P, self.E, self.EP = P.to(dtype), E.to(dtype), (E @ P).to(dtype)  # (..., n, C, D)
+        P = _inverse(before + _gram(rest))
+        self.P = P.to(self.dtype)  # (..., D, D)
+        if how.exclude_self:
+            g = rest.double() @ P  # (..., N, D)
+            shrunk = 1 - (rest * g).sum(-1, keepdim=True)
+            self.own, self.g = rest, (g / shrunk).to(self.dtype)
 
-    def __call__(self, R: Tensor, heads: Any = ..., rows: slice = ALL) -> Tensor:
-        """Solve for some queries of some heads; causal: for one chunk, or all."""
+    def __call__(self, R: Tensor) -> Tensor:
+        """Solve for all queries."""
         if not self.how.is_causal:
-            T = R @ self.P[heads]
-            if self.how.exclude_self:
-                own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
-                T = T + g * (own * T).sum(-1, keepdim=True)
-            return T
-        if rows == ALL:
-            every = _chunked(R, R.shape[-2])
-            return self._inside(every, self.P, self.E, self.EP).flatten(-3, -2)[
-                ..., : R.shape[-2], :
-            ]
-        c = rows.start // CHUNK
-        P, E, EP = (x[heads][..., c, :, :] for x in (self.P, self.E, self.EP))
-        return self._inside(R, P, E[..., : R.shape[-2], :], EP[..., : R.shape[-2], :])
+            return self.part(..., ALL)(R)
+        parts = R.split(CHUNK, -2)
+        return torch.cat([self._chunk(..., c)(part) for c, part in enumerate(parts)], -2)
 
-    def _inside(self, R: Tensor, P: Tensor, E: Tensor, EP: Tensor) -> Tensor:
-        T = R @ P
-        return T - (T @ E.mT).tril(-int(self.how.exclude_self)) @ EP
+    def part(self, heads: Any, rows: slice) -> Solve:
+        """Return what solves for some queries of some heads; causal: for one chunk."""
+        if self.how.is_causal:
+            return self._chunk(heads, rows.start // CHUNK)
+        P = self.P[heads]
+        if not self.how.exclude_self:
+            return lambda R: R @ P
+        own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
+
+        def solve(R: Tensor) -> Tensor:
+            T = R @ P
+            return T + g * (own * T).sum(-1, keepdim=True)
+
+        return solve
+
+    def _chunk(self, heads: Any, c: int) -> Solve:
+        P, keys = (x[heads].double() for x in self.chunks[c])
+        inside = keys @ P @ keys.mT
+        inside.diagonal(0, -2, -1).add_(1)
+        L, keys = _cholesky(inside, keys)
+        E = torch.linalg.solve_triangular(L, keys, upper=False)
+        P, E, EP = (x.to(self.dtype) for x in (P, E, E @ P))
+
+        def solve(R: Tensor) -> Tensor:
+            T, n = R @ P, R.shape[-2]
+            earlier = (T @ E[..., :n, :].mT).tril(-int(self.how.exclude_self))
+            return T - earlier @ EP[..., :n, :]
+
+        return solve
+
+
+def _gram(k: Tensor) -> Tensor:
+    k = k.double()
+    return k.mT @ k
 
 
 def _inverse(G: Tensor) -> Tensor:
-    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    return torch.cholesky_solve(eye, torch.linalg.cholesky(G))  # cholesky_inverse has a wrong jvp
+    L, eye = _cholesky(G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device))
+    return torch.cholesky_solve(eye, L)  # cholesky_inverse has a wrong jvp
+
+
+def _cholesky(G: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return L with L Lᵀ = G, and the right-hand side of an equation to be solved with it.
+
+    That is NaN, and there is no error, where keys are not finite or ρ is lost beside them: so one
+    sequence does not end a batch, and on a GPU nobody waits to hear of it.
+    """
+    L, info = torch.linalg.cholesky_ex(G)
+    return L, right.masked_fill(info.ne(0)[..., None, None], math.nan)
 
 
 def _chunked(x: Tensor, N: int) -> Tensor:
     """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
-    n = max(1, -(-N // CHUNK))
-    return F.pad(x, (0, 0, 0, n * CHUNK - x.shape[-2])).unflatten(-2, (n, CHUNK))
+    C = min(CHUNK, max(N, 1))
+    length = max(N, 1) + -N % C
+    return F.pad(x, (0, 0, 0, length - x.shape[-2])).unflatten(-2, (length // C, C))
 
 
 # --- ridge ----------------------------------------------------------------------------------------
@@ -228,7 +259,7 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``.
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not looked at.
     exclude_self : bool
         Query i has every key but the i-th; there are as many of them.
     prefix : int
@@ -238,7 +269,9 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
     with full_precision(q.device):
-        T = Solver(k, _number("lam", lam, q), q.shape[-2], how)(q)  # (..., N, D)
+        # Causal: each row of T is a small difference.
+        Q, K = (q.double(), k.double()) if mask.is_causal else (q, k)
+        T = Solver(K, _number("lam", lam, q), q.shape[-2], how)(Q).to(q.dtype)  # (..., N, D)
         if mask.is_causal:
             out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
             rest = (x[..., prefix:, :] for x in (k, v))
@@ -285,8 +318,9 @@ def lasso_attention(
     """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
 
     The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
-    keys one is enough. A step is two products of (N, M) by (M, D); no matrix larger than (D, D) is
-    inverted, and no (N, M) one is stored, for gradients neither. In float32 at least.
+    keys one is enough. A step is two products of (N, M) by (M, D), and the only inverse is (D, D),
+    or one for each chunk if causal. No (N, M) matrix is stored: codes of C = 128 queries are, for
+    gradients those of all their steps. In float32 at least.
 
     Parameters
     ----------
@@ -296,7 +330,8 @@ def lasso_attention(
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½.
+        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½. A
+        tensor's values are not looked at.
     rho : float or Tensor
         ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
     iterations : int
@@ -338,18 +373,10 @@ def _check_power(power: int | None) -> int | None:
     return power
 
 
-class Block(NamedTuple):
-    """Some heads, all leading dimensions being viewed as one; some queries; how many keys."""
-
-    heads: slice
-    rows: slice
-    m: int
-
-
 def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
     """Cut heads (b, ·, ·) and queries: on a CPU so that the codes of a block stay in its cache."""
     b, N, M = len(q), q.shape[-2], k.shape[-2]
-    some = max(1, b if q.device.type != "cpu" else SCORES // (CHUNK * max(M, 1)))
+    some = max(1, b if q.device.type != "cpu" else CODES // (CHUNK * max(M, 1)))
     for h in range(0, b, some):
         for a in range(0, N, CHUNK):
             end = min(a + CHUNK, N)
@@ -357,20 +384,19 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
 
 
 def _steps(
-    how: How, q: Tensor, k: Tensor, solve: Solver, block: Block, free: bool = False
+    how: How, q: Tensor, k: Tensor, solve: Solve, block: Block, free: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `free` to overwrite w."""
     heads, rows, m = block
     Q, K, start = q[heads, rows], k[heads, :m], rows.start
-    t = solve(Q, heads, rows)
+    t = solve(Q)
     w = how.hide(t @ K.mT, start)
     yield w, t
-    clipped = reflected = None
     for _ in range(how.iterations - 1):
-        clipped = torch.clamp(w, -1, 1, out=clipped if free else None)
-        reflected = torch.sub(w, clipped, alpha=2, out=reflected if free else None)  # z − u
-        t = solve(torch.baddbmm(Q, reflected, K, alpha=-1), heads, rows)
-        w = w.sub_(clipped).baddbmm_(t, K.mT) if free else torch.baddbmm(w - clipped, t, K.mT)
+        z = F.softshrink(w, 1.0)
+        back = torch.sub(w, z, alpha=2, out=w if free else None)  # u − z
+        t = solve(torch.baddbmm(Q, back, K))
+        w = z.baddbmm_(t, K.mT) if free else torch.baddbmm(z, t, K.mT)
         yield how.hide(w, start), t
 
 
@@ -398,10 +424,10 @@ class _Coding(torch.autograd.Function):
         flat, *ours = (flat_heads(x, leading) for x in (out, q, k, v))
         q, k, v = ours
         free = not torch.compiler.is_compiling()  # a traced graph may want gradients
-        solve = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
+        solver = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
         for block in _blocks(how, q, k):
             heads, rows, m = block
-            w, _ = _last(_steps(how, q, k, solve, block, free))
+            w, _ = _last(_steps(how, q, k, solver.part(heads, rows), block, free))
             z = F.softshrink(w, 1.0)
             flat[heads, rows] = signed_power(z, how.power) @ v[heads, :m]
         return out
@@ -427,8 +453,9 @@ class _Coding(torch.autograd.Function):
         flat = [flat_heads(x, leading) for x in found]
         dout = flat_heads(grad, leading)
         with full_precision(grad.device):  # autocast may be on again
-            solve = Solver(k, rho, q.shape[-2], how)
+            solver = Solver(k, rho, q.shape[-2], how)
             for block in _blocks(how, q, k):
+                solve = solver.part(block.heads, block.rows)
                 _spread(how, q, k, v, solve, block, dout[block.heads, block.rows], *flat)
         return None, *found
 
@@ -444,7 +471,7 @@ class _Coding(torch.autograd.Function):
 
 
 def _spread(
-    how: How, q: Tensor, k: Tensor, v: Tensor, solve: Solver, block: Block, g: Tensor,
+    how: How, q: Tensor, k: Tensor, v: Tensor, solve: Solve, block: Block, g: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, drho: Tensor,
 ) -> None:  # fmt: skip
     """Add what one block, whose output has the gradient g, gives to the gradients."""
@@ -456,34 +483,36 @@ def _spread(
     dv[heads, :m].baddbmm_(A.mT, g)
     dz = g @ v[heads, :m].mT  # (b, C, m)
     if how.power is not None:
-        top = z.abs().amax(-1, keepdim=True) if m else z.new_ones(())
-        y = z / top.masked_fill(top == 0, 1)
-        total = (y.abs() ** how.power).sum(-1, keepdim=True) * top
         mean = (dz * A).sum(-1, keepdim=True)
-        slope = how.power * y ** (how.power - 1) / total.masked_fill(total == 0, math.inf)
-        dz = slope * (dz - mean * y.sign())
-    dw = how.hide(dz.masked_fill_(z == 0, 0), rows.start)
+        slope = how.power * A / z.masked_fill(z == 0, math.inf)  # p z^(p−1) / Σ_j |z_j|ᵖ
+        dz = slope * (dz - mean * z.sign())
+    dw = dz.mul_(_used(z))
     for n in range(how.iterations - 1, -1, -1):
         (w, t), before = steps[n], steps[n - 1][0] if n else None
-        dr = solve(dw @ K, heads, rows)
+        dr = solve(dw @ K)
         both = how.hide(torch.baddbmm(dw, dr, K.mT, alpha=-1), rows.start)  # dw + db
         x = w if before is None else w - before.clamp(-1, 1)
         dk[heads, :m].baddbmm_(both.mT, t).baddbmm_(x.mT, dr, alpha=-1)
         dq[heads, rows] += dr
         drho[heads] -= (t * dr).sum((-2, -1))
         if before is not None:
-            dw = torch.where(before.abs() > 1, both, dw.sub_(both))
+            dw = torch.lerp(dw.sub_(both), both, _used(F.softshrink(before, 1.0)))
+
+
+def _used(z: Tensor) -> Tensor:
+    """Return 1 where a code is not 0, else 0: to multiply by it is faster than `torch.where`."""
+    return (z != 0).to(z.dtype)
 
 
 def _whole(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
     """Return what `_Coding` does, with all steps in memory: it can be differentiated at will."""
     leading, parts = q.dim() - 2, []
     Q, K, V = (flat_heads(x, leading) for x in (q, k, v))
-    solve = Solver(K, flat_heads(rho, leading), q.shape[-2], how)
+    solver = Solver(K, flat_heads(rho, leading), q.shape[-2], how)
     for a in range(0, q.shape[-2], CHUNK):
         end = min(a + CHUNK, q.shape[-2])
         block = Block(ALL, slice(a, end), how.seen(end, k.shape[-2]))
-        w, _ = _last(_steps(how, Q, K, solve, block))
+        w, _ = _last(_steps(how, Q, K, solver.part(ALL, block.rows), block))
         parts.append(signed_power(F.softshrink(w, 1.0), how.power) @ V[:, : block.m])
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -495,10 +524,11 @@ def _residuals(how: How, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Ten
     leading, N = q.dim() - 2, q.shape[-2]
     Q, K = (flat_heads(x, leading) for x in (q, k))
     flat = flat_heads(rho, leading)
-    solve = Solver(K, flat, N, how)
+    solver = Solver(K, flat, N, how)
     found = q.new_zeros(2, len(Q), N, how.iterations)
     for block in _blocks(how, Q, K):
         u = z = Q.new_zeros(())
+        solve = solver.part(block.heads, block.rows)
         for n, (w, _) in enumerate(_steps(how, Q, K, solve, block)):
             u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
             dual = flat[block.heads, None] * (z - old_z).norm(dim=-1)
@@ -521,8 +551,9 @@ class RidgeAttention(MultiheadAttention):
     """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
-    the features. Then a query of self-attention, `query` and `key` being one tensor, would explain
-    itself, and its own key is left out.
+    the features. Then a query of self-attention would explain itself, and its own key is left out:
+    that is where `query` and `key`, or `query` and the dictionary, are one tensor. A compiler sees
+    no more than names: there, hand on the tensor itself and no view of it.
 
     Parameters
     ----------
@@ -571,15 +602,15 @@ class RidgeAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
-        own: dict[str, Any] = {"exclude_self": not self.projected and same_tokens(query, key)}
-        spread, R = None, self.random_tokens
+        R, itself = self.random_tokens, same_tokens(query, key)
         if self.dictionary == "value":
-            key = value
+            key, itself = value, itself or same_tokens(query, value)
         if self.tokens is not None:
             tokens = torch.randn_like(self.tokens) if self.training else self.tokens
-            key, value = (_before(tokens, x) for x in (key, value))
-            mask, spread, own["prefix"] = _after(mask, R, key), _without_first(R), R
-        yield Group(ALL, key, value, mask, functools.partial(self.attention, **own), spread)
+            key, value, mask = _before(tokens, key), _before(tokens, value), _after(mask, R)
+        own = {"exclude_self": itself and not self.projected, "prefix": R}
+        base = functools.partial(self.attention, **own)
+        yield Group(ALL, key, value, mask, base, lambda A: A[..., R:])
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project values in the place of keys, too, where they are the dictionary."""
@@ -640,20 +671,9 @@ def _before(tokens: Tensor, x: Tensor) -> Tensor:
     return torch.cat([tokens.expand(*x.shape[:-2], *tokens.shape), x], -2)
 
 
-def _after(mask: Mask, R: int, key: Tensor) -> Mask:
-    """Return a mask over keys (B, M, ·) of which the first R are for everyone."""
-    M = key.shape[-2] - R
-
-    def longer(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.expand(*x.shape[:-1], M)
-        return torch.cat([x.new_full((*x.shape[:-1], R), x.dtype == torch.bool), x], -1)
-
-    result = Mask(longer(mask.given), mask.is_causal)
-    result.causal, result.queries, result.keys = mask.causal, mask.queries, longer(mask.keys)
-    return result
-
-
-def _without_first(R: int) -> Any:
-    return lambda A: A[..., R:]
+def _after(mask: Mask, R: int) -> Mask:
+    """Return a mask over keys with R more before the first, which are there for everyone."""
+    if mask.given is None:
+        return mask
+    tokens = mask.given.new_full((*mask.given.shape[:-1], R), mask.given.dtype == torch.bool)
+    return Mask(torch.cat([tokens, mask.given], -1))

@@ -70,9 +70,7 @@ def eigen_solve(K: Tensor, rho: float, right: Tensor, printed: bool = False) -> 
 
     It is Y (S² + ρ)⁻¹ Yᵀ b + (b − Y Yᵀ b) / ρ. What is printed has S + ρ, and no second term.
     """
-    values, X = torch.linalg.eigh(K.mT @ K)  # S² in ascending order
-    S = values.clamp(min=0).sqrt()
-    Y = K @ X / S.clamp(min=torch.finfo(S.dtype).tiny)  # (M, D)
+    Y, S, _ = torch.linalg.svd(K, full_matrices=False)  # (M, r), (r,) with r = min(M, D)
     along = right @ Y  # (N, D)
     if printed:
         return along / (S + rho) @ Y.mT
