@@ -64,8 +64,10 @@ CROSS: dict[str, dict[str, Any]] = {
     "ridge": {"cross": partial(RidgeAttention, projected=False, dictionary="value")},
     "(a) plain lasso": {"cross": lasso()},
     "(c) 20 random tokens, dropout": {"cross": printed()},
+    "(d) 20 random tokens, dropout, x⁵": {"cross": printed(power=5)},
     "lasso": {"cross": WITHOUT["lasso"]},  # (e)
     "lasso, ρ = 1000": {"cross": WITHOUT["lasso, ρ = 1000"]},
+    "ρ = 1000, 20 random tokens, dropout": {"cross": printed(power=5, rho=LARGE)},
     "ρ = 1000, soft path dropout": {"cross": large(), "path_dropout": "soft"},
     "ρ = 1000, keys as dictionary": {"cross": large(dictionary="key")},
 }
