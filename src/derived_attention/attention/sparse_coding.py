@@ -6,7 +6,7 @@ The equations of this module, for a query q_i in ℝᴰ and the keys, or atoms, 
     o_i = Vᵀ ν(α(x_i)),    α(x) = x⁵ and ν(a) = a / ‖a‖₁, or neither
 
 Ridge has a formula. The lasso is approached by the alternating direction method of multipliers
-(ADMM), scaled, from z = u = 0 on, with κ = λ / ρ and S_κ(w) = sign(w) max(|w| − κ, 0) ::
+(ADMM), scaled, from z = u = 0 on, with κ = λ / ρ and S_κ(w) = sign(w) max(abs(w) − κ, 0) ::
 
     x = (K Kᵀ + ρ I)⁻¹ (K q + ρ (z − u)),    z = S_κ(x + u),    u = u + x − z
 
@@ -49,12 +49,12 @@ Solve = Callable[[Tensor], Tensor]
 
 
 def soft_threshold(w: Tensor, kappa: Penalty) -> Tensor:
-    """S_κ(w) = sign(w) max(|w| − κ, 0): the proximal operator of κ‖·‖₁."""
+    """S_κ(w) = sign(w) max(abs(w) − κ, 0): the proximal operator of κ‖·‖₁."""
     return w.sign() * (w.abs() - kappa).clamp(min=0)
 
 
 def signed_power(z: Tensor, power: int | None) -> Tensor:
-    """ν(α(z)) = zᵖ / Σ_j |z_j|ᵖ over the last dimension, and 0 at z = 0; None: z."""
+    """ν(α(z)) = zᵖ / ‖zᵖ‖₁ over the last dimension, and 0 at z = 0; None: z."""
     if power is None:
         return z
     top = z.detach().abs().amax(-1, keepdim=True) if z.shape[-1] else z.new_ones(())
@@ -339,7 +339,7 @@ def lasso_attention(
     exclude_self : bool
         Query i has every key but the i-th, so that z_ii = 0; there are as many keys.
     power : int, optional
-        The odd p of α(z) = zᵖ, 5 in the paper, divided by Σ_j |z_j|ᵖ. Left out: the code z itself.
+        The odd p of α(z) = zᵖ, 5 in the paper, divided by ‖zᵖ‖₁. Left out: the code z itself.
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     residuals : list, optional
@@ -413,7 +413,7 @@ class _Coding(torch.autograd.Function):
     G⁻¹ is symmetric, and x = w − u_before is what the first line of ADMM computes ::
 
         dt = Kᵀ dw,   dr = G⁻¹ dt,   db = −K dr,   dq += dr,   dK += (dw + db) tᵀ − x drᵀ
-        dρ −= t·dr,   dw_before = dw + db where |w_before| > 1, and −db elsewhere
+        dρ −= t·dr,   dw_before = dw + db where abs(w_before) > 1, and −db elsewhere
     """
 
     @staticmethod
