@@ -1,4 +1,4 @@
-"""Object detection: what a `DetectionTransformer` trains on, and how good it is (chapter 13).
+"""Object detection: what a `DetectionTransformer` trains on, and how good it is (chapter 14).
 
 `SceneBatches` and `detection_loss` are what `derived_attention.training.fit` takes.
 """

@@ -1,4 +1,4 @@
-"""Images with objects to find: drawn scenes, made in a second, and MSCOCO (chapter 13)."""
+"""Images with objects to find: drawn scenes, made in a second, and MSCOCO (chapter 14)."""
 
 from __future__ import annotations
 
