@@ -66,18 +66,19 @@ def number(doc: str) -> int | str | None:
     """
     if match := re.match(r"book/(\d\d)_", doc):
         return int(match[1])
-    return _audits().get(doc)
+    if doc.startswith("book/audit_"):
+        return parts()[doc].partition(":")[0].removeprefix("Part ")
+    return None
 
 
 @lru_cache
-def _audits() -> dict[str, str]:
-    """Return the audits in the table of contents, and the numbers of their parts."""
-    parts = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
+def parts() -> dict[str, str]:
+    """Return the pages of the book's numbered parts, and the headings of these parts."""
     return {
-        page["file"]: part["caption"].partition(":")[0].removeprefix("Part ")
-        for part in parts
+        page["file"]: part["caption"]
+        for part in yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
         for page in part["chapters"]
-        if page["file"].startswith("book/audit_")
+        if part["caption"].startswith("Part ")
     }
 
 
@@ -381,6 +382,13 @@ def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
     return links
 
 
+def _name_part(app, pagename, templatename, context, doctree):
+    """Put the heading of its part above a page's title: not all come by the table of contents."""
+    if part := parts().get(pagename):
+        heading = f'<p class="da-part">{part}</p>\n<h1>'
+        context["body"] = context["body"].replace("<h1>", heading, 1)
+
+
 def _furnish(app, pagename, templatename, context, doctree):
     buttons = context.setdefault("header_buttons", [])
     if pagename in chapters(app):
@@ -484,5 +492,6 @@ def setup(app):
     app.connect("missing-reference", _external)
     app.connect("autodoc-skip-member", _skip)
     app.connect("doctree-resolved", _fill_in)
+    app.connect("html-page-context", _name_part)
     app.connect("html-page-context", _furnish, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
