@@ -234,21 +234,25 @@ def attention_modules() -> list[str]:
 
 
 class Measured(SphinxRole):
-    """``{measured}`read```, ``cpu``, ``gpu`` and ``full``: this page's own times."""
+    """``{measured}`read```: one of this page's own times; ``read 02_duality`` that of another."""
 
     def run(self):
         """Leave a placeholder."""
-        if self.text not in status_page.KINDS:
+        kind, _, page = self.text.partition(" ")
+        doc = f"book/{page}" if page else self.env.docname
+        if kind not in status_page.KINDS or not (ROOT / f"{doc}.md").exists():
             message = self.inliner.reporter.error(f"measured: unknown quantity {self.text!r}")
             return [], [message]
-        return [PendingInline(kind=self.text)], []
+        if page:
+            self.env.metadata[self.env.docname]["always_write"] = True
+        return [PendingInline(kind=kind, doc=doc)], []
 
 
 def _fill_in(app, doctree, doc):
     for node in list(doctree.findall(Pending)):
         node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
-        text = status_page.measured(app, doc, node["kind"])
+        text = status_page.measured(app, node["doc"], node["kind"])
         # Plans are committed; what this build measured must not get into the notebooks.
         classes = ["da-measured"] if node["kind"] in ("read", "cpu") else []
         node.replace_self(nodes.inline("", text, classes=classes))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.experiments import command, experiment
-from derived_attention import identity_attention, tasks, uniform_attention
+from derived_attention import Conv1DAttention, identity_attention, tasks, uniform_attention
 from derived_attention.attention.mechanisms import MECHANISMS
 from derived_attention.data.text import load_text
 from derived_attention.language import Windows, byte_loss, generate
@@ -23,6 +24,7 @@ from derived_attention.training import evaluate
 LENGTH, HEADS, WIDTH = 64, 4, 16  # of `tasks.small_model`
 PROMPT = "The function "
 ARMS = {name: e.plug(LENGTH, HEADS, WIDTH) for name, e in MECHANISMS.items() if e.causal}
+ARMS["conv1d"] = partial(Conv1DAttention, causal=True)  # its filters then look back only
 ARMS |= {"uniform": uniform_attention, "alone": identity_attention}  # the controls
 
 
