@@ -46,12 +46,13 @@ zip: book ## pack the book into one archive, for readers without a network
 benchmarks: $(VENV)/.ready ## measure the speed of every mechanism; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
 
-experiments: $(VENV)/.ready ## train what the pages have no room for: two hours and more on one core
+experiments: $(VENV)/.ready ## train what the pages have no room for: three hours on one core
 	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.mixtures
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
+	@$(BIN)/python -m benchmarks.small
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
 	@$(BIN)/python _ext/full.py $(CHAPTER)

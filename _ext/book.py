@@ -66,18 +66,19 @@ def number(doc: str) -> int | str | None:
     """
     if match := re.match(r"book/(\d\d)_", doc):
         return int(match[1])
-    return _audits().get(doc)
+    if doc.startswith("book/audit_"):
+        return parts()[doc].partition(":")[0].removeprefix("Part ")
+    return None
 
 
 @lru_cache
-def _audits() -> dict[str, str]:
-    """Return the audits in the table of contents, and the numbers of their parts."""
-    parts = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
+def parts() -> dict[str, str]:
+    """Return the pages of the book's numbered parts, and the headings of these parts."""
     return {
-        page["file"]: part["caption"].partition(":")[0].removeprefix("Part ")
-        for part in parts
+        page["file"]: part["caption"]
+        for part in yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
         for page in part["chapters"]
-        if page["file"].startswith("book/audit_")
+        if part["caption"].startswith("Part ")
     }
 
 
@@ -233,21 +234,25 @@ def attention_modules() -> list[str]:
 
 
 class Measured(SphinxRole):
-    """``{measured}`read```, ``cpu``, ``gpu`` and ``full``: this page's own times."""
+    """``{measured}`read```: one of this page's own times; ``read 02_duality`` that of another."""
 
     def run(self):
         """Leave a placeholder."""
-        if self.text not in status_page.KINDS:
+        kind, _, page = self.text.partition(" ")
+        doc = f"book/{page}" if page else self.env.docname
+        if kind not in status_page.KINDS or not (ROOT / f"{doc}.md").exists():
             message = self.inliner.reporter.error(f"measured: unknown quantity {self.text!r}")
             return [], [message]
-        return [PendingInline(kind=self.text)], []
+        if page:
+            self.env.metadata[self.env.docname]["always_write"] = True
+        return [PendingInline(kind=kind, doc=doc)], []
 
 
 def _fill_in(app, doctree, doc):
     for node in list(doctree.findall(Pending)):
         node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
-        text = status_page.measured(app, doc, node["kind"])
+        text = status_page.measured(app, node["doc"], node["kind"])
         # Plans are committed; what this build measured must not get into the notebooks.
         classes = ["da-measured"] if node["kind"] in ("read", "cpu") else []
         node.replace_self(nodes.inline("", text, classes=classes))
@@ -381,6 +386,13 @@ def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
     return links
 
 
+def _name_part(app, pagename, templatename, context, doctree):
+    """Put the heading of its part above a page's title: not all come by the table of contents."""
+    if part := parts().get(pagename):
+        heading = f'<p class="da-part">{part}</p>\n<h1>'
+        context["body"] = context["body"].replace("<h1>", heading, 1)
+
+
 def _furnish(app, pagename, templatename, context, doctree):
     buttons = context.setdefault("header_buttons", [])
     if pagename in chapters(app):
@@ -484,5 +496,6 @@ def setup(app):
     app.connect("missing-reference", _external)
     app.connect("autodoc-skip-member", _skip)
     app.connect("doctree-resolved", _fill_in)
+    app.connect("html-page-context", _name_part)
     app.connect("html-page-context", _furnish, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,6 +15,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.statemachine import StringList
 from pybtex.database import parse_file
+from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from book import ROOT, claims_of, link, paragraph, short_name, table
@@ -28,7 +29,6 @@ PAPERS = {  # prefix of the items -> key in the bibliography
     "003": "OptimizingAttention",
     "004": "Nguyen2022",
 }
-OPEN = "not reached yet"
 KINDS = {
     "identity": "identity",
     "equal": "equality",
@@ -111,7 +111,7 @@ def filters() -> str:
     """Return the form that chooses rows; without scripts it is hidden, and all rows show."""
     boxes = "".join(
         f'<label><input type="checkbox" name="verdict" value="{slug(verdict)}"> {verdict}</label>'
-        for verdict in (*VERDICTS, OPEN)
+        for verdict in VERDICTS
     )
     papers = {paper: f"{paper}: {paper_title(paper)}" for paper in PAPERS}
     return (
@@ -155,18 +155,17 @@ def tally(app, doc: str, verdict: str) -> nodes.reference:
 
 def summary(app, doc: str) -> nodes.table:
     """Return how many items of each paper have which verdict."""
-    rows = ledger(claims_of(app))
-    verdicts = {item: rows[item]["verdict"] if item in rows else OPEN for item in inventory()}
+    verdicts = {item: row["verdict"] for item, row in ledger(claims_of(app)).items()}
     lines = []
     for paper in PAPERS:
         counts = Counter(verdicts[item] for item in items_of(paper))
-        numbers = [_count(app, doc, paper, v, counts[v]) for v in (*VERDICTS, OPEN)]
+        numbers = [_count(app, doc, paper, v, counts[v]) for v in VERDICTS]
         title = link(app, doc, doc, f"paper-{paper}", paper_title(paper))
         lines.append([[title], *numbers, str(counts.total())])
     total = Counter(verdicts.values())
-    sums = [[filtered(app, doc, str(total[v]), verdict=v)] for v in (*VERDICTS, OPEN)]
+    sums = [[filtered(app, doc, str(total[v]), verdict=v)] for v in VERDICTS]
     lines.append([[nodes.strong("", "all papers")], *sums, str(len(verdicts))])
-    return table(["paper", *VERDICTS, OPEN, "items"], lines, ["da-counts"])
+    return table(["paper", *VERDICTS, "items"], lines, ["da-counts"])
 
 
 def _count(app, doc, paper, verdict, number):
@@ -176,14 +175,14 @@ def _count(app, doc, paper, verdict, number):
 
 
 def ledger_part(app, doc: str, paper: str) -> list[nodes.Node]:
-    """Return a paper's items: those with a verdict as a table, the others folded."""
+    """Return a table of a paper's items, and an error if a page has lost one of them."""
     claims = claims_of(app)
     rows = ledger(claims)
-    done = [item for item in items_of(paper) if item in rows]
+    if missing := [item for item in items_of(paper) if item not in rows]:
+        raise ExtensionError(f"no page gives a verdict on {', '.join(missing)}")
     header = ["item", "verdict", "what the machine did"]
-    says = {item: item_says(item, rows[item]) for item in done}
-    parts = [item_table(app, doc, says, claims, header)] if done else []
-    return parts + _not_reached([item for item in items_of(paper) if item not in rows])
+    says = {item: item_says(item, rows[item]) for item in items_of(paper)}
+    return [item_table(app, doc, says, claims, header)]
 
 
 def errata_part(app, doc: str, paper: str) -> list[nodes.Node]:
@@ -265,20 +264,6 @@ def number(value: float) -> str:
     digits, power = f"{value:.0e}".split("e")
     raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{digits}·10{raised}"
-
-
-def _not_reached(items: list[str]) -> list[nodes.Node]:
-    """Return the items without a verdict, folded."""
-    if not items:
-        return []
-    entries = nodes.bullet_list(classes=["da-open"])
-    for item in items:
-        entry = nodes.list_item("", paragraph(item_name(item)), ids=[item])
-        entry["classes"] = [f"verdict-{slug(OPEN)}"]
-        entries += entry
-    head = f'<details class="da-open"><summary>{len(items)} items {OPEN}</summary>'
-    fold, end = (nodes.raw("", text, format="html") for text in (head, "</details>"))
-    return [fold, entries, end]
 
 
 def _add_script(app, pagename, templatename, context, doctree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 
 from docutils import nodes
@@ -13,7 +14,8 @@ from plan import RESULT
 WORDS_PER_MINUTE = 200
 SECONDS_PER_FORMULA = 15
 SECONDS_PER_CELL = 20
-KINDS = ("read", "cpu", "gpu", "full")
+KINDS = ("read", "exercises", "cpu", "gpu", "full")
+EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
 
 
 def run_seconds(app, doc: str) -> float | None:
@@ -34,6 +36,12 @@ def read_minutes(doctree) -> int:
             cells += _is_cell(node)
     seconds = SECONDS_PER_FORMULA * formulas + SECONDS_PER_CELL * cells
     return max(1, round(words / WORDS_PER_MINUTE + seconds / 60))
+
+
+def exercise_minutes(doctree) -> int:
+    """Add up what the exercises of a page say that they take."""
+    boxes = [n for n in doctree.findall(nodes.Element) if n.tagname.startswith("exercise")]
+    return sum(int(m) for box in boxes for m in EXERCISE.findall(box.astext()))
 
 
 def _is_cell(node) -> bool:
@@ -73,6 +81,8 @@ def measured(app, doc: str, kind: str) -> str:
     """Return one of a page's times as text."""
     if kind == "read":
         return f"{read_minutes(app.env.get_doctree(doc))} min to read"
+    if kind == "exercises":
+        return f"{exercise_minutes(app.env.get_doctree(doc))} min of exercises"
     if kind == "cpu":
         seconds = run_seconds(app, doc)
         return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"

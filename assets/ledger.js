@@ -2,7 +2,7 @@
 // address, after the #, as in ledger.html#verdict=holds-if&paper=004: a filtered ledger can be linked.
 
 const form = document.querySelector(".da-filter");
-const rows = [...document.querySelectorAll(".da-ledger tbody tr, details.da-open li")];
+const rows = [...document.querySelectorAll(".da-ledger tbody tr")];
 const text = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
 
 // What is chosen, without what is empty.
@@ -23,9 +23,8 @@ function shows(row) {
 function filter() {
   const filtered = choice().length > 0;
   rows.forEach((row) => (row.hidden = !shows(row)));
-  for (const box of document.querySelectorAll("table.da-ledger, details.da-open, [id^=paper-]")) {
-    box.hidden = filtered && !box.querySelector("tbody tr:not([hidden]), li:not([hidden])");
-    if (box.matches("details")) box.open = filtered && !box.hidden;
+  for (const box of document.querySelectorAll("table.da-ledger, [id^=paper-]")) {
+    box.hidden = filtered && !box.querySelector("tbody tr:not([hidden])");
   }
   const shown = rows.filter((row) => !row.hidden).length;
   form.querySelector("output").value = `${shown} of ${rows.length} items`;
@@ -46,10 +45,7 @@ function read() {
   for (const field of ["paper", "kind", "words"]) form.elements[field].value = chosen.get(field) ?? "";
   filter();
   if (name.includes("=")) return form.scrollIntoView();
-  const target = document.getElementById(name);
-  const fold = target?.closest("details");
-  if (fold) fold.open = true;
-  target?.scrollIntoView();
+  document.getElementById(name)?.scrollIntoView();
 }
 
 form.addEventListener("input", () => (filter(), write()));

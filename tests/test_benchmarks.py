@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     multiresolution,
     primal,
     run,
+    small,
     splitting,
     table,
 )
@@ -327,7 +328,7 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (control, mixtures, multiresolution, primal, splitting)
+    for module in (control, mixtures, multiresolution, primal, small, splitting)
     for name, plan in module.EXPERIMENTS.items()
 ]
 

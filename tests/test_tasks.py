@@ -75,6 +75,15 @@ def test_the_best_epoch_is_no_worse_than_the_last(name):
     assert 0 <= result["accuracy"] <= result["best"] <= 1
 
 
+def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
+    models = [tasks.small_model(linear_attention, seed=1, steps=2) for _ in range(2)]
+    first, again = (list(model.state_dict().values()) for model in models)
+    assert all(map(torch.equal, first, again))
+    other = tasks.small_model(MixtureAttention, steps=1)
+    assert [type(layer.attention) for layer in other.layers] == [MixtureAttention] * 2
+    assert other.length == 64 and other.config.heads == 4
+
+
 @pytest.mark.parametrize("name", ["language", "series", "listops", "images", "topics", "recall"])
 def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     given = []

@@ -23,6 +23,7 @@ from torch import nn
 
 from derived_attention.attention.checks import Mechanism
 from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.softmax import softmax_attention
 from derived_attention.control import Trajectories, action_loss, rollout
 from derived_attention.data.control import load_control
 from derived_attention.data.detection import make_scenes
@@ -91,6 +92,40 @@ def language(
     train = Windows(data.train, length, batch_size, steps)
     fit(model, train, regularised(byte_loss, eta), epochs=1, lr=lr, seed=seed, device=device)
     return evaluate(model, Windows(data.test, length), byte_loss) | cost
+
+
+def small_model(
+    attention: Mechanism | type[nn.Module] = softmax_attention,
+    *,
+    seed: int = 0,
+    steps: int = 600,
+    device: Device = None,
+) -> ByteLM:
+    """Train the small model that the book carries along from chapter 1, and return it.
+
+    Two layers of four heads, of width 64, read 64 bytes of Python's documentation. All but the
+    mechanism is the same in every chapter, the windows of a seed too. Its score on the test part:
+    ``evaluate(model, Windows(load_text("python").test, 64), byte_loss)["bits"]``.
+
+    Parameters
+    ----------
+    attention : callable
+        A function or a class, as in `derived_attention.models.Config`.
+    seed, device
+        As in `derived_attention.training.fit`; the seed is also that of the initial weights.
+    steps : int
+        Of 16 windows each.
+
+    Examples
+    --------
+    >>> model = small_model(linear_attention)  # doctest: +SKIP
+    >>> generate(model, "The function ", 40)  # doctest: +SKIP
+    """
+    seed_everything(seed)
+    model = ByteLM(64, Config(heads=4, dropout=0.0, attention=attention))
+    train = Windows(load_text("python").train, 64, batch_size=16, steps=steps)
+    fit(model, train, byte_loss, epochs=1, lr=1e-2, seed=seed, device=device)
+    return model
 
 
 def series(

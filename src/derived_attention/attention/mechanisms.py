@@ -132,12 +132,18 @@ class Entry:
         """The formula."""
         return _load(f"{self.function}_reference")
 
+    def plug(self, N: int, H: int, D: int) -> Callable[..., Any]:
+        """Return what models take: the function or, where it has one, the layer; with options."""
+        options = (self.layer_options or self.options)(N, H, D)
+        own_layer = self.layer != Entry.layer
+        return functools.partial(_load(self.layer) if own_layer else self.fast, **options)
+
     def make_layer(self, embed_dim: int, num_heads: int, N: int, **own: Any) -> torch.nn.Module:
         """Build its layer with the sample options for N tokens, and `own`."""
-        options = (self.layer_options or self.options)(N, num_heads, embed_dim // num_heads)
-        if self.layer == Entry.layer:
-            options = {"attention": functools.partial(self.fast, **options)}
-        return _load(self.layer)(embed_dim, num_heads, **options, **own)
+        plug = self.plug(N, num_heads, embed_dim // num_heads)
+        if self.layer != Entry.layer:
+            return plug(embed_dim, num_heads, **own)
+        return _load(self.layer)(embed_dim, num_heads, attention=plug, **own)
 
 
 def _load(where: str) -> Any:
