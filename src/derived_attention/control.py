@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from derived_attention.data.control import ControlData, Episodes
 from derived_attention.models import DecisionTransformer
 from derived_attention.runtime import check_count, check_seed, evaluating
-from derived_attention.training import Batches, Mean, check_device, mixed_seed
+from derived_attention.training import Endless, Mean, check_device, mixed_seed
 
 Steps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # returns, states, actions, times, real
 
 
 @dataclasses.dataclass(frozen=True)
-class Trajectories(Batches):
+class Trajectories(Endless):
     """Windows of episodes: `length` steps that follow each other.
 
     A batch is ``(returns, states, actions, times, real)``: (B, T), (B, T, states), (B, T) int64 or
@@ -65,14 +65,9 @@ class Trajectories(Batches):
             found = type(self.episodes).__name__
             raise TypeError(f"episodes is {found}; expected Episodes, such as data.train")
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def epoch(self, seed: int, number: int) -> Iterator[Steps]:
-        """Yield `steps` batches of windows from random places."""
-        for step in range(number * self.steps, (number + 1) * self.steps):
-            torch.manual_seed(mixed_seed(seed, step))
-            yield self._windows(torch.randint(len(self.episodes), (self.batch_size,)))
+    def draw(self) -> Steps:
+        """Return windows from random places."""
+        return self._windows(torch.randint(len(self.episodes), (self.batch_size,)))
 
     def __iter__(self) -> Iterator[Steps]:
         starts = (self.episodes.times % self.length == 0).nonzero().squeeze(1)

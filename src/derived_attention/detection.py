@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from derived_attention.data.detection import Scenes, coco_api, silence
 from derived_attention.detector import DetectionTransformer
 from derived_attention.runtime import check_count, evaluating
-from derived_attention.training import Batches, Mean, check_device, mixed_seed
+from derived_attention.training import Endless, Mean, check_device
 
 Batch = tuple[Tensor, Tensor, Tensor]  # images, boxes, labels
 NO_OBJECT = 0.1  # the weight of "no object" in the cross-entropy
@@ -28,7 +28,7 @@ SCORES = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 
 
 @dataclasses.dataclass(frozen=True)
-class SceneBatches(Batches):
+class SceneBatches(Endless):
     """Scenes, some at a time: a batch is ``(images, boxes, labels)``, rows of `Scenes`.
 
     To train on, scenes are drawn at random. What is random in a step of the training follows from
@@ -66,14 +66,9 @@ class SceneBatches(Batches):
         if not len(self.scenes):
             raise ValueError("scenes has no images; expected at least one")
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def epoch(self, seed: int, number: int) -> Iterator[Batch]:
-        """Yield `steps` batches of scenes drawn at random."""
-        for step in range(number * self.steps, (number + 1) * self.steps):
-            torch.manual_seed(mixed_seed(seed, step))
-            yield self._rows(torch.randint(len(self.scenes), (self.batch_size,)))
+    def draw(self) -> Batch:
+        """Return any images, one more than once if chance will."""
+        return self._rows(torch.randint(len(self.scenes), (self.batch_size,)))
 
     def __iter__(self) -> Iterator[Batch]:
         for rows in torch.arange(len(self.scenes)).split(self.batch_size):

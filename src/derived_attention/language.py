@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from derived_attention.data.text import check_text, decode, encode
 from derived_attention.runtime import check_count, check_seed, evaluating
-from derived_attention.training import Batches, Bits, Mean, check_device, mixed_seed
+from derived_attention.training import Bits, Endless, Mean, check_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows(Batches):
+class Windows(Endless):
     """Windows of a text: `length` bytes to read, and the byte after each.
 
     A batch is ``(windows,)``, (B, T + 1) int64. To train on, windows come from places drawn at
-    random; a text has no end of them, so an epoch is what `steps` says. What is random in a step
-    follows from the seed and the number of the step: 7 epochs of 50 are one epoch of 350.
+    random; a text has no end of them, so an epoch is what `steps` says.
 
     To evaluate, the text is cut into windows that follow each other (the last is what is left), so
     that every byte but the first is predicted once. The first byte of a window has one byte before
@@ -59,16 +58,10 @@ class Windows(Batches):
             check_count(name, getattr(self, name))
         check_text("text", self.text, self.length + 1)
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor]]:
-        """Yield `steps` batches of windows from random places."""
-        offsets = torch.arange(self.length + 1)
-        for step in range(number * self.steps, (number + 1) * self.steps):
-            torch.manual_seed(mixed_seed(seed, step))
-            places = torch.randint(len(self.text) - self.length, (self.batch_size, 1))
-            yield (self.text[places + offsets].long(),)  # (B, T + 1)
+    def draw(self) -> tuple[Tensor]:
+        """Return windows from random places."""
+        places = torch.randint(len(self.text) - self.length, (self.batch_size, 1))
+        return (self.text[places + torch.arange(self.length + 1)].long(),)  # (B, T + 1)
 
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         cut = (len(self.text) - 1) // self.length * self.length  # bytes read in whole windows

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.data.recall import check_recall_sizes, draw_recall
-from derived_attention.training import Batches, Mean, mixed_seed
+from derived_attention.training import Endless, Mean
 
 TEST_SEED = 2**31  # of the sequences to evaluate
 
 
 @dataclasses.dataclass(frozen=True)
-class Questions(Batches):
+class Questions(Endless):
     """Sequences of `derived_attention.data.recall.draw_recall`, without end.
 
     A batch is ``(keys, values, asked, answers)``, each (B, N) int64. An epoch is what `steps` says.
@@ -50,21 +50,13 @@ class Questions(Batches):
     def __post_init__(self) -> None:
         check_recall_sizes(**dataclasses.asdict(self))
 
-    def __len__(self) -> int:
-        return self.steps
-
-    def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield `steps` batches that have not been there before."""
-        for step in range(number * self.steps, (number + 1) * self.steps):
-            torch.manual_seed(mixed_seed(seed, step))
-            yield self._draw(None)
-
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(TEST_SEED)
         for _ in range(self.steps):
-            yield self._draw(generator)
+            yield self.draw(generator)
 
-    def _draw(self, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+    def draw(self, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """Return a batch by `generator`, or by PyTorch's own."""
         drawn = draw_recall(self.batch_size, self.pairs, symbols=self.symbols, generator=generator)
         return drawn[:4]  # all but the order
 

@@ -80,6 +80,30 @@ class Batches(abc.ABC):
         """
 
 
+class Endless(Batches):
+    """Batches that are drawn at random and never end: an epoch is what the field `steps` says.
+
+    What is random in a step follows from the seed and the number of the step: 7 epochs of 50 steps
+    are one epoch of 350.
+    """
+
+    steps: int
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        return self.steps
+
+    def epoch(self, seed: int, number: int) -> Iterator[tuple]:
+        """Yield `steps` batches that have not been there before."""
+        for step in range(number * self.steps, (number + 1) * self.steps):
+            torch.manual_seed(mixed_seed(seed, step))
+            yield self.draw()
+
+    @abc.abstractmethod
+    def draw(self) -> tuple:
+        """Return a batch by PyTorch's global generator."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mean:
     """A number to report: what a batch adds to the sum, and for how many items."""
