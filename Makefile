@@ -54,7 +54,7 @@ experiments: $(VENV)/.ready ## train what the pages have no room for: three hour
 	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
 
-full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=05
+full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)
 
 lighthouse: book ## measure how fast the pages are on a phone and on a desktop; needs Chromium

@@ -45,7 +45,7 @@ HARD = (hard_mixture_attention, hard_mixture_attention_reference)
 LINEAR = (linear_mixture_attention, linear_mixture_attention_reference)
 GAUSSIAN = {"soft": SOFT, "hard": HARD}
 ALL = {**GAUSSIAN, "linear": LINEAR}
-OWN = ["plain", "priors", "variances", "normalized", "dot product", "shared", "one variance"]
+OWN = ["plain", "priors", "variances", "as printed", "dot product", "shared", "one variance"]
 
 
 def qkv(leading=(B, H), n=N, m=M, d=D, dv=DV, r=R, **options):
@@ -65,7 +65,7 @@ def own(name, heads=(H,), r=R):
         "plain": {},
         "priors": {"priors": priors},
         "variances": {"priors": priors, "variances": variances},
-        "normalized": {"priors": priors, "variances": variances, "normalized": True},
+        "as printed": {"priors": priors, "variances": variances, "normalized": False},
         "dot product": {"priors": priors, "variances": variances, "distance": False},
         "shared": {"priors": positive(r), "variances": positive(r, seed=4)},
         "one variance": {"priors": priors, "variances": 0.7},
@@ -255,8 +255,19 @@ def test_normalizing_is_a_change_of_priors():
     absorbed = pi * var ** (-D / 2)
     for form in (*SOFT, *HARD):
         left = form(*inputs, priors=pi, variances=var, normalized=True)
-        torch.testing.assert_close(left, form(*inputs, priors=absorbed, variances=var))
-        assert not torch.allclose(left, form(*inputs, priors=pi, variances=var), atol=1e-3)
+        printed = {"variances": var, "normalized": False}
+        torch.testing.assert_close(left, form(*inputs, priors=absorbed, **printed))
+        assert not torch.allclose(left, form(*inputs, priors=pi, **printed), atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(R,), (H, R)])
+def test_densities_are_the_default_and_dot_products_have_none(shape):
+    inputs, var = qkv(), positive(*shape, seed=4)
+    for form in (*SOFT, *HARD):
+        default = form(*inputs, variances=var)
+        torch.testing.assert_close(default, form(*inputs, variances=var, normalized=True))
+        dots = {"variances": var, "distance": False}
+        torch.testing.assert_close(form(*inputs, **dots), form(*inputs, **dots, normalized=False))
 
 
 def test_hard_is_soft_in_the_limit_of_small_variances():
@@ -443,7 +454,7 @@ EXTREMES = [
     {"priors": torch.tensor([110.0, 0.0]).softmax(-1), "variances": 1e-4},
     {"priors": torch.tensor([1e30, 1e-30]), "variances": 1e4},
     {"variances": torch.tensor([1e-6, 1e6])},
-    {"variances": torch.tensor([1e-6, 1e6]), "normalized": True},
+    {"variances": torch.tensor([1e-6, 1e6]), "normalized": False},
     {"priors": torch.tensor([1.0, 0.0]), "variances": 1e8},
 ]
 
@@ -527,7 +538,7 @@ def test_responsibilities():
         if options.get("distance", True):
             products = -torch.cdist(q.unsqueeze(-3), k).square() / 2
         terms = pi[..., None, None] * (products / variance[..., None, None]).exp()
-        if options.get("normalized"):
+        if options.get("normalized", options.get("distance", True)):
             terms = terms * variance[..., None, None] ** (-D / 2)
         joint = terms / terms.sum((-3, -1), keepdim=True)
         torch.testing.assert_close(A.unsqueeze(-3) * gamma, joint, msg=kind)

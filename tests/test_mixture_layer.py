@@ -29,7 +29,7 @@ LAYERS = {
     "three": {"components": 3, "priors": "learned"},
     "shifted": {"shifted": True, "priors": "em"},
     "hard": {"hard": True, "variances": [2.0, 3.0]},
-    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalized": True}},
+    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalized": False}},
     "linear": {"linear": True, "priors": "learned"},
     "linear, shifted": {"linear": True, "shifted": True},
     "no bias": {"bias": False},

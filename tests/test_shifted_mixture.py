@@ -40,7 +40,7 @@ from derived_attention.attention.softmax import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3
 FORMS = (shifted_mixture_attention, shifted_mixture_attention_reference)
-OWN = ["plain", "priors", "variances", "normalized", "dot product", "one variance", "shared"]
+OWN = ["plain", "priors", "variances", "as printed", "dot product", "one variance", "shared"]
 
 
 def positive(*shape, seed=3):
@@ -61,7 +61,7 @@ def own(name, heads=(H,), r=R):
         "plain": {},
         "priors": {"priors": priors},
         "variances": {"priors": priors, "variances": variances},
-        "normalized": {"priors": priors, "variances": 0.7, "normalized": True},
+        "as printed": {"priors": priors, "variances": 0.7, "normalized": False},
         "dot product": {"priors": priors, "variances": 0.7, "distance": False},
         "one variance": {"priors": priors, "variances": 0.7},
         "shared": {"priors": positive(r), "variances": 1.3},

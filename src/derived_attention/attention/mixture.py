@@ -1,12 +1,14 @@
 """Mixtures of keys: each token has R keys, and attention is a posterior (chapters 9 and 10).
 
-The equation of this module, eq. 7 of [Nguyen2022], for keys k_jr with r = 1..R at token j, is ::
+The equation of this module, for keys k_jr with r = 1..R at token j, is ::
 
     h_i = Σ_j a_ij v_j,    a_ij = Σ_r exp(s_ijr) / Σ_j' Σ_r exp(s_ij'r)
-    s_ijr = log π_r − ‖q_i − k_jr‖² / 2σ_r²
+    s_ijr = log π_r − D log σ_r − ‖q_i − k_jr‖² / 2σ_r²
 
-a_ij is the probability that token j explains query i, if all tokens are as probable beforehand. The
-hard form has max_r where this has Σ_r. The linear form replaces exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
+a_ij is the probability that token j explains query i, if all tokens are as probable beforehand: the
+posterior of eq. 5 of [Nguyen2022]. Eq. 7 has no D log σ_r, which only matters where the σ_r differ:
+``normalized=False``. The hard form has max_r where this has Σ_r. The linear form replaces
+exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
 
 Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2σ². Only the middle term is new to softmax
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
@@ -98,7 +100,7 @@ def mixture_attention_reference(q, k, v, mask, scale, *, hard=False, **mixture) 
 
 @mechanism(components=True)
 def mixture_attention(
-    q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=False,
+    q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=None,
     hard=False
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
@@ -118,10 +120,11 @@ def mixture_attention(
         are not looked at.
     distance : bool
         True: the Gaussian kernel of eq. 7. False: s_ijr = log π_r + q_i·k_jr/σ_r², eq. 6.
-    normalized : bool
-        False: eq. 7 as printed, a sum of π_r exp(−‖q − k_r‖²/2σ_r²). True: eq. 5, of densities
-        π_r 𝒩(q | k_r, σ_r² I), which have a factor σ_r⁻ᴰ more. The two differ where variances do,
-        and each is the other with π_r σ_r⁻ᴰ in place of π_r, or π_r σ_rᴰ.
+    normalized : bool, optional
+        True: eq. 5, of densities π_r 𝒩(q | k_r, σ_r² I), with their factor σ_r⁻ᴰ. False: eq. 7 as
+        printed, a sum of π_r exp(−‖q − k_r‖²/2σ_r²). The two differ where variances do, and each
+        is the other with π_r σ_rᴰ in place of π_r, or π_r σ_r⁻ᴰ. True where left out, but with dot
+        products, ``distance=False``, which have nothing to normalise.
     hard : bool
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
@@ -406,9 +409,10 @@ def components_of(
     priors: Tensor | None = None,
     variances: float | Tensor | None = None,
     distance: bool = True,
-    normalized: bool = False,
+    normalized: bool | None = None,
 ) -> Components:
     """Check what mixtures have of their own, and put it together."""
+    normalized = distance if normalized is None else normalized
     for name, flag in {"hard": hard, "distance": distance, "normalized": normalized}.items():
         check_flag(name, flag)
     if normalized and not distance:

@@ -70,7 +70,7 @@ def shifted_mixture_attention_reference(q, k, v, mask, scale, *, shifts, **own) 
 @mechanism
 def shifted_mixture_attention(
     q, k, v, mask, scale, *, shifts, priors=None, variances=None, distance=True,
-    normalized=False, hard=False
+    normalized=None, hard=False
 ) -> Tensor:  # fmt: skip
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
