@@ -210,7 +210,7 @@ def test_a_page_names_its_part():
         found = re.findall(
             r'<p class="da-part">(.*)</p>', (HTML / f"{page}.html").read_text("utf8")
         )
-        assert found == [book.parts()[page]] * (page in book.parts()), page
+        assert found == ([book.parts()[page]] if page in book.parts() else []), page
 
 
 def test_launch_buttons_appear_just_when_there_is_a_repository():
