@@ -22,7 +22,6 @@ from derived_attention.measure import (
     numerical_rank,
     peak_bytes,
     projection_flops,
-    row_entropy,
     stored_bytes,
     time_call,
 )
@@ -364,19 +363,12 @@ def test_rank_of_a_low_rank_map_in_single_precision():
     assert 1 < effective_rank(A) < 4
 
 
-def test_row_entropy_of_known_rows():
-    rows = torch.tensor([[1, 0, 0, 0], [0.25] * 4, [0.5, 0.5, 0, 0], [0, 0, 0, 0]])
-    assert row_entropy(rows).tolist() == pytest.approx([0, math.log(4), math.log(2), 0])
-    assert row_entropy(torch.softmax(torch.randn(2, 3, 5, 7), -1).half()).shape == (2, 3, 5)
-
-
 def test_padding_is_sliced_off_by_the_caller():
     A = torch.zeros(2, 5, 5)
     A[:, :3, :3] = torch.softmax(torch.randn(2, 3, 3), -1)
     short = A[:, :3, :3]
     assert head_distance(A) == pytest.approx(float(head_distance(short)) * math.sqrt(3 / 5))
     assert effective_rank(A).tolist() == pytest.approx(effective_rank(short).tolist())
-    torch.testing.assert_close(row_entropy(A)[:, :3], row_entropy(short))
 
 
 BAD = [
@@ -387,8 +379,6 @@ BAD = [
     (lambda: numerical_rank(torch.eye(3), math.nan), "tol must be"),
     (lambda: effective_rank(torch.empty(2, 0, 3)), "an entry"),
     (lambda: effective_rank(torch.full((2, 2), math.nan)), "A must be finite"),
-    (lambda: row_entropy(torch.tensor([[0.5, 0.2]])), "sum 0.7"),
-    (lambda: row_entropy(torch.tensor([[1.5, -0.5]])), "minimum -0.5"),
 ]
 
 

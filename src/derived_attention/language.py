@@ -1,4 +1,4 @@
-"""A text, byte by byte: what a language model trains on, and the text that it writes (chapter 10).
+"""A text, byte by byte: what a language model trains on, and the text that it writes (chapter 1).
 
 `Windows` and `byte_loss` are what `derived_attention.training.fit` takes.
 """

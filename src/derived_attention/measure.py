@@ -564,38 +564,6 @@ def effective_rank(A) -> Tensor:
     return torch.where(total[..., 0] > 0, torch.special.entr(p).sum(-1).exp(), 0.0)
 
 
-def row_entropy(A) -> Tensor:
-    r"""Entropy of each row of attention weights, in nats.
-
-    :math:`-\sum_j a_{ij} \ln a_{ij}`: 0 where a query attends to one key, ln M where it attends
-    to M keys alike. A row of zeros (a fully masked query) gets 0.
-
-    Parameters
-    ----------
-    A : Tensor, shape (..., N, M)
-        Rows of weights at least 0 that sum to 1 (to 1 %, for half precision) or to 0.
-
-    Returns
-    -------
-    Tensor, shape (..., N)
-        In float64.
-
-    Raises
-    ------
-    ValueError
-        If a row is no distribution, or as for `head_distance`, but 2 axes are enough.
-    """
-    A = _maps(A, 2)
-    total = A.sum(-1)
-    odd = (A < 0).any(-1) | ((total - 1).abs() > 0.01) & (total != 0)
-    if odd.any():
-        raise ValueError(
-            "A must have rows of weights at least 0 that sum to 1 or 0, got a row with minimum "
-            f"{A[odd][0].min():.3g} and sum {total[odd][0]:.3g}"
-        )
-    return torch.special.entr(A).sum(-1)
-
-
 def _maps(A, axes: int) -> Tensor:
     """Return `A` in float64, away from autograd, after its checks."""
     A = torch.as_tensor(A).detach().double()

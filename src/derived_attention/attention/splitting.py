@@ -2,8 +2,8 @@
 
 Each function is a generator of the iterates ``(x, z, u)``, all (N, M), of one method that codes
 queries Q (N, D) in keys K (M, D), from zeros on, without end: take as many as you want. `admm` is
-the method as it is known [Boyd2011], with its (M, M) inverse. The others are the equations of the
-paper as they can be read: (4a) to (4c), (5), and what it says of self-attention.
+the method as it is known [Boyd2011], with its (M, M) inverse. The other is the paper's, (4a) to
+(4c), in each of the ways in which they can be read.
 `derived_attention.lasso_attention` is what to use.
 """
 
@@ -52,26 +52,3 @@ def printed_admm(
         z = soft_threshold((x_next if new_x else x) + (u if plus else -u), lam / rho)
         x, u = x_next, u + x_next - z
         yield x, z, u
-
-
-def zeroed_admm(Q: Tensor, K: Tensor, lam: float, rho: float) -> Iterates:
-    """Scaled ADMM with the inverse of all keys, and x_ii set to 0 after its step, as printed."""
-    inverse = torch.linalg.inv(K @ K.mT + rho * torch.eye(len(K), dtype=K.dtype))
-    z = u = Q.new_zeros(len(Q), len(K))
-    while True:
-        x = ((Q @ K.mT + rho * (z - u)) @ inverse).fill_diagonal_(0)
-        z = soft_threshold(x + u, lam / rho)
-        u = u + x - z
-        yield x, z, u
-
-
-def eigen_solve(K: Tensor, rho: float, right: Tensor, printed: bool = False) -> Tensor:
-    """(KKᵀ + ρI)⁻¹ b for each row b of `right` (N, M), by the SVD K = Y S Xᵀ, as (5) does.
-
-    It is Y (S² + ρ)⁻¹ Yᵀ b + (b − Y Yᵀ b) / ρ. What is printed has S + ρ, and no second term.
-    """
-    Y, S, _ = torch.linalg.svd(K, full_matrices=False)  # (M, r), (r,) with r = min(M, D)
-    along = right @ Y  # (N, D)
-    if printed:
-        return along / (S + rho) @ Y.mT
-    return along / (S.square() + rho) @ Y.mT + (right - along @ Y.mT) / rho

@@ -1,6 +1,6 @@
 """Scores of the longer experiments, as ``make experiments`` has recorded them here.
 
-Chapters 8, 10 and 12 show them and read their verdicts from them, wherever they run. Nothing but
+Chapters show them and read their verdicts from them, wherever they run. Nothing but
 Python is needed, so that the book's build can read them, too.
 """
 
