@@ -1,8 +1,9 @@
 """Train every mechanism in one frame, task by task: ``python -m benchmarks.side_by_side``.
 
-Forty minutes on one thread of a CPU. A run that has finished is not repeated: start it again after
+Half an hour on one thread of a CPU. A run that has finished is not repeated: start it again after
 a break, or one experiment at a time. The results go to `derived_attention.recorded`, from where
-chapter 15 reads them; `benchmarks.small` has trained the causal ones on a text.
+chapter 15 reads them, and with them time and memory, of what ``python -m benchmarks`` has measured.
+`benchmarks.small` has trained the causal ones on a text.
 
 All have the same model: its width, its four heads, its steps. What they take of their own is what
 the registry says, for the length of the task. A new entry of the registry is a new row.
@@ -10,17 +11,20 @@ the registry says, for the length of the task. A new entry of the registry is a 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import command, experiment
+from benchmarks.table import MODES, load, of_each_kind
 from derived_attention import identity_attention, measure, tasks, uniform_attention
 from derived_attention.attention.mechanisms import MECHANISMS
 from derived_attention.data.images import load_images
 from derived_attention.models import Config, VisionTransformer
-from derived_attention.recorded import FOLDER
-from derived_attention.runtime import seed_everything
+from derived_attention.recorded import FOLDER, SCHEMA
+from derived_attention.runtime import seed_everything, write_atomically
 from derived_attention.supervised import Examples, class_loss
 from derived_attention.training import evaluate, fit
 
@@ -97,16 +101,57 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         ACCURACY,
         name="JapaneseVowels",
         length=26,
-        epochs=20,
+        epochs=8,
         batch_size=32,
         lr=2e-3,
     ),
-    "listops": experiment("ListOps", listops, ARMS, ACCURACY, epochs=6),
+    "listops": experiment("ListOps", listops, ARMS, ACCURACY, epochs=4),
 }
 
 
+# --- cost: what ``python -m benchmarks`` has measured ---------------------------------------------
+
+
+def cost(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Condense one machine's results to what chapter 15 reads: a row for each case.
+
+    ``seconds`` and ``bytes`` have a list for each mode, in the order of ``lengths`` and of
+    ``byte_lengths``.
+    """
+    first = next(iter(files.values()))
+    rows = []
+    for name, data in files.items():
+        times = [row for row in data["times"] if row["dtype"] == data["settings"]["dtypes"][0]]
+        sizes = {row["mode"]: row for row in data["memory"] if row["form"] == "fast"}
+        rows.append(
+            {
+                "arm": name.removesuffix("_causal"),
+                "causal": name.endswith("_causal"),
+                "lengths": sorted({row["length"] for row in times}),
+                "seconds": {
+                    mode: [row["seconds"]["median"] for row in times if row["mode"] == mode]
+                    for mode in MODES
+                },
+                "byte_lengths": sizes[MODES[0]]["lengths"],
+                "bytes": {m: sizes[m]["bytes"] for m in MODES},
+            }
+        )
+    head = {key: first[key] for key in ("device", "machine", "settings")}
+    return {"schema": SCHEMA, "title": "Time and memory", "columns": [], "rows": rows} | head
+
+
+def write_costs(folder: Path = FOLDER) -> None:
+    """Write `cost` of one CPU and of one GPU, where there are results."""
+    for files in of_each_kind(load()):
+        data = cost(files)
+        written = json.dumps(data, indent=1) + "\n"
+        kind = "cuda" if data["device"] != "cpu" else "cpu"
+        write_atomically(folder / f"side_by_side_cost_{kind}.json", written.encode())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, write it, and print its tables."""
+    """Run what the command line asks for, write it, and print its tables; write all costs."""
+    write_costs()
     return command("side_by_side", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 
