@@ -112,6 +112,9 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 # --- cost: what ``python -m benchmarks`` has measured ---------------------------------------------
 
 
+DIM = 64  # of heads
+
+
 def cost(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Condense one machine's results to what chapter 15 reads: a row for each case.
 
@@ -123,7 +126,8 @@ def cost(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, data in files.items():
         if name.removesuffix("_causal") not in MECHANISMS:  # what they are held against
             continue
-        times = [row for row in data["times"] if row["dtype"] == data["settings"]["dtypes"][0]]
+        dtype = data["settings"]["dtypes"][0]
+        times = [r for r in data["times"] if (r["dtype"], r.get("dim", DIM)) == (dtype, DIM)]
         sizes = {row["mode"]: row for row in data["memory"] if row["form"] == "fast"}
         rows.append(
             {
