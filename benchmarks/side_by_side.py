@@ -105,7 +105,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         batch_size=32,
         lr=2e-3,
     ),
-    "listops": experiment("ListOps", listops, ARMS, ACCURACY, epochs=3),
+    "listops": experiment("ListOps", listops, ARMS, ACCURACY, epochs=4),
 }
 
 
