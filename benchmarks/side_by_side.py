@@ -57,9 +57,7 @@ def listops(arm: str, **settings: Any) -> dict[str, float]:
     return tasks.listops(frame(arm, 32, 32), **settings)
 
 
-def images(
-    arm: str, name: str, patch: int, seed: int, epochs: int, device: str
-) -> dict[str, float]:
+def images(arm: str, name: str, patch: int, seed: int, epochs: int, device: str) -> dict[str, Any]:
     """Classify images, and look at the maps of 64 test images in the trained model.
 
     Means over the images and both layers: the distance of two heads, as
