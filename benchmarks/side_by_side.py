@@ -141,7 +141,8 @@ def cost(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
             }
         )
     head = {key: first[key] for key in ("device", "machine", "settings")}
-    return {"schema": SCHEMA, "title": "Time and memory", "columns": [], "rows": rows} | head
+    columns = [("seconds", "seconds, by mode and length", 1, 3)]
+    return {"schema": SCHEMA, "title": "Time and memory", "columns": columns, "rows": rows} | head
 
 
 def write_costs(folder: Path = FOLDER) -> None:
