@@ -198,7 +198,7 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
         own |= _if_taken(name, causal=causal)
         layer = make_heads(name, H, D, length, **own)
         _check_causal(name, causal)
-        layer.kind_of_plug = name
+        layer.plugged = name
         layer.cross = not causal and OTHERS.search(path) is not None
         module.add_module(CHILD, layer)
     before, config = model.config, copy.copy(model.config)
@@ -279,8 +279,13 @@ def _attention_forward(
         key, value = (x[..., : attention_mask.shape[-1], :] for x in (key, value))
     mask = _with_bias(name, attention_mask, position_bias, causal, N, key.shape[-2])
     layer = getattr(module, CHILD, None)
-    if layer is None or layer.kind_of_plug != name:
+    if layer is None or layer.plugged != name:
         layer = _shared(name, H, D, causal)
+    if getattr(layer, "causal", causal) != causal:
+        raise ValueError(
+            f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "
+            f"{name}, whose filters are laid on the sequence by it"
+        )
     layer.dropout, layer.training = dropout, module.training
     cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
     if scaling is not None and not math.isclose(scaling, D**-0.5):
@@ -309,12 +314,18 @@ def _with_bias(
     """Check a mask, and merge it with what T5 adds to scores."""
     any_mask = MECHANISMS[name].any_mask
     if bias is not None and not any_mask:
-        raise ValueError(f"position_bias is given; expected None: {name} has no scores to add it to")
+        raise ValueError(
+            f"position_bias is given; expected None: {name} has no scores to add it to"
+        )
     if bias is not None:
         dense = Mask(mask, causal and mask is None).dense(N, M, bias.device)
         bias = bias[..., :M]
         return bias if dense is None else within(allowed(dense), bias)
-    if mask is not None and not any_mask and (mask.dtype != torch.bool or mask.shape[-3:-1] != (1, 1)):
+    if (
+        mask is not None
+        and not any_mask
+        and (mask.dtype != torch.bool or mask.shape[-3:-1] != (1, 1))
+    ):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected "
             f"(B, M), which says what is padding: {name} takes no other mask"
@@ -444,5 +455,7 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
         length = first + math.prod(grid)
         layer = make_heads(name, attn.num_heads, attn.head_dim, length, **known | options, **like)
         parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, TimmAttention(attn, name, layer).train(attn.training))
+        setattr(
+            model.get_submodule(parent), last, TimmAttention(attn, name, layer).train(attn.training)
+        )
     return model
