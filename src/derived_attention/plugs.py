@@ -186,6 +186,7 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
         may not; a model that does not ask Transformers' interface for its attention. In a forward
         pass: for what a mechanism cannot do (any mask but padding, a cache, a soft cap).
     """
+    get_attention(name)  # raises for a name that is not there
     register()
     asking = [(path, x) for path, x in model.named_modules() if _asks(x)]
     if not asking:
@@ -193,19 +194,22 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
         raise ValueError(f"model is a {kind}; expected one that asks AttentionInterface")
     for path, module in asking:
         causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
+        cross = not causal and OTHERS.search(path) is not None
+        _check_kind(name, causal, cross)
         like = next(module.parameters())
         own = options | {"device": like.device, "dtype": like.dtype}
         own |= _if_taken(name, causal=causal)
         layer = make_heads(name, H, D, length, **own)
-        _check_causal(name, causal)
-        layer.plugged = name
-        layer.cross = not causal and OTHERS.search(path) is not None
+        layer.plugged, layer.cross = name, cross
         module.add_module(CHILD, layer)
-    before, config = model.config, copy.copy(model.config)
+    configs: dict[int, Any] = {}  # copies: the rest of a model that this is a part of keeps its own
     for module in model.modules():
-        if vars(module).get("config") is before:
-            module.config = config
-    config._attn_implementation = PREFIX + name
+        config = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            if id(config) not in configs:
+                configs[id(config)] = copy.deepcopy(config)
+                configs[id(config)]._attn_implementation = PREFIX + name
+            module.config = configs[id(config)]
     return model
 
 
@@ -235,13 +239,24 @@ def _if_taken(name: str, **given: Any) -> dict[str, Any]:
     return {key: x for key, x in given.items() if key in taken}
 
 
-def _check_causal(name: str, causal: bool) -> None:
-    if causal and not MECHANISMS[name].causal:
-        able = ", ".join(key for key, entry in MECHANISMS.items() if entry.causal)
+def _check_kind(name: str, causal: bool, cross: bool) -> None:
+    """Refuse to be causal, or to attend another sequence, where a mechanism cannot."""
+    entry = MECHANISMS[name]
+    if causal and not entry.causal:
         raise ValueError(
-            f"{name} is to be causal; expected a mechanism that can be, or an encoder: what it "
-            f"makes of the keys is the same for every query, and holds the future. These can: {able}"
+            f"{name} is to be causal; expected {_able(lambda x: x.causal)}, or an encoder: what "
+            f"{name} makes of the keys is the same for every query, and holds the future"
         )
+    if cross and (entry.placed or not entry.alone):
+        able = _able(lambda x: x.causal and x.alone and not x.placed)
+        raise ValueError(
+            f"{name} is to attend another sequence; expected {able}, or the encoder alone: what a "
+            f"query gets from {name} depends on its place, and it has none among those keys"
+        )
+
+
+def _able(can: Callable[[Entry], bool]) -> str:
+    return "one of " + ", ".join(name for name, entry in MECHANISMS.items() if can(entry))
 
 
 @functools.lru_cache
@@ -274,11 +289,12 @@ def _attention_forward(
     B, H, N, D = query.shape
     _check_given(name, given, value, D)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    _check_causal(name, causal)
     if attention_mask is not None:  # a static cache is longer than what it holds
         key, value = (x[..., : attention_mask.shape[-1], :] for x in (key, value))
     mask = _with_bias(name, attention_mask, position_bias, causal, N, key.shape[-2])
-    layer = getattr(module, CHILD, None)
+    layer: Any = getattr(module, CHILD, None)
+    cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
+    _check_kind(name, causal, cross)
     if layer is None or layer.plugged != name:
         layer = _shared(name, H, D, causal)
     if getattr(layer, "causal", causal) != causal:
@@ -287,7 +303,6 @@ def _attention_forward(
             f"{name}, whose filters are laid on the sequence by it"
         )
     layer.dropout, layer.training = dropout, module.training
-    cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
     if scaling is not None and not math.isclose(scaling, D**-0.5):
         query = query * (scaling * math.sqrt(D))
     key, value = share_heads("key", key, query, -3), share_heads("value", value, query, -3)

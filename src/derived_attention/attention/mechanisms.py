@@ -111,7 +111,8 @@ class Entry:
     causal: bool = True  # takes is_causal=True
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
-    alone: bool = True  # what a query gets does not depend on the other queries
+    alone: bool = True  # what a query gets does not depend on the other queries,
+    placed: bool = False  # but on its place among them
     linear: bool = False  # its time grows linearly with N
     biased: bool = True  # keys have scores that a floating mask is added to; else it is 0 or -inf
     weights: bool = True  # it is A V, so that there are weights; else v has D features, as q
@@ -171,6 +172,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.window_attention",
         options=lambda N, H, D: {"window": min(64, N // 4)},
         sample="64 to each side",
+        placed=True,
         linear=True,
         goals={"full": 0.10},
     ),
@@ -181,6 +183,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.strided_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
         sample="every √N-th",
+        placed=True,
     ),
     "fixed": Entry(
         "Fixed",
@@ -189,6 +192,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.fixed_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
         sample="blocks of √N",
+        placed=True,
     ),
     "bn": Entry(
         "Attention-BN",
@@ -316,6 +320,7 @@ MECHANISMS: dict[str, Entry] = {
         },
         sample="64 to each side, 2 maps",
         averages=False,
+        placed=True,
         linear=True,
         goals={"full": 0.32, "causal": 0.60},
     ),
