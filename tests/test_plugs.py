@@ -98,7 +98,7 @@ def trains(model, loss_of, steps=3):
         slopes = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(bool(x.isfinite().all()) for x in slopes)
         optimizer.step()
-    assert float(loss_of(model)) < float(losses[0])
+    assert loss_of(model).item() < losses[0].item()
     assert not any(torch.equal(p, before[key]) for key, p in of_plugs(model).items())
     model.eval()
 
@@ -385,3 +385,73 @@ def test_timm_says_what_is_wrong():
         plugs.equip_timm(vision(reg_tokens=2), "sh")
     model = plugs.equip_timm(vision(reg_tokens=2), "mgk")
     assert model(IMAGES).shape == (B, 5)
+
+
+# --- PyTorch -------------------------------------------------------------------------------------
+
+
+def own_layer(name, causal=False):
+    """Its layer, with parameters that are not those it starts with."""
+    own = {"causal": True} if causal and name == "conv1d" else {}
+    layer = MECHANISMS[name].make_layer(E, H, N, **own)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.2 * torch.randn(p.shape))
+    return layer
+
+
+def pytorchs(kind, name, **layers):
+    """Two of PyTorch's layers, one after the other, with other layers of attention in them."""
+    torch.manual_seed(0)
+    one = getattr(nn, f"Transformer{kind}Layer")(E, H, 24, dropout=0.0, batch_first=True)
+    for key, layer in layers.items():
+        setattr(one, key, layer)
+    return getattr(nn, f"Transformer{kind}")(one, 2).double()
+
+
+X = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0)).double()
+
+
+@every_mechanism
+def test_pytorchs_encoder_ignores_padding_and_trains(name):
+    model, gone = pytorchs("Encoder", name, self_attn=own_layer(name)), ~PADDING["right"]
+    slow = model.train()(X, src_key_padding_mask=gone)
+    with torch.no_grad():  # what would let it take its own fast path
+        fast = model.eval()(X, src_key_padding_mask=gone)
+        assert_all_close([fast[~gone]], [slow.detach()[~gone]], 1e-10)
+        for x, out, n in zip(X, fast, [] if name == "conv2d" else LENGTHS, strict=name != "conv2d"):
+            assert_all_close([model(x[None, :n])[0]], [out[:n]], 1e-10)
+        assert not torch.allclose(pytorchs("Encoder", name)(X), model(X), atol=1e-2)
+    slow[~gone].square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in model.parameters())
+
+
+@every_causal_mechanism
+def test_pytorchs_encoder_is_causal(name):
+    model = pytorchs("Encoder", name, self_attn=own_layer(name, causal=True)).eval()
+    other = torch.cat([X[:, :7], X[:, 7:].flip(1)], 1)
+    with torch.no_grad():
+        one, two = (model(x, is_causal=True)[:, :7] for x in (X, other))
+        assert_all_close([one], [two], 1e-10)
+        mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=X.dtype)
+        if MECHANISMS[name].any_mask:
+            assert_all_close([model(X, mask)], [model(X, is_causal=True)], 1e-10)
+        else:
+            with pytest.raises(ValueError, match="attn_mask .* expected"):
+                model(X, mask)
+
+
+@every_causal_mechanism
+def test_pytorchs_decoder(name):
+    layers = {"self_attn": own_layer(name, causal=True)}
+    if MECHANISMS[name].alone and not MECHANISMS[name].placed:
+        layers["multihead_attn"] = own_layer(name)
+    model, gone = pytorchs("Decoder", name, **layers).eval(), ~PADDING["right"]
+    target = X[:, :5].flip(0)
+    out = model(target, X, tgt_is_causal=True, memory_key_padding_mask=gone)
+    for x, y, n, wanted in zip(X, target, LENGTHS, out, strict=True):
+        found = model(y[None], x[None, :n], tgt_is_causal=True)[0]
+        assert_all_close([found], [wanted], 1e-10)
+    late = torch.cat([target[:, :3], target[:, 3:].flip(1)], 1)
+    other = model(late, X, tgt_is_causal=True, memory_key_padding_mask=gone)
+    assert_all_close([other[:, :3]], [out[:, :3]], 1e-10)
