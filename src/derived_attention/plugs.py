@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import math
 import re
@@ -154,7 +153,8 @@ def register() -> None:
     registry for 1024 tokens. One that learns something needs a place for it: `equip`. Masks are
     registered too, as without them Transformers makes none, and padding is attended.
     """
-    transformers = importlib.import_module("transformers")
+    import transformers  # here, as timm below: each takes seconds, and one may do without the other
+
     for name in MECHANISMS:
         own = functools.partial(_attention_forward, name), functools.partial(_make_mask, name)
         transformers.AttentionInterface.register(PREFIX + name, own[0])
@@ -364,7 +364,8 @@ def _make_mask(
     Any mask, where a mechanism takes any: (B, 1, N, M), as for PyTorch's own attention. Otherwise
     (B, 1, 1, M), as long as what is there: O(M), and causality is known without it.
     """
-    masks = importlib.import_module("transformers.masking_utils")
+    from transformers import masking_utils as masks
+
     causal = mask_function is None or mask_function is masks.causal_mask_function
     if MECHANISMS[name].any_mask:
         given["allow_is_causal_skip"] = given.get("allow_is_causal_skip", True) and (
@@ -399,7 +400,7 @@ def mend_torchvision() -> None:
     has a schema. No transformer needs them. Where torchvision works, this does nothing.
     """
     try:
-        importlib.import_module("torchvision")
+        import torchvision  # noqa: F401
     except RuntimeError:
         for name in ("nms", "qnms"):
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -456,8 +457,9 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
         For a name that is not in the registry, a model without such blocks, or several tokens
         before the patches, with a mechanism that has to know where patches begin.
     """
-    attention = importlib.import_module("timm.layers").Attention
-    found = [path for path, x in model.named_modules() if type(x) is attention]
+    from timm.layers import Attention
+
+    found = [path for path, x in model.named_modules() if type(x) is Attention]
     if not found:
         raise ValueError(f"model is a {type(model).__name__}; expected timm's VisionTransformer")
     first, grid = model.num_prefix_tokens, tuple(model.patch_embed.grid_size)
