@@ -92,8 +92,10 @@ def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
 
 
 def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
-    used = distributions((imported(PACKAGE) | imported_by_pages()) - KERNELS)
+    used = distributions((imported_by("book") | imported_by_pages()) - KERNELS)
     assert used == declared("book")
+    further = distributions(imported_by("plugs") | imported_by_pages(plugs=True))
+    assert further - declared("book") == declared("plugs") - declared("core")
 
 
 def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
@@ -103,8 +105,11 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
-    by_pages = (imported(PACKAGE) | imported_by_pages()) - KERNELS
+    by_pages = (imported_by("book") | imported_by_pages()) - KERNELS
     assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
+    assert set(notebooks.PLUGS.split()) == imported_by("plugs") - {"torch"}
+    asked = [notebooks.set_up(x).count("[book,plugs]") for x in (False, True)]
+    assert asked[0] == 0 and asked[1] >= 2
 
 
 def test_every_declared_project_has_a_tested_version_in_its_range():
