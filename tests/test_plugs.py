@@ -68,9 +68,13 @@ def disturbed(model):
     return model
 
 
+def grid_of(name, rows=3, columns=4):
+    """Where tokens have to lie on a grid, the one."""
+    return {"grid": (rows, columns)} if "grid" in MECHANISMS[name].plug(N, H, D).keywords else {}
+
+
 def equipped(family, name, **changed):
-    own = {"grid": (3, 4)} if name == "conv2d" else {}
-    return disturbed(plugs.equip(make(family, **changed), name, N, **own))
+    return disturbed(plugs.equip(make(family, **changed), name, N, **grid_of(name)))
 
 
 def of_plugs(model):
@@ -211,7 +215,7 @@ def test_an_encoder_attends_as_the_layer_does_and_ignores_padding(name):
         wanted = layer(seen["x"], seen["x"], seen["x"], need_weights=False)[0]
         assert_all_close([seen["y"]], [wanted], 1e-9)
         for side, there in PADDING.items():
-            if name == "conv2d":
+            if grid_of(name):
                 with pytest.raises(ValueError, match="expected 12 tokens, for the grid 3 x 4"):
                     there_only(model, there)
             else:
@@ -221,10 +225,10 @@ def test_an_encoder_attends_as_the_layer_does_and_ignores_padding(name):
 @every_mechanism
 def test_an_encoder_trains_and_drops(name):
     model = equipped("Bert", name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
-    one = model.eval()(IDS)[0]
+    one = model.eval()(IDS)[0].detach()
     assert torch.equal(model(IDS)[0], one)
     torch.manual_seed(0)
-    dropped = model.train()(IDS)[0]
+    dropped = model.train()(IDS)[0].detach()
     assert float((dropped - one).abs().max()) > 1e-3
     assert not torch.equal(model(IDS)[0], dropped)
     model.config.attention_probs_dropout_prob = 0.0
@@ -237,8 +241,8 @@ def test_an_encoder_trains_and_drops(name):
 @every_mechanism
 def test_dropped_weights_are_right_on_average(name):
     """Without a model: 4000 copies of one sequence, with half of the weights dropped in each."""
-    own = {"grid": (1, 5)} if name == "conv2d" else {}
-    layer, module = plugs.make_heads(name, 2, 4, 5, dtype=torch.float64, **own), nn.Module()
+    own = {"dtype": torch.float64} | grid_of(name, 1, 5)
+    layer, module = plugs.make_heads(name, 2, 4, 5, **own), nn.Module()
     layer.plugged = name
     module.add_module(plugs.CHILD, layer)
     module.is_causal = False
@@ -257,20 +261,22 @@ def test_dropped_weights_are_right_on_average(name):
 def test_an_encoder_and_a_decoder(name):
     """Attention to another sequence, and a mechanism in one half only."""
     entry, model, there = MECHANISMS[name], make("Bart"), PADDING["right"].long()
-    if name == "conv2d":
-        return  # its tokens lie on a grid: see the encoder, and timm
+    there = torch.ones_like(there) if grid_of(name) else there  # a grid has no padding
     able = entry.causal and entry.alone and not entry.placed
     if not able:
         with pytest.raises(ValueError, match=f"{name} is to .*; expected one of softmax, linear"):
             plugs.equip(make("Bart"), name, N)
     part = model if able else model.model.encoder
-    disturbed(plugs.equip(part, name, N))
+    disturbed(plugs.equip(part, name, N, **grid_of(name)))
     answers = IDS[:, :5].flip(0)
     with torch.no_grad():
         out = model(IDS, attention_mask=there, decoder_input_ids=answers).logits
         for one, keep, answer, wanted in zip(IDS, there.bool(), answers, out, strict=True):
             found = model(one[keep][None], decoder_input_ids=answer[None]).logits[0]
             assert_all_close([found], [wanted], 1e-10)
+        more = torch.cat([answers, IDS[:, 5:]], 1)  # as long as the other sequence
+        longer = model(IDS, attention_mask=there, decoder_input_ids=more).logits
+        assert_all_close([longer[:, :5]], [out], 1e-10)
     trains(model, lambda x: x(IDS, attention_mask=there, labels=answers).loss)
     which = model.model.decoder.config._attn_implementation
     assert which == (plugs.PREFIX + name if part is model else "sdpa")
@@ -288,6 +294,8 @@ def test_names_alone_are_enough_where_nothing_is_learned():
     model.set_attn_implementation("derived:mgk")
     with pytest.raises(ValueError, match=r"mgk has parameters of its own \(key_weight\).*equip"):
         model(IDS)
+    other.set_attn_implementation("sdpa")
+    assert torch.equal(other(IDS).logits, make("Llama")(IDS).logits)
 
 
 def test_what_a_mechanism_cannot_do_is_an_error():
@@ -312,8 +320,7 @@ def test_what_a_mechanism_cannot_do_is_an_error():
 @every_mechanism
 def test_a_registry_entry_says_what_matters_to_a_query(name):
     """A cache is enough where other queries do not matter; other sequences have other places."""
-    own = {"grid": (3, 4)} if name == "conv2d" else {}
-    layer = plugs.make_heads(name, H, D, N, dtype=torch.float64, **own).eval()
+    layer = plugs.make_heads(name, H, D, N, dtype=torch.float64, **grid_of(name)).eval()
     x = torch.randn(4, 1, N, E, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         for p in layer.parameters():
@@ -387,6 +394,14 @@ def test_timm_says_what_is_wrong():
     assert model(IMAGES).shape == (B, 5)
 
 
+def test_timm_drops_in_training_only():
+    model = plugs.equip_timm(vision(attn_drop_rate=0.5), "mgk")
+    out = model(IMAGES)
+    assert torch.equal(model(IMAGES), out)
+    dropped = model.train()(IMAGES)
+    assert not torch.allclose(dropped, out) and not torch.equal(model(IMAGES), dropped)
+
+
 # --- PyTorch -------------------------------------------------------------------------------------
 
 
@@ -419,7 +434,7 @@ def test_pytorchs_encoder_ignores_padding_and_trains(name):
     with torch.no_grad():  # what would let it take its own fast path
         fast = model.eval()(X, src_key_padding_mask=gone)
         assert_all_close([fast[~gone]], [slow.detach()[~gone]], 1e-10)
-        for x, out, n in zip(X, fast, [] if name == "conv2d" else LENGTHS, strict=name != "conv2d"):
+        for x, out, n in zip(X, fast, [] if grid_of(name) else LENGTHS, strict=not grid_of(name)):
             assert_all_close([model(x[None, :n])[0]], [out[:n]], 1e-10)
         assert not torch.allclose(pytorchs("Encoder", name)(X), model(X), atol=1e-2)
     slow[~gone].square().sum().backward()
