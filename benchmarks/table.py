@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
+DIM = 64  # of rows that were written before there were others
 RESULTS = Path(__file__).parent / "results"
 MODES = ("forward", "forward + backward")
 GOAL = {"length": 4096, "dtype": "float32", "mode": MODES[0]}  # of what rows goals are, on CPUs
@@ -26,7 +27,9 @@ Files = dict[str, dict[str, Any]]  # by case
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
-def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str, Files]:
+def load(
+    names: Iterable[str] | None = None, folder: Path = RESULTS, peers: bool = False
+) -> dict[str, Files]:
     """Read results by machine and by case: those of CPUs first.
 
     Parameters
@@ -35,6 +38,8 @@ def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str
         Cases; default all.
     folder : Path
         Has a folder for each machine, with a file for each case.
+    peers : bool
+        Whether to read what was measured of other libraries instead.
 
     Raises
     ------
@@ -43,14 +48,14 @@ def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str
     """
     found: dict[str, Files] = {}
     for name in ["*"] if names is None else names:
-        for path in sorted(folder.glob(f"*/{name}.json")):
+        for path in sorted(folder.glob(f"*/peers/{name}.json" if peers else f"*/{name}.json")):
             data = json.loads(path.read_text("utf8"))
             if (schema := data.get("schema")) != SCHEMA:
                 raise ValueError(
-                    f"{path.parent.name}/{path.name} has schema {schema}; expected {SCHEMA}: "
+                    f"{path.relative_to(folder)} has schema {schema}; expected {SCHEMA}: "
                     "run python -m benchmarks again"
                 )
-            found.setdefault(path.parent.name, {})[path.stem] = data
+            found.setdefault(path.relative_to(folder).parts[0], {})[path.stem] = data
     return dict(sorted(found.items(), key=lambda item: (_first(item[1])["device"], item[0])))
 
 
@@ -66,7 +71,10 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def time_table(
-    results: dict[str, Files], names: Iterable[str] | None = None, length: int = GOAL["length"]
+    results: dict[str, Files],
+    names: Iterable[str] | None = None,
+    length: int = GOAL["length"],
+    dim: int = DIM,
 ) -> Table:
     """Time as a share of the baseline's: median over the rounds, and the quartiles beside it.
 
@@ -78,8 +86,8 @@ def time_table(
     names : iterable of str, optional
         Cases; default all. Their baselines come first, with the time that is 1: its range, where
         cases were measured at other times.
-    length : int
-        N.
+    length, dim : int
+        N and D.
 
     Returns
     -------
@@ -98,10 +106,13 @@ def time_table(
         for dtype in dict.fromkeys(d for data in files.values() for d in data["settings"]["dtypes"])
     ]
     rows = {
-        name: [_time(results[m].get(name), length, d, mode) for m, d in kinds for mode in MODES]
+        name: [
+            _time(results[m].get(name), length, d, mode, dim) for m, d in kinds for mode in MODES
+        ]
         for name in cases
     }
-    header = [f"time, N = {length}", "beside", "operations", "goal"]
+    size = f", D = {dim}" if dim != DIM else ""
+    header = [f"time, N = {length}{size}", "beside", "operations", "goal"]
     for machine, dtype in kinds:
         of = f" ({machine_name(_first(results[machine])['machine'])}, {dtype})"
         header += [mode + of * (len(kinds) > 1) for mode in MODES]
@@ -140,6 +151,66 @@ def memory_table(files: Files) -> Table:
     rows = {label: files[names[0]]["baseline_memory"] for label, names in _baselines(files).items()}
     rows |= {data["label"]: data["memory"] for data in files.values()}
     return header, [[label, *_memory(found)] for label, found in rows.items()]
+
+
+def fused_table(files: Files) -> Table | None:
+    """Time with the kernel and without it, as a share of the baseline's; None where none has run.
+
+    Parameters
+    ----------
+    files : dict
+        Results of one machine, by case.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = ["time", "N", "D", "", "with the kernel", "without", "faster"]
+    rows = []
+    for data in files.values():
+        for row in data["times"]:
+            if "unfused_ratio" in row:
+                pair = row["ratio"]["median"], row["unfused_ratio"]["median"]
+                faster = "the kernel" if pair[0] <= pair[1] else "without"
+                sizes = [str(row["length"]), str(row["dim"]), row["mode"]]
+                rows.append([data["label"], *sizes, *(f"{x:.2f}" for x in pair), faster])
+    return (header, rows) if rows else None
+
+
+def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
+    """Time and memory of other libraries as multiples of ours, which is the first number's 1.
+
+    Parameters
+    ----------
+    files : dict
+        What `load` returns of the peers of one machine.
+    length, dim : int
+        N, or the longest below it that was measured, and D.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = [f"N ≤ {length}", "N", "beside ours"]
+    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES]
+    header += [f"ours / SDPA, {mode}" for mode in MODES] + ["computes"]
+    rows = []
+    for data in files.values():
+        reached = max(n for n in data["settings"]["lengths"] if n <= length)
+        dtype = data["settings"]["dtypes"][0]
+        pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
+        cells = [_share(row) for row in pair]
+        cells += [_times_as_much(row) for row in pair]
+        cells += [f"{row['ours_ratio']['median']:.2f}" if row else "" for row in pair]
+        front = [f"{data['label']} {data['version']}", str(reached), data["ours"]]
+        rows.append([*front, *cells, data["differs"] or "the same"])
+    return header, rows
+
+
+def _times_as_much(row: dict[str, Any] | None) -> str:
+    return f"{row['bytes'] / row['ours_bytes']:.1f}" if row else ""
 
 
 def of_each_kind(results: dict[str, Files]) -> list[Files]:
@@ -244,10 +315,12 @@ def _baselines(cases: Files) -> dict[str, list[str]]:
     return found
 
 
-def _time(data: dict[str, Any] | None, length: int, dtype: str, mode: str) -> dict[str, Any] | None:
-    wanted = {"length": length, "dtype": dtype, "mode": mode}
+def _time(
+    data: dict[str, Any] | None, length: int, dtype: str, mode: str, dim: int = DIM
+) -> dict[str, Any] | None:
+    wanted = {"length": length, "dtype": dtype, "mode": mode, "dim": dim}
     rows = data["times"] if data else []
-    return next((row for row in rows if wanted.items() <= row.items()), None)
+    return next((row for row in rows if wanted.items() <= ({"dim": DIM} | row).items()), None)
 
 
 def _goal(name: str, goal: float | None, results: dict[str, Files]) -> str:
