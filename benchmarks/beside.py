@@ -13,7 +13,7 @@ from benchmarks import run
 from benchmarks.cases import BASELINES
 from benchmarks.peers import Peer, load
 from benchmarks.table import SCHEMA, Files, caption, markdown, peer_table
-from derived_attention.measure import count_flops, machine, peak_bytes
+from derived_attention.measure import machine, peak_bytes
 
 LENGTHS = {"cpu": [512, 1024, 2048, 4096], "cuda": run.LENGTHS["cuda"]}
 
@@ -73,7 +73,6 @@ def compare(
             "baseline_seconds": run.quartiles(taken[baseline]),
             "ratio": run.quartiles(taken[name] / taken[ours(peer)]),
             "ours_ratio": run.quartiles(taken[ours(peer)] / taken[baseline]),
-            "operations": count_flops(calls[name]) / count_flops(calls[baseline]),
             "bytes": sizes[name],
             "ours_bytes": sizes[ours(peer)],
             "baseline_bytes": sizes[baseline],

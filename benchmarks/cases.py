@@ -38,8 +38,8 @@ class Case:
     fast, reference : callable
         Its two forms, functions of q, k, v and `options`.
     options : callable
-        The options at a sequence length N and D, 64 if not given. Tensors among them are parameters: they are brought to
-        the inputs' dtype and device, and get a gradient.
+        The options at a sequence length N, and D if it is not 64. Tensors among them are
+        parameters: they are brought to the inputs' dtype and device, and get a gradient.
     baseline : str
         The name in `BASELINES` of what it is beside.
     goal : float, optional

@@ -1,8 +1,8 @@
 """What people would use instead: a file for each library, and in it `PEERS`.
 
-Each peer stands beside one of our cases and is timed with it and with SDPA in the same rounds. Where
-it computes the same, a test holds both equal; where not, `differs` says why. A library that is not
-installed is left out.
+Each peer stands beside one of our cases and is timed with it and with SDPA in the same rounds.
+Where it computes the same, a test holds both equal; where not, `differs` says why. A library that
+is not installed is left out.
 """
 
 from __future__ import annotations

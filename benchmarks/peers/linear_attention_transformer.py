@@ -1,9 +1,9 @@
 """linear-attention-transformer: linear attention with softmax as its feature map.
 
 Without a mask a feature of a key is softmax over the *tokens*, so that no denominator is left.
-Causal, φ = exp; in buckets of 64, as timed here, a query does not see its own bucket. In buckets of 1,
-their default, it is our `linear_attention` with ``feature_map=torch.exp``, and a (D, D) matrix for
-each token is in memory.
+Causal, φ = exp; in buckets of 64, as timed here, a query does not see its own bucket. In buckets of
+1, their default, it is our `linear_attention` with ``feature_map=torch.exp``, and a (D, D) matrix
+for each token is in memory.
 """
 
 from linear_attention_transformer.linear_attention_transformer import (
