@@ -15,6 +15,7 @@ from typing import Any
 SCHEMA = 2
 DIM = 64  # of rows that were written before there were others
 RESULTS = Path(__file__).parent / "results"
+KERNELS = RESULTS / "kernels.json"
 MODES = ("forward", "forward + backward")
 GOAL = {"length": 4096, "dtype": "float32", "mode": MODES[0]}  # of what rows goals are, on CPUs
 NOTE = (
@@ -207,6 +208,47 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
         front = [f"{data['label']} {data['version']}", str(reached), data["ours"]]
         rows.append([*front, *cells, data["differs"] or "the same"])
     return header, rows
+
+
+def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
+    """Read what ``python -m benchmarks.kernels`` has computed; nothing, where there is no file."""
+    empty = {"usage": [], "rooflines": []}
+    return json.loads(path.read_text("utf8")) if path.exists() else empty
+
+
+def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
+    """What each kernel takes of a GPU: a row for a kernel, and for both capabilities a cell."""
+    found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for row in data["usage"]:
+        if row["dtype"] == dtype:
+            found.setdefault((row["kernel"], row["head_dim"]), {})[row["capability"]] = row
+    capabilities = sorted({row["capability"] for row in data["usage"]})
+    header = ["kernel", "D", "warps"]
+    for what in ("registers", "shared memory, KiB", "spilled bytes", "resident warps of 64"):
+        header += [f"{what}, sm_{capability}" for capability in capabilities]
+    lines = []
+    for (kernel, dim), rows in found.items():
+        cells = [kernel, str(dim), " / ".join({str(row["num_warps"]) for row in rows.values()})]
+        for key, factor in (("registers", 1), ("shared", 1024), ("spills", 1), ("resident", 1)):
+            cells += [f"{rows[c][key] / factor:.0f}" if c in rows else "" for c in capabilities]
+        lines.append(cells)
+    return header, lines
+
+
+def roofline_table(data: dict[str, Any], length: int, dim: int = DIM) -> Table:
+    """Least time of each kernel on each device, and as a share of that of what it is beside."""
+    rows = [x for x in data["rooflines"] if (x["length"], x["dim"]) == (length, dim)]
+    devices = list(data.get("devices", {}))
+    header = [f"N = {length}, D = {dim}", "", "TFLOP", "MB"]
+    header += [f"{device}, ms" for device in devices] + [f"of SDPA's, {d}" for d in devices]
+    lines = []
+    for row in rows:
+        cells = [row["label"], row["mode"], f"{row['operations'] / 1e12:.3g}"]
+        cells.append(f"{row['bytes'] / 1e6:.0f}")
+        cells += [f"{1000 * row['seconds'][d]:.3g}" for d in devices]
+        cells += [f"{row['seconds'][d] / row['sdpa_seconds'][d]:.2f}" for d in devices]
+        lines.append(cells)
+    return header, lines
 
 
 def _times_as_much(row: dict[str, Any] | None) -> str:

@@ -36,6 +36,6 @@ PEERS = {
         "performer-pytorch, causal, without CUDA",
         favor,
         CASES["performer_causal"],
-        longest=1024,
+        longest=2048,
     ),
 }
