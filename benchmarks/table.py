@@ -217,7 +217,7 @@ def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
 
 
 def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
-    """What each kernel takes of a GPU: a row for a kernel, and for both capabilities a cell."""
+    """Return what each kernel takes of a GPU: a row for a kernel and D, cells for architectures."""
     found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for row in data["usage"]:
         if row["dtype"] == dtype:
@@ -236,7 +236,7 @@ def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
 
 
 def roofline_table(data: dict[str, Any], length: int, dim: int = DIM) -> Table:
-    """Least time of each kernel on each device, and as a share of that of what it is beside."""
+    """Return the least time of kernels on each device, and its share of that of their SDPA."""
     rows = [x for x in data["rooflines"] if (x["length"], x["dim"]) == (length, dim)]
     devices = list(data.get("devices", {}))
     header = [f"N = {length}, D = {dim}", "", "TFLOP", "MB"]
