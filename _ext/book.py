@@ -131,22 +131,25 @@ class Status(SphinxDirective):
 
 
 class Benchmarks(SphinxDirective):
-    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed."""
+    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed.
 
-    required_arguments = 1
+    Without a case, all of them.
+    """
+
+    optional_arguments = 1
     final_argument_whitespace = True
 
     def run(self):
         """Return the tables of these cases, and a line on each machine before them."""
-        names = self.arguments[0].split()
+        names = self.arguments[0].split() if self.arguments else ["*"]
         files = _result_files(names)
         for path in files:
             self.env.note_dependency(path)
         seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
-        seen[self.arguments[0]] = files
+        seen[" ".join(names)] = files
         try:
             results = benchmarks.load(names)
-            times = benchmarks.time_table(results, names)
+            times = benchmarks.time_table(results, names if self.arguments else None)
         except ValueError as error:
             raise self.error(str(error)) from error
         captions = [paragraph(benchmarks.caption(found)) for found in results.values()]

@@ -180,7 +180,7 @@ def fused_table(files: Files) -> Table | None:
 
 
 def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
-    """Time and memory of other libraries as multiples of ours, which is the first number's 1.
+    """Time and memory of other libraries, as multiples of ours.
 
     Parameters
     ----------
@@ -194,18 +194,16 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
     header, rows
         Lists of text.
     """
-    header = [f"N ≤ {length}", "N", "beside ours"]
-    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES]
-    header += [f"ours / SDPA, {mode}" for mode in MODES] + ["computes"]
+    header = ["library", "beside ours"]
+    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES] + ["computes"]
     rows = []
     for data in files.values():
         reached = max(n for n in data["settings"]["lengths"] if n <= length)
         dtype = data["settings"]["dtypes"][0]
         pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
-        cells = [_share(row) for row in pair]
-        cells += [_times_as_much(row) for row in pair]
-        cells += [f"{row['ours_ratio']['median']:.2f}" if row else "" for row in pair]
-        front = [f"{data['label']} {data['version']}", str(reached), data["ours"]]
+        at = f", N = {reached}" if reached < length else ""
+        front = [f"{data['label']} ({data['version']}{at})", data["ours"]]
+        cells = [*map(_share, pair), *map(_times_as_much, pair)]
         rows.append([*front, *cells, data["differs"] or "the same"])
     return header, rows
 
@@ -236,18 +234,29 @@ def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
 
 
 def roofline_table(data: dict[str, Any], length: int, dim: int = DIM) -> Table:
-    """Return the least time of kernels on each device, and its share of that of their SDPA."""
-    rows = [x for x in data["rooflines"] if (x["length"], x["dim"]) == (length, dim)]
-    devices = list(data.get("devices", {}))
-    header = [f"N = {length}, D = {dim}", "", "TFLOP", "MB"]
-    header += [f"{device}, ms" for device in devices] + [f"of SDPA's, {d}" for d in devices]
+    """Return the least time of each kernel, in ms, and its share of that of SDPA.
+
+    Two numbers in a cell are those of both modes. What bounds a kernel is said of the forward pass
+    on the last device.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in data["rooflines"]:
+        if (row["length"], row["dim"]) == (length, dim):
+            found.setdefault(row["label"], {})[row["mode"]] = row
+    devices = data.get("devices", {})
+    header = [f"N = {length}, D = {dim}", *(f"{device}, ms" for device in devices)]
+    header += [f"share of SDPA's, {device}" for device in devices] + ["bound by"]
     lines = []
-    for row in rows:
-        cells = [row["label"], row["mode"], f"{row['operations'] / 1e12:.3g}"]
-        cells.append(f"{row['bytes'] / 1e6:.0f}")
-        cells += [f"{1000 * row['seconds'][d]:.3g}" for d in devices]
-        cells += [f"{row['seconds'][d] / row['sdpa_seconds'][d]:.2f}" for d in devices]
-        lines.append(cells)
+    for label, modes in found.items():
+        rows, cells = [modes[mode] for mode in MODES], [label]
+        for device in devices:
+            cells.append(" / ".join(f"{1000 * row['seconds'][device]:.3g}" for row in rows))
+        for d in devices:
+            both = (row["seconds"][d] / row["sdpa_seconds"][d] for row in rows)
+            cells.append(" / ".join(f"{x:.2f}" for x in both))
+        last = list(devices.values())[-1]
+        first = rows[0]["operations"] / last["peak"], rows[0]["bytes"] / last["bandwidth"]
+        lines.append([*cells, "operations" if first[0] > first[1] else "bytes"])
     return header, lines
 
 

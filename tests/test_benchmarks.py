@@ -286,7 +286,7 @@ def test_peers_are_measured_once_and_written(tmp_path, capsys):
         json.loads((tmp_path / "peers" / "linformer.json").read_text("utf8")) == done["linformer"]
     )
     check_peer(done["linformer"], [64, 128], 32)
-    assert "| linformer 0." in capsys.readouterr().out
+    assert "| linformer (0." in capsys.readouterr().out
     assert beside.main(*how, False) == {} and set(beside.main(*how, True)) == {"linformer"}
     tensors = run.inputs(64, torch.float32, "cpu", True)
     for x, y in zip(tensors, beside.tokens_first(tensors), strict=True):
