@@ -199,6 +199,30 @@ def test_a_row_is_of_its_head_dimension():
     assert CASES["performer"].options(64, 32)["projection"].shape == (4 * 32, 32)
 
 
+def test_a_gpu_times_a_kernel_with_and_without_it_and_survives_what_does_not_fit(monkeypatch):
+    asked = []
+
+    def form(q, k, v, fused=None):
+        asked.append(fused)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def too_large(q, k, v, is_causal=False):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    inputs, seconds = run.inputs, run.seconds
+    on_cpu = lambda n, dtype, device, training, dim: inputs(n, dtype, "cpu", training, dim)  # noqa: E731
+    monkeypatch.setattr(run, "inputs", on_cpu)
+    monkeypatch.setattr(run, "seconds", lambda fn, device: seconds(fn, "cpu"))
+    monkeypatch.setitem(CASES, "mra", replace(CASES["softmax"], fast=form, kernel=True))
+    monkeypatch.setitem(CASES, "luna", replace(CASES["softmax"], fast=too_large))
+    names, where = ["softmax", "mra", "luna"], (64, torch.float32, "forward", 3, "cuda", 32)
+    rows = run.time_cases("sdpa", names, *where)
+    assert set(rows) == {"softmax", "mra"} and rows["mra"]["operations"] == 1
+    assert ("unfused_ratio" in rows["mra"]) and "unfused_ratio" not in rows["softmax"]
+    rounds = 3 + 1 + 1  # one that does not count, and one to see whether it fits
+    assert asked.count(None) == rounds and asked.count(False) == rounds + 1, "and one is counted"
+
+
 def test_a_reference_is_timed_where_a_case_says_so():
     for name, case in CASES.items():
         assert (case.against_reference is not None) == (name == "lasso")
