@@ -93,13 +93,17 @@ def _lengths(chosen: list[dict[str, Any]]) -> list[int]:
 
 
 def _label(ax: Axes, ends: dict[str, tuple[float, str]], right: int) -> None:
-    """Write names behind the ends of lines, apart from each other."""
+    """Write names behind the ends of lines; where two would overlap, both give way."""
     low, high = np.log10(ax.get_ylim())
-    gap, last = (high - low) / 16, -np.inf
-    for name, (end, color) in sorted(ends.items(), key=lambda item: item[1][0]):
-        last = max(np.log10(end), last + gap)
-        ax.annotate(name, (right, 10**last), (6, 0), textcoords="offset points", color=color,
-                    va="center", annotation_clip=False)  # fmt: skip
+    gap, names = (high - low) / 16, sorted(ends, key=lambda name: ends[name][0])
+    places = np.log10([ends[name][0] for name in names])
+    for _ in range(100):
+        overlap = np.clip(gap - np.diff(places), 0, None) / 2
+        places[1:] += overlap / 2
+        places[:-1] -= overlap / 2
+    for name, place in zip(names, places, strict=True):
+        ax.annotate(name, (right, 10**place), (6, 0), textcoords="offset points",
+                    color=ends[name][1], va="center", annotation_clip=False)  # fmt: skip
 
 
 def shares(files: Files, length: int = 4096, dim: int = DIM) -> Figure:
