@@ -158,6 +158,15 @@ class Benchmarks(SphinxDirective):
         return [*captions, first, paragraph(benchmarks.NOTE), *others]
 
 
+class Kernels(SphinxDirective):
+    """``{kernels}``: what each kernel takes of a GPU, as committed."""
+
+    def run(self):
+        """Return the table."""
+        self.env.note_dependency(str(benchmarks.KERNELS))
+        return [table(*benchmarks.usage_table(benchmarks.load_kernels()), ["da-benchmarks"])]
+
+
 def _result_files(names) -> list[str]:
     return [str(p) for n in names for p in sorted(benchmarks.RESULTS.glob(f"*/{n}.json"))]
 
@@ -490,6 +499,7 @@ def setup(app):
     app.add_node(PendingInline)
     app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
+    app.add_directive("kernels", Kernels)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
