@@ -30,16 +30,17 @@ DEVICES = {
     "H100 SXM": (989e12, 3.35e12),
     "H200 SXM": (989e12, 4.8e12),
 }
-# The module and the kind of work of each case, and what that has to know beside the sizes.
-KERNEL_OF: dict[str, tuple[str, str, dict[str, Any]]] = {
+# The module and the kind of work of each case, and what that has to know beside the sizes. Without a
+# kind, the module counts kernel by kernel.
+KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "mgk": ("mixture", "mgk", {}),
     "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
     "hard_mgk": ("mixture", "hard_mgk", {}),
     "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
     "smgk": ("mixture", "smgk", {}),
     "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
-    "linear_causal": ("linear", "linear", {}),
-    "mlk_causal": ("linear", "mlk", {}),
+    "linear_causal": ("linear", None, {}),
+    "mlk_causal": ("linear", None, {"R": 2}),
     "lasso": ("splitting", "lasso", {}),
 }
 
@@ -86,15 +87,27 @@ def rooflines() -> Iterator[dict[str, Any]]:
     for name, (module, kind, own) in KERNEL_OF.items():
         if module not in MODULES:
             continue
-        count = importlib.import_module(f"derived_attention.kernels.{module}").work
         causal = name.endswith("_causal")
         heads = 2 * HEADS if "double" in CASES[name].baseline else HEADS
         for dim in HEAD_DIMS:
             for length in LENGTHS:
-                ours = count(kind, B=1, H=HEADS, N=length, M=length, D=dim, **own)
+                sizes = {"B": 1, "H": HEADS, "N": length, "M": length, "D": dim}
+                ours = work_of(module, kind, **sizes, **own)
                 theirs = sdpa_work(heads, length, dim, causal)
                 for mode in MODES:
                     yield row(name, length, dim, mode, ours[mode], theirs[mode])
+
+
+def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
+    """Return what a module counts in each mode, of all its kernels."""
+    count = importlib.import_module(f"derived_attention.kernels.{module}").work
+    if kind is not None:
+        return count(kind, **sizes)
+    parts = {mode: count(mode, **sizes).values() for mode in MODES}
+    return {
+        mode: Work(sum(x.operations for x in found), sum(x.bytes for x in found))
+        for mode, found in parts.items()
+    }
 
 
 def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -> dict[str, Any]:
