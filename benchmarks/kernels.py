@@ -30,8 +30,8 @@ DEVICES = {
     "H100 SXM": (989e12, 3.35e12),
     "H200 SXM": (989e12, 4.8e12),
 }
-# The module and the kind of work of each case, and what that has to know beside the sizes. Without a
-# kind, the module counts kernel by kernel.
+# The module and the kind of work of each case, and what that has to know beside the sizes. Without
+# a kind, the module counts kernel by kernel.
 KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "mgk": ("mixture", "mgk", {}),
     "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
@@ -42,6 +42,7 @@ KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "linear_causal": ("linear", None, {}),
     "mlk_causal": ("linear", None, {"R": 2}),
     "lasso": ("splitting", "lasso", {}),
+    "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
 }
 
 

@@ -376,11 +376,13 @@ def test_the_committed_kernels_are_those_that_compile():
     for row in [*usage, *committed["usage"]]:
         assert row["spills"] == 0, row
         assert row["shared"] <= architectures[row["capability"]].block_shared, row
-        assert 8 <= row["resident"] <= 64, row
+        assert (8 if row["dtype"] == "bfloat16" else 4) <= row["resident"] <= 64, row
     rows = list(kernels.rooflines())
     assert committed["rooflines"] == rows, "run python -m benchmarks.kernels"
     assert {row["case"] for row in rows} == set(kernels.KERNEL_OF)
-    assert set(kernels.KERNEL_OF) >= {n for n, c in CASES.items() if c.kernel and "causal" in n}
+    # Of the functions that take `fused`, linear attention has kernels only where it is causal.
+    base = {name.removesuffix("_causal") for name in kernels.KERNEL_OF}
+    assert {name.removesuffix("_causal") for name, case in CASES.items() if case.kernel} <= base
 
 
 # --- tables --------------------------------------------------------------------------------------
