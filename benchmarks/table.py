@@ -233,11 +233,12 @@ def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
     return header, lines
 
 
-def roofline_table(data: dict[str, Any], length: int, dim: int = DIM) -> Table:
-    """Return the least time of each kernel, in ms, and its share of that of SDPA.
+def roofline_table(
+    data: dict[str, Any], length: int, dim: int = DIM, device: str = "H100 SXM"
+) -> Table:
+    """Return the least time of each kernel, in ms, and its share of that of SDPA on one `device`.
 
-    Two numbers in a cell are those of both modes. What bounds a kernel is said of the forward pass
-    on the last device.
+    Two numbers in a cell are those of both modes. What bounds a kernel is said of the forward pass.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in data["rooflines"]:
@@ -245,18 +246,17 @@ def roofline_table(data: dict[str, Any], length: int, dim: int = DIM) -> Table:
             found.setdefault(row["label"], {})[row["mode"]] = row
     devices = data.get("devices", {})
     header = [f"N = {length}, D = {dim}", *(f"{device}, ms" for device in devices)]
-    header += [f"share of SDPA's, {device}" for device in devices] + ["bound by"]
+    header += [f"share of SDPA's, {device}", "bound by"]
     lines = []
     for label, modes in found.items():
         rows, cells = [modes[mode] for mode in MODES], [label]
-        for device in devices:
-            cells.append(" / ".join(f"{1000 * row['seconds'][device]:.3g}" for row in rows))
-        for d in devices:
-            both = (row["seconds"][d] / row["sdpa_seconds"][d] for row in rows)
-            cells.append(" / ".join(f"{x:.2f}" for x in both))
-        last = list(devices.values())[-1]
-        first = rows[0]["operations"] / last["peak"], rows[0]["bytes"] / last["bandwidth"]
-        lines.append([*cells, "operations" if first[0] > first[1] else "bytes"])
+        for name in devices:
+            cells.append(" / ".join(f"{1000 * row['seconds'][name]:.3g}" for row in rows))
+        shares = (row["seconds"][device] / row["sdpa_seconds"][device] for row in rows)
+        cells.append(" / ".join(f"{share:.2g}" for share in shares))
+        here = devices[device]
+        products = rows[0]["operations"] / here["peak"] > rows[0]["bytes"] / here["bandwidth"]
+        lines.append([*cells, "operations" if products else "bytes"])
     return header, lines
 
 
