@@ -44,8 +44,8 @@ class _Chunked(torch.autograd.Function):
     """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
 
     The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
-    rowsum(dO ∘ out)), which `form` passes on to its tensors. Where that gradient is to be
-    differentiated again, it is that of `_whole` instead.
+    rowsum(dO ∘ out)), whose two factors `form` takes, to pass it on to its tensors. Where that
+    gradient is to be differentiated again, it is that of `_whole` instead.
     """
 
     @staticmethod
@@ -100,11 +100,11 @@ class _Chunked(torch.autograd.Function):
                 A, kept = form.weights(ours, mask, block, True)
                 g = dout[heads, rows]
                 dv[heads, :m].baddbmm_(A.mT, g)
-                dS = g @ values[heads, :m].mT  # (b, C, m)
-                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
+                beyond = g @ values[heads, :m].mT  # (b, C, m)
+                beyond.sub_((g * outs[heads, rows]).sum(-1, keepdim=True))
                 if dmask is not None:
-                    mask.add_gradient(dmask, dS, *block)
-                form.spread(dS, kept, ours, theirs, block)
+                    mask.add_gradient(dmask, A * beyond, *block)
+                form.spread(A, beyond, kept, ours, theirs, block)
         return None, None, found[0], dmask, *found[1:], *spare
 
     @staticmethod
