@@ -278,7 +278,8 @@ class _Sum(NamedTuple):
         s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
         for own, key in zip(s.unbind(2), k.unbind(1), strict=True):
             mask.close(own.baddbmm_(q, key.mT, beta=0), *block)
-        p = s.flatten(2).softmax(-1).view_as(s)
+        free = not torch.compiler.is_compiling()  # in place: a traced graph may want gradients
+        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
         first, *rest = p.unbind(2)
         A = first.clone() if keep else first
         for own in rest:
