@@ -250,7 +250,8 @@ class _Groups(NamedTuple):
     def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
         """Cut x (n, D) into blocks, padded to so many, after others of zeros."""
         n = rows * self.size - x.shape[0]
-        return F.pad(x, (0, 0, before * self.size, n)).view(-1, self.size, x.shape[-1])
+        x = F.pad(x, (0, 0, before * self.size, n))
+        return x.unflatten(0, (before + rows, self.size))
 
     def near(self, x: Tensor, start: int, rows: int) -> Tensor:
         """View (rows, W, D) of padded blocks of keys: those around each block of queries."""
