@@ -21,7 +21,7 @@ Tensors = list[Tensor]
 
 SPARE = (None,) * 4  # compilers want as many tensors for each form
 CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
-SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
+SCORES = 2**17  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
 def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
