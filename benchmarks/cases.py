@@ -42,8 +42,8 @@ class Case:
         parameters: they are brought to the inputs' dtype and device, and get a gradient.
     baseline : str
         The name in `BASELINES` of what it is beside.
-    goal : float, optional
-        Largest time as a share of the baseline's: see `Entry.goals`.
+    goal : pair of floats, optional
+        Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
     against_reference : int, optional
@@ -57,7 +57,7 @@ class Case:
     reference: Mechanism
     options: Callable[..., dict[str, Any]]
     baseline: str
-    goal: float | None = None
+    goal: tuple[float, float] | None = None
     reference_length: int = 1024
     against_reference: int | None = None
     kernel: bool = False

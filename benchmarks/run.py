@@ -277,7 +277,7 @@ def beside_reference(name: str, case: Case, rounds: int, device: str) -> dict[st
 def title(case: Case) -> dict[str, Any]:
     """Return what a file says of its case that can change without measuring again."""
     beside = {"name": case.baseline, "label": BASELINES[case.baseline].label}
-    return {"label": case.label, "goal": case.goal, "baseline": beside}
+    return {"label": case.label, "goal": list(case.goal) if case.goal else None, "baseline": beside}
 
 
 def settings(
