@@ -1,0 +1,652 @@
+"""Causal linear attention, chunk by chunk: `linear_attention`, MLK, and whatever has features.
+
+The sums are, with a_ij = φ(q_i)ᵀ Σ_r π_r φ(k_jr) for j ≤ i, or without the division ::
+
+    h_i = Σ_j a_ij v_j / z_i,    z_i = Σ_j a_ij
+
+A program has a segment of the sequence, and walks over its blocks. What comes before a block is in
+the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; what is inside it has its scores. The
+state before a segment has to be there first: `_key_states` sums each segment, `_accumulate` adds
+up the segments. There are only as many of them as fill the GPU, so that states are a small share
+of what goes through memory, however long the sequence is.
+
+Backward, with dz_i = −dh_i·h_i, is two walks more ::
+
+    dφ(q_i) = Σ_{j≤i} (dh_i·v_j + dz_i) φ(k_j) / z_i
+    dφ(k_j) = Σ_{i≥j} (dh_i·v_j + dz_i) φ(q_i) / z_i,    dv_j = Σ_{i≥j} a_ij dh_i / z_i
+
+The second one is from the end, with the state R = Σ_i φ(q_i) [dh_i, dz_i]ᵀ / z_i of what is after.
+
+Without causality, linear attention is two matrix products, and PyTorch's are the best there are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from derived_attention.kernels import NAMES, Launch, Work, interpreted
+
+LARGEST = 128 * 128  # numbers in a state that registers can hold
+WIDEST = 256  # features whose block fits in shared memory
+PROGRAMS = 4  # segments for each multiprocessor, of all heads together
+
+# Triton's interpreter multiplies the bits of bfloat16: there, rounded numbers are made wide again.
+WIDE = tl.constexpr(interpreted())
+
+
+class Blocks(NamedTuple):
+    """Positions of a block, and how many warps and stages of loads work on it."""
+
+    forward: int
+    backward: int
+    num_warps: int
+    num_stages: int
+
+
+def blocks(F: int, Dv: int, dot: tl.dtype) -> Blocks:
+    """Choose sizes for F features and Dv values, padded, by the dtype of matrix products."""
+    large = F * Dv > 64 * 64
+    if dot == tl.bfloat16:
+        return Blocks(64, 64, 8 if large else 4, 2)
+    return Blocks(32, 32, 8, 1)
+
+
+# --- what kernels share --------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(x, start, length, stride, COLUMNS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows start, …, start + C − 1 of x (length, COLUMNS), with zeros where there is none."""
+    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
+    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
+    x += tl.cast(start, tl.int64) * stride
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _put(
+    x, tile, start, length, stride, COLUMNS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store a tile (C, WIDTH) where `_tile` has it from."""
+    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
+    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
+    x += tl.cast(start, tl.int64) * stride
+    tile = tile.to(x.dtype.element_ty)
+    tl.store(x + rows[:, None] * stride + columns[None, :], tile, mask=there)
+
+
+@triton.jit
+def _row(x, start, length, other, C: tl.constexpr):
+    """Entries start, …, start + C − 1 of x (length,), with `other` where there is none."""
+    rows = start + tl.arange(0, C)
+    return tl.load(x + rows, mask=rows < length, other=other)
+
+
+@triton.jit
+def _rounded(x, DOT: tl.constexpr):
+    """Round to the dtype of matrix products."""
+    x = x.to(DOT)
+    return x.to(tl.float32) if WIDE and DOT == tl.bfloat16 else x
+
+
+@triton.jit
+def _phi(x, scale, start, length, D: tl.constexpr, ELU: tl.constexpr):
+    """φ(scale·x) = elu + 1 of a tile: eˣ where x ≤ 0, x + 1 where x > 0; or x, if it has φ already.
+
+    Padding has no features, though φ(0) is 1.
+    """
+    if ELU:
+        x = x * scale
+        x = tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
+        rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
+        there = (start + rows < length)[:, None] & (columns < D)[None, :]
+        x = tl.where(there, x, 0.0)
+    return x
+
+
+@triton.jit
+def _slope(x, scale, ELU: tl.constexpr):
+    """dφ(scale·x)/dx: scale · min(eˣ, 1), or 1 for features themselves."""
+    return scale * tl.exp(tl.minimum(x * scale, 0.0)) if ELU else tl.full(x.shape, 1.0, x.dtype)
+
+
+@triton.jit
+def _query_features(
+    q, start, N, stride, scale,
+    D: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """φ(scale·q_i), (C, F)."""
+    return _phi(_tile(q, start, N, stride, D, C, F).to(ACC), scale, start, N, D, ELU)
+
+
+@triton.jit
+def _key_features(
+    k, priors, start, M, stride_r, stride,
+    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr,
+    MIXED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Σ_r π_r φ(k_jr), (C, F): mixed features are in no memory."""
+    phi = tl.zeros((C, F), ACC)
+    for r in tl.static_range(R):
+        x = _tile(k + r * stride_r, start, M, stride, D, C, F).to(ACC)
+        x = _phi(x, 1.0, start, M, D, ELU)
+        phi += tl.load(priors + r) * x if MIXED else x
+    return phi
+
+
+@triton.jit
+def _reciprocal(z, TINY: tl.constexpr):
+    """1/z, and 0 where z is 0 or has lost its digits: such a row is zeros, and so is its gradient.
+    """
+    lost = tl.abs(z) < TINY
+    return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
+
+
+@triton.jit
+def _state(states, slot, F: tl.constexpr, V: tl.constexpr):
+    """Read S (F, V) and its last column (F,) from a slot."""
+    f, v = tl.arange(0, F), tl.arange(0, V)
+    states += tl.cast(slot, tl.int64) * (F * (V + 1))
+    return tl.load(states + f[:, None] * V + v[None, :]), tl.load(states + F * V + f)
+
+
+@triton.jit
+def _put_state(states, slot, S, z, F: tl.constexpr, V: tl.constexpr):
+    """Write S (F, V) and its last column (F,) to a slot."""
+    f, v = tl.arange(0, F), tl.arange(0, V)
+    states += tl.cast(slot, tl.int64) * (F * (V + 1))
+    tl.store(states + f[:, None] * V + v[None, :], S)
+    tl.store(states + F * V + f, z)
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _key_states(
+    k, v, priors, states, M, H, segment,
+    k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S = Σ_j φ(k_j) [v_j, 1]ᵀ over the keys of one segment."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    priors += head % H * priors_h
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    for start in range(c * segment, tl.minimum((c + 1) * segment, M), C):
+        phi = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi = _rounded(phi, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        S = tl.dot(tl.trans(phi), values, S, input_precision=PRECISION, out_dtype=ACC)
+        z += tl.sum(phi.to(ACC), 0)
+    _put_state(states, head * tl.num_programs(1) + c, S, z, F, V)
+
+
+@triton.jit
+def _query_states(
+    q, dout, scales, slopes, states, scale, N, H, segment,
+    q_b, q_h, q_n, d_b, d_h, d_n,
+    D: tl.constexpr, DV: tl.constexpr, ELU: tl.constexpr, NORMALIZE: tl.constexpr,
+    C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """R = Σ_i φ(q_i) [dh_i, dz_i]ᵀ / z_i over the queries of one segment, but the first."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1) + 1
+    q += head // H * q_b + head % H * q_h
+    dout += head // H * d_b + head % H * d_h
+    scales, slopes = scales + head * N, slopes + head * N
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
+        dsums = _tile(dout, start, N, d_n, DV, C, V).to(ACC)
+        if NORMALIZE:
+            dsums *= _row(scales, start, N, 0.0, C)[:, None]
+            z += tl.sum(phi.to(ACC) * _row(slopes, start, N, 0.0, C)[:, None], 0)
+        dsums = _rounded(dsums, DOT)
+        S = tl.dot(tl.trans(phi), dsums, S, input_precision=PRECISION, out_dtype=ACC)
+    _put_state(states, head * tl.num_programs(1) + c - 1, S, z, F, V)
+
+
+@triton.jit
+def _accumulate(states, count, size, REVERSE: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr):
+    """Add up the states of segments in place, each with those before it, or after it.
+
+    Some segments are read at a time: one after the other would wait for the memory each time.
+    """
+    entries = tl.program_id(1) * E + tl.arange(0, E)
+    states += tl.program_id(0).to(tl.int64) * count * size
+    total = tl.zeros((E,), states.dtype.element_ty)
+    for begin in range(0, count, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        rows = count - 1 - rows if REVERSE else rows
+        there = ((rows >= 0) & (rows < count))[:, None] & (entries < size)[None, :]
+        pointers = states + rows[:, None] * size + entries[None, :]
+        tile = tl.load(pointers, mask=there, other=0.0)
+        tl.store(pointers, tl.cumsum(tile, 0) + total[None, :], mask=there)
+        total += tl.sum(tile, 0)
+
+
+# --- walks ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _outputs(
+    q, k, v, priors, states, out, scales, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, TINY: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h_i = (Σ_{j≤i in the block} a_ij v_j + Sᵀφ(q_i)) / z_i, and 1/z_i."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    priors += head % H * priors_h
+    out, scales = out + head * N * DV, scales + head * N
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    if c > 0:  # the sum up to the segment before: to subtract this one's would leave a trace of it
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
+        A = tl.where(past, A, 0.0)
+        sums = tl.dot(phi_q, _rounded(S, DOT), input_precision=PRECISION, out_dtype=ACC)
+        sums = tl.dot(_rounded(A, DOT), values, sums, input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            total = tl.sum(A, 1) + tl.sum(phi_q.to(ACC) * z[None, :], 1)
+            one_over = _reciprocal(total, TINY)
+            sums *= one_over[:, None]
+            rows = start + tl.arange(0, C)
+            tl.store(scales + rows, one_over, mask=rows < N)
+        _put(out, sums, start, N, DV, DV, C, V)
+        S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
+        z += tl.sum(phi_k.to(ACC), 0)
+
+
+@triton.jit
+def _query_gradients(
+    q, k, v, priors, states, dout, scales, slopes, dq, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dφ(q_i) = (w_i + dz_i Σ_{j≤i} φ(k_j)) / z_i with w_i = Σ_{j≤i} (dh_i·v_j) φ(k_j).
+
+    h_i does not depend on the length of φ(q_i), so that φ(q_i)·dφ(q_i) = 0: dz_i = −φ(q_i)·w_i/z_i
+    is exact to the digits of w, and the output need not be read. As the two terms all but cancel in
+    a long sequence, the state is rounded to two numbers, and not to one.
+    """
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    dout += head // H * d_b + head % H * d_h
+    priors += head % H * priors_h
+    dq, scales, slopes = dq + head * N * D, scales + head * N, slopes + head * N
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    if c > 0:
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+        high = _rounded(S, DOT)
+        w = tl.dot(dh, tl.trans(high), input_precision=PRECISION, out_dtype=ACC)
+        if DOT == tl.bfloat16:
+            low = tl.trans(_rounded(S - high.to(ACC), DOT))
+            w = tl.dot(dh, low, w, input_precision=PRECISION, out_dtype=ACC)
+        dA = tl.dot(dh, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
+        dA = _rounded(tl.where(past, dA, 0.0), DOT)
+        w = tl.dot(dA, phi_k, w, input_precision=PRECISION, out_dtype=ACC)
+        x = _tile(q, start, N, q_n, D, C, F).to(ACC)
+        if NORMALIZE:
+            ones = _rounded(tl.where(past, 1.0, 0.0), DOT)
+            keys = tl.dot(ones, phi_k, input_precision=PRECISION, out_dtype=ACC) + z[None, :]
+            phi_q = _phi(x, scale, start, N, D, ELU)
+            one_over = _row(scales, start, N, 0.0, C)
+            dz = -one_over * tl.sum(phi_q * w, 1)
+            w = (w + dz[:, None] * keys) * one_over[:, None]
+            rows = start + tl.arange(0, C)
+            tl.store(slopes + rows, dz * one_over, mask=rows < N)
+        _put(dq, w * _slope(x, scale, ELU), start, N, D, D, C, F)
+        S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
+        z += tl.sum(phi_k.to(ACC), 0)
+
+
+@triton.jit
+def _key_gradients(
+    q, k, v, priors, states, dout, scales, slopes, dk, dv, dpriors, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    RP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dφ(k_j) = Σ_{i≥j in the block} (dh_i·v_j + dz_i) φ(q_i) / z_i + R [v_j, 1], and dv_j.
+
+    dv_j = Σ_{i≥j in the block} a_ij dh_i / z_i + Rᵀφ(k_j): from the last block to the first. Each
+    component has dk_jr = π_r φ'(k_jr) dφ(k_j), and dπ_r = Σ_j φ(k_jr)·dφ(k_j).
+    """
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    dout += head // H * d_b + head % H * d_h
+    priors += head % H * priors_h
+    scales, slopes = scales + head * N, slopes + head * N
+    dk, dv = dk + head * R * M * D, dv + head * M * DV
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    if c < tl.num_programs(1) - 1:
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c, F, V)
+    later = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # key j, query i ≥ j
+    components = tl.arange(0, RP)
+    dpi = tl.zeros((RP,), ACC)
+    end = tl.minimum((c + 1) * segment, N)
+    steps = tl.cdiv(end - c * segment, C)
+    for step in range(0, steps):
+        start = c * segment + (steps - 1 - step) * C
+        phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        dsums = _tile(dout, start, N, d_n, DV, C, V).to(ACC)
+        if NORMALIZE:
+            dsums *= _row(scales, start, N, 0.0, C)[:, None]
+        dsums = _rounded(dsums, DOT)
+
+        A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
+        A = _rounded(tl.where(later, A, 0.0), DOT)
+        rounded = _rounded(S, DOT)
+        dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
+        dvalues = tl.dot(A, dsums, dvalues, input_precision=PRECISION, out_dtype=ACC)
+        _put(dv, dvalues, start, M, DV, DV, C, V)
+
+        dA = tl.dot(values, tl.trans(dsums), input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            dz = _row(slopes, start, N, 0.0, C)
+            dA += dz[None, :]
+        dA = _rounded(tl.where(later, dA, 0.0), DOT)
+        dphi = tl.dot(values, tl.trans(rounded), input_precision=PRECISION, out_dtype=ACC)
+        dphi = tl.dot(dA, phi_q, dphi, input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            dphi += z[None, :]
+            z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
+        S = tl.dot(tl.trans(phi_q), dsums, S, input_precision=PRECISION, out_dtype=ACC)
+
+        for r in tl.static_range(R):
+            x = _tile(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
+            dx = dphi * _slope(x, 1.0, ELU)
+            if MIXED:
+                phi = _phi(x, 1.0, start, M, D, ELU)
+                dpi += tl.where(components == r, tl.sum(phi * dphi), 0.0)
+                dx *= tl.load(priors + r)
+            _put(dk + r * M * D, dx, start, M, D, D, C, F)
+    if MIXED:
+        dpriors += (head * tl.num_programs(1) + c) * RP
+        tl.store(dpriors + components, dpi)
+
+
+# --- launching -----------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """What is to be computed: scale of the queries, φ = elu + 1 or none, division, and dtypes."""
+
+    scale: float
+    elu: bool
+    normalize: bool
+    dot: torch.dtype  # what products are taken in: they are summed in float32 at least
+
+
+TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def knows(F: int, Dv: int) -> str:
+    """Return what keeps the kernels from heads of F features and Dv values; nothing, if they can.
+    """
+    if F > WIDEST or _padded(F) * _padded(Dv) > LARGEST:
+        return f"there are {F} features and {Dv} values a head; expected F ≤ {WIDEST} and F Dv ≤ {LARGEST}"
+    return ""
+
+
+def causal_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    priors: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    elu: bool = False,
+    normalize: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute h_i = Σ_{j≤i} (φ(q_i)ᵀ Σ_r π_r φ(k_jr)) v_j, over the sum of the weights or not.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        ``(..., H, N, F)``, ``(..., H, M, F)`` and ``(..., H, M, Dv)``; with `priors`, keys are
+        ``(..., H, R, M, F)``. Leading dimensions are broadcast.
+    priors : Tensor, optional
+        π, ``(R,)`` or ``(H, R)``, float32 at least.
+    scale : float, optional
+        Multiplies q before φ. Only with `elu`.
+    elu : bool
+        Whether φ = elu + 1. Otherwise q and k are features.
+    normalize : bool
+        Whether to divide by Σ_j φ(q_i)ᵀφ(k_j); 0 where that is 0 or has lost its digits.
+    dtype : torch.dtype, optional
+        That of the result, and of products but for float16, which has no room for their sums: they
+        are in TF32, with as many digits. Left out: that of q.
+
+    Returns
+    -------
+    Tensor
+        ``(..., H, N, Dv)``.
+    """
+    dtype = q.dtype if dtype is None else dtype
+    options = Options(scale or 1.0, elu, normalize, dtype)
+    m = min(q.shape[-2], k.shape[-2])
+    k, v = k[..., :m, :], v[..., :m, :]
+    if priors is None:
+        k = k.unsqueeze(-3)
+    leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-3], v.shape[:-2])
+    four = (math.prod(leading[:-1]), *(leading[-1:] or (1,)))
+    q, v = (x.expand(*leading, -1, -1).reshape(*four, *x.shape[-2:]) for x in (q, v))
+    k = k.expand(*leading, -1, -1, -1).reshape(*four, *k.shape[-3:])
+    if priors is not None:
+        priors = priors.expand(four[1], -1).contiguous()
+    return _Causal.apply(q, k, v, priors, options).unflatten(0, leading[:-1] or (1,)).reshape(
+        *leading, q.shape[-2], v.shape[-1]
+    )
+
+
+class _Causal(torch.autograd.Function):
+    """The sums of q (B, H, N, F), k (B, H, R, M, F) and v (B, H, M, Dv), with M ≤ N."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options
+    ) -> Tensor:
+        call = _Call(q, k, v, priors, options)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=options.dot)
+        scales = call.new(*q.shape[:-1] if options.normalize else (0,))
+        states = call.states()
+        call.run(_key_states, call.count - 1, states=states)
+        call.accumulate(states, False)
+        call.run(_outputs, call.count, states=states, out=out, scales=scales)
+        ctx.save_for_backward(q, k, v, priors, scales, states)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, priors, scales, states = ctx.saved_tensors
+        call = _Call(q, k, v, priors, ctx.options, dout)
+        R = k.shape[2]
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dpriors = call.new(*q.shape[:2], call.count, triton.next_power_of_2(R))
+        own = {"scales": scales, "slopes": torch.empty_like(scales)}
+        call.run(_query_gradients, call.count, states=states, dq=dq, **own)
+        states = call.states()
+        call.run(_query_states, call.count - 1, states=states, **own)
+        call.accumulate(states, True)
+        own |= {"dk": dk, "dv": dv, "dpriors": dpriors}
+        call.run(_key_gradients, call.count, states=states, **own)
+        if priors is None:
+            return dq, dk, dv, None, None
+        return dq, dk, dv, dpriors.sum((0, 2))[:, :R].to(priors), None
+
+
+class _Call:
+    """The arguments that kernels take by their names, for some tensors."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options,
+        dout: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        q, k, v = (_rows(x) for x in (q, k, v))
+        (B, H, N, D), (R, M), DV = q.shape, k.shape[2:4], v.shape[-1]
+        acc = torch.promote_types(torch.promote_types(q.dtype, options.dot), torch.float32)
+        self.q, self.acc, self.heads = q, acc, B * H
+        self.constants, self.sizes = _constants(D, DV, R, options, priors is not None)
+        segment = segment_length(N, self.heads, self.sizes.forward, q.device)
+        self.count = triton.cdiv(N, segment)
+        self.pool: dict[str, Any] = {"q": q, "k": k, "v": v, "priors": q, "priors_h": 0}
+        if priors is not None:
+            self.pool |= {"priors": priors, "priors_h": priors.stride(0)}
+        self.pool |= {"scale": options.scale, "N": N, "M": M, "H": H, "segment": segment}
+        self.pool |= _strides("q", q, "bhn") | _strides("k", k, "bhrn") | _strides("v", v, "bhn")
+        if dout is not None:
+            dout = _rows(dout)
+            self.pool |= {"dout": dout, **_strides("d", dout, "bhn")}
+
+    def new(self, *shape: int) -> Tensor:
+        """Return an empty tensor in the dtype of sums."""
+        return self.q.new_empty(shape, dtype=self.acc)
+
+    def states(self) -> Tensor:
+        """Return room for all states but one."""
+        F, V = self.constants["F"], self.constants["V"]
+        return self.new(self.heads, max(self.count - 1, 0), F * (V + 1))
+
+    def run(self, kernel: Any, segments: int, **own: Tensor) -> None:
+        """Launch a program for each head and segment, if there are keys to sum over."""
+        if self.pool["M"] and segments > 0 and self.heads:
+            self._launch(kernel, (self.heads, segments), self.pool | own | self.constants)
+
+    def accumulate(self, states: Tensor, reverse: bool) -> None:
+        """Add up the states of segments."""
+        if states.numel() and self.pool["M"]:
+            own = {"states": states, "count": states.shape[1], "size": states.shape[2]}
+            grid = (self.heads, triton.cdiv(states.shape[2], TILE["E"]))
+            self._launch(_accumulate, grid, own | {"REVERSE": reverse} | TILE)
+
+    def _launch(self, kernel: Any, grid: tuple[int, int], pool: dict[str, Any]) -> None:
+        warps = 4 if kernel is _accumulate else self.sizes.num_warps
+        with torch.cuda.device_of(self.q):
+            kernel[grid](
+                **{name: pool[name] for name in kernel.arg_names},
+                num_warps=warps,
+                num_stages=self.sizes.num_stages,
+            )
+
+
+TILE = {"ROWS": 16, "E": 128}
+
+
+def segment_length(N: int, heads: int, C: int, device: torch.device) -> int:
+    """Return how many positions a program has: whole blocks, so that programs fill the GPU."""
+    cuda = device.type == "cuda"
+    here = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+    count = max(1, PROGRAMS * here // max(heads, 1))
+    return C * max(1, triton.cdiv(triton.cdiv(N, C), count))
+
+
+def _constants(
+    D: int, DV: int, R: int, options: Options, mixed: bool
+) -> tuple[dict[str, Any], Blocks]:
+    """Return what kernels are compiled for, and their sizes."""
+    half = options.dot == torch.bfloat16
+    dot = TL[torch.float32 if options.dot == torch.float16 else options.dot]
+    tf32 = options.dot == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    F, V = _padded(D), _padded(DV)
+    sizes = blocks(F, V, dot)
+    tiny = torch.finfo(torch.promote_types(options.dot, torch.float32)).tiny
+    return {
+        "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
+        "NORMALIZE": options.normalize, "TINY": tiny, "C": sizes.forward, "F": F, "V": V,
+        "RP": triton.next_power_of_2(R), "DOT": dot,
+        "PRECISION": "tf32" if tf32 and not half else "ieee",
+    }, sizes  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    """Return the power of two that a matrix product takes for a size."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x with its rows each in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(name: str, x: Tensor, letters: str) -> dict[str, int]:
+    """Return how far entries are apart along each dimension but the last."""
+    return {f"{name}_{letter}": s for letter, s in zip(letters, x.stride(), strict=False)}
+
+
+# --- what they take ------------------------------------------------------------------------------
+
+TYPES = {"N": "i32", "M": "i32", "H": "i32", "segment": "i32:16", "count": "i32", "size": "i32:16"}
+TYPES |= {"scale": "fp32", "priors_h": "i32"}
+TYPES |= {name: "*fp32" for name in ("priors", "states", "scales", "slopes", "dpriors")}
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+
+def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the kernels as `linear_attention` launches them, for `resources`."""
+    constants, sizes = _constants(head_dim, head_dim, 1, Options(1.0, True, True, dtype), False)
+    constants |= {"REVERSE": True, **TILE}
+    types = TYPES | {name: f"*{NAMES[dtype]}" for name in TENSORS}
+    result = []
+    for kernel in (
+        _key_states,
+        _accumulate,
+        _outputs,
+        _query_gradients,
+        _query_states,
+        _key_gradients,
+    ):
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        arguments = {
+            name: "constexpr" if name in own else types.get(name, "i32:16")
+            for name in kernel.arg_names
+        }
+        warps = 4 if kernel is _accumulate else sizes.num_warps
+        name = f"linear{kernel.__name__}"
+        result.append(Launch(name, kernel, arguments, own, warps, sizes.num_stages))
+    return result
