@@ -15,7 +15,7 @@ Backward, with dz_i = −dh_i·h_i, is two walks more ::
     dφ(q_i) = Σ_{j≤i} (dh_i·v_j + dz_i) φ(k_j) / z_i
     dφ(k_j) = Σ_{i≥j} (dh_i·v_j + dz_i) φ(q_i) / z_i,    dv_j = Σ_{i≥j} a_ij dh_i / z_i
 
-The second one is from the end, with the state R = Σ_i φ(q_i) [dh_i, dz_i]ᵀ / z_i of what is after.
+The second one is from the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
 
 Without causality, linear attention is two matrix products, and PyTorch's are the best there are.
 """
@@ -94,6 +94,23 @@ def _rounded(x, DOT: tl.constexpr):
     """Round to the dtype of matrix products."""
     x = x.to(DOT)
     return x.to(tl.float32) if WIDE and DOT == tl.bfloat16 else x
+
+
+@triton.jit
+def _product(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """A B + total with twice the digits of matrix products: one factor, the first or the second, is
+    rounded to two numbers, and not to one.
+    """
+    wide = a if FIRST else b
+    high = _rounded(wide, DOT)
+    precision: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
+    left, right = (high, b) if FIRST else (a, high)
+    total = tl.dot(left, right, total, input_precision=precision, out_dtype=total.dtype)
+    if DOT == tl.bfloat16:
+        low = _rounded(wide - high.to(wide.dtype), DOT)
+        left, right = (low, b) if FIRST else (a, low)
+        total = tl.dot(left, right, total, out_dtype=total.dtype)
+    return total
 
 
 @triton.jit
@@ -201,7 +218,7 @@ def _query_states(
     C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """R = Σ_i φ(q_i) [dh_i, dz_i]ᵀ / z_i over the queries of one segment, but the first."""
+    """R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ over the queries of one segment, but the first."""
     ACC: tl.constexpr = states.dtype.element_ty
     head, c = tl.program_id(0).to(tl.int64), tl.program_id(1) + 1
     q += head // H * q_b + head % H * q_h
@@ -209,13 +226,14 @@ def _query_states(
     scales, slopes = scales + head * N, slopes + head * N
     S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
     for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
-        phi = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
-        dsums = _tile(dout, start, N, d_n, DV, C, V).to(ACC)
+        phi = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
         if NORMALIZE:
-            dsums *= _row(scales, start, N, 0.0, C)[:, None]
+            phi *= _row(scales, start, N, 0.0, C)[:, None]
+        phi = _rounded(phi, DOT)
+        if NORMALIZE:
             z += tl.sum(phi.to(ACC) * _row(slopes, start, N, 0.0, C)[:, None], 0)
-        dsums = _rounded(dsums, DOT)
-        S = tl.dot(tl.trans(phi), dsums, S, input_precision=PRECISION, out_dtype=ACC)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+        S = tl.dot(tl.trans(phi), dh, S, input_precision=PRECISION, out_dtype=ACC)
     _put_state(states, head * tl.num_programs(1) + c - 1, S, z, F, V)
 
 
@@ -265,20 +283,20 @@ def _outputs(
         phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
         phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
         phi_k = _rounded(phi_k, DOT)
+        total = tl.sum(phi_q.to(ACC) * z[None, :], 1)
+        z += tl.sum(phi_k.to(ACC), 0)
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
         A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
         A = tl.where(past, A, 0.0)
         sums = tl.dot(phi_q, _rounded(S, DOT), input_precision=PRECISION, out_dtype=ACC)
         sums = tl.dot(_rounded(A, DOT), values, sums, input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
-            total = tl.sum(A, 1) + tl.sum(phi_q.to(ACC) * z[None, :], 1)
-            one_over = _reciprocal(total, TINY)
+            one_over = _reciprocal(total + tl.sum(A, 1), TINY)
             sums *= one_over[:, None]
             rows = start + tl.arange(0, C)
             tl.store(scales + rows, one_over, mask=rows < N)
         _put(out, sums, start, N, DV, DV, C, V)
         S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
-        z += tl.sum(phi_k.to(ACC), 0)
 
 
 @triton.jit
@@ -293,7 +311,7 @@ def _query_gradients(
 
     h_i does not depend on the length of φ(q_i), so that φ(q_i)·dφ(q_i) = 0: dz_i = −φ(q_i)·w_i/z_i
     is exact to the digits of w, and the output need not be read. As the two terms all but cancel in
-    a long sequence, the state is rounded to two numbers, and not to one.
+    a long sequence, products that make w have twice the digits.
     """
     ACC: tl.constexpr = states.dtype.element_ty
     head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -312,24 +330,19 @@ def _query_gradients(
         phi_k = _rounded(phi_k, DOT)
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
         dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
-        high = _rounded(S, DOT)
-        w = tl.dot(dh, tl.trans(high), input_precision=PRECISION, out_dtype=ACC)
-        if DOT == tl.bfloat16:
-            low = tl.trans(_rounded(S - high.to(ACC), DOT))
-            w = tl.dot(dh, low, w, input_precision=PRECISION, out_dtype=ACC)
+        w = _product(dh, tl.trans(S), tl.zeros((C, F), ACC), False, DOT, PRECISION)
         dA = tl.dot(dh, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
-        dA = _rounded(tl.where(past, dA, 0.0), DOT)
-        w = tl.dot(dA, phi_k, w, input_precision=PRECISION, out_dtype=ACC)
+        w = _product(tl.where(past, dA, 0.0), phi_k, w, True, DOT, PRECISION)
         x = _tile(q, start, N, q_n, D, C, F).to(ACC)
         if NORMALIZE:
             ones = _rounded(tl.where(past, 1.0, 0.0), DOT)
             keys = tl.dot(ones, phi_k, input_precision=PRECISION, out_dtype=ACC) + z[None, :]
-            phi_q = _phi(x, scale, start, N, D, ELU)
+            phi_q = _rounded(_phi(x, scale, start, N, D, ELU), DOT).to(ACC)  # as in z_i
             one_over = _row(scales, start, N, 0.0, C)
             dz = -one_over * tl.sum(phi_q * w, 1)
             w = (w + dz[:, None] * keys) * one_over[:, None]
             rows = start + tl.arange(0, C)
-            tl.store(slopes + rows, dz * one_over, mask=rows < N)
+            tl.store(slopes + rows, dz, mask=rows < N)
         _put(dq, w * _slope(x, scale, ELU), start, N, D, D, C, F)
         S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
         z += tl.sum(phi_k.to(ACC), 0)
@@ -367,23 +380,23 @@ def _key_gradients(
     steps = tl.cdiv(end - c * segment, C)
     for step in range(0, steps):
         start = c * segment + (steps - 1 - step) * C
-        phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
+        phi_q = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
+        if NORMALIZE:
+            phi_q *= _row(scales, start, N, 0.0, C)[:, None]
+        phi_q = _rounded(phi_q, DOT)
         phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
         phi_k = _rounded(phi_k, DOT)
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        dsums = _tile(dout, start, N, d_n, DV, C, V).to(ACC)
-        if NORMALIZE:
-            dsums *= _row(scales, start, N, 0.0, C)[:, None]
-        dsums = _rounded(dsums, DOT)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
 
         A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
         A = _rounded(tl.where(later, A, 0.0), DOT)
         rounded = _rounded(S, DOT)
         dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
-        dvalues = tl.dot(A, dsums, dvalues, input_precision=PRECISION, out_dtype=ACC)
+        dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
         _put(dv, dvalues, start, M, DV, DV, C, V)
 
-        dA = tl.dot(values, tl.trans(dsums), input_precision=PRECISION, out_dtype=ACC)
+        dA = tl.dot(values, tl.trans(dh), input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
             dz = _row(slopes, start, N, 0.0, C)
             dA += dz[None, :]
@@ -393,7 +406,7 @@ def _key_gradients(
         if NORMALIZE:
             dphi += z[None, :]
             z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
-        S = tl.dot(tl.trans(phi_q), dsums, S, input_precision=PRECISION, out_dtype=ACC)
+        S = tl.dot(tl.trans(phi_q), dh, S, input_precision=PRECISION, out_dtype=ACC)
 
         for r in tl.static_range(R):
             x = _tile(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
