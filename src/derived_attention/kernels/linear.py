@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from derived_attention.kernels import NAMES, Launch, Work, interpreted
 
-LARGEST = 128 * 128  # numbers in a state that registers can hold
+LARGEST = 128 * 64  # numbers in a state that registers can hold
 WIDEST = 256  # features whose block fits in shared memory
 PROGRAMS = 4  # segments for each multiprocessor, of all heads together
 
@@ -395,6 +395,7 @@ def _key_gradients(
         dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
         dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
         _put(dv, dvalues, start, M, DV, DV, C, V)
+        tl.debug_barrier()  # one after the other: registers have no room for both
 
         dA = tl.dot(values, tl.trans(dh), input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
@@ -408,6 +409,7 @@ def _key_gradients(
             z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
         S = tl.dot(tl.trans(phi_q), dh, S, input_precision=PRECISION, out_dtype=ACC)
 
+        tl.debug_barrier()
         for r in tl.static_range(R):
             x = _tile(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
             dx = dphi * _slope(x, 1.0, ELU)
@@ -434,6 +436,11 @@ class Options(NamedTuple):
 
 
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def values_at_once(F: int, dtype: torch.dtype) -> int:
+    """Return how many values the kernels take at once, so that registers hold the state."""
+    return max(16, (LARGEST if dtype == torch.bfloat16 else LARGEST // 2) // _padded(F))
 
 
 def knows(F: int, Dv: int) -> str:
@@ -588,6 +595,7 @@ class _Call:
             )
 
 
+EXACT = "tf32x3"
 TILE = {"ROWS": 16, "E": 128}
 
 
@@ -613,7 +621,7 @@ def _constants(
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": tiny, "C": sizes.forward, "F": F, "V": V,
         "RP": triton.next_power_of_2(R), "DOT": dot,
-        "PRECISION": "tf32" if tf32 and not half else "ieee",
+        "PRECISION": "tf32" if tf32 and not half else EXACT,
     }, sizes  # fmt: skip
 
 
@@ -642,7 +650,8 @@ TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return the kernels as `linear_attention` launches them, for `resources`."""
-    constants, sizes = _constants(head_dim, head_dim, 1, Options(1.0, True, True, dtype), False)
+    values = min(head_dim, values_at_once(head_dim, dtype))
+    constants, sizes = _constants(head_dim, values, 1, Options(1.0, True, True, dtype), False)
     constants |= {"REVERSE": True, **TILE}
     types = TYPES | {name: f"*{NAMES[dtype]}" for name in TENSORS}
     result = []
