@@ -33,16 +33,43 @@ from torch.autograd.function import once_differentiable
 
 from derived_attention.kernels import NAMES, Launch, Work, interpreted
 
-LARGEST = 128 * 64  # numbers in a state that registers can hold
-WIDEST = 256  # features whose block fits in shared memory
+WIDEST = 256  # features
+SEGMENT = 64  # a segment is a multiple of it, and it is one of all blocks
 PROGRAMS = 4  # segments for each multiprocessor, of all heads together
+TILE = {"ROWS": 16, "E": 128}  # states, and entries of each, that `_accumulate` reads at a time
 
 # Triton's interpreter multiplies the bits of bfloat16: there, rounded numbers are made wide again.
 WIDE = tl.constexpr(interpreted())
+TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+class Options(NamedTuple):
+    """What is to be computed: scale of the queries, φ = elu + 1 or none, division, and dtype."""
+
+    scale: float
+    elu: bool
+    normalize: bool
+    dtype: torch.dtype
+
+    @property
+    def product(self) -> torch.dtype:
+        """What factors of products are rounded to; float16 has no room for what is summed up."""
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
+
+    @property
+    def precision(self) -> str:
+        """What Triton takes products of float32 in: TF32 has float16's digits."""
+        tf32 = self.dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+        return "tf32" if tf32 and self.product == torch.float32 else "ieee"
+
+    @property
+    def scalar(self) -> bool:
+        """Whether products are not for tensor cores: they take more registers."""
+        return self.product != torch.bfloat16 and self.precision == "ieee"
 
 
 class Blocks(NamedTuple):
-    """Positions of a block, and how many warps and stages of loads work on it."""
+    """How many positions a block has, forward and backward, and what works on it."""
 
     forward: int
     backward: int
@@ -50,19 +77,32 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def blocks(F: int, Dv: int, dot: tl.dtype) -> Blocks:
-    """Choose sizes for F features and Dv values, padded, by the dtype of matrix products."""
-    large = F * Dv > 64 * 64
-    if dot == tl.bfloat16:
-        return Blocks(64, 64, 8 if large else 4, 2)
-    return Blocks(32, 32, 8, 1)
+def blocks(F: int, V: int, options: Options) -> Blocks:
+    """Choose sizes for F features and V values, powers of two: none that spill registers."""
+    if options.product != torch.bfloat16:
+        return Blocks(16, 16, 8, 1)
+    return Blocks(64, 32, 4, 2) if F * V <= 64 * 64 else Blocks(32, 32, 8, 2)
+
+
+def values_at_once(F: int, options: Options) -> int:
+    """Return of how many values the state fits in registers; 0 if of none.
+
+    The sums of a value depend on no other, so that the wrapper can go on with the next ones.
+    """
+    room = (128 * 16 if options.scalar else 128 * 64) // _padded(F)
+    return room if room >= 16 and F <= WIDEST else 0
+
+
+def _padded(size: int) -> int:
+    """Return the power of two that a matrix product takes for a size."""
+    return max(16, triton.next_power_of_2(size))
 
 
 # --- what kernels share --------------------------------------------------------------------------
 
 
 @triton.jit
-def _tile(x, start, length, stride, COLUMNS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
+def _tile(x, start, length, stride, COLUMNS, C: tl.constexpr, WIDTH: tl.constexpr):
     """Rows start, …, start + C − 1 of x (length, COLUMNS), with zeros where there is none."""
     rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
     there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
@@ -114,7 +154,7 @@ def _product(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def _phi(x, scale, start, length, D: tl.constexpr, ELU: tl.constexpr):
+def _phi(x, scale, start, length, D, ELU: tl.constexpr):
     """φ(scale·x) = elu + 1 of a tile: eˣ where x ≤ 0, x + 1 where x > 0; or x, if it has φ already.
 
     Padding has no features, though φ(0) is 1.
@@ -136,8 +176,8 @@ def _slope(x, scale, ELU: tl.constexpr):
 
 @triton.jit
 def _query_features(
-    q, start, N, stride, scale,
-    D: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr, ACC: tl.constexpr,
+    q, start, N, stride, scale, D,
+    C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """φ(scale·q_i), (C, F)."""
     return _phi(_tile(q, start, N, stride, D, C, F).to(ACC), scale, start, N, D, ELU)
@@ -145,8 +185,8 @@ def _query_features(
 
 @triton.jit
 def _key_features(
-    k, priors, start, M, stride_r, stride,
-    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr,
+    k, priors, start, M, stride_r, stride, D,
+    R: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr,
     MIXED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Σ_r π_r φ(k_jr), (C, F): mixed features are in no memory."""
@@ -156,6 +196,22 @@ def _key_features(
         x = _phi(x, 1.0, start, M, D, ELU)
         phi += tl.load(priors + r) * x if MIXED else x
     return phi
+
+
+@triton.jit
+def _scores(
+    q, k, priors, start, N, M, scale, q_n, k_r, k_n, D,
+    R: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr, ELU: tl.constexpr,
+    MIXED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """φ(q_i)·φ(k_j) of a block, some features at a time: in float32 all of them fill registers."""
+    A = tl.zeros((C, C), ACC)
+    for f in range(0, D, SLICE):
+        x = _query_features(q + f, start, N, q_n, scale, D - f, C, SLICE, ELU, ACC)
+        y = _key_features(k + f, priors, start, M, k_r, k_n, D - f, R, C, SLICE, ELU, MIXED, ACC)
+        x, y = _rounded(x, DOT), tl.trans(_rounded(y, DOT))
+        A = tl.dot(x, y, A, input_precision=PRECISION, out_dtype=ACC)
+    return A
 
 
 @triton.jit
@@ -265,7 +321,7 @@ def _outputs(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, TINY: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h_i = (Σ_{j≤i in the block} a_ij v_j + Sᵀφ(q_i)) / z_i, and 1/z_i."""
     ACC: tl.constexpr = states.dtype.element_ty
@@ -286,7 +342,13 @@ def _outputs(
         total = tl.sum(phi_q.to(ACC) * z[None, :], 1)
         z += tl.sum(phi_k.to(ACC), 0)
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
+        if SLICE == F:
+            A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
+        else:
+            A = _scores(
+                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
+                PRECISION, ACC,
+            )  # fmt: skip
         A = tl.where(past, A, 0.0)
         sums = tl.dot(phi_q, _rounded(S, DOT), input_precision=PRECISION, out_dtype=ACC)
         sums = tl.dot(_rounded(A, DOT), values, sums, input_precision=PRECISION, out_dtype=ACC)
@@ -354,7 +416,7 @@ def _key_gradients(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    RP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    RP: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dφ(k_j) = Σ_{i≥j in the block} (dh_i·v_j + dz_i) φ(q_i) / z_i + R [v_j, 1], and dv_j.
 
@@ -389,7 +451,16 @@ def _key_gradients(
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
         dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
 
-        A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
+        if SLICE == F:
+            A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
+        else:
+            A = _scores(
+                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
+                PRECISION, ACC,
+            )  # fmt: skip
+            if NORMALIZE:
+                A *= _row(scales, start, N, 0.0, C)[:, None]
+            A = tl.trans(A)
         A = _rounded(tl.where(later, A, 0.0), DOT)
         rounded = _rounded(S, DOT)
         dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
@@ -424,31 +495,6 @@ def _key_gradients(
 
 
 # --- launching -----------------------------------------------------------------------------------
-
-
-class Options(NamedTuple):
-    """What is to be computed: scale of the queries, φ = elu + 1 or none, division, and dtypes."""
-
-    scale: float
-    elu: bool
-    normalize: bool
-    dot: torch.dtype  # what products are taken in: they are summed in float32 at least
-
-
-TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def values_at_once(F: int, dtype: torch.dtype) -> int:
-    """Return how many values the kernels take at once, so that registers hold the state."""
-    return max(16, (LARGEST if dtype == torch.bfloat16 else LARGEST // 2) // _padded(F))
-
-
-def knows(F: int, Dv: int) -> str:
-    """Return what keeps the kernels from heads of F features and Dv values; nothing, if they can.
-    """
-    if F > WIDEST or _padded(F) * _padded(Dv) > LARGEST:
-        return f"there are {F} features and {Dv} values a head; expected F ≤ {WIDEST} and F Dv ≤ {LARGEST}"
-    return ""
 
 
 def causal_sums(
@@ -486,21 +532,30 @@ def causal_sums(
     Tensor
         ``(..., H, N, Dv)``.
     """
-    dtype = q.dtype if dtype is None else dtype
-    options = Options(scale or 1.0, elu, normalize, dtype)
+    options = Options(scale or 1.0, elu, normalize, q.dtype if dtype is None else dtype)
+    width = values_at_once(q.shape[-1], options)
+    if not width:
+        raise ValueError(
+            f"q has {q.shape[-1]} features a head; expected no more than registers can hold, "
+            f"{128 if options.scalar else WIDEST} in {options.dtype}"
+        )
     m = min(q.shape[-2], k.shape[-2])
     k, v = k[..., :m, :], v[..., :m, :]
     if priors is None:
         k = k.unsqueeze(-3)
     leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-3], v.shape[:-2])
-    four = (math.prod(leading[:-1]), *(leading[-1:] or (1,)))
-    q, v = (x.expand(*leading, -1, -1).reshape(*four, *x.shape[-2:]) for x in (q, v))
-    k = k.expand(*leading, -1, -1, -1).reshape(*four, *k.shape[-3:])
+    q, v = (_four(x.unsqueeze(-3), leading).squeeze(2) for x in (q, v))
+    k = _four(k, leading)
     if priors is not None:
-        priors = priors.expand(four[1], -1).contiguous()
-    return _Causal.apply(q, k, v, priors, options).unflatten(0, leading[:-1] or (1,)).reshape(
-        *leading, q.shape[-2], v.shape[-1]
-    )
+        priors = priors.expand(q.shape[1], -1).contiguous()
+    outputs = [_Causal.apply(q, k, part, priors, options) for part in v.split(width, -1)]
+    return torch.cat(outputs, -1).reshape(*leading, q.shape[-2], v.shape[-1])
+
+
+def _four(x: Tensor, leading: torch.Size) -> Tensor:
+    """View x (..., R, n, D), with those leading dimensions, as (B, H, R, n, D)."""
+    x = x.expand(*leading, *x.shape[-3:])
+    return x.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *x.shape[-3:])
 
 
 class _Causal(torch.autograd.Function):
@@ -511,8 +566,8 @@ class _Causal(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options
     ) -> Tensor:
         call = _Call(q, k, v, priors, options)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=options.dot)
-        scales = call.new(*q.shape[:-1] if options.normalize else (0,))
+        out = call.new(*q.shape[:-1], v.shape[-1], dtype=options.dtype)
+        scales = call.new(*q.shape[:-1])
         states = call.states()
         call.run(_key_states, call.count - 1, states=states)
         call.accumulate(states, False)
@@ -526,10 +581,9 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, priors, scales, states = ctx.saved_tensors
         call = _Call(q, k, v, priors, ctx.options, dout)
-        R = k.shape[2]
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        dpriors = call.new(*q.shape[:2], call.count, triton.next_power_of_2(R))
-        own = {"scales": scales, "slopes": torch.empty_like(scales)}
+        dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
+        dpriors = call.new(*q.shape[:2], max(call.count, 1), triton.next_power_of_2(k.shape[2]))
+        own = {"scales": scales, "slopes": call.new(*scales.shape)}
         call.run(_query_gradients, call.count, states=states, dq=dq, **own)
         states = call.states()
         call.run(_query_states, call.count - 1, states=states, **own)
@@ -538,7 +592,7 @@ class _Causal(torch.autograd.Function):
         call.run(_key_gradients, call.count, states=states, **own)
         if priors is None:
             return dq, dk, dv, None, None
-        return dq, dk, dv, dpriors.sum((0, 2))[:, :R].to(priors), None
+        return dq, dk, dv, dpriors.sum((0, 2))[:, : k.shape[2]].to(priors), None
 
 
 class _Call:
@@ -548,127 +602,151 @@ class _Call:
         self, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options,
         dout: Tensor | None = None,
     ) -> None:  # fmt: skip
-        q, k, v = (_rows(x) for x in (q, k, v))
+        given = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
+        given = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in given.items()}
         (B, H, N, D), (R, M), DV = q.shape, k.shape[2:4], v.shape[-1]
-        acc = torch.promote_types(torch.promote_types(q.dtype, options.dot), torch.float32)
-        self.q, self.acc, self.heads = q, acc, B * H
-        self.constants, self.sizes = _constants(D, DV, R, options, priors is not None)
-        segment = segment_length(N, self.heads, self.sizes.forward, q.device)
+        self.like, self.heads = q, B * H
+        self.empty = not (q.numel() and k.numel() and v.numel())
+        self.dtype = torch.promote_types(q.dtype, torch.promote_types(options.dtype, torch.float32))
+        segment = segment_length(N, self.heads, q.device)
         self.count = triton.cdiv(N, segment)
-        self.pool: dict[str, Any] = {"q": q, "k": k, "v": v, "priors": q, "priors_h": 0}
+        self.sizes = blocks(_padded(D), _padded(DV), options)
+        self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
+        self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
+        self.pool |= given | _constants(D, DV, R, options, priors is not None)
+        for name, x in given.items():
+            dimensions = zip("bhrn" if name == "k" else "bhn", x.stride(), strict=False)
+            self.pool |= {f"{name[0]}_{letter}": stride for letter, stride in dimensions}
         if priors is not None:
             self.pool |= {"priors": priors, "priors_h": priors.stride(0)}
-        self.pool |= {"scale": options.scale, "N": N, "M": M, "H": H, "segment": segment}
-        self.pool |= _strides("q", q, "bhn") | _strides("k", k, "bhrn") | _strides("v", v, "bhn")
-        if dout is not None:
-            dout = _rows(dout)
-            self.pool |= {"dout": dout, **_strides("d", dout, "bhn")}
 
-    def new(self, *shape: int) -> Tensor:
-        """Return an empty tensor in the dtype of sums."""
-        return self.q.new_empty(shape, dtype=self.acc)
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return room for what a kernel writes, or zeros where there is nothing to launch."""
+        make = self.like.new_zeros if self.empty else self.like.new_empty
+        return make(shape, dtype=dtype or self.dtype)
 
     def states(self) -> Tensor:
-        """Return room for all states but one."""
-        F, V = self.constants["F"], self.constants["V"]
-        return self.new(self.heads, max(self.count - 1, 0), F * (V + 1))
+        """Return room for the states of all segments but one."""
+        return self.new(self.heads, max(self.count - 1, 0), self.pool["F"] * (self.pool["V"] + 1))
 
     def run(self, kernel: Any, segments: int, **own: Tensor) -> None:
-        """Launch a program for each head and segment, if there are keys to sum over."""
-        if self.pool["M"] and segments > 0 and self.heads:
-            self._launch(kernel, (self.heads, segments), self.pool | own | self.constants)
+        """Launch a program for each head and segment."""
+        if segments > 0:
+            self._launch(kernel, (self.heads, segments), own)
 
     def accumulate(self, states: Tensor, reverse: bool) -> None:
         """Add up the states of segments."""
-        if states.numel() and self.pool["M"]:
-            own = {"states": states, "count": states.shape[1], "size": states.shape[2]}
-            grid = (self.heads, triton.cdiv(states.shape[2], TILE["E"]))
-            self._launch(_accumulate, grid, own | {"REVERSE": reverse} | TILE)
+        _, count, size = states.shape
+        if count > 1:
+            own = {"states": states, "count": count, "size": size, "REVERSE": reverse}
+            self._launch(_accumulate, (self.heads, triton.cdiv(size, TILE["E"])), own)
 
-    def _launch(self, kernel: Any, grid: tuple[int, int], pool: dict[str, Any]) -> None:
-        warps = 4 if kernel is _accumulate else self.sizes.num_warps
-        with torch.cuda.device_of(self.q):
-            kernel[grid](
-                **{name: pool[name] for name in kernel.arg_names},
-                num_warps=warps,
-                num_stages=self.sizes.num_stages,
-            )
-
-
-EXACT = "tf32x3"
-TILE = {"ROWS": 16, "E": 128}
+    def _launch(self, kernel: Any, grid: tuple[int, int], own: dict[str, Any]) -> None:
+        if self.empty:
+            return
+        C, how = _how(kernel, self.sizes)
+        pool = self.pool | own | {"C": C}
+        with torch.cuda.device_of(self.like):
+            kernel[grid](**{name: pool[name] for name in kernel.arg_names}, **how)
 
 
-def segment_length(N: int, heads: int, C: int, device: torch.device) -> int:
-    """Return how many positions a program has: whole blocks, so that programs fill the GPU."""
+def _how(kernel: Any, sizes: Blocks) -> tuple[int, dict[str, int]]:
+    """Return the positions of a block, and Triton's options."""
+    forward = kernel not in (_query_gradients, _key_gradients)
+    C = sizes.forward if forward else sizes.backward
+    return C, {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
+
+
+def segment_length(N: int, heads: int, device: torch.device) -> int:
+    """Return how many positions a program has, for programs to fill the GPU."""
     cuda = device.type == "cuda"
     here = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
     count = max(1, PROGRAMS * here // max(heads, 1))
-    return C * max(1, triton.cdiv(triton.cdiv(N, C), count))
+    return SEGMENT * max(1, triton.cdiv(triton.cdiv(N, SEGMENT), count))
 
 
-def _constants(
-    D: int, DV: int, R: int, options: Options, mixed: bool
-) -> tuple[dict[str, Any], Blocks]:
-    """Return what kernels are compiled for, and their sizes."""
-    half = options.dot == torch.bfloat16
-    dot = TL[torch.float32 if options.dot == torch.float16 else options.dot]
-    tf32 = options.dot == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
+    """Return what kernels are compiled for, but for the positions of a block."""
     F, V = _padded(D), _padded(DV)
-    sizes = blocks(F, V, dot)
-    tiny = torch.finfo(torch.promote_types(options.dot, torch.float32)).tiny
+    acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
-        "NORMALIZE": options.normalize, "TINY": tiny, "C": sizes.forward, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "DOT": dot,
-        "PRECISION": "tf32" if tf32 and not half else EXACT,
-    }, sizes  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    """Return the power of two that a matrix product takes for a size."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x with its rows each in one piece."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(name: str, x: Tensor, letters: str) -> dict[str, int]:
-    """Return how far entries are apart along each dimension but the last."""
-    return {f"{name}_{letter}": s for letter, s in zip(letters, x.stride(), strict=False)}
+        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
+        "RP": triton.next_power_of_2(R), "SLICE": F if options.product == torch.bfloat16 else 16,
+        "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
+    }  # fmt: skip
 
 
 # --- what they take ------------------------------------------------------------------------------
 
-TYPES = {"N": "i32", "M": "i32", "H": "i32", "segment": "i32:16", "count": "i32", "size": "i32:16"}
-TYPES |= {"scale": "fp32", "priors_h": "i32"}
-TYPES |= {name: "*fp32" for name in ("priors", "states", "scales", "slopes", "dpriors")}
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+KERNELS = (
+    _key_states,
+    _accumulate,
+    _outputs,
+    _query_gradients,
+    _query_states,
+    _key_gradients,
+)
+TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
+TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
+STRIDE = "i32:16"  # a multiple of 16, as are those of rows
 
 
 def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return the kernels as `linear_attention` launches them, for `resources`."""
-    values = min(head_dim, values_at_once(head_dim, dtype))
-    constants, sizes = _constants(head_dim, values, 1, Options(1.0, True, True, dtype), False)
-    constants |= {"REVERSE": True, **TILE}
-    types = TYPES | {name: f"*{NAMES[dtype]}" for name in TENSORS}
+    options = Options(1.0, True, True, dtype)
+    values = min(head_dim, values_at_once(head_dim, options))
+    sizes = blocks(_padded(head_dim), _padded(values), options)
+    tensors = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{NAMES[dtype]}")
     result = []
-    for kernel in (
-        _key_states,
-        _accumulate,
-        _outputs,
-        _query_gradients,
-        _query_states,
-        _key_gradients,
-    ):
-        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        arguments = {
-            name: "constexpr" if name in own else types.get(name, "i32:16")
-            for name in kernel.arg_names
-        }
-        warps = 4 if kernel is _accumulate else sizes.num_warps
-        name = f"linear{kernel.__name__}"
-        result.append(Launch(name, kernel, arguments, own, warps, sizes.num_stages))
+    for kernel in KERNELS:
+        C, how = _how(kernel, sizes)
+        own = _constants(head_dim, values, 1, options, False) | {"C": C, "REVERSE": True}
+        own = {name: value for name, value in own.items() if name in kernel.arg_names}
+        types = TYPES | tensors | dict.fromkeys(own, "constexpr")
+        arguments = {name: types.get(name, STRIDE) for name in kernel.arg_names}
+        result.append(Launch(f"linear{kernel.__name__}", kernel, arguments, own, **how))
     return result
+
+
+def work(
+    kind: str,
+    *,
+    B: int,
+    H: int,
+    N: int,
+    M: int,
+    D: int,
+    Dv: int | None = None,
+    R: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    multiprocessors: int = 132,
+) -> dict[str, Work]:
+    """Count what the kernels have to do, for heads whose values are taken at once.
+
+    Operations are those of the matrix products: scores of whole blocks, of which causality needs
+    half, and the state, which is summed once for what comes after the segment and once more inside
+    it. Bytes are those of tensors that a kernel reads or writes, each once, and of the states:
+    written, added up (read and written), read.
+
+    Parameters
+    ----------
+    kind : str
+        "forward" or "forward + backward".
+    B, H, N, M, D, Dv, R : int
+        Sizes of batch, heads, queries, keys, features, values (D, if left out) and components.
+    dtype : torch.dtype
+        That of the arguments.
+    multiprocessors : int
+        Of the GPU: there are `PROGRAMS` segments for each, of all heads together.
+
+    Returns
+    -------
+    dict
+        Of the kernel's name: a `Work`.
+
+    Raises
+    ------
+    ValueError
+        If `kind` is another.
+    """
