@@ -79,7 +79,9 @@ class Blocks(NamedTuple):
 
 def blocks(F: int, V: int, options: Options) -> Blocks:
     """Choose sizes for F features and V values, powers of two: none that spill registers."""
-    if options.product != torch.bfloat16:
+    if options.product == torch.float64:  # in the interpreter alone: few and large steps
+        return Blocks(32, 32, 8, 1)
+    if options.product == torch.float32:
         return Blocks(16, 16, 8, 1)
     return Blocks(64, 32, 4, 2) if F * V <= 64 * 64 else Blocks(32, 32, 8, 2)
 
@@ -358,6 +360,7 @@ def _outputs(
             rows = start + tl.arange(0, C)
             tl.store(scales + rows, one_over, mask=rows < N)
         _put(out, sums, start, N, DV, DV, C, V)
+        tl.debug_barrier()  # one after the other: registers have no room for both
         S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
 
 
@@ -383,18 +386,21 @@ def _query_gradients(
     dout += head // H * d_b + head % H * d_h
     priors += head % H * priors_h
     dq, scales, slopes = dq + head * N * D, scales + head * N, slopes + head * N
-    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Sᵀ
     if c > 0:
         S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+        S = tl.trans(S)
     past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
     for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
         phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
         phi_k = _rounded(phi_k, DOT)
         values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
         dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
-        w = _product(dh, tl.trans(S), tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        w = _product(dh, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        tl.debug_barrier()  # one after the other: registers have no room for both
         dA = tl.dot(dh, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
         w = _product(tl.where(past, dA, 0.0), phi_k, w, True, DOT, PRECISION)
+        tl.debug_barrier()
         x = _tile(q, start, N, q_n, D, C, F).to(ACC)
         if NORMALIZE:
             ones = _rounded(tl.where(past, 1.0, 0.0), DOT)
@@ -406,7 +412,7 @@ def _query_gradients(
             rows = start + tl.arange(0, C)
             tl.store(slopes + rows, dz, mask=rows < N)
         _put(dq, w * _slope(x, scale, ELU), start, N, D, D, C, F)
-        S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
+        S = tl.dot(tl.trans(values), phi_k, S, input_precision=PRECISION, out_dtype=ACC)
         z += tl.sum(phi_k.to(ACC), 0)
 
 
@@ -672,7 +678,7 @@ def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[s
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "SLICE": F if options.product == torch.bfloat16 else 16,
+        "RP": triton.next_power_of_2(R), "SLICE": F if options.product == torch.bfloat16 else min(F, 32),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
