@@ -73,17 +73,18 @@ class Blocks(NamedTuple):
 
     forward: int
     backward: int
-    num_warps: int
+    forward_warps: int
+    backward_warps: int
     num_stages: int
 
 
 def blocks(F: int, V: int, options: Options) -> Blocks:
     """Choose sizes for F features and V values, powers of two: none that spill registers."""
     if options.product == torch.float64:  # in the interpreter alone: few and large steps
-        return Blocks(32, 32, 8, 1)
+        return Blocks(32, 32, 8, 8, 1)
     if options.product == torch.float32:
-        return Blocks(16, 16, 8, 1)
-    return Blocks(64, 32, 4, 2) if F * V <= 64 * 64 else Blocks(32, 32, 8, 2)
+        return Blocks(16, 16, 8, 8, 1)
+    return Blocks(64, 32, 4, 8, 2) if F * V <= 64 * 64 else Blocks(32, 32, 8, 8, 2)
 
 
 def values_at_once(F: int, options: Options) -> int:
@@ -93,6 +94,11 @@ def values_at_once(F: int, options: Options) -> int:
     """
     room = (128 * 16 if options.scalar else 128 * 64) // _padded(F)
     return room if room >= 16 and F <= WIDEST else 0
+
+
+def fits(F: int, dtype: torch.dtype) -> bool:
+    """Say whether registers hold the state of heads with F features, and at least some values."""
+    return values_at_once(F, Options(1.0, False, False, dtype)) > 0
 
 
 def _padded(size: int) -> int:
@@ -140,9 +146,7 @@ def _rounded(x, DOT: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """A B + total with twice the digits of matrix products: one factor, the first or the second, is
-    rounded to two numbers, and not to one.
-    """
+    """Add A B to total, with one factor, the first or the second, rounded to two numbers."""
     wide = a if FIRST else b
     high = _rounded(wide, DOT)
     precision: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
@@ -218,8 +222,7 @@ def _scores(
 
 @triton.jit
 def _reciprocal(z, TINY: tl.constexpr):
-    """1/z, and 0 where z is 0 or has lost its digits: such a row is zeros, and so is its gradient.
-    """
+    """1/z, and 0 where z is 0 or has lost its digits: such a row is zeros, and so is its gradient."""
     lost = tl.abs(z) < TINY
     return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
 
@@ -376,7 +379,7 @@ def _query_gradients(
 
     h_i does not depend on the length of φ(q_i), so that φ(q_i)·dφ(q_i) = 0: dz_i = −φ(q_i)·w_i/z_i
     is exact to the digits of w, and the output need not be read. As the two terms all but cancel in
-    a long sequence, products that make w have twice the digits.
+    a long sequence, products that make w have twice the digits of others.
     """
     ACC: tl.constexpr = states.dtype.element_ty
     head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -658,9 +661,10 @@ class _Call:
 
 def _how(kernel: Any, sizes: Blocks) -> tuple[int, dict[str, int]]:
     """Return the positions of a block, and Triton's options."""
-    forward = kernel not in (_query_gradients, _key_gradients)
-    C = sizes.forward if forward else sizes.backward
-    return C, {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
+    backward = kernel in (_query_gradients, _key_gradients)
+    C = sizes.backward if backward else sizes.forward
+    warps = sizes.backward_warps if backward else sizes.forward_warps
+    return C, {"num_warps": warps, "num_stages": sizes.num_stages}
 
 
 def segment_length(N: int, heads: int, device: torch.device) -> int:
@@ -674,11 +678,12 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
     """Return what kernels are compiled for, but for the positions of a block."""
     F, V = _padded(D), _padded(DV)
+    whole = options.product == torch.bfloat16
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "SLICE": F if options.product == torch.bfloat16 else min(F, 32),
+        "RP": triton.next_power_of_2(R), "SLICE": F if whole else min(F, 32),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
@@ -728,12 +733,13 @@ def work(
     dtype: torch.dtype = torch.bfloat16,
     multiprocessors: int = 132,
 ) -> dict[str, Work]:
-    """Count what the kernels have to do, for heads whose values are taken at once.
+    """Count what the kernels have to do.
 
     Operations are those of the matrix products: scores of whole blocks, of which causality needs
     half, and the state, which is summed once for what comes after the segment and once more inside
     it. Bytes are those of tensors that a kernel reads or writes, each once, and of the states:
-    written, added up (read and written), read.
+    written, added up (read and written), read. Heads are taken in parts, where registers do not
+    have room for the state of all values.
 
     Parameters
     ----------
@@ -756,3 +762,23 @@ def work(
     ValueError
         If `kind` is another.
     """
+    if kind not in ("forward", "forward + backward"):
+        raise ValueError(f"kind is {kind!r}; expected 'forward' or 'forward + backward'")
+    options, Dv = Options(1.0, True, True, dtype), D if Dv is None else Dv
+    width = min(Dv, values_at_once(D, options))
+    sizes = blocks(_padded(D), _padded(width), options)
+    m, size, twice = min(N, M), dtype.itemsize, 2 if dtype == torch.bfloat16 else 1
+    count = min(-(-N // SEGMENT), max(1, PROGRAMS * multiprocessors // (B * H)))
+    state = 4 * 4 * D * (width + 1) * (count - 1)
+    query, keys = size * N * D, size * R * m * D
+    values, result, row = size * m * width, size * N * width, 4 * N
+    before = count > 1  # else nothing is, and nothing is summed beforehand
+    products = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
+    moved = (keys + values) * (1 + before) + query + result + row + state
+    if kind != "forward":
+        products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
+        products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)
+        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state / 4
+        moved += query + keys + values
+    parts = B * H * -(-Dv // width)
+    return {"linear": Work(float(parts * products), float(parts * moved))}
