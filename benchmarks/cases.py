@@ -7,6 +7,7 @@ case, or two where it can be causal.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,26 +38,29 @@ class Case:
     fast, reference : callable
         Its two forms, functions of q, k, v and `options`.
     options : callable
-        The options at a sequence length N. Tensors among them are parameters: they are brought to
-        the inputs' dtype and device, and get a gradient.
+        The options at a sequence length N, and D if it is not 64. Tensors among them are
+        parameters: they are brought to the inputs' dtype and device, and get a gradient.
     baseline : str
         The name in `BASELINES` of what it is beside.
-    goal : float, optional
-        Largest time as a share of the baseline's: see `Entry.goals`.
+    goal : pair of floats, optional
+        Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
     against_reference : int, optional
         An N at which to time the fast form beside the reference, too.
+    kernel : bool
+        Whether the fast form takes ``fused``, and so has a kernel of ours on a GPU.
     """
 
     label: str
     fast: Mechanism
     reference: Mechanism
-    options: Callable[[int], dict[str, Any]]
+    options: Callable[..., dict[str, Any]]
     baseline: str
-    goal: float | None = None
+    goal: tuple[float, float] | None = None
     reference_length: int = 1024
     against_reference: int | None = None
+    kernel: bool = False
 
 
 def dense_mixture(
@@ -138,7 +142,7 @@ def _baselines() -> dict[str, Case]:
             found[name] = Case(
                 label + ", causal" * causal,
                 *(forms if heads == 1 else map(two_heads, forms)),
-                lambda N, causal=causal: _causal({}, causal),
+                lambda N, D=DIM, causal=causal: _causal({}, causal),
                 name,
             )
     return found
@@ -155,11 +159,12 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
         with_keys(entry.fast),
         with_keys(reference),
-        lambda N: _causal(entry.options(N, HEADS, DIM), is_causal),
+        lambda N, D=DIM: _causal(entry.options(N, HEADS, D), is_causal),
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
         timed,
+        "fused" in inspect.signature(entry.fast).parameters,
     )
 
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention import blocks
+from derived_attention.attention import blocks, mixture
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mixture import (
@@ -287,11 +287,15 @@ def test_multi_query_shares_keys_and_values_between_heads():
         torch.testing.assert_close(*results)
 
 
-def test_soft_form_is_one_fused_call():
+def test_one_call_for_all_components_off_the_cpu_equals_blocks(monkeypatch):
     inputs = qkv((1, H), n=32, m=32, d=8, dv=5)
     for options in ({}, {"attn_mask": keep(32)}):
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
-            with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        by_blocks = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(mixture, "_saves_by_blocks", lambda q: False)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+                joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        assert_all_close(by_blocks, joined, 1e-12, list(options))
 
 
 # --- the linear kernel -------------------------------------------------------------------------

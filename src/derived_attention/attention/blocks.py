@@ -21,7 +21,7 @@ Tensors = list[Tensor]
 
 SPARE = (None,) * 4  # compilers want as many tensors for each form
 CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
-SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
+SCORES = 2**17  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
 def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class _Chunked(torch.autograd.Function):
     """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
 
     The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
-    rowsum(dO ∘ out)), which `form` passes on to its tensors. Where that gradient is to be
-    differentiated again, it is that of `_whole` instead.
+    rowsum(dO ∘ out)), whose two factors `form` takes, to pass it on to its tensors. Where that
+    gradient is to be differentiated again, it is that of `_whole` instead.
     """
 
     @staticmethod
@@ -100,11 +100,11 @@ class _Chunked(torch.autograd.Function):
                 A, kept = form.weights(ours, mask, block, True)
                 g = dout[heads, rows]
                 dv[heads, :m].baddbmm_(A.mT, g)
-                dS = g @ values[heads, :m].mT  # (b, C, m)
-                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
+                beyond = g @ values[heads, :m].mT  # (b, C, m)
+                beyond.sub_((g * outs[heads, rows]).sum(-1, keepdim=True))
                 if dmask is not None:
-                    mask.add_gradient(dmask, dS, *block)
-                form.spread(dS, kept, ours, theirs, block)
+                    mask.add_gradient(dmask, A * beyond, *block)
+                form.spread(A, beyond, kept, ours, theirs, block)
         return None, None, found[0], dmask, *found[1:], *spare
 
     @staticmethod

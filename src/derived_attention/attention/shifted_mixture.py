@@ -183,8 +183,11 @@ class _Shifted(NamedTuple):
         A.mul_(sums)
         return A.div_(A.sum(-1, keepdim=True)), sums
 
-    def spread(self, dS: Tensor, kept: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
+    def spread(
+        self, A: Tensor, beyond: Tensor, kept: Any, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
+        dS = beyond.mul_(A)
         spread_product(dS, ours[:2], grads[:2], block)
         (may, sums, shares), (du, dw), (_, rows, m) = kept, grads[2:], block
         if shares is not None:
