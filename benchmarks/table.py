@@ -18,8 +18,8 @@ MODES = ("forward", "forward + backward")
 GOAL = {"length": 4096, "dtype": "float32"}  # of what rows goals are, on CPUs, for each mode
 NOTE = (
     "Operations are those of the products of matrices, as a share of those that SDPA would take "
-    "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold if both "
-    "hold on every one that was measured."
+    "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold "
+    "if both hold on every one that was measured."
 )
 
 Files = dict[str, dict[str, Any]]  # by case
