@@ -62,6 +62,7 @@ from derived_attention.attention.masks import (
     shared_offset,
 )
 from derived_attention.attention.softmax import sdpa, widen
+from derived_attention.attention.tiles import attend_by_tiles
 
 
 class Components(NamedTuple):
@@ -179,7 +180,9 @@ def _chunked(
     """Compute the scores of some queries at a time, in float32 at least."""
     q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
-    return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
+    if hard or not _saves_by_blocks(q):
+        return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
+    return attend_by_tiles(_Sum(), v, mask, parts.scale * q, k)
 
 
 def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
