@@ -84,7 +84,7 @@ def run_grid(
         The folder of the results; default, ``cache_dir("runs")``.
     workers : int or derived_attention.cluster.Workers
         Who makes the runs: this process (1), as many processes of this machine, or a cluster:
-        `derived_attention.cluster.Ray`. The results are the same, and so are their keys.
+        `derived_attention.cluster.Ray`. Keys, files, profile and seeds are those of one process.
     watch : callable, optional
         Given the results so far, what a notebook shows of them while others are made: such as
         ``partial(summarise, by="heads", metric="accuracy")``. It vanishes at the end.
