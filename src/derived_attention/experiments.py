@@ -423,7 +423,7 @@ def _read(path: Path, *, warn: bool = True) -> Result | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
     if warn:
         message = f"the stored run {path} is damaged ({problem}); it is made again"
         warnings.warn(message, UserWarning, stacklevel=5)
