@@ -45,7 +45,7 @@ class _Nothing(nn.Identity):
         self.register_buffer("weight", like.new_empty(0), persistent=False)
 
 
-def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> MultiheadAttention:
+def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     """Return the layer of a mechanism without projections: H heads of D features, side by side.
 
     Parameters
@@ -58,13 +58,19 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Multih
         Arguments of its layer in the place of sample options, or of its function, where it has no
         layer of its own; and `device` and `dtype`.
 
+    Returns
+    -------
+    MultiheadAttention
+
     Raises
     ------
     ValueError
         For a name that is not in the registry.
     """
     get_attention(name)  # raises for another name
-    entry, common = MECHANISMS[name], {"bias": False}
+    entry = MECHANISMS[name]
+    common: dict[str, Any] = {"bias": False}
+    layer: Any
     if entry.layer == Entry.layer:
         common |= {key: options.pop(key) for key in ("device", "dtype") if key in options}
         run = functools.partial(entry.plug(length, H, D), **options)
@@ -353,7 +359,7 @@ def _make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
@@ -413,7 +419,14 @@ class TimmAttention(nn.Module):
     Its projections, norms and dropout are those of the module it replaces, under the same names.
     """
 
-    def __init__(self, attn: Any, name: str, layer: MultiheadAttention) -> None:
+    qkv: Any
+    q_norm: Any
+    k_norm: Any
+    attn_drop: Any
+    proj: Any
+    proj_drop: Any
+
+    def __init__(self, attn: Any, name: str, layer: Any) -> None:
         super().__init__()
         for key, child in attn.named_children():
             self.add_module(key, child)
