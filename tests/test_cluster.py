@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import experiments as recorded
 from derived_attention import cluster, runtime
 from derived_attention.experiments import run_grid
 
@@ -159,3 +160,34 @@ def test_wrong_workers(tmp_path):
         with pytest.raises(error, match=message):
             run_grid(function, [{"seed": 0}], tmp_path, workers=wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
+    monkeypatch, tmp_path, capsys
+):
+    given = []
+
+    def note(function, grid, *, workers):
+        given.append((workers, {config["device"] for config in grid}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recorded, "run_grid", note)
+    monkeypatch.setattr(recorded, "Ray", lambda address, num_gpus: (address, num_gpus))
+    plans = {"tiny": recorded.experiment("A text", divmod, ["a"], [], seeds=1)}
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    for words, workers, device in (
+        ("", 1, here),
+        ("--workers 3", 3, here),
+        ("--workers ray --address auto --gpus 0.5", ("auto", 0.5), "cuda"),
+        ("--workers ray", (None, 0), "cpu"),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            recorded.command("tiny", plans, tmp_path, None, words.split())
+        assert given.pop() == (workers, {device})
+    for words, message in (
+        ("--workers many", "--workers is many; expected a number, or ray"),
+        ("--gpus 1", "--address and --gpus are Ray's; expected --workers ray"),
+    ):
+        with pytest.raises(SystemExit):
+            recorded.command("tiny", plans, tmp_path, None, words.split())
+        assert message in capsys.readouterr().err
