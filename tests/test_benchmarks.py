@@ -27,6 +27,7 @@ from benchmarks import (  # noqa: E402
     multiresolution,
     primal,
     run,
+    side_by_side,
     small,
     splitting,
     table,
@@ -41,7 +42,7 @@ from derived_attention.attention.primal import PrimalAttention  # noqa: E402
 from derived_attention.kernels.resources import ARCHITECTURES  # noqa: E402
 from derived_attention.measure import machine  # noqa: E402
 from derived_attention.models import Config, SeriesClassifier  # noqa: E402
-from derived_attention.recorded import load_experiment  # noqa: E402
+from derived_attention.recorded import FOLDER, load_experiment  # noqa: E402
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -526,7 +527,7 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (control, mixtures, multiresolution, primal, small, splitting)
+    for module in (control, mixtures, multiresolution, primal, side_by_side, small, splitting)
     for name, plan in module.EXPERIMENTS.items()
 ]
 
@@ -592,6 +593,19 @@ def test_committed_experiments_are_whole(name, plan):
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
         check_shape(table.experiment_table(data))
+
+
+def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
+    side_by_side.write_costs(tmp_path)
+    (path,) = tmp_path.glob("*_cpu.json")
+    committed = (FOLDER / path.name).read_text("utf8")
+    assert path.read_text("utf8") == committed, "run python -m benchmarks.side_by_side"
+    rows = {(row["arm"], row["causal"]): row for row in json.loads(committed)["rows"]}
+    assert {arm for arm, _ in rows} <= {*MECHANISMS} and ("softmax", True) in rows
+    for row in rows.values():
+        for mode in table.MODES:
+            assert len(row["seconds"][mode]) == len(row["lengths"]) > 1
+            assert sorted(row["bytes"][mode]) == row["bytes"][mode] > [0, 0]
 
 
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):

@@ -86,7 +86,7 @@ class _Chunked(torch.autograd.Function):
         some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
         again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
         if again or any(map(stands_for_many, some)):
-            return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors), *spare
+            return None, None, *differentiable(ctx, grad, v, attn_mask, tensors), *spare
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
         values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grad, found[0]))
@@ -110,19 +110,23 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
         """Let the mapped dimension be one more leading dimension."""
-        v, attn_mask, *tensors = given
-        of_v, of_mask, *of_tensors = in_dims[2:]
-        leading = v.dim() - 2 - (of_v is not None)
+        return _Chunked.apply(form, is_causal, *in_front(info, in_dims[2:], *given)), 0
 
-        def front(x: Tensor, dim: int | None) -> Tensor:
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        if attn_mask is not None and of_mask is not None:
-            attn_mask = front(attn_mask, of_mask)
-            attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
-        pairs = zip(tensors, of_tensors, strict=True)
-        moved = [None if x is None else front(x, dim) for x, dim in pairs]
-        return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
+def in_front(info: Any, in_dims: tuple[Any, ...], *given: Any) -> list[Any]:
+    """Move the mapped dimension of v, a mask and tensors to the front."""
+    v, attn_mask, *tensors = given
+    of_v, of_mask, *of_tensors = in_dims
+    leading = v.dim() - 2 - (of_v is not None)
+
+    def front(x: Tensor, dim: int | None) -> Tensor:
+        return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    if attn_mask is not None and of_mask is not None:
+        attn_mask = front(attn_mask, of_mask)
+        attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
+    pairs = zip(tensors, of_tensors, strict=True)
+    return [front(v, of_v), attn_mask, *(None if x is None else front(x, d) for x, d in pairs)]
 
 
 def stands_for_many(x: Tensor) -> bool:
@@ -143,7 +147,7 @@ def _whole(
     return Mask(attn_mask, is_causal).softmax(form.scores(*tensors)) @ v
 
 
-def _differentiable(
+def differentiable(
     ctx: Any, grad: Tensor, v: Tensor, attn_mask: Tensor | None, tensors: Tensors
 ) -> list[Tensor | None]:
     """Return the gradients of `_Chunked` with respect to v, the mask and the tensors."""

@@ -86,6 +86,7 @@ class Mask:
         self.causal = is_causal  # whether or not something was given
         self.keys: Tensor | None = None  # (B, 1, M): which are there, where a layer was told
         self.queries: Tensor | None = None  # (B, 1, N)
+        self.same = False  # whether queries and keys are known to be of the same tokens
 
     @classmethod
     def of_layer(

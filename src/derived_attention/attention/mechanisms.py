@@ -111,6 +111,8 @@ class Entry:
     causal: bool = True  # takes is_causal=True
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
+    alone: bool = True  # what a query gets does not depend on the other queries,
+    placed: bool = False  # but on its place among them
     linear: bool = False  # its time grows linearly with N
     biased: bool = True  # keys have scores that a floating mask is added to; else it is 0 or -inf
     weights: bool = True  # it is A V, so that there are weights; else v has D features, as q
@@ -170,6 +172,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.window_attention",
         options=lambda N, H, D: {"window": min(64, N // 4)},
         sample="64 to each side",
+        placed=True,
         linear=True,
         goals={"full": (0.09, 0.10)},
     ),
@@ -180,6 +183,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.strided_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
         sample="every √N-th",
+        placed=True,
         goals={"full": (0.15, 0.15)},
     ),
     "fixed": Entry(
@@ -189,6 +193,7 @@ MECHANISMS: dict[str, Entry] = {
         "sparse.fixed_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
         sample="blocks of √N",
+        placed=True,
         goals={"full": (0.10, 0.10)},
     ),
     "bn": Entry(
@@ -247,6 +252,7 @@ MECHANISMS: dict[str, Entry] = {
         options=lambda N, H, D: {"weight": torch.linspace(0.1, 0.3, 5)},
         layer_options=no_options,
         sample="5 taps",
+        alone=False,
         goals={"full": (1.10, 1.10)},
     ),
     "conv2d": Entry(
@@ -263,6 +269,7 @@ MECHANISMS: dict[str, Entry] = {
         sample="3×3 taps",
         causal=False,
         square=True,
+        alone=False,
     ),
     "mrs": Entry(
         "MrsHA",
@@ -273,6 +280,7 @@ MECHANISMS: dict[str, Entry] = {
         options=four_scales,
         biased=False,
         sample="scales 1, 2, 4, 8",
+        alone=False,
         goals={"full": (0.38, 0.38)},
     ),
     "linformer": Entry(
@@ -314,6 +322,7 @@ MECHANISMS: dict[str, Entry] = {
         },
         sample="64 to each side, 2 maps",
         averages=False,
+        placed=True,
         linear=True,
         goals={"full": (0.32, 0.32), "causal": (0.60, 0.60)},
     ),
@@ -339,6 +348,7 @@ MECHANISMS: dict[str, Entry] = {
         options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
         sample="4 blocks of 32",
         causal=False,
+        alone=False,
         goals={"full": (0.25, 0.25)},
     ),
     "mgk": Entry(

@@ -44,8 +44,11 @@ from derived_attention.attention.checks import (
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.linear import (
+    check_fused_is_causal,
     elu_feature_map,
     features,
+    fused_sums,
+    fused_sums_know,
     linear_attention,
     normalized_kernel,
     wide,
@@ -59,6 +62,7 @@ from derived_attention.attention.masks import (
     shared_offset,
 )
 from derived_attention.attention.softmax import sdpa, widen
+from derived_attention.attention.tiles import attend_by_tiles
 
 
 class Components(NamedTuple):
@@ -176,7 +180,9 @@ def _chunked(
     """Compute the scores of some queries at a time, in float32 at least."""
     q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
-    return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
+    if hard or not _saves_by_blocks(q):
+        return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
+    return attend_by_tiles(_Sum(), v, mask, parts.scale * q, k)
 
 
 def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -340,7 +346,7 @@ def linear_mixture_attention_reference(
 
 @mechanism(components=True, per_key=True)
 def linear_mixture_attention(
-    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
+    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map, fused=None
 ) -> Tensor:
     """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
 
@@ -348,15 +354,19 @@ def linear_mixture_attention(
     ----------
     priors : Tensor, optional
         As in `mixture_attention`.
-    feature_map : callable
+    feature_map, fused
         As in `linear_attention`.
     """
+    check_fused_is_causal(fused, mask)
     pi = _per_component("priors", priors, q, k).to(wide(q))
+    pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
+    elu = mask.is_causal and feature_map is elu_feature_map
+    if elu and fused_sums_know(fused, q.shape[-1], q, k, v):  # mixes features as it loads the keys
+        return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
     with full_precision(q.device):
-        pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
         mixed = (pi * phi_k).sum(-3)
-        own = {"feature_map": lambda x: x, **mask.keywords}
+        own = {"feature_map": lambda x: x, "fused": False if elu else fused, **mask.keywords}
         return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **own).to(q.dtype)
 
 

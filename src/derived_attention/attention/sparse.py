@@ -369,11 +369,11 @@ class _InGroups(torch.autograd.Function):
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         for q_h, k_h, v_h, out_h in _by_head(q, k, v, out):
             Q, K, V, band, empty = _prepared(groups, q_h, k_h, v_h)
-            O = v.new_zeros(*Q.shape[:2], v.shape[-1])
+            found = v.new_zeros(*Q.shape[:2], v.shape[-1])
             for rows, seen in groups.steps(len(q_h), len(k_h)):
                 A = groups.weights(Q[rows], K, band, rows.start, seen, len(k_h), empty)
-                groups.gather(O[rows], A, V, rows.start, seen)
-            out_h.copy_(O.flatten(0, 1)[: len(q_h)])
+                groups.gather(found[rows], A, V, rows.start, seen)
+            out_h.copy_(found.flatten(0, 1)[: len(q_h)])
         return out
 
     @staticmethod
