@@ -7,7 +7,6 @@ case, or two where it can be causal.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Case:
     against_reference : int, optional
         An N at which to time the fast form beside the reference, too.
     kernel : bool
-        Whether the fast form takes ``fused``, and so has a kernel of ours on a GPU.
+        Whether a GPU runs a kernel of ours, which ``fused=False`` leaves to PyTorch.
     """
 
     label: str
@@ -113,6 +112,22 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
+# Which of `derived_attention.kernels` a GPU runs: the module, the kind of its work, and what that
+# has to know beside the sizes. Without a kind, the module counts in each mode, kernel by kernel.
+KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "mgk": ("mixture", "mgk", {}),
+    "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
+    "hard_mgk": ("mixture", "hard_mgk", {}),
+    "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
+    "smgk": ("mixture", "smgk", {}),
+    "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
+    "linear_causal": ("linear", None, {}),
+    "mlk_causal": ("linear", None, {"R": 2}),
+    "lasso": ("splitting", "lasso", {}),
+    "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
+}
+
+
 def two_heads(form: Mechanism) -> Mechanism:
     """Attend with twice the heads, one for each key of `two_keys`, and add up in pairs."""
 
@@ -164,7 +179,7 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
         timed,
-        "fused" in inspect.signature(entry.fast).parameters,
+        name + "_causal" * is_causal in KERNEL_OF,
     )
 
 

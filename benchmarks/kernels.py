@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import run
-from benchmarks.cases import CASES, HEADS
+from benchmarks.cases import CASES, HEADS, KERNEL_OF
 from benchmarks.table import KERNELS, MODES, load_kernels
 from derived_attention.kernels import HEAD_DIMS, Work
 from derived_attention.kernels.resources import MODULES
@@ -29,20 +29,6 @@ DEVICES = {
     "A100 SXM 80 GB": (312e12, 2.039e12),
     "H100 SXM": (989e12, 3.35e12),
     "H200 SXM": (989e12, 4.8e12),
-}
-# The module and the kind of work of each case, and what that has to know beside the sizes. Without
-# a kind, the module counts kernel by kernel.
-KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
-    "mgk": ("mixture", "mgk", {}),
-    "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
-    "hard_mgk": ("mixture", "hard_mgk", {}),
-    "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
-    "smgk": ("mixture", "smgk", {}),
-    "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
-    "linear_causal": ("linear", None, {}),
-    "mlk_causal": ("linear", None, {"R": 2}),
-    "lasso": ("splitting", "lasso", {}),
-    "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
 }
 
 
