@@ -14,7 +14,7 @@ Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2�
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
 each value R times. Where tokens may only see their past, and in the hard form, some rows of scores
-are made at a time (`blocks`). Keys that are shifts of one key have a form of their own, in
+are made at a time (`blocks`); on a CPU, the soft form makes tiles of them (`tiles`). Keys that are shifts of one key have a form of their own, in
 `shifted_mixture`; `mixture_layer` has the layer.
 """
 
@@ -107,8 +107,10 @@ def mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One softmax attention on R M keys. The causal form, since a triangle fits no repeated keys, and
-    the hard form compute some rows of scores at a time, and again in the backward pass.
+    On a CPU tile by tile, with one product of weights and values for all components (`tiles`).
+    Elsewhere one softmax attention on R M keys; but the causal form, since a triangle fits no
+    repeated keys, and the hard form compute some rows of scores at a time, and again in the
+    backward pass.
 
     Parameters
     ----------
@@ -175,7 +177,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> T
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool = False
 ) -> Tensor:
-    """Compute the scores of some queries at a time, in float32 at least."""
+    """Compute some of the scores at a time, in float32 at least."""
     q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
     if hard or not _by_tiles(q, k, v):
