@@ -442,7 +442,8 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
         data["machine"]["date"], data["rounds"] = "2026-12-01", data["rounds"] + 2
     slow = intel["linear_causal"]["times"][3]
     assert table.GOAL.items() <= slow.items()
-    slow["ratio"]["median"], slow["baseline_seconds"]["median"] = 0.151, 1.5
+    slow["ratio"]["median"] = 0.151
+    intel["linear_causal"]["times"][2]["baseline_seconds"]["median"] = 1.5
     del cuda["bn_causal"]
     cuda["linear_causal"]["device"], cuda["linear_causal"]["machine"]["gpu"] = "cuda", "NVIDIA H200"
     cuda["linear_causal"]["settings"]["dtypes"] = ["float32", "bfloat16"]

@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
+    """Attention block by block, with weights that `form` makes, as `_Most` of mixtures does.
 
     The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
     rowsum(dO ∘ out)), whose two factors `form` takes, to pass it on to its tensors. Where that

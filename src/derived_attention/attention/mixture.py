@@ -14,7 +14,7 @@ Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2�
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
 each value R times. Where tokens may only see their past, and in the hard form, some rows of scores
-are made at a time (`blocks`). Keys that are shifts of one key have a form of their own, in
+are made at a time (`blocks`); on a CPU, the soft form makes tiles of them (`tiles`). Keys that are shifts of one key have a form of their own, in
 `shifted_mixture`; `mixture_layer` has the layer.
 """
 
@@ -41,6 +41,7 @@ from derived_attention.attention.checks import (
     check_parameter,
     check_positive,
     check_shape,
+    may_look_at,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.linear import (
@@ -109,8 +110,10 @@ def mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One softmax attention on R M keys. The causal form, since a triangle fits no repeated keys, and
-    the hard form compute some rows of scores at a time, and again in the backward pass.
+    On a CPU tile by tile, with one product of weights and values for all components (`tiles`).
+    Elsewhere one softmax attention on R M keys; but the causal form, since a triangle fits no
+    repeated keys, and the hard form compute some rows of scores at a time, and again in the
+    backward pass.
 
     Parameters
     ----------
@@ -135,7 +138,7 @@ def mixture_attention(
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     with full_precision(q.device):
-        if k.shape[-3] > 1 and (mask.is_causal or hard or _saves_by_blocks(q)):
+        if k.shape[-3] > 1 and (mask.is_causal or hard or _by_tiles(q, k, v)):
             return _chunked(q, k, v, parts, mask, hard).to(q.dtype)
         return _joined(q, k, v, parts, mask).to(q.dtype)
 
@@ -152,12 +155,12 @@ def hard_mixture_attention(q, k, v, mask, scale, **own) -> Tensor:
     return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **own)
 
 
-def _saves_by_blocks(q: Tensor) -> bool:
+def _by_tiles(*tensors: Tensor) -> bool:
     """Say whether to save R − 1 of R value products is worth more than one fused call.
 
-    It is on a CPU. Compilers would have every block in their graph.
+    It is on a CPU. Compilers would have every tile in their graph, and rows are looked at.
     """
-    return q.device.type == "cpu" and not torch.compiler.is_compiling()
+    return all(x.device.type == "cpu" and may_look_at(x) and x.numel() for x in tensors)
 
 
 def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
@@ -177,10 +180,10 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> T
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool = False
 ) -> Tensor:
-    """Compute the scores of some queries at a time, in float32 at least."""
+    """Compute some of the scores at a time, in float32 at least."""
     q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
-    if hard or not _saves_by_blocks(q):
+    if hard or not _by_tiles(q, k, v):
         return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
     return attend_by_tiles(_Sum(), v, mask, parts.scale * q, k)
 
@@ -282,14 +285,13 @@ class _Sum(NamedTuple):
         """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and all p if `keep`."""
         q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
         s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
-        for own, key in zip(s.unbind(2), k.unbind(1), strict=True):
-            mask.close(own.baddbmm_(q, key.mT, beta=0), *block)
+        for r in range(k.shape[1]):
+            mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
         free = not torch.compiler.is_compiling()  # in place: a traced graph may want gradients
         p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
-        first, *rest = p.unbind(2)
-        A = first.clone() if keep else first
-        for own in rest:
-            A += own
+        A = p[:, :, 0].clone() if keep else p[:, :, 0]
+        for r in range(1, p.shape[2]):
+            A += p[:, :, r]
         return A, p
 
     def spread(
@@ -297,8 +299,8 @@ class _Sum(NamedTuple):
     ) -> None:
         """Add to `grads` what those rows of scores, with the gradients dS, give to our tensors."""
         (q, k), (dq, dk) = ours, grads
-        for r, own in enumerate(p.unbind(2)):
-            spread_product(own.mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
+        for r in range(p.shape[2]):
+            spread_product(p[:, :, r].mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
 
 
 class _Most(NamedTuple):

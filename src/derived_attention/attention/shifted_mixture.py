@@ -154,7 +154,7 @@ class _Shifted(NamedTuple):
     def weights(
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
     ) -> tuple[Tensor, Any]:
-        """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
+        """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Most` of mixtures."""
         if self.may is None:
             A, shares = self._add(ours, mask, block, keep)
             return A, (None, None, shares)

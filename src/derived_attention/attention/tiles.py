@@ -26,6 +26,7 @@ from derived_attention.attention.masks import Mask, cut, flat_heads
 ROWS, KEYS = 256, 512  # of a tile
 SCORES = 2**18  # in memory at a time: from some of the heads, where sequences are short
 SAFE = 1e18  # a sum of exponentials and its inverse below this have all their digits
+LOG2 = math.log(2)  # powers of 2 take PyTorch less than half the time of those of e
 FAR = 1e4  # of logarithms: rounding errors of larger ones can make an exponential of more than 1
 
 
@@ -53,7 +54,7 @@ class _Tiled(torch.autograd.Function):
         for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(q, k, v, out, logs):
             k_h, v_h = F.pad(k_h, (0, 1), value=1.0), F.pad(v_h, (0, 1), value=1.0)
             for rows in _cuts(0, q.shape[-2], ROWS):
-                given = q_h[:, rows], k_h, v_h, closed, heads, rows
+                given = q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows
                 out_h[:, rows], logs_h[:, rows] = _average(*given)
         return out, logs
 
@@ -62,7 +63,6 @@ class _Tiled(torch.autograd.Function):
         """Keep what the gradients need."""
         ctx.form, ctx.is_causal, *given = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, *output)
 
     @staticmethod
@@ -78,10 +78,9 @@ class _Tiled(torch.autograd.Function):
         closed = _Closed(attn_mask, ctx.is_causal, v, dmask)
         with full_precision(v.device):  # autocast may be on again
             shares = (grad * out).sum(-1, keepdim=True)
-            q, grad = torch.cat([q, -logs], -1), torch.cat([grad, -shares], -1)
+            with_logs, grad = torch.cat([q, -logs], -1) / LOG2, torch.cat([grad, -shares], -1)
             far = bool((logs.abs() > FAR).any())
-            for heads, *given in _by_heads(q, k, v, grad, dq, dk, dv):
-                q_h, k_h, v_h, *rest = given
+            for heads, q_h, k_h, v_h, *rest in _by_heads(q, k, v, with_logs, grad, dq, dk, dv):
                 k_h, v_h = F.pad(k_h, (0, 1), value=1.0), F.pad(v_h, (0, 1), value=1.0)
                 for rows in _cuts(0, q.shape[-2], ROWS):
                     _spread(q_h, k_h, v_h, *rest, closed, heads, rows, far)
@@ -113,7 +112,7 @@ class _Closed:
         return min(rows.stop, self.M) if self.is_causal else self.M
 
     def close(self, s: Tensor, heads: slice, rows: slice, keys: slice) -> None:
-        """Mask scores in place."""
+        """Mask scores, as `_scores` has them, in place."""
         if self.is_causal and keys.stop > rows.start + 1:
             i = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
             s.masked_fill_(torch.arange(keys.start, keys.stop, device=s.device) > i, -math.inf)
@@ -121,7 +120,7 @@ class _Closed:
             mask = _part(self.mask, rows, keys)[self.which[heads]].unsqueeze(1)
             if mask.dtype == torch.bool:  # to add is faster than to fill
                 mask = s.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
-            s += mask
+            s.add_(mask, alpha=1 / LOG2)
 
     def learn(self, dS: Tensor, heads: slice, rows: slice, keys: slice) -> None:
         """Add to the gradient of the mask what scores with the gradient dS (b, C, T) give."""
@@ -151,7 +150,7 @@ def _cuts(start: int, stop: int, size: int) -> list[slice]:
 def _average(
     q: Tensor, k: Tensor, v: Tensor, closed: _Closed, heads: slice, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return h (b, C, Dv) and l (b, C, 1) of queries (b, C, E), where k and v end in ones."""
+    """Return h (b, C, Dv) and l (b, C, 1) of q / log 2 (b, C, E), where k and v end in ones."""
     tiles = _cuts(0, closed.seen(rows), KEYS)
     beside, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
     with_feature = F.pad(q, (0, 1))
@@ -162,10 +161,10 @@ def _average(
             beside.masked_fill_(beside == -math.inf, 0)  # the mask closes all of the first tile
             s -= beside.unsqueeze(1)
             with_feature[..., -1:] = -beside
-        sums.baddbmm_(_total(s.exp_()), v[:, keys])
+        sums.baddbmm_(_total(s.exp2_()), v[:, keys])
     total = sums[..., -1:]
     good = (total > 1 / SAFE) & (total < SAFE)
-    h, logs = sums[..., :-1] / total, beside + total.log()
+    h, logs = sums[..., :-1] / total, LOG2 * (beside + total.log2())
     if not bool(good.all()):
         other, its = _safe(q, k[..., :-1], v[..., :-1], closed, heads, rows)
         h, logs = torch.where(good, h, other), torch.where(good, logs, its)
@@ -175,7 +174,7 @@ def _average(
 def _scores(
     q: Tensor, k: Tensor, closed: _Closed, heads: slice, rows: slice, keys: slice
 ) -> Tensor:
-    """Return masked scores (b, R, C, T)."""
+    """Return masked scores (b, R, C, T), as logarithms to the base 2, as q is divided by log 2."""
     s = q.unsqueeze(1) @ k[:, :, keys].mT
     closed.close(s, heads, rows, keys)
     return s
@@ -183,10 +182,9 @@ def _scores(
 
 def _total(p: Tensor) -> Tensor:
     """Return Σ_r p_r (b, C, T), in the place of the first one."""
-    first, *rest = p.unbind(1)
-    for own in rest:
-        first += own
-    return first
+    for r in range(1, p.shape[1]):
+        p[:, 0] += p[:, r]
+    return p[:, 0]
 
 
 def _safe(
@@ -194,26 +192,26 @@ def _safe(
 ) -> tuple[Tensor, Tensor]:
     """Return what `_average` does, from all scores at once."""
     keys = slice(0, closed.seen(rows))
-    s = _scores(q, k, closed, heads, rows, keys)
+    s = _scores(q, k, closed, heads, rows, keys).mul_(LOG2)
     logs = s.transpose(1, 2).flatten(2).logsumexp(-1, keepdim=True)  # (b, C, 1)
     return _total(s.sub_(logs.unsqueeze(1)).exp_()) @ v[:, keys], logs
 
 
 def _spread(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    closed: _Closed, heads: slice, rows: slice, far: bool,
+    q: Tensor, k: Tensor, v: Tensor, with_logs: Tensor, grad: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, closed: _Closed, heads: slice, rows: slice, far: bool,
 ) -> None:  # fmt: skip
-    """Add what those queries give to gradients; q ends in −l, grad in −grad·h, k and v in ones."""
-    q, grad, dq = q[:, rows], grad[:, rows], dq[:, rows]
-    queries, g = q[..., :-1], grad[..., :-1]
+    """Add what those queries give to gradients; grad ends in −grad·h, k and v in ones."""
+    q, with_logs, grad, dq = q[:, rows], with_logs[:, rows], grad[:, rows], dq[:, rows]
+    g = grad[..., :-1]
     for keys in _cuts(0, closed.seen(rows), KEYS):
-        p = _scores(q, k, closed, heads, rows, keys)
-        p = (p.clamp_(max=0) if far else p).exp_()
+        p = _scores(with_logs, k, closed, heads, rows, keys)
+        p = (p.clamp_(max=0) if far else p).exp2_()
         beyond = grad @ v[:, keys].mT  # (b, C, T)
         A = p.sum(1) if p.shape[1] > 2 else p[:, 0] + p[:, -1]
         dv[:, keys].baddbmm_(A.mT, g)
         closed.learn(A.mul_(beyond), heads, rows, keys)
-        for r, own in enumerate(p.unbind(1)):
-            own *= beyond
+        for r in range(p.shape[1]):
+            own = p[:, r].mul_(beyond)
             dq.baddbmm_(own, k[:, r, keys, :-1])
-            dk[:, r, keys].baddbmm_(own.mT, queries)
+            dk[:, r, keys].baddbmm_(own.mT, q)
