@@ -53,14 +53,14 @@ def test_kernels_compute_the_formula_and_its_gradients(n, m, d, dv, leading, opt
 
 
 def test_heads_that_are_slices_of_a_layer_s_features_are_read_where_they_are():
-    made = [x.detach().transpose(-2, -3).requires_grad_() for x in qkv(3, 3, 8, 8, (2, 70))]
-    assert made[0].shape == (2, 3, 70, 8) and not made[0].is_contiguous()
+    made = [x.detach().transpose(-2, -3).requires_grad_() for x in qkv(3, 3, 8, 8, (1, 40))]
+    assert made[0].shape == (1, 3, 40, 8) and not made[0].is_contiguous()
     assert_all_close(*both(made, linear_attention, linear_attention_reference), 1e-10)
 
 
 @pytest.mark.parametrize("priors", [None, (3,), (2, 3)], ids=["equal", "shared", "each head"])
 def test_mixed_keys_have_gradients_and_so_have_priors(priors):
-    q, _, v, k = *qkv(70, 70, 12, 5, (2,)), *tensors((2, 3, 70, 12), seed=1, device=DEVICE)
+    q, _, v, k = *qkv(40, 40, 12, 5, (2,)), *tensors((2, 3, 40, 12), seed=1, device=DEVICE)
     own = {}
     if priors is not None:
         own = {"priors": torch.linspace(0.1, 2, 3, dtype=torch.float64, device=DEVICE)}
@@ -113,10 +113,10 @@ def test_nothing_to_sum_is_zeros(sizes):
 
 
 def test_no_bit_depends_on_the_future():
-    q, k, v = qkv(150, 150, 4, 3, dtype=torch.float32)
+    q, k, v = qkv(100, 100, 4, 3)
     out = linear_attention(q, k, v, **FUSED)
-    for t in (15, 64, 127):
-        late = 5.0 * (torch.arange(150, device=DEVICE) > t)[:, None]
+    for t in (30, 64):
+        late = 5.0 * (torch.arange(100, device=DEVICE) > t)[:, None]
         changed = linear_attention(q + late, k + late, v - 3 * late, **FUSED)
         assert torch.equal(out[..., : t + 1, :], changed[..., : t + 1, :])
         slopes = torch.autograd.grad(out[..., : t + 1, :].sum(), [k, v], retain_graph=True)
@@ -130,7 +130,7 @@ def test_no_bit_depends_on_the_future():
     ids=["bf16", "fp16", "fp32"],
 )
 def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, tolerance):
-    q, k, v = qkv(200, 200, 16, 16, dtype=dtype)
+    q, k, v = qkv(100, 100, 16, 16, dtype=dtype)
     v = (v.detach() + 3).requires_grad_()
     ours = output_and_gradients(linear_attention, [q, k, v], **FUSED)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -140,8 +140,8 @@ def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, toleranc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
-    q, k, v = (30 * x.detach() for x in qkv(100, 100, 16, 16, dtype=dtype))
-    assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504 / 4
+    q, k, v = (30 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
+    assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = output_and_gradients(linear_attention, leaves, **FUSED)
     exact = [x.detach().double().requires_grad_() for x in leaves]

@@ -222,7 +222,7 @@ def _scores(
 
 @triton.jit
 def _reciprocal(z, TINY: tl.constexpr):
-    """1/z, and 0 where z is 0 or has lost its digits: such a row is zeros, and so is its gradient."""
+    """1/z, and 0 where z is 0 or has lost its digits: so is the row."""
     lost = tl.abs(z) < TINY
     return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
 
@@ -441,9 +441,10 @@ def _key_gradients(
     priors += head % H * priors_h
     scales, slopes = scales + head * N, slopes + head * N
     dk, dv = dk + head * R * M * D, dv + head * M * DV
-    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Rᵀ
     if c < tl.num_programs(1) - 1:
         S, z = _state(states, head * (tl.num_programs(1) - 1) + c, F, V)
+        S = tl.trans(S)
     later = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # key j, query i ≥ j
     components = tl.arange(0, RP)
     dpi = tl.zeros((RP,), ACC)
@@ -471,8 +472,8 @@ def _key_gradients(
                 A *= _row(scales, start, N, 0.0, C)[:, None]
             A = tl.trans(A)
         A = _rounded(tl.where(later, A, 0.0), DOT)
-        rounded = _rounded(S, DOT)
-        dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
+        state = tl.trans(_rounded(S, DOT))
+        dvalues = tl.dot(phi_k, state, input_precision=PRECISION, out_dtype=ACC)
         dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
         _put(dv, dvalues, start, M, DV, DV, C, V)
         tl.debug_barrier()  # one after the other: registers have no room for both
@@ -482,12 +483,12 @@ def _key_gradients(
             dz = _row(slopes, start, N, 0.0, C)
             dA += dz[None, :]
         dA = _rounded(tl.where(later, dA, 0.0), DOT)
-        dphi = tl.dot(values, tl.trans(rounded), input_precision=PRECISION, out_dtype=ACC)
+        dphi = _product(values, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
         dphi = tl.dot(dA, phi_q, dphi, input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
             dphi += z[None, :]
             z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
-        S = tl.dot(tl.trans(phi_q), dh, S, input_precision=PRECISION, out_dtype=ACC)
+        S = tl.dot(tl.trans(dh), phi_q, S, input_precision=PRECISION, out_dtype=ACC)
 
         tl.debug_barrier()
         for r in tl.static_range(R):
