@@ -38,11 +38,11 @@ def both(inputs, form, reference, **options):
 @pytest.mark.parametrize(
     ("n", "m", "d", "dv", "leading", "options"),
     [
-        (150, 150, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
-        (130, 37, 20, 9, (1,), {}),
-        (37, 53, 20, 24, (2, 1, 2), {}),
+        (140, 140, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
+        (70, 37, 20, 9, (1,), {}),
+        (37, 53, 20, 24, (2, 1, 1), {}),
         (1, 1, 1, 1, (), {}),
-        (70, 70, 40, 40, (1, 1), {}),  # features in slices, values in two parts
+        (40, 40, 70, 18, (1, 1), {}),  # features in slices, values in two parts
         (70, 70, 6, 5, (1, 1), {"feature_map": torch.square}),
     ],
     ids=["segments", "fewer keys", "more keys", "one", "parts", "feature map"],
@@ -140,14 +140,14 @@ def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, toleranc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
-    q, k, v = (30 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
+    q, k, v = (50 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
     assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = output_and_gradients(linear_attention, leaves, **FUSED)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
     assert all(bool(x.isfinite().all()) for x in results)
-    assert relative_errors(results[:1], theirs)[0] < 2e-2
+    assert relative_errors(results[:1], theirs[:1])[0] < 2e-2
 
 
 # --- who runs them -------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_dropout_stores_the_weights_whoever_does_not_insist():
 def test_there_is_no_second_derivative():
     q, k, v = qkv(5, 5, 4, 3)
     out = linear_attention(q, k, v, **FUSED)
-    slope = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
+    slope = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
 
@@ -212,8 +212,10 @@ def test_work_is_counted_by_hand():
     assert forward.operations == 1000 * 4096 * (2 * 2 * 64 * 64 + 2 * 64 * (64 + 64))
     whole = linear.work("forward + backward", **sizes)["linear"]
     assert whole.bytes == forward.bytes + 1000 * 4096 * (13 * 64 * 2 + 6 * 4)
-    few = linear.work("forward", **sizes | {"H": 1})["linear"]
-    longer = linear.work("forward", **sizes | {"H": 1, "N": 4 * 4096, "M": 4 * 4096})["linear"]
-    assert longer.bytes < 4 * few.bytes < 1000 * 4 * forward.bytes
+    few, longer = (
+        linear.work("forward", **sizes | {"H": 1, "N": n, "M": n})["linear"].bytes
+        for n in (2**17, 2**19)
+    )
+    assert 3 * few < longer < 4 * few, "there are no more states where there are more positions"
     with pytest.raises(ValueError, match="kind is 'backward'"):
         linear.work("backward", **sizes)
