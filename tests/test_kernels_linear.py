@@ -38,11 +38,11 @@ def both(inputs, form, reference, **options):
 @pytest.mark.parametrize(
     ("n", "m", "d", "dv", "leading", "options"),
     [
-        (150, 150, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
-        (130, 37, 20, 9, (1,), {}),
-        (37, 53, 20, 24, (2, 1, 2), {}),
+        (140, 140, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
+        (70, 37, 20, 9, (1,), {}),
+        (37, 53, 20, 24, (2, 1, 1), {}),
         (1, 1, 1, 1, (), {}),
-        (70, 70, 40, 40, (1, 1), {}),  # features in slices, values in two parts
+        (40, 40, 70, 18, (1, 1), {}),  # features in slices, values in two parts
         (70, 70, 6, 5, (1, 1), {"feature_map": torch.square}),
     ],
     ids=["segments", "fewer keys", "more keys", "one", "parts", "feature map"],
@@ -53,14 +53,14 @@ def test_kernels_compute_the_formula_and_its_gradients(n, m, d, dv, leading, opt
 
 
 def test_heads_that_are_slices_of_a_layer_s_features_are_read_where_they_are():
-    made = [x.detach().transpose(-2, -3).requires_grad_() for x in qkv(3, 3, 8, 8, (2, 70))]
-    assert made[0].shape == (2, 3, 70, 8) and not made[0].is_contiguous()
+    made = [x.detach().transpose(-2, -3).requires_grad_() for x in qkv(3, 3, 8, 8, (1, 40))]
+    assert made[0].shape == (1, 3, 40, 8) and not made[0].is_contiguous()
     assert_all_close(*both(made, linear_attention, linear_attention_reference), 1e-10)
 
 
 @pytest.mark.parametrize("priors", [None, (3,), (2, 3)], ids=["equal", "shared", "each head"])
 def test_mixed_keys_have_gradients_and_so_have_priors(priors):
-    q, _, v, k = *qkv(70, 70, 12, 5, (2,)), *tensors((2, 3, 70, 12), seed=1, device=DEVICE)
+    q, _, v, k = *qkv(40, 40, 12, 5, (2,)), *tensors((2, 3, 40, 12), seed=1, device=DEVICE)
     own = {}
     if priors is not None:
         own = {"priors": torch.linspace(0.1, 2, 3, dtype=torch.float64, device=DEVICE)}
@@ -113,10 +113,10 @@ def test_nothing_to_sum_is_zeros(sizes):
 
 
 def test_no_bit_depends_on_the_future():
-    q, k, v = qkv(150, 150, 4, 3, dtype=torch.float32)
+    q, k, v = qkv(100, 100, 4, 3)
     out = linear_attention(q, k, v, **FUSED)
-    for t in (15, 64, 127):
-        late = 5.0 * (torch.arange(150, device=DEVICE) > t)[:, None]
+    for t in (30, 64):
+        late = 5.0 * (torch.arange(100, device=DEVICE) > t)[:, None]
         changed = linear_attention(q + late, k + late, v - 3 * late, **FUSED)
         assert torch.equal(out[..., : t + 1, :], changed[..., : t + 1, :])
         slopes = torch.autograd.grad(out[..., : t + 1, :].sum(), [k, v], retain_graph=True)
@@ -130,7 +130,7 @@ def test_no_bit_depends_on_the_future():
     ids=["bf16", "fp16", "fp32"],
 )
 def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, tolerance):
-    q, k, v = qkv(200, 200, 16, 16, dtype=dtype)
+    q, k, v = qkv(100, 100, 16, 16, dtype=dtype)
     v = (v.detach() + 3).requires_grad_()
     ours = output_and_gradients(linear_attention, [q, k, v], **FUSED)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -140,14 +140,14 @@ def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, toleranc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
-    q, k, v = (30 * x.detach() for x in qkv(100, 100, 16, 16, dtype=dtype))
-    assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504 / 4
+    q, k, v = (50 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
+    assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504
     leaves = [x.requires_grad_() for x in (q, k, v)]
     results = output_and_gradients(linear_attention, leaves, **FUSED)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
     assert all(bool(x.isfinite().all()) for x in results)
-    assert relative_errors(results[:1], theirs)[0] < 2e-2
+    assert relative_errors(results[:1], theirs[:1])[0] < 2e-2
 
 
 # --- who runs them -------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_dropout_stores_the_weights_whoever_does_not_insist():
 def test_there_is_no_second_derivative():
     q, k, v = qkv(5, 5, 4, 3)
     out = linear_attention(q, k, v, **FUSED)
-    slope = torch.autograd.grad(out.sum(), q, create_graph=True)[0]
+    slope = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
 
@@ -212,8 +212,10 @@ def test_work_is_counted_by_hand():
     assert forward.operations == 1000 * 4096 * (2 * 2 * 64 * 64 + 2 * 64 * (64 + 64))
     whole = linear.work("forward + backward", **sizes)["linear"]
     assert whole.bytes == forward.bytes + 1000 * 4096 * (13 * 64 * 2 + 6 * 4)
-    few = linear.work("forward", **sizes | {"H": 1})["linear"]
-    longer = linear.work("forward", **sizes | {"H": 1, "N": 4 * 4096, "M": 4 * 4096})["linear"]
-    assert longer.bytes < 4 * few.bytes < 1000 * 4 * forward.bytes
+    few, longer = (
+        linear.work("forward", **sizes | {"H": 1, "N": n, "M": n})["linear"].bytes
+        for n in (2**17, 2**19)
+    )
+    assert 3 * few < longer < 4 * few, "there are no more states where there are more positions"
     with pytest.raises(ValueError, match="kind is 'backward'"):
         linear.work("backward", **sizes)

@@ -84,7 +84,7 @@ def blocks(F: int, V: int, options: Options) -> Blocks:
         return Blocks(32, 32, 8, 8, 1)
     if options.product == torch.float32:
         return Blocks(16, 16, 8, 8, 1)
-    return Blocks(64, 32, 4, 8, 2) if F * V <= 64 * 64 else Blocks(32, 32, 8, 8, 2)
+    return Blocks(64, 32, 4, 8, 2) if F * V <= 64 * 64 else Blocks(32, 16, 8, 8, 2)
 
 
 def values_at_once(F: int, options: Options) -> int:
@@ -92,8 +92,9 @@ def values_at_once(F: int, options: Options) -> int:
 
     The sums of a value depend on no other, so that the wrapper can go on with the next ones.
     """
-    room = (128 * 16 if options.scalar else 128 * 64) // _padded(F)
-    return room if room >= 16 and F <= WIDEST else 0
+    if options.scalar:
+        return 16 if F <= 128 else 0
+    return 128 * 64 // _padded(F) if F <= WIDEST else 0
 
 
 def fits(F: int, dtype: torch.dtype) -> bool:
@@ -222,7 +223,7 @@ def _scores(
 
 @triton.jit
 def _reciprocal(z, TINY: tl.constexpr):
-    """1/z, and 0 where z is 0 or has lost its digits: such a row is zeros, and so is its gradient."""
+    """1/z, and 0 where z is 0 or has lost its digits: so is the row."""
     lost = tl.abs(z) < TINY
     return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
 
@@ -441,9 +442,10 @@ def _key_gradients(
     priors += head % H * priors_h
     scales, slopes = scales + head * N, slopes + head * N
     dk, dv = dk + head * R * M * D, dv + head * M * DV
-    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Rᵀ
     if c < tl.num_programs(1) - 1:
         S, z = _state(states, head * (tl.num_programs(1) - 1) + c, F, V)
+        S = tl.trans(S)
     later = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # key j, query i ≥ j
     components = tl.arange(0, RP)
     dpi = tl.zeros((RP,), ACC)
@@ -471,23 +473,24 @@ def _key_gradients(
                 A *= _row(scales, start, N, 0.0, C)[:, None]
             A = tl.trans(A)
         A = _rounded(tl.where(later, A, 0.0), DOT)
-        rounded = _rounded(S, DOT)
-        dvalues = tl.dot(phi_k, rounded, input_precision=PRECISION, out_dtype=ACC)
+        tl.debug_barrier()  # one after the other: registers have no room for all
+        state = tl.trans(_rounded(S, DOT))
+        dvalues = tl.dot(phi_k, state, input_precision=PRECISION, out_dtype=ACC)
         dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
         _put(dv, dvalues, start, M, DV, DV, C, V)
-        tl.debug_barrier()  # one after the other: registers have no room for both
+        tl.debug_barrier()
 
         dA = tl.dot(values, tl.trans(dh), input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
             dz = _row(slopes, start, N, 0.0, C)
             dA += dz[None, :]
         dA = _rounded(tl.where(later, dA, 0.0), DOT)
-        dphi = tl.dot(values, tl.trans(rounded), input_precision=PRECISION, out_dtype=ACC)
+        dphi = _product(values, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
         dphi = tl.dot(dA, phi_q, dphi, input_precision=PRECISION, out_dtype=ACC)
         if NORMALIZE:
             dphi += z[None, :]
             z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
-        S = tl.dot(tl.trans(phi_q), dh, S, input_precision=PRECISION, out_dtype=ACC)
+        S = tl.dot(tl.trans(dh), phi_q, S, input_precision=PRECISION, out_dtype=ACC)
 
         tl.debug_barrier()
         for r in tl.static_range(R):
@@ -683,7 +686,7 @@ def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[s
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "SLICE": F if whole else min(F, 32),
+        "RP": triton.next_power_of_2(R), "SLICE": F if whole else max(16, F // 4),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
