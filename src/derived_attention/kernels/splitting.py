@@ -1,0 +1,449 @@
+"""Lasso attention with no (N, M) matrix in memory: what a GPU runs for `lasso_attention`.
+
+A step of `derived_attention.attention.sparse_coding`, κ being 1 and c(w) = min(max(w, −1), 1), is ::
+
+    w_0 = 0,   z_n = w_n − c(w_n),   t_n = G⁻¹ (q + Kᵀ(2 c(w_n) − w_n)),   w_{n+1} = z_n + K t_n
+
+So w_n follows from t_0, …, t_{n−1} alone, which are (N, D) each. A tile, some queries by some keys,
+makes its part of w_n again from them whenever it is asked for: a step is one pass over all tiles,
+with n products to make w_n again and one for Kᵀ(2 c(w_n) − w_n), and a small one for G⁻¹, which is
+left to PyTorch. With k steps these are k(k + 3) / 2 products of (N, D) by (D, M), instead of 2k
+and memory for codes.
+
+Backward, dw_n is the gradient of w_n, and a set U_n is where abs(w_n) > 1 ::
+
+    dr_n = G⁻¹ Kᵀ dw_{n+1},   y_n = K dr_n,   dw_n = dw_{n+1} − y_n in U_n, and y_n elsewhere
+    dq = Σ_n dr_n,   dρ = −Σ_n t_n·dr_n
+    dK = Σ_n (dw_{n+1} − y_n) t_nᵀ − (w_{n+1} − c(w_n)) dr_nᵀ
+
+and dw_k follows from w_k, the values, and the gradient of the output. So dw_n is made again from
+t_0, …, t_{k−1} and dr_n, …, dr_{k−1}: one pass for each step, and one for dK and dV at the end.
+Memory is O((N + M) D k), forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from derived_attention.attention.convention import full_precision
+from derived_attention.attention.masks import flat_heads
+from derived_attention.attention.sparse_coding import CHUNK, How, Solver
+from derived_attention.kernels import NAMES, Launch
+
+# --- what the kernels share -----------------------------------------------------------------------
+
+
+@triton.jit
+def _load(x, rows, length, D, BLOCK_D: tl.constexpr):
+    """Rows of one head's (length, D), with zeros where it ends."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    rows = rows[:, None]
+    return tl.load(x + rows * D + d, mask=(rows < length) & (d < D), other=0.0)
+
+
+@triton.jit
+def _store(x, value, rows, length, D, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)[None, :]
+    rows = rows[:, None]
+    tl.store(x + rows * D + d, value, mask=(rows < length) & (d < D))
+
+
+@triton.jit
+def _clip(w):
+    return tl.minimum(tl.maximum(w, -1.0), 1.0)
+
+
+@triton.jit
+def _hide(w, own, j, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr):
+    """0 where a query, whose own key is the `own`-th, does not have the j-th for an atom."""
+    if CAUSAL:
+        w = tl.where(j <= own - EXCLUDE, w, 0.0)
+    elif EXCLUDE:
+        w = tl.where(j != own, w, 0.0)
+    return w
+
+
+@triton.jit
+def _power(x, P: tl.constexpr):
+    y = x
+    for _ in tl.static_range(P - 1):
+        y = y * x
+    return y
+
+
+@triton.jit
+def _place(N, BLOCK: tl.constexpr):
+    """Which head a program is for, and which block of N rows; a head is 64 bits wide."""
+    blocks = tl.cdiv(N, BLOCK)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    return head, tl.program_id(0) % blocks * BLOCK
+
+
+@triton.jit
+def _seen(first, M, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many keys the queries of a block, from `first` on, may have for atoms."""
+    if CAUSAL:
+        M = tl.minimum(M, first + BLOCK_N + prefix)
+    return M
+
+
+@triton.jit
+def _codes(
+    T, k, head, heads, rows, own, j, N, D, steps, ACC: tl.constexpr,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """W after so many steps in a tile, and a bit for each of the sets U_n on the way there."""
+    w = tl.zeros([BLOCK_N, BLOCK_M], ACC)
+    used = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    for n in range(steps):
+        t = _load(T + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+        used |= (tl.abs(w) > 1.0).to(tl.int32) << n
+        w = tl.dot(t, tl.trans(k), w - _clip(w), input_precision=PRECISION, out_dtype=ACC)
+        w = _hide(w, own[:, None], j[None, :], CAUSAL, EXCLUDE)
+    return w, used
+
+
+@triton.jit
+def _through_power(dz, w, small, total, mean, POWER: tl.constexpr):
+    """dw, where ν(zᵖ) has the gradient dz: slopes p zᵖ⁻¹ / ‖zᵖ‖₁, less the mean of all dz."""
+    if POWER > 0:
+        z = w - _clip(w)
+        dz = (dz - tl.where(z > 0, mean, -mean)) * (POWER * small * total)
+        if POWER > 1:
+            dz = dz * _power(z * small, POWER - 1)
+    return tl.where(tl.abs(w) > 1.0, dz, 0.0)
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["steps"])
+def residual_kernel(
+    Q, K, T, R, heads, N, M, prefix, steps, D,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """R = Q + (2 c(w) − w) K, w being that after so many steps: each program has some queries."""
+    head, first = _place(N, BLOCK_N)
+    rows = first + tl.arange(0, BLOCK_N)
+    acc = _load(Q + head * N * D, rows, N, D, BLOCK_D)
+    for start in range(0, _seen(first, M, prefix, CAUSAL, BLOCK_N), BLOCK_M):
+        j = start + tl.arange(0, BLOCK_M)
+        k = _load(K + head * M * D, j, M, D, BLOCK_D)
+        w, _ = _codes(
+            T, k, head, heads, rows, rows + prefix, j, N, D, steps, acc.dtype,
+            CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        back = (2 * _clip(w) - w).to(k.dtype)
+        acc = tl.dot(back, k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    _store(R + head * N * D, acc, rows, N, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def mix_kernel(
+    K, V, T, OUT, SCALES, heads, N, M, prefix, steps, D, DV, POWER: tl.constexpr,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """OUT = ν(zᵖ) V with z = S(w), or z V where p is 0.
+
+    As in a softmax that is summed key by key, what is there is made smaller whenever a code is
+    larger than all before it: the largest is 1 where powers are taken. SCALES has 1 / max abs(z),
+    and 1 / Σ_j abs(z_j)ᵖ for z of that scale.
+    """
+    head, first = _place(N, BLOCK_N)
+    rows = first + tl.arange(0, BLOCK_N)
+    ACC: tl.constexpr = OUT.dtype.element_ty
+    acc = tl.zeros([BLOCK_N, BLOCK_V], ACC)
+    top, total = tl.zeros([BLOCK_N], ACC), tl.zeros([BLOCK_N], ACC)
+    small = top + 1
+    for start in range(0, _seen(first, M, prefix, CAUSAL, BLOCK_N), BLOCK_M):
+        j = start + tl.arange(0, BLOCK_M)
+        k = _load(K + head * M * D, j, M, D, BLOCK_D)
+        w, _ = _codes(
+            T, k, head, heads, rows, rows + prefix, j, N, D, steps, ACC,
+            CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        a = w - _clip(w)
+        if POWER > 0:
+            above = tl.maximum(top, tl.max(tl.abs(a), 1))
+            small = 1 / tl.where(above == 0, 1.0, above)
+            shrink = _power(top * small, POWER)
+            top = above
+            a = _power(a * small[:, None], POWER)
+            total = total * shrink + tl.sum(tl.abs(a), 1)
+            acc = acc * shrink[:, None]
+        v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
+        acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
+    if POWER > 0:
+        total = 1 / tl.where(total == 0, 1.0, total)
+        acc = acc * total[:, None]
+        tl.store(SCALES + head * N + rows, small, mask=rows < N)
+        tl.store(SCALES + (heads + head) * N + rows, total, mask=rows < N)
+    _store(OUT + head * N * DV, acc, rows, N, DV, BLOCK_V)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scales(SCALES, MEAN, head, heads, rows, N, POWER: tl.constexpr):
+    """1 / max abs(z), 1 / Σ_j abs(z_j)ᵖ and Σ_j a_j dz_j of some queries."""
+    mean = tl.load(MEAN + head * N + rows, mask=rows < N, other=0.0)
+    small, total = mean, mean  # nobody asks for them
+    if POWER > 0:
+        small = tl.load(SCALES + head * N + rows, mask=rows < N, other=0.0)
+        total = tl.load(SCALES + (heads + head) * N + rows, mask=rows < N, other=0.0)
+    return small, total, mean
+
+
+@triton.jit(do_not_specialize=["steps", "last"])
+def query_kernel(
+    K, V, T, DR, G, SCALES, MEAN, DT, heads, N, M, prefix, steps, last, D, DV,
+    POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """DT = dw K, dw being the gradient of w after the step `last`: each program has some queries.
+
+    G is the gradient of the output; DR has rows for the steps after `last`.
+    """
+    head, first = _place(N, BLOCK_N)
+    rows = first + tl.arange(0, BLOCK_N)
+    own = rows + prefix
+    ACC: tl.constexpr = DT.dtype.element_ty
+    acc = tl.zeros([BLOCK_N, BLOCK_D], ACC)
+    small, total, mean = _scales(SCALES, MEAN, head, heads, rows, N, POWER)
+    g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
+    for start in range(0, _seen(first, M, prefix, CAUSAL, BLOCK_N), BLOCK_M):
+        j = start + tl.arange(0, BLOCK_M)
+        k = _load(K + head * M * D, j, M, D, BLOCK_D)
+        w, used = _codes(
+            T, k, head, heads, rows, own, j, N, D, steps, ACC,
+            CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
+        dw = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
+        dw = _through_power(dw, w, small[:, None], total[:, None], mean[:, None], POWER)
+        for back in range(1, steps - last):
+            n = steps - back
+            dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+            y = tl.dot(dr, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+            y = _hide(y, own[:, None], j[None, :], CAUSAL, EXCLUDE)
+            dw = tl.where((used >> n) & 1 != 0, dw - y, y)
+        acc = tl.dot(dw.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=ACC)
+    _store(DT + head * N * D, acc, rows, N, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def key_kernel(
+    K, V, T, DR, G, SCALES, MEAN, DK, DVALUES, heads, N, M, prefix, steps, D, DV,
+    POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """DK and DV of some keys, from all queries. Tiles are (keys, queries) here.
+
+    On the way to w the part of DK with dr, which is known, and on the way back that with dw.
+    """
+    head, first = _place(M, BLOCK_M)
+    j = first + tl.arange(0, BLOCK_M)
+    ACC: tl.constexpr = DK.dtype.element_ty
+    k = _load(K + head * M * D, j, M, D, BLOCK_D)
+    v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
+    dk = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    dv = tl.zeros([BLOCK_M, BLOCK_V], ACC)
+    start = 0
+    if CAUSAL:
+        start = tl.maximum(first - prefix, 0) // BLOCK_N * BLOCK_N
+    for at in range(start, N, BLOCK_N):
+        rows = at + tl.arange(0, BLOCK_N)
+        own = rows + prefix
+        w = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        used = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for n in range(steps):
+            t = _load(T + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+            dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+            used |= (tl.abs(w) > 1.0).to(tl.int32) << n
+            u = _clip(w)
+            w = tl.dot(k, tl.trans(t), w - u, input_precision=PRECISION, out_dtype=ACC)
+            w = _hide(w, own[None, :], j[:, None], CAUSAL, EXCLUDE)
+            less = (u - w).to(k.dtype)
+            dk = tl.dot(less, dr, dk, input_precision=PRECISION, out_dtype=ACC)
+        small, total, mean = _scales(SCALES, MEAN, head, heads, rows, N, POWER)
+        a = w - _clip(w)
+        if POWER > 0:
+            a = _power(a * small[None, :], POWER) * total[None, :]
+        g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
+        dv = tl.dot(a.to(k.dtype), g, dv, input_precision=PRECISION, out_dtype=ACC)
+        dw = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC)
+        dw = _through_power(dw, w, small[None, :], total[None, :], mean[None, :], POWER)
+        for back in range(1, steps + 1):
+            n = steps - back
+            t = _load(T + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+            dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
+            y = tl.dot(k, tl.trans(dr), input_precision=PRECISION, out_dtype=ACC)
+            y = _hide(y, own[None, :], j[:, None], CAUSAL, EXCLUDE)
+            both = dw - y
+            dk = tl.dot(both.to(k.dtype), t, dk, input_precision=PRECISION, out_dtype=ACC)
+            dw = tl.where((used >> n) & 1 != 0, both, y)
+    _store(DK + head * M * D, dk, j, M, D, BLOCK_D)
+    _store(DVALUES + head * M * DV, dv, j, M, DV, BLOCK_V)
+
+
+# --- how they are launched ------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """How large a tile is, and who computes it."""
+
+    BLOCK_N: int
+    BLOCK_M: int
+    num_warps: int
+    num_stages: int
+
+
+def blocks(kernel: Any, dtype: torch.dtype, *dims: int) -> Blocks:
+    """Return how a kernel is launched for tensors of a dtype with those numbers of features."""
+    return Blocks(64, 64, 4, 2)
+
+
+def padded(dim: int) -> int:
+    """Return the power of two, at least 16, that many features are padded to."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+class _Run:
+    """The kernels for some heads (b, ·, ·): which atoms they have, and in which dtype tiles are.
+
+    Those of float16 are in float32, as products in TF32: it has the same digits, and codes of
+    queries that are divided by a small κ, or gradients, are beyond what float16 can hold.
+    """
+
+    def __init__(self, how: How, k: Tensor, v: Tensor, N: int, dtype: torch.dtype) -> None:
+        self.how, self.N = how, N
+        (self.heads, self.M, self.D), self.DV = k.shape, v.shape[-1]
+        self.wide = k.dtype
+        self.tile = torch.bfloat16 if dtype == torch.bfloat16 else k.dtype
+        self.precision = "tf32" if dtype == torch.float16 or _fast() else "ieee"
+        self.k, self.v = (x.to(self.tile).contiguous() for x in (k, v))
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.k.new_empty(shape, dtype=dtype or self.wide)
+
+    def __call__(self, kernel: Any, **given: Any) -> None:
+        """Launch one, a program for each block of queries, or of keys where it has `DK`."""
+        features = {"D": self.D} | ({"DV": self.DV} if "DV" in kernel.arg_names else {})
+        size = blocks(kernel, self.tile, *features.values())._asdict()
+        if "POWER" in kernel.arg_names:
+            given["POWER"] = self.how.power or 0
+        length, block = (self.M, "BLOCK_M") if "DK" in given else (self.N, "BLOCK_N")
+        size |= {f"BLOCK_{x[-1]}": padded(n) for x, n in features.items()}
+        kernel[(self.heads * triton.cdiv(length, size[block]),)](
+            **given,
+            **features,
+            **size,
+            K=self.k,
+            heads=self.heads,
+            N=self.N,
+            M=self.M,
+            prefix=self.how.prefix,
+            CAUSAL=self.how.is_causal,
+            EXCLUDE=self.how.exclude_self,
+            PRECISION=self.precision,
+        )
+
+
+def _fast() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def _solver(how: How, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tensor]:
+    """Return what solves for all queries; causal: with the factors of each chunk made once."""
+    solver = Solver(k, rho, N, how)
+    if not how.is_causal:
+        return solver
+    parts = [solver.part(slice(None), slice(a, a + CHUNK)) for a in range(0, N, CHUNK)]
+
+    def solve(R: Tensor) -> Tensor:
+        chunks = zip(parts, R.split(CHUNK, -2), strict=True)
+        return torch.cat([part(chunk) for part, chunk in chunks], -2)
+
+    return solve
+
+
+class Coding(torch.autograd.Function):
+    """Codes, κ being 1, and what they mix: as `_Coding`, with tiles that are made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: How, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rho: Tensor
+    ) -> Tensor:
+        """Take q / κ, keys with rows of zeros for those not there, values, and ρ."""
+        leading = q.dim() - 2
+        Q, K, V, numbers = (flat_heads(x, leading).contiguous() for x in (q, k, v, rho))
+        run, solve = _Run(how, K, V, Q.shape[-2], dtype), _solver(how, K, numbers, Q.shape[-2])
+        T, R = run.new(how.iterations, *Q.shape, dtype=run.tile), Q
+        T[0] = solve(Q)
+        for n in range(1, how.iterations):
+            R = run.new(*Q.shape)
+            run(residual_kernel, Q=Q, T=T, R=R, steps=n)
+            T[n] = solve(R)
+        out = run.new(*Q.shape[:-1], run.DV)
+        scales = run.new(2, *Q.shape[:-1])
+        run(mix_kernel, V=run.v, T=T, OUT=out, SCALES=scales, steps=how.iterations)
+        ctx.save_for_backward(k, v, rho, T, out, scales)
+        ctx.how, ctx.dtype = how, dtype
+        return out.reshape(*q.shape[:-1], run.DV)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and ρ."""
+        (k, v, rho, T, out, scales), how = ctx.saved_tensors, ctx.how
+        with full_precision(grad.device):  # autocast may be on again
+            g, K, V, numbers = (flat_heads(x, grad.dim() - 2) for x in (grad, k, v, rho))
+            run, steps = _Run(how, K, V, g.shape[-2], ctx.dtype), how.iterations
+            solve = _solver(how, K, numbers, run.N)
+            DR, dq = torch.empty_like(T), run.new(*T.shape[1:]).zero_()
+            given = {"V": run.v, "T": T, "DR": DR, "G": g.to(run.tile).contiguous()}
+            given |= {"SCALES": scales, "MEAN": (g * out).sum(-1), "steps": steps}
+            for n in range(steps - 1, -1, -1):
+                dt = run.new(*T.shape[1:])
+                run(query_kernel, **given, DT=dt, last=n)
+                DR[n] = solve(dt)
+                dq += DR[n]
+            dk, dv = run.new(*K.shape), run.new(*V.shape)
+            run(key_kernel, **given, DK=dk, DVALUES=dv)
+            drho = -torch.linalg.vecdot(T.to(run.wide), DR).sum((0, -1))
+        found = zip((dk, dv, drho), (k, v, rho), strict=True)
+        return None, None, dq.view(*grad.shape[:-1], -1), *(x.view(y.shape) for x, y in found)
+
+
+def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
+    """Yield the kernels as they are launched for heads of that many features, with the paper's p."""
+    tile, wide = f"*{NAMES[dtype]}", "*fp32"
+    pointers = dict.fromkeys(("K", "V", "T", "DR", "G"), tile)
+    fixed = {"PRECISION": "ieee", "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
+    for kernel in (residual_kernel, mix_kernel, query_kernel, key_kernel):
+        names = kernel.arg_names
+        dims = [head_dim] * (1 + ("DV" in names))
+        size = blocks(kernel, dtype, *dims)
+        constants = fixed | size._asdict() | {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
+        constants = {name: x for name, x in constants.items() if name in names}
+        arguments = {
+            name: "constexpr"
+            if name in constants
+            else pointers.get(
+                name, wide if name.isupper() and name not in ("N", "M", "D", "DV") else "i32"
+            )
+            for name in names
+        }
+        name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
+        yield Launch(name, kernel, arguments, constants, size.num_warps, size.num_stages)
