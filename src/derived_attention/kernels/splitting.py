@@ -1,6 +1,6 @@
 """Lasso attention with no (N, M) matrix in memory: what a GPU runs for `lasso_attention`.
 
-A step of `derived_attention.attention.sparse_coding`, κ being 1 and c(w) = min(max(w, −1), 1), is ::
+A step of `derived_attention.attention.sparse_coding`, with κ = 1 and c(w) = clip(w, ±1), is ::
 
     w_0 = 0,   z_n = w_n − c(w_n),   t_n = G⁻¹ (q + Kᵀ(2 c(w_n) − w_n)),   w_{n+1} = z_n + K t_n
 
@@ -41,18 +41,26 @@ from derived_attention.kernels import NAMES, Launch
 
 
 @triton.jit
-def _load(x, rows, length, D, BLOCK_D: tl.constexpr):
-    """Rows of one head's (length, D), with zeros where it ends."""
+def _here(rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of rows in one head's (length, D), and which of them are within it."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    rows = rows[:, None]
-    return tl.load(x + rows * D + d, mask=(rows < length) & (d < D), other=0.0)
+    here = rows[:, None] < length
+    if D < BLOCK_D:
+        here = here & (d < D)
+    return rows[:, None] * D + d, here
 
 
 @triton.jit
-def _store(x, value, rows, length, D, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)[None, :]
-    rows = rows[:, None]
-    tl.store(x + rows * D + d, value, mask=(rows < length) & (d < D))
+def _load(x, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one head's (length, D), with zeros where it ends."""
+    at, here = _here(rows, length, D, BLOCK_D)
+    return tl.load(x + at, mask=here, other=0.0)
+
+
+@triton.jit
+def _store(x, value, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    at, here = _here(rows, length, D, BLOCK_D)
+    tl.store(x + at, value, mask=here)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def _seen(first, M, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _codes(
-    T, k, head, heads, rows, own, j, N, D, steps, ACC: tl.constexpr,
+    T, k, head, heads, rows, own, j, N, steps, ACC: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +135,7 @@ def _through_power(dz, w, small, total, mean, POWER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["steps"])
 def residual_kernel(
-    Q, K, T, R, heads, N, M, prefix, steps, D,
+    Q, K, T, R, heads, N, M, prefix, steps, D: tl.constexpr,
     CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +147,7 @@ def residual_kernel(
         j = start + tl.arange(0, BLOCK_M)
         k = _load(K + head * M * D, j, M, D, BLOCK_D)
         w, _ = _codes(
-            T, k, head, heads, rows, rows + prefix, j, N, D, steps, acc.dtype,
+            T, k, head, heads, rows, rows + prefix, j, N, steps, acc.dtype, D,
             CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         back = (2 * _clip(w) - w).to(k.dtype)
@@ -149,7 +157,8 @@ def residual_kernel(
 
 @triton.jit(do_not_specialize=["steps"])
 def mix_kernel(
-    K, V, T, OUT, SCALES, heads, N, M, prefix, steps, D, DV, POWER: tl.constexpr,
+    K, V, T, OUT, SCALES, heads, N, M, prefix, steps,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr,
     CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +178,7 @@ def mix_kernel(
         j = start + tl.arange(0, BLOCK_M)
         k = _load(K + head * M * D, j, M, D, BLOCK_D)
         w, _ = _codes(
-            T, k, head, heads, rows, rows + prefix, j, N, D, steps, ACC,
+            T, k, head, heads, rows, rows + prefix, j, N, steps, ACC, D,
             CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         a = w - _clip(w)
@@ -207,8 +216,8 @@ def _scales(SCALES, MEAN, head, heads, rows, N, POWER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["steps", "last"])
 def query_kernel(
-    K, V, T, DR, G, SCALES, MEAN, DT, heads, N, M, prefix, steps, last, D, DV,
-    POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    K, V, T, DR, G, SCALES, MEAN, DT, heads, N, M, prefix, steps, last,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DT = dw K, dw being the gradient of w after the step `last`: each program has some queries.
@@ -226,7 +235,7 @@ def query_kernel(
         j = start + tl.arange(0, BLOCK_M)
         k = _load(K + head * M * D, j, M, D, BLOCK_D)
         w, used = _codes(
-            T, k, head, heads, rows, own, j, N, D, steps, ACC,
+            T, k, head, heads, rows, own, j, N, steps, ACC, D,
             CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
@@ -244,8 +253,8 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=["steps"])
 def key_kernel(
-    K, V, T, DR, G, SCALES, MEAN, DK, DVALUES, heads, N, M, prefix, steps, D, DV,
-    POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    K, V, T, DR, G, SCALES, MEAN, DK, DVALUES, heads, N, M, prefix, steps,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DK and DV of some keys, from all queries. Tiles are (keys, queries) here.
@@ -309,7 +318,7 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-def blocks(kernel: Any, dtype: torch.dtype, *dims: int) -> Blocks:
+def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
     """Return how a kernel is launched for tensors of a dtype with those numbers of features."""
     return Blocks(64, 64, 4, 2)
 
@@ -331,7 +340,7 @@ class _Run:
         (self.heads, self.M, self.D), self.DV = k.shape, v.shape[-1]
         self.wide = k.dtype
         self.tile = torch.bfloat16 if dtype == torch.bfloat16 else k.dtype
-        self.precision = "tf32" if dtype == torch.float16 or _fast() else "ieee"
+        self.precision = precision(dtype)
         self.k, self.v = (x.to(self.tile).contiguous() for x in (k, v))
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -340,7 +349,7 @@ class _Run:
     def __call__(self, kernel: Any, **given: Any) -> None:
         """Launch one, a program for each block of queries, or of keys where it has `DK`."""
         features = {"D": self.D} | ({"DV": self.DV} if "DV" in kernel.arg_names else {})
-        size = blocks(kernel, self.tile, *features.values())._asdict()
+        size = blocks(kernel, self.tile, max(features.values()))._asdict()
         if "POWER" in kernel.arg_names:
             given["POWER"] = self.how.power or 0
         length, block = (self.M, "BLOCK_M") if "DK" in given else (self.N, "BLOCK_N")
@@ -360,8 +369,11 @@ class _Run:
         )
 
 
-def _fast() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+def precision(dtype: torch.dtype) -> str:
+    """Return what products of float32 are made of: three in TF32 lose no more than its sums do."""
+    if dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "tf32x3"
 
 
 def _solver(how: How, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tensor]:
@@ -427,23 +439,16 @@ class Coding(torch.autograd.Function):
 
 
 def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
-    """Yield the kernels as they are launched for heads of that many features, with the paper's p."""
-    tile, wide = f"*{NAMES[dtype]}", "*fp32"
-    pointers = dict.fromkeys(("K", "V", "T", "DR", "G"), tile)
-    fixed = {"PRECISION": "ieee", "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
+    """Yield the kernels as they are launched for heads of that many features, with p = 5."""
+    tile = dict.fromkeys(("K", "V", "T", "DR", "G"), f"*{NAMES[dtype]}")
+    sizes = dict.fromkeys(("heads", "N", "M", "prefix", "steps", "last"), "i32")
+    fixed = {"PRECISION": precision(dtype), "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
+    fixed |= dict.fromkeys(("D", "DV", "BLOCK_D", "BLOCK_V"), head_dim)
     for kernel in (residual_kernel, mix_kernel, query_kernel, key_kernel):
-        names = kernel.arg_names
-        dims = [head_dim] * (1 + ("DV" in names))
-        size = blocks(kernel, dtype, *dims)
-        constants = fixed | size._asdict() | {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
-        constants = {name: x for name, x in constants.items() if name in names}
-        arguments = {
-            name: "constexpr"
-            if name in constants
-            else pointers.get(
-                name, wide if name.isupper() and name not in ("N", "M", "D", "DV") else "i32"
-            )
-            for name in names
-        }
+        size = blocks(kernel, dtype, head_dim)
+        known = fixed | size._asdict()
+        constants = {name: known[name] for name in kernel.arg_names if name in known}
+        kinds = tile | sizes | dict.fromkeys(constants, "constexpr")
+        arguments = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
         name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
         yield Launch(name, kernel, arguments, constants, size.num_warps, size.num_stages)
