@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from derived_attention.attention.convention import full_precision
 from derived_attention.attention.masks import flat_heads
 from derived_attention.attention.sparse_coding import CHUNK, How, Solver
-from derived_attention.kernels import NAMES, Launch
+from derived_attention.kernels import NAMES, Launch, Work
 
 # --- what the kernels share -----------------------------------------------------------------------
 
@@ -217,7 +217,8 @@ def _scales(SCALES, MEAN, head, heads, rows, N, POWER: tl.constexpr):
 @triton.jit(do_not_specialize=["steps", "last"])
 def query_kernel(
     K, V, T, DR, G, SCALES, MEAN, DT, heads, N, M, prefix, steps, last,
-    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DT = dw K, dw being the gradient of w after the step `last`: each program has some queries.
@@ -254,7 +255,8 @@ def query_kernel(
 @triton.jit(do_not_specialize=["steps"])
 def key_kernel(
     K, V, T, DR, G, SCALES, MEAN, DK, DVALUES, heads, N, M, prefix, steps,
-    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """DK and DV of some keys, from all queries. Tiles are (keys, queries) here.
@@ -390,52 +392,70 @@ def _solver(how: How, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tens
     return solve
 
 
-class Coding(torch.autograd.Function):
-    """Codes, κ being 1, and what they mix: as `_Coding`, with tiles that are made again."""
+def coding(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ν(zᵖ) V, or z V, for the codes z of q in k with κ = 1.
+
+    Parameters
+    ----------
+    how : How
+        Which atoms, how many steps, and p.
+    q, k, v, rho : Tensor
+        Queries divided by κ, keys with rows of zeros for those not there, values, and ρ ``(...,)``,
+        in float32; under the interpreter, in float64 too.
+    dtype : torch.dtype
+        That of what was given: tiles of bfloat16 are multiplied in bfloat16.
+
+    Raises
+    ------
+    RuntimeError
+        For a second derivative.
+    """
+    leading = q.dim() - 2
+    flat = (flat_heads(x, leading).contiguous() for x in (q, k, v, rho))
+    return _Coding.apply(how, dtype, *flat).view(*q.shape[:-1], v.shape[-1])
+
+
+class _Coding(torch.autograd.Function):
+    """Codes, κ being 1, and what they mix, of heads that are one dimension (b, ·, ·)."""
 
     @staticmethod
     def forward(
         ctx: Any, how: How, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rho: Tensor
     ) -> Tensor:
-        """Take q / κ, keys with rows of zeros for those not there, values, and ρ."""
-        leading = q.dim() - 2
-        Q, K, V, numbers = (flat_heads(x, leading).contiguous() for x in (q, k, v, rho))
-        run, solve = _Run(how, K, V, Q.shape[-2], dtype), _solver(how, K, numbers, Q.shape[-2])
-        T, R = run.new(how.iterations, *Q.shape, dtype=run.tile), Q
-        T[0] = solve(Q)
+        """Take q / κ, keys, values, and ρ (b,)."""
+        run, solve = _Run(how, k, v, q.shape[-2], dtype), _solver(how, k, rho, q.shape[-2])
+        T = run.new(how.iterations, *q.shape, dtype=run.tile)
+        T[0] = solve(q)
         for n in range(1, how.iterations):
-            R = run.new(*Q.shape)
-            run(residual_kernel, Q=Q, T=T, R=R, steps=n)
+            R = run.new(*q.shape)
+            run(residual_kernel, Q=q, T=T, R=R, steps=n)
             T[n] = solve(R)
-        out = run.new(*Q.shape[:-1], run.DV)
-        scales = run.new(2, *Q.shape[:-1])
+        out, scales = run.new(*q.shape[:-1], run.DV), run.new(2, *q.shape[:-1])
         run(mix_kernel, V=run.v, T=T, OUT=out, SCALES=scales, steps=how.iterations)
         ctx.save_for_backward(k, v, rho, T, out, scales)
         ctx.how, ctx.dtype = how, dtype
-        return out.reshape(*q.shape[:-1], run.DV)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and ρ."""
         (k, v, rho, T, out, scales), how = ctx.saved_tensors, ctx.how
-        with full_precision(grad.device):  # autocast may be on again
-            g, K, V, numbers = (flat_heads(x, grad.dim() - 2) for x in (grad, k, v, rho))
-            run, steps = _Run(how, K, V, g.shape[-2], ctx.dtype), how.iterations
-            solve = _solver(how, K, numbers, run.N)
-            DR, dq = torch.empty_like(T), run.new(*T.shape[1:]).zero_()
+        with full_precision(g.device):  # autocast may be on again
+            run, steps = _Run(how, k, v, g.shape[-2], ctx.dtype), how.iterations
+            solve = _solver(how, k, rho, run.N)
+            DR, dq = torch.empty_like(T), 0
             given = {"V": run.v, "T": T, "DR": DR, "G": g.to(run.tile).contiguous()}
             given |= {"SCALES": scales, "MEAN": (g * out).sum(-1), "steps": steps}
             for n in range(steps - 1, -1, -1):
-                dt = run.new(*T.shape[1:])
-                run(query_kernel, **given, DT=dt, last=n)
-                DR[n] = solve(dt)
-                dq += DR[n]
-            dk, dv = run.new(*K.shape), run.new(*V.shape)
+                DT = run.new(*T.shape[1:])
+                run(query_kernel, **given, DT=DT, last=n)
+                dr = solve(DT)
+                DR[n], dq = dr, dq + dr
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
             run(key_kernel, **given, DK=dk, DVALUES=dv)
-            drho = -torch.linalg.vecdot(T.to(run.wide), DR).sum((0, -1))
-        found = zip((dk, dv, drho), (k, v, rho), strict=True)
-        return None, None, dq.view(*grad.shape[:-1], -1), *(x.view(y.shape) for x, y in found)
+            drho = -sum((t * dr).sum((-2, -1), dtype=run.wide) for t, dr in zip(T, DR, strict=True))
+        return None, None, dq, dk, dv, drho
 
 
 def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
@@ -452,3 +472,36 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
         arguments = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
         name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
         yield Launch(name, kernel, arguments, constants, size.num_warps, size.num_stages)
+
+
+def work(
+    kind: str, *, B: int, H: int, N: int, M: int, D: int, Dv: int | None = None,
+    iterations: int = 5, is_causal: bool = False, dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Work]:  # fmt: skip
+    """Count what "lasso" costs, "forward" and "forward + backward".
+
+    Operations are 2 for each pair of query and key that see each other, and each feature that a
+    product sums over. With k steps the forward pass has k(k + 3) / 2 − 1 of D features and one of
+    Dv; the backward pass has k(3k + 1) / 2 and k of Dv for the gradients of queries, in k launches,
+    and 4k and 2 of Dv for those of keys and values: 20 and 67 in all for k = 5. To these come those
+    with G⁻¹, one for each step, and KᵀK. Bytes are what each launch has to read and write once.
+    """
+    if kind != "lasso":
+        raise ValueError(f"kind is {kind!r}; expected 'lasso'")
+    Dv, n, size = Dv or D, iterations, dtype.itemsize
+    pairs = sum(min(i + 1, M) for i in range(N)) if is_causal else N * M
+    small = 2 * D * D * (n * N + M)  # G⁻¹ and KᵀK
+    first = 2 * pairs * ((n * (n + 3) // 2 - 1) * D + Dv) + small
+    again = 2 * pairs * ((n * (3 * n + 1) // 2 + 4 * n) * D + (n + 2) * Dv) + small
+    queries, keys, values = N * D, M * D, M * Dv
+    solved = queries * (4 + size) * n  # each R is read, and t written
+    steps = (n - 1) * (queries * 8 + keys * size) + n * (n - 1) // 2 * queries * size
+    last = size * (n * queries + keys + values) + 4 * N * Dv
+    there = solved + steps + last
+    each = size * (n * queries + keys + values + N * Dv) + 12 * N
+    back = n * (each + 4 * queries) + n * (n - 1) // 2 * queries * size + solved
+    back += each + size * n * queries + 4 * (keys + values) + 4 * queries * n
+    heads = B * H
+    forward = Work(heads * first, heads * there)
+    both = Work(heads * (first + again), heads * (there + back))
+    return {"forward": forward, "forward + backward": both}
