@@ -17,7 +17,7 @@ Backward, dw_n is the gradient of w_n, and a set U_n is where abs(w_n) > 1 ::
     dK = Σ_n (dw_{n+1} − y_n) t_nᵀ − (w_{n+1} − c(w_n)) dr_nᵀ
 
 and dw_k follows from w_k, the values, and the gradient of the output. So dw_n is made again from
-t_0, …, t_{k−1} and dr_n, …, dr_{k−1}: one pass for each step, and one for dK and dV at the end.
+t_0, …, t_{k−1} and dr_n, …, dr_{k−1}: one pass for each step, and two for dK and dV.
 Memory is O((N + M) D k), forward and backward.
 """
 
@@ -100,6 +100,15 @@ def _seen(first, M, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
     if CAUSAL:
         M = tl.minimum(M, first + BLOCK_N + prefix)
     return M
+
+
+@triton.jit
+def _since(first, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of queries, by its first, from which on keys from `first` on are atoms."""
+    start = 0
+    if CAUSAL:
+        start = tl.maximum(first - prefix, 0) // BLOCK_N * BLOCK_N
+    return start
 
 
 @triton.jit
@@ -254,12 +263,12 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=["steps"])
 def key_kernel(
-    K, V, T, DR, G, SCALES, MEAN, DK, DVALUES, heads, N, M, prefix, steps,
+    K, V, T, DR, G, SCALES, MEAN, DK, heads, N, M, prefix, steps,
     D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr,
     CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """DK and DV of some keys, from all queries. Tiles are (keys, queries) here.
+    """DK: each program has some keys, and goes through the queries. Tiles are (keys, queries).
 
     On the way to w the part of DK with dr, which is known, and on the way back that with dw.
     """
@@ -269,11 +278,7 @@ def key_kernel(
     k = _load(K + head * M * D, j, M, D, BLOCK_D)
     v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
     dk = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    dv = tl.zeros([BLOCK_M, BLOCK_V], ACC)
-    start = 0
-    if CAUSAL:
-        start = tl.maximum(first - prefix, 0) // BLOCK_N * BLOCK_N
-    for at in range(start, N, BLOCK_N):
+    for at in range(_since(first, prefix, CAUSAL, BLOCK_N), N, BLOCK_N):
         rows = at + tl.arange(0, BLOCK_N)
         own = rows + prefix
         w = tl.zeros([BLOCK_M, BLOCK_N], ACC)
@@ -288,11 +293,7 @@ def key_kernel(
             less = (u - w).to(k.dtype)
             dk = tl.dot(less, dr, dk, input_precision=PRECISION, out_dtype=ACC)
         small, total, mean = _scales(SCALES, MEAN, head, heads, rows, N, POWER)
-        a = w - _clip(w)
-        if POWER > 0:
-            a = _power(a * small[None, :], POWER) * total[None, :]
         g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
-        dv = tl.dot(a.to(k.dtype), g, dv, input_precision=PRECISION, out_dtype=ACC)
         dw = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC)
         dw = _through_power(dw, w, small[None, :], total[None, :], mean[None, :], POWER)
         for back in range(1, steps + 1):
@@ -305,7 +306,38 @@ def key_kernel(
             dk = tl.dot(both.to(k.dtype), t, dk, input_precision=PRECISION, out_dtype=ACC)
             dw = tl.where((used >> n) & 1 != 0, both, y)
     _store(DK + head * M * D, dk, j, M, D, BLOCK_D)
-    _store(DVALUES + head * M * DV, dv, j, M, DV, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def value_kernel(
+    K, T, G, SCALES, MEAN, DVALUES, heads, N, M, prefix, steps,
+    D: tl.constexpr, DV: tl.constexpr, POWER: tl.constexpr,
+    CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient of values, ν(zᵖ)ᵀ G: each program has some keys, and goes through the queries.
+
+    With DK in one kernel, both sums would not fit into a multiprocessor's registers.
+    """
+    head, first = _place(M, BLOCK_M)
+    j = first + tl.arange(0, BLOCK_M)
+    ACC: tl.constexpr = DVALUES.dtype.element_ty
+    k = _load(K + head * M * D, j, M, D, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], ACC)
+    for at in range(_since(first, prefix, CAUSAL, BLOCK_N), N, BLOCK_N):
+        rows = at + tl.arange(0, BLOCK_N)
+        w, _ = _codes(
+            T, k, head, heads, rows, rows + prefix, j, N, steps, ACC, D,
+            CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        a = w - _clip(w)
+        small, total, _ = _scales(SCALES, MEAN, head, heads, rows, N, POWER)
+        if POWER > 0:
+            a = _power(a * small[:, None], POWER) * total[:, None]
+        g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
+        a = tl.trans(a.to(g.dtype))
+        acc = tl.dot(a, g, acc, input_precision=PRECISION, out_dtype=ACC)
+    _store(DVALUES + head * M * DV, acc, j, M, DV, BLOCK_V)
 
 
 # --- how they are launched ------------------------------------------------------------------------
@@ -349,12 +381,13 @@ class _Run:
         return self.k.new_empty(shape, dtype=dtype or self.wide)
 
     def __call__(self, kernel: Any, **given: Any) -> None:
-        """Launch one, a program for each block of queries, or of keys where it has `DK`."""
+        """Launch one: a program for each block of queries, or of keys."""
         features = {"D": self.D} | ({"DV": self.DV} if "DV" in kernel.arg_names else {})
         size = blocks(kernel, self.tile, max(features.values()))._asdict()
         if "POWER" in kernel.arg_names:
             given["POWER"] = self.how.power or 0
-        length, block = (self.M, "BLOCK_M") if "DK" in given else (self.N, "BLOCK_N")
+        by_key = kernel in (key_kernel, value_kernel)
+        length, block = (self.M, "BLOCK_M") if by_key else (self.N, "BLOCK_N")
         size |= {f"BLOCK_{x[-1]}": padded(n) for x, n in features.items()}
         kernel[(self.heads * triton.cdiv(length, size[block]),)](
             **given,
@@ -372,10 +405,9 @@ class _Run:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return what products of float32 are made of: three in TF32 lose no more than its sums do."""
-    if dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "tf32x3"
+    """Return how tiles of float32 are multiplied, for tensors that were given in `dtype`."""
+    fast = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if fast else "ieee"
 
 
 def _solver(how: How, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tensor]:
@@ -445,15 +477,17 @@ class _Coding(torch.autograd.Function):
             run, steps = _Run(how, k, v, g.shape[-2], ctx.dtype), how.iterations
             solve = _solver(how, k, rho, run.N)
             DR, dq = torch.empty_like(T), 0
-            given = {"V": run.v, "T": T, "DR": DR, "G": g.to(run.tile).contiguous()}
-            given |= {"SCALES": scales, "MEAN": (g * out).sum(-1), "steps": steps}
+            given = {"T": T, "G": g.to(run.tile).contiguous(), "steps": steps}
+            given |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
+            dk, dv = torch.empty_like(k), torch.empty_like(v)
+            run(value_kernel, **given, DVALUES=dv)
+            given |= {"V": run.v, "DR": DR}
             for n in range(steps - 1, -1, -1):
                 DT = run.new(*T.shape[1:])
                 run(query_kernel, **given, DT=DT, last=n)
                 dr = solve(DT)
                 DR[n], dq = dr, dq + dr
-            dk, dv = torch.empty_like(k), torch.empty_like(v)
-            run(key_kernel, **given, DK=dk, DVALUES=dv)
+            run(key_kernel, **given, DK=dk)
             drho = -sum((t * dr).sum((-2, -1), dtype=run.wide) for t, dr in zip(T, DR, strict=True))
         return None, None, dq, dk, dv, drho
 
@@ -464,7 +498,7 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     sizes = dict.fromkeys(("heads", "N", "M", "prefix", "steps", "last"), "i32")
     fixed = {"PRECISION": precision(dtype), "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
     fixed |= dict.fromkeys(("D", "DV", "BLOCK_D", "BLOCK_V"), head_dim)
-    for kernel in (residual_kernel, mix_kernel, query_kernel, key_kernel):
+    for kernel in (residual_kernel, mix_kernel, query_kernel, value_kernel, key_kernel):
         size = blocks(kernel, dtype, head_dim)
         known = fixed | size._asdict()
         constants = {name: known[name] for name in kernel.arg_names if name in known}
