@@ -104,7 +104,7 @@ def _seen(first, M, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _since(first, prefix, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of queries, by its first, from which on keys from `first` on are atoms."""
+    """Where the blocks of queries begin that may have keys from `first` on for atoms."""
     start = 0
     if CAUSAL:
         start = tl.maximum(first - prefix, 0) // BLOCK_N * BLOCK_N
@@ -315,7 +315,7 @@ def value_kernel(
     CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of values, ν(zᵖ)ᵀ G: each program has some keys, and goes through the queries.
+    """DVALUES = ν(zᵖ)ᵀ G: each program has some keys, and goes through the queries.
 
     With DK in one kernel, both sums would not fit into a multiprocessor's registers.
     """
@@ -517,8 +517,9 @@ def work(
     Operations are 2 for each pair of query and key that see each other, and each feature that a
     product sums over. With k steps the forward pass has k(k + 3) / 2 − 1 of D features and one of
     Dv; the backward pass has k(3k + 1) / 2 and k of Dv for the gradients of queries, in k launches,
-    and 4k and 2 of Dv for those of keys and values: 20 and 67 in all for k = 5. To these come those
-    with G⁻¹, one for each step, and KᵀK. Bytes are what each launch has to read and write once.
+    and 4k and one of Dv for that of keys, k and one of Dv for that of values: with k = 5, 20 and 72
+    in all. To these come those with G⁻¹, one for each step, and KᵀK. Bytes are what each launch has
+    to read and write once.
     """
     if kind != "lasso":
         raise ValueError(f"kind is {kind!r}; expected 'lasso'")
@@ -526,7 +527,7 @@ def work(
     pairs = sum(min(i + 1, M) for i in range(N)) if is_causal else N * M
     small = 2 * D * D * (n * N + M)  # G⁻¹ and KᵀK
     first = 2 * pairs * ((n * (n + 3) // 2 - 1) * D + Dv) + small
-    again = 2 * pairs * ((n * (3 * n + 1) // 2 + 4 * n) * D + (n + 2) * Dv) + small
+    again = 2 * pairs * ((n * (3 * n + 1) // 2 + 5 * n) * D + (n + 2) * Dv) + small
     queries, keys, values = N * D, M * D, M * Dv
     solved = queries * (4 + size) * n  # each R is read, and t written
     steps = (n - 1) * (queries * 8 + keys * size) + n * (n - 1) // 2 * queries * size
@@ -534,7 +535,7 @@ def work(
     there = solved + steps + last
     each = size * (n * queries + keys + values + N * Dv) + 12 * N
     back = n * (each + 4 * queries) + n * (n - 1) // 2 * queries * size + solved
-    back += each + size * n * queries + 4 * (keys + values) + 4 * queries * n
+    back += 2 * each + size * n * queries + 4 * (keys + values) + 4 * queries * n
     heads = B * H
     forward = Work(heads * first, heads * there)
     both = Work(heads * (first + again), heads * (there + back))
