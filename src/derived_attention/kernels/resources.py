@@ -20,7 +20,8 @@ import torch
 
 from derived_attention.kernels import HEAD_DIMS, Launch
 
-MODULES: tuple[str, ...] = ("linear",)  # with a function `launches(head_dim, dtype)` each
+# With a function `launches(head_dim, dtype)` each.
+MODULES: tuple[str, ...] = ("mixture", "linear", "splitting")
 
 
 @dataclass(frozen=True)
