@@ -293,7 +293,7 @@ class _Sum(NamedTuple):
         free = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
         p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
         A = p.sum(2)
-        if mask.is_causal and block.rows.start == 0:  # one key: no rounding its future could move
+        if mask.is_causal and block.rows.start == 0 and block.m:  # one key: nothing to round
             A[:, 0, 0] = 1
         return A, p
 
