@@ -295,7 +295,7 @@ def test_one_call_for_all_components_off_the_cpu_equals_blocks(monkeypatch):
     for options in ({}, {"attn_mask": keep(32)}):
         by_blocks = with_gradients(mixture_attention, inputs, **own("variances"), **options)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(mixture, "_by_tiles", lambda *tensors: False)
+            elsewhere.setattr(mixture, "_in_parts", lambda q: False)
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
                 joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
         assert_all_close(by_blocks, joined, 1e-12, list(options))

@@ -138,7 +138,7 @@ def mixture_attention(
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     with full_precision(q.device):
-        if k.shape[-3] > 1 and (mask.is_causal or hard or _by_tiles(q, k, v)):
+        if k.shape[-3] > 1 and (mask.is_causal or hard or _in_parts(q)):
             return _chunked(q, k, v, parts, mask, hard).to(q.dtype)
         return _joined(q, k, v, parts, mask).to(q.dtype)
 
@@ -155,12 +155,17 @@ def hard_mixture_attention(q, k, v, mask, scale, **own) -> Tensor:
     return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **own)
 
 
-def _by_tiles(*tensors: Tensor) -> bool:
+def _in_parts(q: Tensor) -> bool:
     """Say whether to save R − 1 of R value products is worth more than one fused call.
 
-    It is on a CPU. Compilers would have every tile in their graph, and rows are looked at.
+    It is on a CPU, but for compilers, which would have every part in their graph.
     """
-    return all(x.device.type == "cpu" and may_look_at(x) and x.numel() for x in tensors)
+    return q.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _by_tiles(*tensors: Tensor) -> bool:
+    """Say whether tiles, which look at rows, may be those parts."""
+    return all(_in_parts(x) and may_look_at(x) and x.numel() for x in tensors)
 
 
 def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
@@ -287,11 +292,12 @@ class _Sum(NamedTuple):
         s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
         for r in range(k.shape[1]):
             mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
-        free = not torch.compiler.is_compiling()  # in place: a traced graph may want gradients
+        # In place, but for a traced graph, which may want gradients.
+        free = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
         p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
-        A = p[:, :, 0].clone() if keep else p[:, :, 0]
-        for r in range(1, p.shape[2]):
-            A += p[:, :, r]
+        A = p.sum(2)
+        if mask.is_causal and block.rows.start == 0 and block.m:  # one key: nothing to round
+            A[:, 0, 0] = 1
         return A, p
 
     def spread(
