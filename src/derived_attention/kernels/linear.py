@@ -781,7 +781,7 @@ def work(
     if kind != "forward":
         products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
         products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)
-        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state / 4
+        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state // 4
         moved += query + keys + values
     parts = B * H * -(-Dv // width)
     return {"linear": Work(float(parts * products), float(parts * moved))}
