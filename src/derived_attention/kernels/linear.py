@@ -94,7 +94,9 @@ def values_at_once(F: int, options: Options) -> int:
     """
     if options.scalar:
         return 16 if F <= 128 else 0
-    return 128 * 64 // _padded(F) if F <= WIDEST else 0
+    if F > 128:
+        return 16 if F <= WIDEST else 0
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
 
 
 def fits(F: int, dtype: torch.dtype) -> bool:
