@@ -38,7 +38,7 @@ def both(inputs, form, reference, **options):
 @pytest.mark.parametrize(
     ("n", "m", "d", "dv", "leading", "options"),
     [
-        (140, 140, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
+        (140, 140, 20, 12, (1, 1), {"scale": 0.7}),  # three segments of two blocks
         (70, 37, 20, 9, (1,), {}),
         (37, 53, 20, 24, (2, 1, 1), {}),
         (1, 1, 1, 1, (), {}),

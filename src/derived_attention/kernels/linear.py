@@ -94,7 +94,9 @@ def values_at_once(F: int, options: Options) -> int:
     """
     if options.scalar:
         return 16 if F <= 128 else 0
-    return 128 * 64 // _padded(F) if F <= WIDEST else 0
+    if F > 128:
+        return 16 if F <= WIDEST else 0
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
 
 
 def fits(F: int, dtype: torch.dtype) -> bool:
@@ -781,7 +783,7 @@ def work(
     if kind != "forward":
         products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
         products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)
-        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state / 4
+        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state // 4
         moved += query + keys + values
     parts = B * H * -(-Dv // width)
     return {"linear": Work(float(parts * products), float(parts * moved))}
