@@ -20,7 +20,7 @@ import torch
 
 from derived_attention.kernels import HEAD_DIMS, Launch
 
-MODULES: tuple[str, ...] = ()  # with a function `launches(head_dim, dtype)` each
+MODULES: tuple[str, ...] = ("mixture",)  # with a function `launches(head_dim, dtype)` each
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,567 @@
+"""Kernels of mixtures of keys: soft and hard, with keys that are free and keys that are shifted.
+
+In the notation of `derived_attention.attention.mixture`, all of them have scores ::
+
+    s_ijr = a_r q_i·k_jr + u_ir + w_jr
+
+and weights exp(s_ij) over their sum, with s_ij = log Σ_r exp(s_ijr), or max_r s_ijr in the hard
+form. Free keys have w_jr = log π_r − a_r ‖k_jr‖²/2 and, where the precisions a_r differ, u_ir =
+−a_r ‖q_i‖²/2; shifted ones have one key for all r, and u and w from
+`derived_attention.attention.shifted_mixture`. PyTorch makes a, u and w, of O(R (N + M)) numbers,
+and takes their gradients on. In half precision q·k is rounded nowhere, and neither are u and w:
+they are added to it in float32.
+
+A block of queries meets the keys a block at a time, as in [Dao2022]: R products of scores, one of
+values, and no score in memory. The backward pass makes the scores again, with dS_ijr = P_ijr (dO_i·
+v_j − dO_i·O_i). Over blocks of queries it sums dq and du, and over blocks of keys dk, dv and dw:
+each sum has one owner and one order, so that results repeat to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from derived_attention.attention.convention import full_precision
+from derived_attention.attention.masks import Mask, narrowed
+from derived_attention.attention.mixture import Components, autocast_dtype, centred
+from derived_attention.attention.shifted_mixture import separate
+from derived_attention.kernels import NAMES, Launch, Work
+
+LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what a GPU has
+LARGE = tl.constexpr(1.5e38)  # a finite mask stays finite in base 2
+INF = tl.constexpr(math.inf)
+
+
+# --- the kernels ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(x, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of a matrix (count, WIDTH), with zeros beyond its rows and its width."""
+    columns = tl.arange(0, BLOCK)
+    there = rows[:, None] < count
+    if BLOCK > WIDTH:
+        there = there & (columns[None, :] < WIDTH)
+    return tl.load(x + rows[:, None].to(tl.int64) * stride + columns[None, :], there, other=0.0)
+
+
+@triton.jit
+def _store(x, value, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows of a contiguous matrix (count, WIDTH)."""
+    columns = tl.arange(0, BLOCK)
+    there = rows[:, None] < count
+    if BLOCK > WIDTH:
+        there = there & (columns[None, :] < WIDTH)
+    at = x + rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), there)
+
+
+@triton.jit
+def _bias(MASK, i, j, stride_n, stride_m, N, M, DIAGONAL: tl.constexpr, ACC: tl.constexpr):
+    """Return what a mask adds to the scores, in base 2, of queries i and keys j.
+
+    They are (C, 1) and (1, C'), or (1, C) and (C', 1).
+    """
+    if DIAGONAL:
+        return tl.where(i >= j, 0.0, -INF)
+    at = MASK + i.to(tl.int64) * stride_n + j.to(tl.int64) * stride_m
+    given = tl.load(at, (i < N) & (j < M), other=0)
+    if MASK.dtype.element_ty == tl.uint8:
+        return tl.where(given != 0, 0.0, -INF)
+    given = given.to(ACC)
+    inside = tl.minimum(tl.maximum(given * LOG2E, -LARGE), LARGE)
+    return tl.where(given == -INF, -INF, inside)
+
+
+@triton.jit
+def _shares(scores, lse, HARD: tl.constexpr):
+    """Return P_ijr = exp(s_ijr) / Z_i of each component, or all of P_ij in the first best."""
+    result = ()
+    if HARD:
+        best = scores[0]
+        for r in tl.static_range(1, len(scores)):
+            best = tl.maximum(best, scores[r])
+        left = tl.exp2(best - lse)
+        for r in tl.static_range(len(scores)):
+            own = tl.where(scores[r] == best, left, 0.0)
+            left -= own
+            result = result + (own,)
+    else:
+        for r in tl.static_range(len(scores)):
+            result = result + (tl.exp2(scores[r] - lse),)
+    return result
+
+
+@triton.jit
+def _sum(parts):
+    total = parts[0]
+    for r in tl.static_range(1, len(parts)):
+        total += parts[r]
+    return total
+
+
+@triton.jit
+def forward(
+    Q, K, V, A, U, W, MASK, OUT, LSE,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
+    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, HAS_U: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O_i = Σ_j exp(s_ij) v_j / Z_i for a block of queries, and log₂ Z_i, Z_i = Σ_j exp(s_ij).
+
+    Each component of a block of keys is one step of the online softmax: it raises the largest score
+    m_i so far, and what was summed shrinks by the same factor. A query without keys has Z_i = 0; ∞
+    stands for its logarithm, so that the backward pass gets exp(s_ij − ∞) = 0.
+    """
+    ACC: tl.constexpr = W.dtype.element_ty
+    blocks = tl.cdiv(N, BLOCK_N)
+    start_n = tl.program_id(0) % blocks * BLOCK_N
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = z // H, z % H
+    i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
+    m = tl.full((BLOCK_N,), -INF, ACC)
+    Z = tl.zeros((BLOCK_N,), ACC)
+    out = tl.zeros((BLOCK_N, BLOCK_DV), ACC)
+    edge = tl.minimum(start_n // BLOCK_M * BLOCK_M, M) if CAUSAL else M
+    for diagonal in tl.static_range(1 + CAUSAL):  # blocks that every query sees, and the others
+        first = start_n // BLOCK_M * BLOCK_M if diagonal else 0
+        last = tl.minimum(start_n + BLOCK_N, M) if diagonal else edge
+        for start_m in range(first, last, BLOCK_M):
+            j = start_m + among
+            if HAS_MASK or diagonal:
+                at = MASK + b * mask_b + h * mask_h
+                bias = _bias(at, i[:, None], j[None, :], mask_n, mask_m, N, M, diagonal, ACC)
+            shrunk = tl.full((BLOCK_N,), 1.0, ACC)
+            for r in tl.static_range(R):
+                if r == 0 or not SHARED:
+                    k = _load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D)
+                    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+                w = tl.load(W + (z * R + r) * M + j, j < M, other=-INF)  # no key beyond M
+                own = dots * (tl.load(A + h * R + r) * LOG2E) + (w * LOG2E)[None, :]
+                if HAS_U:
+                    u = tl.load(U + (z * R + r) * N + i, i < N, other=0.0)
+                    own += (u * LOG2E)[:, None]
+                if HAS_MASK or diagonal:
+                    own += bias
+                if HARD:
+                    score = own if r == 0 else tl.maximum(score, own)  # noqa: F821
+                else:
+                    score = own
+                if not HARD or r == R - 1:
+                    highest = tl.maximum(m, tl.max(score, 1))
+                    finite = tl.where(highest == -INF, 0.0, highest)  # −∞ − −∞ would be NaN
+                    shrink = tl.exp2(m - finite)
+                    new = tl.exp2(score - finite[:, None])
+                    p = new if HARD or r == 0 else p * shrink[:, None] + new  # noqa: F821
+                    shrunk *= shrink
+                    m = highest
+            v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+            Z = Z * shrunk + tl.sum(p, 1)
+            out = out * shrunk[:, None]
+            out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
+    dead = m == -INF
+    Z = tl.where(dead, 1.0, Z)
+    _store(OUT + z * N * DV, out / Z[:, None], i, N, DV, BLOCK_DV)
+    tl.store(LSE + z * N + i, tl.where(dead, INF, m + tl.log2(Z)), i < N)
+
+
+@triton.jit
+def backward_queries(
+    Q, K, V, A, U, W, MASK, OUT, LSE, GRAD, DELTA, DQ, DU,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
+    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, HAS_U: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq_i = Σ_jr a_r dS_ijr k_jr and du_ir = Σ_j dS_ijr for a block of queries.
+
+    dS_ijr = P_ijr (dO_i·v_j − δ_i), with δ_i = dO_i·O_i, which `backward_keys` needs as well.
+    """
+    ACC: tl.constexpr = W.dtype.element_ty
+    blocks = tl.cdiv(N, BLOCK_N)
+    start_n = tl.program_id(0) % blocks * BLOCK_N
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = z // H, z % H
+    i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
+    g = _load(GRAD + z * N * DV, i, N, DV, DV, BLOCK_DV)
+    o = _load(OUT + z * N * DV, i, N, DV, DV, BLOCK_DV)
+    delta = tl.sum(g.to(ACC) * o.to(ACC), 1)
+    tl.store(DELTA + z * N + i, delta, i < N)
+    lse = tl.load(LSE + z * N + i, i < N, other=INF)
+    a = ()
+    u = ()
+    du = ()
+    for r in tl.static_range(R):
+        a = a + (tl.load(A + h * R + r),)
+        if HAS_U:
+            u = u + (tl.load(U + (z * R + r) * N + i, i < N, other=0.0) * LOG2E,)
+            du = du + (tl.zeros((BLOCK_N,), ACC),)
+    most = a[0]  # what is left of the a_r in dS is at most 1: no overflow in float16
+    for r in tl.static_range(1, R):
+        most = tl.maximum(most, a[r])
+    dq = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    edge = tl.minimum(start_n // BLOCK_M * BLOCK_M, M) if CAUSAL else M
+    for diagonal in tl.static_range(1 + CAUSAL):
+        first = start_n // BLOCK_M * BLOCK_M if diagonal else 0
+        last = tl.minimum(start_n + BLOCK_N, M) if diagonal else edge
+        for start_m in range(first, last, BLOCK_M):
+            j = start_m + among
+            if HAS_MASK or diagonal:
+                at = MASK + b * mask_b + h * mask_h
+                bias = _bias(at, i[:, None], j[None, :], mask_n, mask_m, N, M, diagonal, ACC)
+            keys = ()
+            scores = ()
+            for r in tl.static_range(R):
+                if r == 0 or not SHARED:
+                    k = _load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D)
+                    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+                    keys = keys + (k,)
+                w = tl.load(W + (z * R + r) * M + j, j < M, other=-INF)
+                own = dots * (a[r] * LOG2E) + (w * LOG2E)[None, :]
+                if HAS_U:
+                    own += u[r][:, None]
+                if HAS_MASK or diagonal:
+                    own += bias
+                scores = scores + (own,)
+            v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC) - delta[:, None]
+            p = _shares(scores, lse[:, None], HARD)
+            if SHARED:
+                ds = (_sum(p) * dp).to(q.dtype)
+                dq = tl.dot(ds, keys[0], dq, input_precision=PRECISION, out_dtype=ACC)
+            else:
+                for r in tl.static_range(R):
+                    ds = (p[r] * dp * (a[r] / most)).to(q.dtype)
+                    dq = tl.dot(ds, keys[r], dq, input_precision=PRECISION, out_dtype=ACC)
+            if HAS_U:
+                new = ()
+                for r in tl.static_range(R):
+                    new = new + (du[r] + tl.sum(p[r] * dp, 1),)
+                du = new
+    _store(DQ + z * N * D, dq * most, i, N, D, BLOCK_D)
+    if HAS_U:
+        for r in tl.static_range(R):
+            tl.store(DU + (z * R + r) * N + i, du[r], i < N)
+
+
+@triton.jit
+def backward_keys(
+    Q, K, V, A, U, W, MASK, LSE, GRAD, DELTA, DK, DV_, DW, DA,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
+    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SHARED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, HAS_U: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum over queries: dv_j = Σ_i P_ij dO_i, dk_jr = a_r Σ_i dS_ijr q_i and dw_jr = Σ_i dS_ijr.
+
+    Scores are (keys, queries) here, as the products that follow want them. The gradient of a_r is
+    Σ_ij dS_ijr q_i·k_jr, so the share of token j in it is k_jr·dk_jr / a_r.
+    """
+    ACC: tl.constexpr = W.dtype.element_ty
+    C: tl.constexpr = 1 if SHARED else R  # keys a token has
+    blocks = tl.cdiv(M, BLOCK_M)
+    start_m = tl.program_id(0) % blocks * BLOCK_M
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = z // H, z % H
+    j, among = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+    dv = tl.zeros((BLOCK_M, BLOCK_DV), ACC)
+    k = ()
+    dk = ()
+    for r in tl.static_range(C):
+        k = k + (_load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D),)
+        dk = dk + (tl.zeros((BLOCK_M, BLOCK_D), ACC),)
+    a = ()
+    w = ()
+    dw = ()
+    for r in tl.static_range(R):
+        a = a + (tl.load(A + h * R + r),)
+        w = w + (tl.load(W + (z * R + r) * M + j, j < M, other=-INF) * LOG2E,)
+        dw = dw + (tl.zeros((BLOCK_M,), ACC),)
+    edge = tl.cdiv(start_m + BLOCK_M, BLOCK_N) * BLOCK_N if CAUSAL else 0
+    for diagonal in tl.static_range(1 + CAUSAL):
+        first = start_m // BLOCK_N * BLOCK_N if diagonal else edge
+        last = tl.minimum(edge, N) if diagonal else N
+        for start_n in range(first, last, BLOCK_N):
+            i = start_n + among
+            if HAS_MASK or diagonal:
+                at = MASK + b * mask_b + h * mask_h
+                bias = _bias(at, i[None, :], j[:, None], mask_n, mask_m, N, M, diagonal, ACC)
+            q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
+            scores = ()
+            for r in tl.static_range(R):
+                if r == 0 or not SHARED:
+                    dots = tl.dot(k[r], tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
+                own = dots * (a[r] * LOG2E) + w[r][:, None]
+                if HAS_U:
+                    u = tl.load(U + (z * R + r) * N + i, i < N, other=0.0)
+                    own += (u * LOG2E)[None, :]
+                if HAS_MASK or diagonal:
+                    own += bias
+                scores = scores + (own,)
+            lse = tl.load(LSE + z * N + i, i < N, other=INF)  # no query beyond N
+            p = _shares(scores, lse[None, :], HARD)
+            g = _load(GRAD + z * N * DV, i, N, DV, DV, BLOCK_DV)
+            P = _sum(p)
+            dv = tl.dot(P.to(g.dtype), g, dv, input_precision=PRECISION, out_dtype=ACC)
+            delta = tl.load(DELTA + z * N + i, i < N, other=0.0)
+            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC) - delta[None, :]
+            sums = ()
+            for r in tl.static_range(C):
+                ds = ((P if SHARED else p[r]) * dp).to(q.dtype)
+                own = tl.dot(ds, q, dk[r], input_precision=PRECISION, out_dtype=ACC)
+                sums = sums + (own,)
+            dk = sums
+            sums = ()
+            for r in tl.static_range(R):
+                sums = sums + (dw[r] + tl.sum(p[r] * dp, 1),)
+            dw = sums
+    _store(DV_ + z * M * DV, dv, j, M, DV, BLOCK_DV)
+    for r in tl.static_range(C):
+        _store(DK + (z * C + r) * M * D, dk[r] * a[r], j, M, D, BLOCK_D)
+        tl.store(DA + (z * C + r) * M + j, tl.sum(dk[r] * k[r].to(ACC), 1), j < M)
+    for r in tl.static_range(R):
+        tl.store(DW + (z * R + r) * M + j, dw[r], j < M)
+
+
+# --- how they are launched -----------------------------------------------------------------------
+
+
+def blocks(kernel: Any, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return queries and keys a block, warps, and stages of loads, for the wider of D and Dv."""
+    wide, half = head_dim > 64, dtype.itemsize == 2
+    if kernel is forward:
+        N, M, warps, stages = (128, 64, 8, 2) if half else (64, 32, 8, 1)
+    elif kernel is backward_queries:
+        N, M, warps, stages = (64, 64, 8, 2) if half else (64, 32, 8, 1)
+    else:
+        N, M, warps, stages = (32, 64, 8, 2) if half else (32, 32, 8, 1)
+    if wide:
+        pass
+    return {"BLOCK_N": N, "BLOCK_M": M, "num_warps": warps, "num_stages": stages}
+
+
+STRIDES = "q_b q_h q_n k_b k_h k_r k_m v_b v_h v_m mask_b mask_h mask_n mask_m".split()
+
+
+def _padded(D: int, Dv: int) -> dict[str, int]:
+    """Return the widths of blocks: powers of two, and 16 is the least that a product takes."""
+    return {
+        f"BLOCK_{name}": max(16, triton.next_power_of_2(x))
+        for name, x in zip(("D", "DV"), (D, Dv), strict=True)
+    }
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of q (B, H, N, D), k (B, H, R or 1, M, D) and v (B, H, M, Dv), by the kernels.
+
+    With a (H, R), u (B, H, R, N) or None, w (B, H, R, M) in the dtype of sums, and a mask (B, H,
+    N, M) or None, of any strides.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor,
+        mask: Tensor | None, is_causal: bool, hard: bool
+    ) -> Tensor:  # fmt: skip
+        """Return O (B, H, N, Dv)."""
+        ctx.is_causal, ctx.hard = is_causal, hard
+        out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = w.new_empty(q.shape[:-1])
+        _launch(forward, ctx, (q, k, v, a, u, w, mask), {"OUT": out, "LSE": lse})
+        ctx.save_for_backward(q, k, v, a, u, w, mask, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all but the mask."""
+        *given, out, lse = ctx.saved_tensors
+        q, k, v, a, u, w, _ = given
+        dq, dk, dv, du, dw = (None if x is None else x.new_zeros(x.shape) for x in (q, k, v, u, w))
+        da = w.new_zeros(k.shape[:-1])  # of each key
+        grads = {"LSE": lse, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(lse)}
+        _launch(backward_queries, ctx, given, {"OUT": out, **grads, "DQ": dq, "DU": du})
+        _launch(backward_keys, ctx, given, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
+        da = da.sum((0, -1)) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, da, du, dw, None, None, None
+
+
+def _launch(
+    kernel: Any, ctx: Any, given: Sequence[Tensor | None], own: Mapping[str, Tensor | None]
+) -> None:
+    """Run a kernel, with a program for each block of queries, or keys, of each head."""
+    q, k, v, a, u, w, mask = given
+    assert q is not None and k is not None and v is not None and w is not None
+    (B, H, N, D), (R, M), Dv = q.shape, w.shape[2:], v.shape[-1]
+    if 0 in (B, H, N, M, Dv):
+        return
+    how = blocks(kernel, max(D, Dv), q.dtype)
+    count = triton.cdiv(M, how["BLOCK_M"])
+    if kernel is not backward_keys:
+        count = triton.cdiv(N, how["BLOCK_N"])
+    tensors = {"Q": q, "K": k, "V": v, "A": a, "U": u, "W": w, "MASK": mask, **own}
+    strides = (*q.stride()[:3], *k.stride()[:4], *v.stride()[:3])
+    strides += (0, 0, 0, 0) if mask is None else mask.stride()
+    with torch.cuda.device_of(q):
+        kernel[(count * B * H,)](
+            **{name: w if x is None else x for name, x in tensors.items()},  # w: never read there
+            **dict(zip(STRIDES, strides, strict=True)),
+            **{"H": H, "N": N, "M": M, "R": R, "D": D, "DV": Dv, **_padded(D, Dv)},
+            **{"SHARED": k.shape[2] < R, "HARD": ctx.hard, "CAUSAL": int(ctx.is_causal)},
+            **{"HAS_U": u is not None, "HAS_MASK": mask is not None, "PRECISION": _precision()},
+            **how,
+        )
+
+
+def _precision() -> str:
+    """Return how products of float32 are taken: as PyTorch takes its own."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+# --- what functions of `derived_attention.attention` call ----------------------------------------
+
+
+def mixture(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool) -> Tensor:
+    """Return what `derived_attention.attention.mixture.mixture_attention` does."""
+    ours = _cast(q, k, v, parts, mask)
+    with full_precision(q.device):
+        Q, K, V = ours
+        a, w, u = parts.scale * parts.precisions, parts.log_weights, None
+        if parts.distance:
+            w = w - a * _squares(K, a) / 2
+        if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+            u = (a.amin(-3, keepdim=True) - a) * _squares(Q, a).unsqueeze(-3) / 2
+            u = u.squeeze(-1)
+        w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(K.shape[:-1])
+        return _attend(Q, K, V, a, u, w, mask, hard).to(q.dtype)
+
+
+def shifted_mixture(
+    q: Tensor, k: Tensor, v: Tensor, shifts: Tensor, parts: Components, mask: Mask, hard: bool
+) -> Tensor:
+    """Return what `shifted_mixture_attention` does where variances are equal, for k (..., M, D)."""
+    ours = _cast(q, k.unsqueeze(-3), v, parts, mask)
+    with full_precision(q.device):
+        Q, K, V = ours
+        wide = (x.to(parts.precisions) for x in (Q, K.squeeze(-3)))
+        _, _, u, w = separate(*wide, shifts, parts)
+        a = parts.scale * parts.precisions
+        return _attend(Q, K, V, a, u.mT, w, mask, hard).to(q.dtype)
+
+
+def _cast(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to what the kernel computes in; half precision would round what `centred` leaves."""
+    dtype = autocast_dtype(q)
+    if torch.finfo(dtype).bits < 32:
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    with full_precision(q.device):
+        return *centred(q, k, parts, mask), v.to(dtype)
+
+
+def _squares(x: Tensor, like: Tensor) -> Tensor:
+    """Return ‖x‖² (..., 1) in a wider dtype, without a copy of x in it."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=like.dtype).square()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor, mask: Mask, hard: bool
+) -> Tensor:
+    """Run the kernels on tensors of any leading dimensions."""
+    a = a.flatten(-3).expand(*(q.shape[-3:-2] or (1,)), -1).contiguous()  # (H, R)
+    given = mask.given
+    if given is not None:
+        if given.dtype == torch.float64:
+            given = narrowed(given, w.dtype)
+        if given.dtype == torch.bool:
+            given = given.view(torch.uint8)
+        given = _heads(given.expand(*q.shape[:-1], k.shape[-2]), 2)
+    Q, K, V = (_rows(_heads(x, n)) for x, n in ((q, 2), (k, 3), (v, 2)))
+    u, w = (None if x is None else _heads(x, 2).contiguous() for x in (u, w))
+    out = _Attend.apply(Q, K, V, a, u, w, given, mask.is_causal, hard)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _heads(x: Tensor, own: int) -> Tensor:
+    """View what comes before the last dimensions, `own` of them, as (B, H)."""
+    leading = x.dim() - own
+    return x.flatten(0, leading - 2) if leading > 2 else x[(None,) * (2 - leading)]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Copy what has no rows of adjacent numbers."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# --- what a GPU is to do -------------------------------------------------------------------------
+
+
+def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
+    """Return every kernel as it is launched for R = 2, without a mask, from 4096 tokens."""
+    return [
+        _planned(kernel, head_dim, dtype, hard, shared)
+        for hard, shared in ((False, False), (True, False), (False, True))
+        for kernel in (forward, backward_queries, backward_keys)
+    ]
+
+
+def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) -> Launch:
+    R, H, N = 2, 8, 4096
+    how = blocks(kernel, D, dtype)
+    warps, stages = how.pop("num_warps"), how.pop("num_stages")
+    strides = (H * N * D, N * D, D, H * R * N * D, R * N * D, N * D, D, H * N * D, N * D, D)
+    # Strides are numbers here: Triton looks at which of them are multiples of 16.
+    constants: dict[str, Any] = dict(zip(STRIDES, (*strides, 0, 0, 0, 0), strict=True))
+    constants |= {"R": R, "D": D, "DV": D, **_padded(D, D), **how}
+    constants |= {"SHARED": shared, "HARD": hard, "CAUSAL": 0, "HAS_U": shared, "HAS_MASK": False}
+    constants |= {"PRECISION": _precision()}
+    names = kernel.arg_names
+    of_sums = {"A", "U", "W", "MASK", "LSE", "DELTA", "DU", "DW", "DA"}
+    types = {x: "*fp32" if x in of_sums else f"*{NAMES[dtype]}" for x in names if x.isupper()}
+    types |= {"H": "i32", "N": "i32", "M": "i32"} | dict.fromkeys(constants, "constexpr")
+    kind = "hard" if hard else "shifted" if shared else "soft"
+    return Launch(
+        f"mixture.{kernel.__name__}, {kind}", kernel, {x: types[x] for x in names}, constants,
+        warps, stages,
+    )  # fmt: skip
+
+
+def work(
+    kind: str, *, B: int, H: int, N: int, M: int, D: int, Dv: int | None = None, R: int = 2,
+    is_causal: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Work]:  # fmt: skip
+    """Count what "mgk", "hard_mgk" or "smgk" costs, "forward" and "forward + backward".
+
+    A pair of query and key that see each other costs, forward, 2D operations for each product of
+    scores (R, or one of shifted keys) and 2Dv for the values. Backward, both kernels make the
+    scores and dO·v again, and each score has its part in dq and in dk: 4 times the first and 3
+    times the second. Bytes are those of each tensor once: forward q, k, v, O, and w, u, log Z in
+    float32; backward these, dO, the gradients, and δ written and read.
+    """
+    expected = ("mgk", "hard_mgk", "smgk")
+    if kind not in expected:
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(expected)}")
+    Dv, C, size = Dv or D, 1 if kind == "smgk" else R, dtype.itemsize
+    pairs = B * H * (sum(min(i + 1, M) for i in range(N)) if is_causal else N * M)
+    q, k, v, out = (B * H * n * size for n in (N * D, C * M * D, M * Dv, N * Dv))
+    w, u, row = (B * H * n * 4 for n in (R * M, R * N * (kind == "smgk"), N))
+    first = Work(2 * pairs * (C * D + Dv), q + k + v + out + w + u + row)
+    again = Work(2 * pairs * (4 * C * D + 3 * Dv), 2 * (q + k + v + out + w + u) + 3 * row)
+    both = Work(first.operations + again.operations, first.bytes + again.bytes)
+    return {"forward": first, "forward + backward": both}
