@@ -55,17 +55,17 @@ WORDS = {"callable", "optional"}  # what descriptions of types say and is no cla
 
 
 def chapters(app) -> list[str]:
-    """Return the pages that have code, in the book's order: numbered chapters, then audits."""
+    """Return the pages that have code: numbered chapters, then appendices, then audits."""
     return sorted(doc for doc in app.env.found_docs if number(doc))
 
 
 def number(doc: str) -> int | str | None:
     """Return the number of a chapter, which its file's name has, or of an audit: that of its part.
 
-    A part counts in Roman numerals. Other pages have none.
+    A part counts in Roman numerals, an appendix has the letter of its file. Other pages have none.
     """
-    if match := re.match(r"book/(\d\d)_", doc):
-        return int(match[1])
+    if match := re.match(r"book/(\d\d|[A-Z])_", doc):
+        return int(match[1]) if match[1].isdigit() else match[1]
     if doc.startswith("book/audit_"):
         return parts()[doc].partition(":")[0].removeprefix("Part ")
     return None
@@ -84,7 +84,8 @@ def parts() -> dict[str, str]:
 
 def short_name(doc: str) -> str:
     """Return how a link to a place on a chapter or an audit names the page."""
-    return f"ch. {n}" if isinstance(n := number(doc), int) else f"audit {n}"
+    kind = "audit" if doc.startswith("book/audit_") else "app." if doc[5].isalpha() else "ch."
+    return f"{kind} {number(doc)}"
 
 
 @lru_cache

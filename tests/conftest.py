@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
+import torch
+
+# Without a GPU, kernels run in Triton's interpreter, which has to be known before they are defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync

@@ -22,6 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 OWN = {path.stem for path in ROOT.glob("*/*.py")} | {"benchmarks", "derived_attention", "where"}
 PACKAGE = ROOT / "src" / "derived_attention"
+KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {
     "core": ["attention"],
@@ -77,12 +78,12 @@ def declared(extra: str) -> set[str]:
 
 @pytest.mark.parametrize("extra", PLACES)
 def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
-    needed = distributions(imported(*(PACKAGE / place for place in PLACES[extra])))
+    needed = distributions(imported(*(PACKAGE / place for place in PLACES[extra])) - KERNELS)
     assert needed <= declared(extra)
 
 
 def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
-    used = distributions(imported(PACKAGE) | imported_by_pages())
+    used = distributions((imported(PACKAGE) | imported_by_pages()) - KERNELS)
     assert used == declared("book")
 
 
@@ -93,7 +94,7 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
-    by_pages = imported(PACKAGE) | imported_by_pages()
+    by_pages = (imported(PACKAGE) | imported_by_pages()) - KERNELS
     assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
 
 

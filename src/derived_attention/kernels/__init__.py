@@ -85,7 +85,7 @@ def chosen(fused: bool | None, *tensors: Tensor) -> bool:
     obstacle = _obstacle(tensors)
     if fused and obstacle:
         raise ValueError(f"fused is True, and {obstacle}; None leaves the choice to the function")
-    return not obstacle
+    return not obstacle and (fused is True or tensors[0].is_cuda)
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:
