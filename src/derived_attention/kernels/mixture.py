@@ -44,24 +44,42 @@ INF = tl.constexpr(math.inf)
 
 
 @triton.jit
-def _load(x, rows, count, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of a matrix (count, WIDTH), with zeros beyond its rows and its width."""
-    columns = tl.arange(0, BLOCK)
-    there = rows[:, None] < count
+def _rows(x, start, count, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where SIZE rows of a matrix (count, WIDTH) are from a first one on, and which are."""
+    rows, columns = tl.arange(0, SIZE), tl.arange(0, BLOCK)
+    there = (rows < count - start)[:, None]
     if BLOCK > WIDTH:
-        there = there & (columns[None, :] < WIDTH)
-    return tl.load(x + rows[:, None].to(tl.int64) * stride + columns[None, :], there, other=0.0)
+        there = there & (columns < WIDTH)[None, :]
+    first = x + tl.cast(start, tl.int64) * stride  # what is left is the same for all blocks
+    return first + rows[:, None] * stride + columns[None, :], there
 
 
 @triton.jit
-def _store(x, value, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store rows of a contiguous matrix (count, WIDTH)."""
-    columns = tl.arange(0, BLOCK)
-    there = rows[:, None] < count
-    if BLOCK > WIDTH:
-        there = there & (columns[None, :] < WIDTH)
-    at = x + rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
+def _load(x, start, count, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of a matrix, with zeros beyond its rows and its width."""
+    at, there = _rows(x, start, count, stride, SIZE, WIDTH, BLOCK)
+    return tl.load(at, there, other=0.0)
+
+
+@triton.jit
+def _store(x, value, start, count, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store rows of a contiguous matrix."""
+    at, there = _rows(x, start, count, WIDTH, SIZE, WIDTH, BLOCK)
     tl.store(at, value.to(x.dtype.element_ty), there)
+
+
+@triton.jit
+def _numbers(x, start, count, other, SIZE: tl.constexpr):
+    """Load SIZE numbers of a vector (count,), from a first one on, with `other` beyond them."""
+    each = tl.arange(0, SIZE)
+    return tl.load(x + start + each, each < count - start, other=other)
+
+
+@triton.jit
+def _put(x, value, start, count, SIZE: tl.constexpr):
+    """Store numbers of a vector."""
+    each = tl.arange(0, SIZE)
+    tl.store(x + start + each, value, each < count - start)
 
 
 @triton.jit
@@ -129,7 +147,7 @@ def forward(
     z = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = z // H, z % H
     i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
+    q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
     m = tl.full((BLOCK_N,), -INF, ACC)
     Z = tl.zeros((BLOCK_N,), ACC)
     out = tl.zeros((BLOCK_N, BLOCK_DV), ACC)
@@ -145,12 +163,12 @@ def forward(
             shrunk = tl.full((BLOCK_N,), 1.0, ACC)
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    k = _load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D)
+                    k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
                     dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
-                w = tl.load(W + (z * R + r) * M + j, j < M, other=-INF)  # no key beyond M
+                w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)  # no key beyond M
                 own = dots * (tl.load(A + h * R + r) * LOG2E) + (w * LOG2E)[None, :]
                 if HAS_U:
-                    u = tl.load(U + (z * R + r) * N + i, i < N, other=0.0)
+                    u = _numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
                     own += (u * LOG2E)[:, None]
                 if HAS_MASK or diagonal:
                     own += bias
@@ -166,14 +184,14 @@ def forward(
                     p = new if HARD or r == 0 else p * shrink[:, None] + new  # noqa: F821
                     shrunk *= shrink
                     m = highest
-            v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+            v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
             Z = Z * shrunk + tl.sum(p, 1)
             out = out * shrunk[:, None]
             out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
     dead = m == -INF
     Z = tl.where(dead, 1.0, Z)
-    _store(OUT + z * N * DV, out / Z[:, None], i, N, DV, BLOCK_DV)
-    tl.store(LSE + z * N + i, tl.where(dead, INF, m + tl.log2(Z)), i < N)
+    _store(OUT + z * N * DV, out / Z[:, None], start_n, N, BLOCK_N, DV, BLOCK_DV)
+    _put(LSE + z * N, tl.where(dead, INF, m + tl.log2(Z)), start_n, N, BLOCK_N)
 
 
 @triton.jit
@@ -195,19 +213,19 @@ def backward_queries(
     z = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = z // H, z % H
     i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
-    g = _load(GRAD + z * N * DV, i, N, DV, DV, BLOCK_DV)
-    o = _load(OUT + z * N * DV, i, N, DV, DV, BLOCK_DV)
+    q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
+    g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
+    o = _load(OUT + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
     delta = tl.sum(g.to(ACC) * o.to(ACC), 1)
-    tl.store(DELTA + z * N + i, delta, i < N)
-    lse = tl.load(LSE + z * N + i, i < N, other=INF)
+    _put(DELTA + z * N, delta, start_n, N, BLOCK_N)
+    lse = _numbers(LSE + z * N, start_n, N, INF, BLOCK_N)
     a = ()
     u = ()
     du = ()
     for r in tl.static_range(R):
         a = a + (tl.load(A + h * R + r),)
         if HAS_U:
-            u = u + (tl.load(U + (z * R + r) * N + i, i < N, other=0.0) * LOG2E,)
+            u = u + (_numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N) * LOG2E,)
             du = du + (tl.zeros((BLOCK_N,), ACC),)
     most = a[0]  # what is left of the a_r in dS is at most 1: no overflow in float16
     for r in tl.static_range(1, R):
@@ -226,17 +244,17 @@ def backward_queries(
             scores = ()
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    k = _load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D)
+                    k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
                     dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
                     keys = keys + (k,)
-                w = tl.load(W + (z * R + r) * M + j, j < M, other=-INF)
+                w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)
                 own = dots * (a[r] * LOG2E) + (w * LOG2E)[None, :]
                 if HAS_U:
                     own += u[r][:, None]
                 if HAS_MASK or diagonal:
                     own += bias
                 scores = scores + (own,)
-            v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+            v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
             dp = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC) - delta[:, None]
             p = _shares(scores, lse[:, None], HARD)
             if SHARED:
@@ -251,10 +269,10 @@ def backward_queries(
                 for r in tl.static_range(R):
                     new = new + (du[r] + tl.sum(p[r] * dp, 1),)
                 du = new
-    _store(DQ + z * N * D, dq * most, i, N, D, BLOCK_D)
+    _store(DQ + z * N * D, dq * most, start_n, N, BLOCK_N, D, BLOCK_D)
     if HAS_U:
         for r in tl.static_range(R):
-            tl.store(DU + (z * R + r) * N + i, du[r], i < N)
+            _put(DU + (z * R + r) * N, du[r], start_n, N, BLOCK_N)
 
 
 @triton.jit
@@ -278,19 +296,19 @@ def backward_keys(
     z = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = z // H, z % H
     j, among = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    v = _load(V + b * v_b + h * v_h, j, M, v_m, DV, BLOCK_DV)
+    v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
     dv = tl.zeros((BLOCK_M, BLOCK_DV), ACC)
     k = ()
     dk = ()
     for r in tl.static_range(C):
-        k = k + (_load(K + b * k_b + h * k_h + r * k_r, j, M, k_m, D, BLOCK_D),)
+        k = k + (_load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D),)
         dk = dk + (tl.zeros((BLOCK_M, BLOCK_D), ACC),)
     a = ()
     w = ()
     dw = ()
     for r in tl.static_range(R):
         a = a + (tl.load(A + h * R + r),)
-        w = w + (tl.load(W + (z * R + r) * M + j, j < M, other=-INF) * LOG2E,)
+        w = w + (_numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M) * LOG2E,)
         dw = dw + (tl.zeros((BLOCK_M,), ACC),)
     edge = tl.cdiv(start_m + BLOCK_M, BLOCK_N) * BLOCK_N if CAUSAL else 0
     for diagonal in tl.static_range(1 + CAUSAL):
@@ -301,24 +319,24 @@ def backward_keys(
             if HAS_MASK or diagonal:
                 at = MASK + b * mask_b + h * mask_h
                 bias = _bias(at, i[None, :], j[:, None], mask_n, mask_m, N, M, diagonal, ACC)
-            q = _load(Q + b * q_b + h * q_h, i, N, q_n, D, BLOCK_D)
+            q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
             scores = ()
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
                     dots = tl.dot(k[r], tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
                 own = dots * (a[r] * LOG2E) + w[r][:, None]
                 if HAS_U:
-                    u = tl.load(U + (z * R + r) * N + i, i < N, other=0.0)
+                    u = _numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
                     own += (u * LOG2E)[None, :]
                 if HAS_MASK or diagonal:
                     own += bias
                 scores = scores + (own,)
-            lse = tl.load(LSE + z * N + i, i < N, other=INF)  # no query beyond N
+            lse = _numbers(LSE + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
             p = _shares(scores, lse[None, :], HARD)
-            g = _load(GRAD + z * N * DV, i, N, DV, DV, BLOCK_DV)
+            g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
             P = _sum(p)
             dv = tl.dot(P.to(g.dtype), g, dv, input_precision=PRECISION, out_dtype=ACC)
-            delta = tl.load(DELTA + z * N + i, i < N, other=0.0)
+            delta = _numbers(DELTA + z * N, start_n, N, 0.0, BLOCK_N)
             dp = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC) - delta[None, :]
             sums = ()
             for r in tl.static_range(C):
@@ -330,28 +348,37 @@ def backward_keys(
             for r in tl.static_range(R):
                 sums = sums + (dw[r] + tl.sum(p[r] * dp, 1),)
             dw = sums
-    _store(DV_ + z * M * DV, dv, j, M, DV, BLOCK_DV)
+    _store(DV_ + z * M * DV, dv, start_m, M, BLOCK_M, DV, BLOCK_DV)
     for r in tl.static_range(C):
-        _store(DK + (z * C + r) * M * D, dk[r] * a[r], j, M, D, BLOCK_D)
-        tl.store(DA + (z * C + r) * M + j, tl.sum(dk[r] * k[r].to(ACC), 1), j < M)
+        _store(DK + (z * C + r) * M * D, dk[r] * a[r], start_m, M, BLOCK_M, D, BLOCK_D)
+        _put(DA + (z * C + r) * M, tl.sum(dk[r] * k[r].to(ACC), 1), start_m, M, BLOCK_M)
     for r in tl.static_range(R):
-        tl.store(DW + (z * R + r) * M + j, dw[r], j < M)
+        _put(DW + (z * R + r) * M, dw[r], start_m, M, BLOCK_M)
 
 
 # --- how they are launched -----------------------------------------------------------------------
 
 
-def blocks(kernel: Any, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return queries and keys a block, warps, and stages of loads, for the wider of D and Dv."""
-    wide, half = head_dim > 64, dtype.itemsize == 2
-    if kernel is forward:
-        N, M, warps, stages = (128, 64, 8, 2) if half else (64, 32, 8, 1)
-    elif kernel is backward_queries:
-        N, M, warps, stages = (64, 64, 8, 2) if half else (64, 32, 8, 1)
-    else:
-        N, M, warps, stages = (32, 64, 8, 2) if half else (32, 32, 8, 1)
-    if wide:
-        pass
+# Queries and keys in a block, warps, stages of loads: for heads of up to 64, 128, and more
+# features, in half precision and in float32, whose exact products keep their numbers in registers.
+BLOCKS = {
+    ("forward", 2): ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    ("backward_queries", 2): ((128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 8, 1)),
+    ("backward_keys", 2): ((32, 128, 8, 2), (32, 32, 4, 1), (16, 32, 8, 1)),
+    ("forward", 4): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("backward_queries", 4): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("backward_keys", 4): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+}
+
+
+def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int) -> dict[str, int]:
+    """Return what to cut queries and keys into, for tokens with some keys each.
+
+    The table is for two of them. More are like wider heads, as each has sums of its own.
+    """
+    width = head_dim * max(1, (keys + 1) / 3)
+    row = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]
+    N, M, warps, stages = row[(width > 64) + (width > 128)]
     return {"BLOCK_N": N, "BLOCK_M": M, "num_warps": warps, "num_stages": stages}
 
 
@@ -410,7 +437,7 @@ def _launch(
     (B, H, N, D), (R, M), Dv = q.shape, w.shape[2:], v.shape[-1]
     if 0 in (B, H, N, M, Dv):
         return
-    how = blocks(kernel, max(D, Dv), q.dtype)
+    how = blocks(kernel, max(D, Dv), q.dtype, k.shape[2])
     count = triton.cdiv(M, how["BLOCK_M"])
     if kernel is not backward_keys:
         count = triton.cdiv(N, how["BLOCK_N"])
@@ -492,7 +519,7 @@ def _attend(
         if given.dtype == torch.bool:
             given = given.view(torch.uint8)
         given = _heads(given.expand(*q.shape[:-1], k.shape[-2]), 2)
-    Q, K, V = (_rows(_heads(x, n)) for x, n in ((q, 2), (k, 3), (v, 2)))
+    Q, K, V = (_adjacent(_heads(x, n)) for x, n in ((q, 2), (k, 3), (v, 2)))
     u, w = (None if x is None else _heads(x, 2).contiguous() for x in (u, w))
     out = _Attend.apply(Q, K, V, a, u, w, given, mask.is_causal, hard)
     return out.view(*q.shape[:-1], v.shape[-1])
@@ -504,7 +531,7 @@ def _heads(x: Tensor, own: int) -> Tensor:
     return x.flatten(0, leading - 2) if leading > 2 else x[(None,) * (2 - leading)]
 
 
-def _rows(x: Tensor) -> Tensor:
+def _adjacent(x: Tensor) -> Tensor:
     """Copy what has no rows of adjacent numbers."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -523,7 +550,7 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
 
 def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) -> Launch:
     R, H, N = 2, 8, 4096
-    how = blocks(kernel, D, dtype)
+    how = blocks(kernel, D, dtype, 1 if shared else R)
     warps, stages = how.pop("num_warps"), how.pop("num_stages")
     strides = (H * N * D, N * D, D, H * R * N * D, R * N * D, N * D, D, H * N * D, N * D, D)
     # Strides are numbers here: Triton looks at which of them are multiples of 16.
