@@ -105,6 +105,8 @@ def shifted_mixture_attention(
         own |= {"normalized": normalized, "hard": hard, "scale": scale, **mask.keywords}
         own |= {"fused": fused}
         return mixture_attention(q, shifted_keys(k, shifts), v, **own)
+    if fused and not distance:
+        raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
     if distance and runs_kernel(fused, q, k, v, parts, mask):
         from derived_attention.kernels import mixture
 

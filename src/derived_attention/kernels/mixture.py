@@ -33,11 +33,12 @@ from derived_attention.attention.convention import full_precision
 from derived_attention.attention.masks import Mask, narrowed
 from derived_attention.attention.mixture import Components, autocast_dtype, centred
 from derived_attention.attention.shifted_mixture import separate
-from derived_attention.kernels import NAMES, Launch, Work
+from derived_attention.kernels import NAMES, Launch, Work, interpreted
 
 LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what a GPU has
 LARGE = tl.constexpr(1.5e38)  # a finite mask stays finite in base 2
 INF = tl.constexpr(math.inf)
+INTERPRETED = tl.constexpr(interpreted())
 
 
 # --- the kernels ---------------------------------------------------------------------------------
@@ -83,6 +84,14 @@ def _put(x, value, start, count, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _dot(a, b, total, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a b, added to a total if there is one."""
+    if INTERPRETED and a.dtype == tl.bfloat16:  # of which the interpreter multiplies the bits
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, out_dtype=ACC)
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
 def _bias(MASK, i, j, stride_n, stride_m, N, M, DIAGONAL: tl.constexpr, ACC: tl.constexpr):
     """Return what a mask adds to the scores, in base 2, of queries i and keys j.
 
@@ -100,21 +109,21 @@ def _bias(MASK, i, j, stride_n, stride_m, N, M, DIAGONAL: tl.constexpr, ACC: tl.
 
 
 @triton.jit
-def _shares(scores, lse, HARD: tl.constexpr):
-    """Return P_ijr = exp(s_ijr) / Z_i of each component, or all of P_ij in the first best."""
+def _shares(scores, most, HARD: tl.constexpr):
+    """Return Z_i P_ijr = exp(s_ijr − m_i) for all r, or the first best one and zeros."""
     result = ()
     if HARD:
         best = scores[0]
         for r in tl.static_range(1, len(scores)):
             best = tl.maximum(best, scores[r])
-        left = tl.exp2(best - lse)
+        left = tl.exp2(best - most)
         for r in tl.static_range(len(scores)):
             own = tl.where(scores[r] == best, left, 0.0)
             left -= own
             result = result + (own,)
     else:
         for r in tl.static_range(len(scores)):
-            result = result + (tl.exp2(scores[r] - lse),)
+            result = result + (tl.exp2(scores[r] - most),)
     return result
 
 
@@ -128,18 +137,19 @@ def _sum(parts):
 
 @triton.jit
 def forward(
-    Q, K, V, A, U, W, MASK, OUT, LSE,
+    Q, K, V, A, U, W, MASK, OUT, TOP, SUM,
     q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
     R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SHARED: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr, HAS_U: tl.constexpr,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O_i = Σ_j exp(s_ij) v_j / Z_i for a block of queries, and log₂ Z_i, Z_i = Σ_j exp(s_ij).
+    """O_i = Σ_j exp(s_ij − m_i) v_j / Z_i for a block of queries, with m_i = max_jr s_ijr.
 
-    Each component of a block of keys is one step of the online softmax: it raises the largest score
-    m_i so far, and what was summed shrinks by the same factor. A query without keys has Z_i = 0; ∞
-    stands for its logarithm, so that the backward pass gets exp(s_ij − ∞) = 0.
+    Each component of a block of keys is one step of the online softmax: it raises m_i, and what was
+    summed shrinks by the same factor. For the backward pass it stores m_i and Z_i = Σ_j exp(s_ij −
+    m_i); m_i + log Z_i would lose Z_i where all keys of a query have a mask such as −1e38. A query
+    without keys leaves m_i = ∞ there, so that exp(s_ij − ∞) = 0, and Z_i = 1.
     """
     ACC: tl.constexpr = W.dtype.element_ty
     blocks = tl.cdiv(N, BLOCK_N)
@@ -164,7 +174,7 @@ def forward(
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
                     k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
-                    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+                    dots = _dot(q, tl.trans(k), None, ACC, PRECISION)
                 w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)  # no key beyond M
                 own = dots * (tl.load(A + h * R + r) * LOG2E) + (w * LOG2E)[None, :]
                 if HAS_U:
@@ -187,16 +197,17 @@ def forward(
             v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
             Z = Z * shrunk + tl.sum(p, 1)
             out = out * shrunk[:, None]
-            out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
+            out = _dot(p.to(v.dtype), v, out, ACC, PRECISION)
     dead = m == -INF
     Z = tl.where(dead, 1.0, Z)
     _store(OUT + z * N * DV, out / Z[:, None], start_n, N, BLOCK_N, DV, BLOCK_DV)
-    _put(LSE + z * N, tl.where(dead, INF, m + tl.log2(Z)), start_n, N, BLOCK_N)
+    _put(TOP + z * N, tl.where(dead, INF, m), start_n, N, BLOCK_N)
+    _put(SUM + z * N, Z, start_n, N, BLOCK_N)
 
 
 @triton.jit
 def backward_queries(
-    Q, K, V, A, U, W, MASK, OUT, LSE, GRAD, DELTA, DQ, DU,
+    Q, K, V, A, U, W, MASK, OUT, TOP, SUM, GRAD, DELTA, DQ, DU,
     q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
     R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -218,7 +229,8 @@ def backward_queries(
     o = _load(OUT + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
     delta = tl.sum(g.to(ACC) * o.to(ACC), 1)
     _put(DELTA + z * N, delta, start_n, N, BLOCK_N)
-    lse = _numbers(LSE + z * N, start_n, N, INF, BLOCK_N)
+    top = _numbers(TOP + z * N, start_n, N, INF, BLOCK_N)
+    Z = _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N)  # divides the sums over keys
     a = ()
     u = ()
     du = ()
@@ -245,7 +257,7 @@ def backward_queries(
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
                     k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
-                    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+                    dots = _dot(q, tl.trans(k), None, ACC, PRECISION)
                     keys = keys + (k,)
                 w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)
                 own = dots * (a[r] * LOG2E) + (w * LOG2E)[None, :]
@@ -255,29 +267,29 @@ def backward_queries(
                     own += bias
                 scores = scores + (own,)
             v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
-            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC) - delta[:, None]
-            p = _shares(scores, lse[:, None], HARD)
+            dp = _dot(g, tl.trans(v), None, ACC, PRECISION) - delta[:, None]
+            p = _shares(scores, top[:, None], HARD)
             if SHARED:
                 ds = (_sum(p) * dp).to(q.dtype)
-                dq = tl.dot(ds, keys[0], dq, input_precision=PRECISION, out_dtype=ACC)
+                dq = _dot(ds, keys[0], dq, ACC, PRECISION)
             else:
                 for r in tl.static_range(R):
                     ds = (p[r] * dp * (a[r] / most)).to(q.dtype)
-                    dq = tl.dot(ds, keys[r], dq, input_precision=PRECISION, out_dtype=ACC)
+                    dq = _dot(ds, keys[r], dq, ACC, PRECISION)
             if HAS_U:
                 new = ()
                 for r in tl.static_range(R):
                     new = new + (du[r] + tl.sum(p[r] * dp, 1),)
                 du = new
-    _store(DQ + z * N * D, dq * most, start_n, N, BLOCK_N, D, BLOCK_D)
+    _store(DQ + z * N * D, dq * (most / Z)[:, None], start_n, N, BLOCK_N, D, BLOCK_D)
     if HAS_U:
         for r in tl.static_range(R):
-            _put(DU + (z * R + r) * N, du[r], start_n, N, BLOCK_N)
+            _put(DU + (z * R + r) * N, du[r] / Z, start_n, N, BLOCK_N)
 
 
 @triton.jit
 def backward_keys(
-    Q, K, V, A, U, W, MASK, LSE, GRAD, DELTA, DK, DV_, DW, DA,
+    Q, K, V, A, U, W, MASK, TOP, SUM, GRAD, DELTA, DK, DV_, DW, DA,
     q_b, q_h, q_n, k_b, k_h, k_r, k_m, v_b, v_h, v_m, mask_b, mask_h, mask_n, mask_m, H, N, M,
     R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -323,7 +335,7 @@ def backward_keys(
             scores = ()
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    dots = tl.dot(k[r], tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
+                    dots = _dot(k[r], tl.trans(q), None, ACC, PRECISION)
                 own = dots * (a[r] * LOG2E) + w[r][:, None]
                 if HAS_U:
                     u = _numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
@@ -331,17 +343,18 @@ def backward_keys(
                 if HAS_MASK or diagonal:
                     own += bias
                 scores = scores + (own,)
-            lse = _numbers(LSE + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
-            p = _shares(scores, lse[None, :], HARD)
+            top = _numbers(TOP + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
+            Z = _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N)
+            p = _shares(scores, top[None, :], HARD)
             g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
             P = _sum(p)
-            dv = tl.dot(P.to(g.dtype), g, dv, input_precision=PRECISION, out_dtype=ACC)
+            dv = _dot((P / Z[None, :]).to(g.dtype), g, dv, ACC, PRECISION)
             delta = _numbers(DELTA + z * N, start_n, N, 0.0, BLOCK_N)
-            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC) - delta[None, :]
+            dp = _dot(v, tl.trans(g), None, ACC, PRECISION) - delta[None, :]
             sums = ()
             for r in tl.static_range(C):
                 ds = ((P if SHARED else p[r]) * dp).to(q.dtype)
-                own = tl.dot(ds, q, dk[r], input_precision=PRECISION, out_dtype=ACC)
+                own = _dot(ds, q, dk[r], ACC, PRECISION)
                 sums = sums + (own,)
             dk = sums
             sums = ()
@@ -408,20 +421,20 @@ class _Attend(torch.autograd.Function):
         """Return O (B, H, N, Dv)."""
         ctx.is_causal, ctx.hard = is_causal, hard
         out = v.new_zeros(*q.shape[:-1], v.shape[-1])
-        lse = w.new_empty(q.shape[:-1])
-        _launch(forward, ctx, (q, k, v, a, u, w, mask), {"OUT": out, "LSE": lse})
-        ctx.save_for_backward(q, k, v, a, u, w, mask, out, lse)
+        rows = {"TOP": w.new_empty(q.shape[:-1]), "SUM": w.new_empty(q.shape[:-1])}
+        _launch(forward, ctx, (q, k, v, a, u, w, mask), {"OUT": out, **rows})
+        ctx.save_for_backward(q, k, v, a, u, w, mask, out, *rows.values())
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all but the mask."""
-        *given, out, lse = ctx.saved_tensors
+        *given, out, top, Z = ctx.saved_tensors
         q, k, v, a, u, w, _ = given
         dq, dk, dv, du, dw = (None if x is None else x.new_zeros(x.shape) for x in (q, k, v, u, w))
         da = w.new_zeros(k.shape[:-1])  # of each key
-        grads = {"LSE": lse, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(lse)}
+        grads = {"TOP": top, "SUM": Z, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(Z)}
         _launch(backward_queries, ctx, given, {"OUT": out, **grads, "DQ": dq, "DU": du})
         _launch(backward_keys, ctx, given, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
         da = da.sum((0, -1)) if ctx.needs_input_grad[3] else None
@@ -559,7 +572,7 @@ def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) 
     constants |= {"SHARED": shared, "HARD": hard, "CAUSAL": 0, "HAS_U": shared, "HAS_MASK": False}
     constants |= {"PRECISION": _precision()}
     names = kernel.arg_names
-    of_sums = {"A", "U", "W", "MASK", "LSE", "DELTA", "DU", "DW", "DA"}
+    of_sums = {"A", "U", "W", "MASK", "TOP", "SUM", "DELTA", "DU", "DW", "DA"}
     types = {x: "*fp32" if x in of_sums else f"*{NAMES[dtype]}" for x in names if x.isupper()}
     types |= {"H": "i32", "N": "i32", "M": "i32"} | dict.fromkeys(constants, "constexpr")
     kind = "hard" if hard else "shifted" if shared else "soft"
