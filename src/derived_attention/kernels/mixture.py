@@ -344,13 +344,13 @@ def backward_keys(
                     own += bias
                 scores = scores + (own,)
             top = _numbers(TOP + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
-            Z = _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N)
+            share = (1 / _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N))[None, :]
             p = _shares(scores, top[None, :], HARD)
             g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
             P = _sum(p)
-            dv = _dot((P / Z[None, :]).to(g.dtype), g, dv, ACC, PRECISION)
+            dv = _dot((P * share).to(g.dtype), g, dv, ACC, PRECISION)
             delta = _numbers(DELTA + z * N, start_n, N, 0.0, BLOCK_N)
-            dp = _dot(v, tl.trans(g), None, ACC, PRECISION) - delta[None, :]
+            dp = (_dot(v, tl.trans(g), None, ACC, PRECISION) - delta[None, :]) * share
             sums = ()
             for r in tl.static_range(C):
                 ds = ((P if SHARED else p[r]) * dp).to(q.dtype)
