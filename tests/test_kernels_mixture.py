@@ -76,7 +76,6 @@ MASKS = {
     "floating": {"attn_mask": additive(keep(1, 1, N, M), torch.linspace(-1, 1, M))},
     "keys": {"attn_mask": keep(4, M)[:1]},
     "rows": {"attn_mask": keep(N, 1)},
-    "lowest": {"attn_mask": torch.full((N, 1), torch.finfo(torch.float32).min)},
 }
 OWN = {
     "plain": {},
@@ -125,7 +124,7 @@ def test_shifted_keys_are_the_formula(name):
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_free_keys(name, hard):
-    """Queries without a key get zeros, and finite masks stay finite."""
+    """Queries without a key get zeros."""
     assert_forms_agree(FREE, qkv(), name, hard=hard, **MASKS[name])
 
 
@@ -191,6 +190,19 @@ def test_large_scores(hard):
     q, k, v = (x.detach() for x in qkv())
     inputs = [x.requires_grad_() for x in (30 * q, 30 * k, v)]
     assert_forms_agree(FREE, inputs, "large", tol=100 * TOL, hard=hard)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_masks_that_are_finite_stay_so(hard):
+    """All keys of a query may have the lowest number there is, which leaves no bit to scores."""
+    low = torch.full((N, 1), torch.finfo(torch.float32).min, device=DEVICE)
+    low[:3] = 0
+    ours, truth = (
+        output_and_gradients(form, qkv(), attn_mask=low, hard=hard, **options)
+        for form, options in zip(FREE, ({"fused": True}, {}), strict=True)
+    )
+    assert all(bool(x.isfinite().all()) for x in ours)
+    assert_all_close((ours[0], ours[3]), (truth[0], truth[3]), TOL, "output, and that of v")
 
 
 def test_the_first_of_two_equal_components_gets_the_gradient():
