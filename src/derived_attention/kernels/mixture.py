@@ -117,10 +117,11 @@ def _shares(scores, most, HARD: tl.constexpr):
         for r in tl.static_range(1, len(scores)):
             best = tl.maximum(best, scores[r])
         left = tl.exp2(best - most)
-        for r in tl.static_range(len(scores)):
+        for r in tl.static_range(len(scores) - 1):
             own = tl.where(scores[r] == best, left, 0.0)
             left -= own
             result = result + (own,)
+        result = result + (left,)
     else:
         for r in tl.static_range(len(scores)):
             result = result + (tl.exp2(scores[r] - most),)
@@ -380,7 +381,7 @@ BLOCKS = {
     ("backward_keys", 2): ((32, 128, 8, 2), (32, 32, 4, 1), (16, 32, 8, 1)),
     ("forward", 4): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ("backward_queries", 4): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("backward_keys", 4): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    ("backward_keys", 4): ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
 }
 
 
@@ -554,11 +555,11 @@ def _adjacent(x: Tensor) -> Tensor:
 
 def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return every kernel as it is launched for R = 2, without a mask, from 4096 tokens."""
-    return [
-        _planned(kernel, head_dim, dtype, hard, shared)
-        for hard, shared in ((False, False), (True, False), (False, True))
-        for kernel in (forward, backward_queries, backward_keys)
-    ]
+    kinds = [(False, False), (False, True)]  # hard, shared
+    if dtype.itemsize == 2:  # else it takes what the soft form does
+        kinds.append((True, False))
+    kernels = (forward, backward_queries, backward_keys)
+    return [_planned(x, head_dim, dtype, *kind) for kind in kinds for x in kernels]
 
 
 def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) -> Launch:
