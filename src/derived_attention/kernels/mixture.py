@@ -17,6 +17,9 @@ v_j − dO_i·O_i). Over blocks of queries it sums dq and du, and over blocks of
 each sum has one owner and one order, so that results repeat to the last bit.
 """
 
+# mypy: disable-error-code="assignment, has-type, misc"
+# In kernels a tuple grows, one tensor a component.
+
 from __future__ import annotations
 
 import math
@@ -385,14 +388,16 @@ BLOCKS = {
 }
 
 
-def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int) -> dict[str, int]:
+def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int, hard: bool) -> dict[str, int]:
     """Return what to cut queries and keys into, for tokens with some keys each.
 
-    The table is for two of them. More are like wider heads, as each has sums of its own.
+    The table is for two of them. More are like wider heads, as each has sums of its own. To know
+    the best component, the hard form holds one more block of scores.
     """
     width = head_dim * max(1, (keys + 1) / 3)
     row = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]
     N, M, warps, stages = row[(width > 64) + (width > 128)]
+    N = 16 if hard and kernel is backward_keys else N
     return {"BLOCK_N": N, "BLOCK_M": M, "num_warps": warps, "num_stages": stages}
 
 
@@ -451,7 +456,7 @@ def _launch(
     (B, H, N, D), (R, M), Dv = q.shape, w.shape[2:], v.shape[-1]
     if 0 in (B, H, N, M, Dv):
         return
-    how = blocks(kernel, max(D, Dv), q.dtype, k.shape[2])
+    how = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], ctx.hard)
     count = triton.cdiv(M, how["BLOCK_M"])
     if kernel is not backward_keys:
         count = triton.cdiv(N, how["BLOCK_N"])
@@ -499,8 +504,8 @@ def shifted_mixture(
     ours = _cast(q, k.unsqueeze(-3), v, parts, mask)
     with full_precision(q.device):
         Q, K, V = ours
-        wide = (x.to(parts.precisions) for x in (Q, K.squeeze(-3)))
-        _, _, u, w = separate(*wide, shifts, parts)
+        wide_q, wide_k = Q.to(parts.precisions), K.squeeze(-3).to(parts.precisions)
+        _, _, u, w = separate(wide_q, wide_k, shifts, parts)
         a = parts.scale * parts.precisions
         return _attend(Q, K, V, a, u.mT, w, mask, hard).to(q.dtype)
 
@@ -534,7 +539,8 @@ def _attend(
             given = given.view(torch.uint8)
         given = _heads(given.expand(*q.shape[:-1], k.shape[-2]), 2)
     Q, K, V = (_adjacent(_heads(x, n)) for x, n in ((q, 2), (k, 3), (v, 2)))
-    u, w = (None if x is None else _heads(x, 2).contiguous() for x in (u, w))
+    u = None if u is None else _heads(u, 2).contiguous()
+    w = _heads(w, 2).contiguous()
     out = _Attend.apply(Q, K, V, a, u, w, given, mask.is_causal, hard)
     return out.view(*q.shape[:-1], v.shape[-1])
 
@@ -564,7 +570,7 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
 
 def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) -> Launch:
     R, H, N = 2, 8, 4096
-    how = blocks(kernel, D, dtype, 1 if shared else R)
+    how = blocks(kernel, D, dtype, 1 if shared else R, hard)
     warps, stages = how.pop("num_warps"), how.pop("num_stages")
     strides = (H * N * D, N * D, D, H * R * N * D, R * N * D, N * D, D, H * N * D, N * D, D)
     # Strides are numbers here: Triton looks at which of them are multiples of 16.
