@@ -43,8 +43,9 @@ notebooks: book ## bring the committed notebooks in step with the pages
 zip: book ## pack the book into one archive, for readers without a network
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
 
-benchmarks: $(VENV)/.ready ## measure the speed of every mechanism; what this machine has results for is not repeated
+benchmarks: $(VENV)/.ready ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.kernels
 
 experiments: $(VENV)/.ready ## train what the pages have no room for: three hours on one core
 	@$(BIN)/python -m benchmarks.multiresolution

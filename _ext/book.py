@@ -131,28 +131,40 @@ class Status(SphinxDirective):
 
 
 class Benchmarks(SphinxDirective):
-    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed."""
+    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed.
 
-    required_arguments = 1
+    Without a case, all of them.
+    """
+
+    optional_arguments = 1
     final_argument_whitespace = True
 
     def run(self):
         """Return the tables of these cases, and a line on each machine before them."""
-        names = self.arguments[0].split()
+        names = self.arguments[0].split() if self.arguments else ["*"]
         files = _result_files(names)
         for path in files:
             self.env.note_dependency(path)
         seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
-        seen[self.arguments[0]] = files
+        seen[" ".join(names)] = files
         try:
             results = benchmarks.load(names)
-            times = benchmarks.time_table(results, names)
+            times = benchmarks.time_table(results, names if self.arguments else None)
         except ValueError as error:
             raise self.error(str(error)) from error
         captions = [paragraph(benchmarks.caption(found)) for found in results.values()]
         memory = map(benchmarks.memory_table, benchmarks.of_each_kind(results))
         first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
         return [*captions, first, paragraph(benchmarks.NOTE), *others]
+
+
+class Kernels(SphinxDirective):
+    """``{kernels}``: what each kernel takes of a GPU, as committed."""
+
+    def run(self):
+        """Return the table."""
+        self.env.note_dependency(str(benchmarks.KERNELS))
+        return [table(*benchmarks.usage_table(benchmarks.load_kernels()), ["da-benchmarks"])]
 
 
 def _result_files(names) -> list[str]:
@@ -487,6 +499,7 @@ def setup(app):
     app.add_node(PendingInline)
     app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
+    app.add_directive("kernels", Kernels)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())

@@ -41,9 +41,9 @@ if missing:
     checkouts = [p for p in (here, *here.parents) if all((p / m).exists() for m in marks)]
     wheels = sorted(here.glob("derived_attention-*-any.whl"), key=lambda p: p.stat().st_mtime)
     if checkouts:
-        source = ["--editable", f"{checkouts[0]}[book]"]
+        source = ["--editable", f"{checkouts[0]}[$extras]"]
     elif wheels:
-        source = [f"derived-attention[book] @ {wheels[-1].as_uri()}"]
+        source = [f"derived-attention[$extras] @ {wheels[-1].as_uri()}"]
     else:
         $otherwise
     print(f"Installing {source[-1]}: a minute or two.", flush=True)
@@ -64,8 +64,10 @@ if derived_attention.__version__ != "$version":
     print(f"This notebook is for version $version, not {derived_attention.__version__}: if a cell")
     print("fails, run %pip uninstall -y derived-attention, restart, and run this cell again.")"""
 # What the package's extra "book" brings, as Python imports it.
-MODULES = """IPython PIL aeon cvxpy cycler gymnasium matplotlib pandas platformdirs
+MODULES = """IPython PIL aeon cvxpy cycler filelock gymnasium joblib matplotlib pandas platformdirs
     pycocotools pywt sacrebleu scipy sentencepiece shapiq sklearn sympy tqdm"""
+# What the extra "plugs" brings; only a notebook that has this import asks for it.
+PLUGS, PLUG = "timm torchvision transformers", "from derived_attention import plugs"
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "
@@ -93,7 +95,10 @@ class Writer:
         self.flush()
         first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
         on_gpu = any("run.device" in "".join(cell["source"]) for cell in self.cells[first:])
-        self.cells.insert(first, code_cell(set_up(), {}))
+        source = "".join(line for cell in self.cells[first:] for line in cell["source"])
+        self.cells.insert(
+            first, code_cell(set_up(plugs="derived_attention import plugs" in source), {})
+        )
         for number, cell in enumerate(self.cells):
             cell["id"] = f"cell-{number:03d}"
         return {
@@ -312,16 +317,17 @@ class Writer:
         return f"{name} {'.'.join(map(str, found[0]))}" if found else name
 
 
-def set_up() -> str:
+def set_up(plugs: bool = False) -> str:
     """Return the set-up cell: how it ends depends on where the package can be had for sure."""
     url, _ = repository(committed=True)
+    extras, modules = ("book,plugs", f"{MODULES} {PLUGS}") if plugs else ("book", MODULES)
     otherwise = Template(NOWHERE).substitute(wheel=WHEEL)
     if url:
-        otherwise = f'source = ["derived-attention[book] @ git+{url}"]'
+        otherwise = f'source = ["derived-attention[{extras}] @ git+{url}"]'
     elif own_settings()["on-package-index"]:
-        otherwise = f'source = ["derived-attention[book]=={__version__}"]'
-    values = {"modules": MODULES, "version": __version__, "otherwise": otherwise}
-    return Template(SETUP).substitute(values)
+        otherwise = f'source = ["derived-attention[{extras}]=={__version__}"]'
+    values = {"modules": modules, "version": __version__, "otherwise": otherwise}
+    return Template(SETUP).substitute(values, extras=extras)
 
 
 def own_settings() -> dict:

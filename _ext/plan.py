@@ -153,7 +153,7 @@ class Sampler:
         key = (id(model), id(batches), "test")
         return self.sampled(key, "batches", lambda: sum(1 for _ in batches), do, iter(batches))
 
-    def run_grid(self, function, grid, store=None, *, progress=True):
+    def run_grid(self, function, grid, store=None, *, workers=1, watch=None, progress=True):
         """Stand for `run_grid`: one run of each configuration, whatever its seed."""
         results, seen = [], {}
         for config in map(dict, grid):

@@ -37,26 +37,29 @@ class Case:
     fast, reference : callable
         Its two forms, functions of q, k, v and `options`.
     options : callable
-        The options at a sequence length N. Tensors among them are parameters: they are brought to
-        the inputs' dtype and device, and get a gradient.
+        The options at a sequence length N, and D if it is not 64. Tensors among them are
+        parameters: they are brought to the inputs' dtype and device, and get a gradient.
     baseline : str
         The name in `BASELINES` of what it is beside.
-    goal : float, optional
-        Largest time as a share of the baseline's: see `Entry.goals`.
+    goal : pair of floats, optional
+        Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
     against_reference : int, optional
         An N at which to time the fast form beside the reference, too.
+    kernel : bool
+        Whether a GPU runs a kernel of ours, which ``fused=False`` leaves to PyTorch.
     """
 
     label: str
     fast: Mechanism
     reference: Mechanism
-    options: Callable[[int], dict[str, Any]]
+    options: Callable[..., dict[str, Any]]
     baseline: str
-    goal: float | None = None
+    goal: tuple[float, float] | None = None
     reference_length: int = 1024
     against_reference: int | None = None
+    kernel: bool = False
 
 
 def dense_mixture(
@@ -109,6 +112,22 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
+# Which of `derived_attention.kernels` a GPU runs: the module, the kind of its work, and what that
+# has to know beside the sizes. Without a kind, the module counts in each mode, kernel by kernel.
+KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "mgk": ("mixture", "mgk", {}),
+    "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
+    "hard_mgk": ("mixture", "hard_mgk", {}),
+    "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
+    "smgk": ("mixture", "smgk", {}),
+    "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
+    "linear_causal": ("linear", None, {}),
+    "mlk_causal": ("linear", None, {"R": 2}),
+    "lasso": ("splitting", "lasso", {}),
+    "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
+}
+
+
 def two_heads(form: Mechanism) -> Mechanism:
     """Attend with twice the heads, one for each key of `two_keys`, and add up in pairs."""
 
@@ -138,7 +157,7 @@ def _baselines() -> dict[str, Case]:
             found[name] = Case(
                 label + ", causal" * causal,
                 *(forms if heads == 1 else map(two_heads, forms)),
-                lambda N, causal=causal: _causal({}, causal),
+                lambda N, D=DIM, causal=causal: _causal({}, causal),
                 name,
             )
     return found
@@ -155,11 +174,12 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
         with_keys(entry.fast),
         with_keys(reference),
-        lambda N: _causal(entry.options(N, HEADS, DIM), is_causal),
+        lambda N, D=DIM: _causal(entry.options(N, HEADS, D), is_causal),
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
         timed,
+        name + "_causal" * is_causal in KERNEL_OF,
     )
 
 

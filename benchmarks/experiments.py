@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.table import experiment_caption, experiment_table
 from benchmarks.table import markdown as as_markdown
+from derived_attention.cluster import Ray, Workers
 from derived_attention.experiments import run_grid
 from derived_attention.measure import machine
 from derived_attention.recorded import SCHEMA
@@ -39,7 +40,7 @@ def experiment(
     }
 
 
-def run(plan: dict[str, Any], device: str) -> dict[str, Any]:
+def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[str, Any]:
     """Run one experiment, or read what of it has been run; return what is to be written."""
     settings = plan["settings"] | {"device": device}
     grid = [
@@ -47,7 +48,7 @@ def run(plan: dict[str, Any], device: str) -> dict[str, Any]:
         for seed in range(plan["seeds"])
         for arm in plan["names"]
     ]
-    results = run_grid(plan["function"], grid)
+    results = run_grid(plan["function"], grid, workers=workers)
     rows = [{k: v for k, v in row.items() if k not in settings} for row in results]
     return {
         "schema": SCHEMA,
@@ -70,13 +71,26 @@ def command(
     """Run what a command line asks for of the module `prefix`, write it, and print its tables."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{prefix}", description=text)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(experiments)}")
-    names = parser.parse_args(arguments).names or list(experiments)
+    add = parser.add_argument
+    add("--workers", default="1", help="how many processes of this machine (1), or: ray")
+    add("--address", help="of the Ray cluster: auto, if this machine is part of it")
+    add("--gpus", type=float, default=0, help="that Ray gives to each run (0)")
+    asked = parser.parse_args(arguments)
+    names = asked.names or list(experiments)
     if unknown := [name for name in names if name not in experiments]:
         parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(experiments)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked.workers != "ray" and not asked.workers.isdecimal():
+        parser.error(f"--workers is {asked.workers}; expected a number, or ray")
+    if asked.workers != "ray" and (asked.address or asked.gpus):
+        parser.error("--address and --gpus are Ray's; expected --workers ray beside them")
+    if asked.workers == "ray":
+        workers: int | Workers = Ray(asked.address, num_gpus=asked.gpus)
+        device = "cuda" if asked.gpus else "cpu"
+    else:
+        workers, device = int(asked.workers), "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     for name in names:
-        data = run(experiments[name], device)
+        data = run(experiments[name], device, workers)
         written = json.dumps(data, indent=1) + "\n"
         write_atomically(folder / f"{prefix}_{name}_{device}.json", written.encode())
         print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)

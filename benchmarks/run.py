@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Case
+from benchmarks.peers import LIBRARIES
 from benchmarks.table import (
     MODES,
     NOTE,
     RESULTS,
     SCHEMA,
     caption,
+    fused_table,
     markdown,
     memory_table,
     slug,
@@ -35,17 +39,22 @@ from derived_attention.runtime import write_atomically
 
 BATCH = 1
 MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
-LENGTHS = {"cpu": [1024, 4096], "cuda": [1024, 4096, 16384]}
+LENGTHS = {"cpu": [1024, 4096], "cuda": [1024, 4096, 16384, 65536]}
+DIMS = {"cpu": [DIM], "cuda": [DIM, 2 * DIM]}
 ROUNDS = {"cpu": 9, "cuda": 50}
-DTYPES = {"cpu": [torch.float32], "cuda": [torch.float32, torch.bfloat16]}
+DTYPES = {"cpu": [torch.float32], "cuda": [torch.bfloat16]}
+
+UNFUSED = " unfused"
 
 Call = Callable[[], Any]
 
 
-def inputs(length: int, dtype: torch.dtype, device: str, training: bool) -> list[Tensor]:
+def inputs(
+    length: int, dtype: torch.dtype, device: str, training: bool, dim: int = DIM
+) -> list[Tensor]:
     """Return q, k, v and the gradient of the output: standard normal, the same at every call."""
     generator = torch.Generator(device).manual_seed(0)
-    shape = (BATCH, HEADS, length, DIM)
+    shape = (BATCH, HEADS, length, dim)
     made = [torch.randn(shape, generator=generator, device=device) for _ in range(4)]
     q, k, v, gradient = (x.to(dtype) for x in made)
     return [*(x.requires_grad_(training) for x in (q, k, v)), gradient]
@@ -107,19 +116,31 @@ def time_cases(
     mode: str,
     rounds: int,
     device: str,
+    dim: int = DIM,
 ) -> dict[str, dict[str, Any]]:
     """Time cases with their baseline, at one length and in one dtype and mode: a row for each.
 
-    A ratio is taken within each round, so that a slow minute of the machine cancels.
+    A ratio is taken within each round, so that a slow minute of the machine cancels. What does not
+    fit into a GPU's memory has no row. Where a GPU runs a kernel of ours, the form without it
+    takes part, too.
     """
-    tensors = inputs(length, dtype, device, training=mode != MODES[0])
+    tensors = inputs(length, dtype, device, mode != MODES[0], dim)
     cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
-    calls = {n: call(case.fast, tensors, case.options(length)) for n, case in cases.items()}
+    calls = {n: call(case.fast, tensors, case.options(length, dim)) for n, case in cases.items()}
+    if device == "cuda":
+        for name in names:
+            if cases[name].kernel:
+                options = cases[name].options(length, dim) | {"fused": False}
+                calls[name + UNFUSED] = call(cases[name].fast, tensors, options)
+        calls = {name: fn for name, fn in calls.items() if fits(name, fn)}
     taken = time_rounds(calls, rounds, device)
-    operations = {name: count_flops(fn) for name, fn in calls.items()}
+    # No counter looks into a kernel.
+    counted = {name: calls.get(name + UNFUSED, fn) for name, fn in calls.items()}
+    operations = {name: count_flops(counted[name]) for name in cases if name in calls}
     return {
         name: {
             "length": length,
+            "dim": dim,
             "dtype": dtype_name(dtype),
             "mode": mode,
             "seconds": quartiles(taken[name]),
@@ -127,8 +148,27 @@ def time_cases(
             "ratio": quartiles(taken[name] / taken[baseline]),
             "operations": operations[name] / operations[baseline],
         }
+        | unfused(taken, name, baseline)
         for name in names
+        if name in taken
     }
+
+
+def unfused(taken: Mapping[str, np.ndarray], name: str, baseline: str) -> dict[str, Any]:
+    """Return what a row says of the form without the kernel, if anything."""
+    if name + UNFUSED not in taken:
+        return {}
+    return {"unfused_ratio": quartiles(taken[name + UNFUSED] / taken[baseline])}
+
+
+def fits(name: str, fn: Call) -> bool:
+    """Say whether a GPU has the memory for a call."""
+    try:
+        fn()
+    except torch.OutOfMemoryError:
+        progress(f"out of memory: {name}")
+        return False
+    return True
 
 
 def time_reference(case: Case, mode: str, rounds: int, device: str) -> dict[str, Any]:
@@ -161,7 +201,7 @@ def weigh(case: Case, form: str, mode: str, longest: int, device: str) -> dict[s
         length = min(length, case.reference_length)
     lengths, sizes = [length, 2 * length], []
     for n in lengths:
-        tensors = inputs(n, torch.float32, device, training=mode != MODES[0])
+        tensors = inputs(n, DTYPES[device][0], device, training=mode != MODES[0])
         fn = call(getattr(case, form), tensors, case.options(n))
         sizes.append(peak_bytes(fn, device=device))
     return {"form": form, "mode": mode, "lengths": lengths, "bytes": sizes}
@@ -177,26 +217,30 @@ def weigh_forms(name: str, case: Case, longest: int, device: str) -> list[dict[s
 
 
 def run(
-    baseline: str, names: Sequence[str], lengths: Sequence[int], rounds: int, device: str
+    baseline: str,
+    names: Sequence[str],
+    lengths: Sequence[int],
+    dims: Sequence[int],
+    rounds: int,
+    device: str,
 ) -> dict[str, dict[str, Any]]:
-    """Measure cases of one baseline at `lengths`: what the results file of each is to hold."""
+    """Measure cases of one baseline: what the results file of each is to hold."""
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for length in lengths:
-        for dtype in DTYPES[device]:
-            for mode in MODES:
-                progress(f"time: {', '.join(names)}; N = {length}, {dtype_name(dtype)}, {mode}")
-                rows = time_cases(baseline, names, length, dtype, mode, rounds, device)
-                for name, row in rows.items():
-                    times[name].append(row)
+    for dim, length, dtype, mode in points(dims, lengths, device):
+        where = f"N = {length}, D = {dim}, {dtype_name(dtype)}, {mode}"
+        progress(f"time: {', '.join(names)}; {where}")
+        rows = time_cases(baseline, names, length, dtype, mode, rounds, device, dim)
+        for name, row in rows.items():
+            times[name].append(row)
     beside = weigh_forms(baseline, BASELINES[baseline], max(lengths), device)
     return {
         name: {
             "schema": SCHEMA,
             **title(CASES[name]),
             "device": device,
-            "machine": machine(),
+            "machine": machine() | {"triton": version_of("triton")},
             "commit": commit(),
-            "settings": settings(CASES[name], lengths, device),
+            "settings": settings(CASES[name], lengths, dims, device),
             "rounds": rounds,
             "times": times[name],
             "memory": weigh_forms(name, CASES[name], max(lengths), device),
@@ -205,6 +249,21 @@ def run(
         }
         for name in names
     }
+
+
+def points(
+    dims: Sequence[int], lengths: Sequence[int], device: str
+) -> Iterator[tuple[int, int, torch.dtype, str]]:
+    """Return D, N, dtype and mode of every row of times."""
+    return itertools.product(dims, lengths, DTYPES[device], MODES)
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def beside_reference(name: str, case: Case, rounds: int, device: str) -> dict[str, Any]:
@@ -218,15 +277,17 @@ def beside_reference(name: str, case: Case, rounds: int, device: str) -> dict[st
 def title(case: Case) -> dict[str, Any]:
     """Return what a file says of its case that can change without measuring again."""
     beside = {"name": case.baseline, "label": BASELINES[case.baseline].label}
-    return {"label": case.label, "goal": case.goal, "baseline": beside}
+    return {"label": case.label, "goal": list(case.goal) if case.goal else None, "baseline": beside}
 
 
-def settings(case: Case, lengths: Sequence[int], device: str) -> dict[str, Any]:
+def settings(
+    case: Case, lengths: Sequence[int], dims: Sequence[int], device: str
+) -> dict[str, Any]:
     """Return what the numbers of a case depend on, as JSON has it."""
     return {
         "B": BATCH,
         "H": HEADS,
-        "D": DIM,
+        "D": dims[0] if len(dims) == 1 else list(dims),
         "lengths": list(lengths),
         "dtypes": [dtype_name(dtype) for dtype in DTYPES[device]],
         "options": {name: plain(x) for name, x in case.options(max(lengths)).items()},
@@ -242,12 +303,12 @@ def plain(x: Any) -> Any:
     return x.__name__ if callable(x) else x
 
 
-def outdated(path: Path, case: Case, lengths: Sequence[int], device: str) -> bool:
-    """Say whether a case has no results yet, or results for other settings."""
+def outdated(path: Path, wanted: Mapping[str, Any]) -> bool:
+    """Say whether there are no results yet, or results for other settings than `wanted`."""
     if not path.exists():
         return True
     data = json.loads(path.read_text("utf8"))
-    return data.get("schema") != SCHEMA or data["settings"] != settings(case, lengths, device)
+    return data.get("schema") != SCHEMA or data["settings"] != wanted
 
 
 def rename(folder: Path) -> None:
@@ -305,7 +366,14 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         help=f"of {', '.join(CASES)}; default: those without results of this machine, or with "
         "results for other options",
     )
-    parser.add_argument("--all", action="store_true", help="measure all cases, also once more")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=LIBRARIES,
+        metavar="LIBRARY",
+        help=f"only other libraries, once more: of {', '.join(LIBRARIES)}; default: all",
+    )
+    parser.add_argument("--all", action="store_true", help="measure everything, also once more")
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -313,6 +381,13 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         metavar="N",
         help=f"default {LENGTHS[device]}; others are a trial that writes no results "
         "unless --output says where",
+    )
+    parser.add_argument(
+        "--dims",
+        nargs="+",
+        type=whole,
+        metavar="D",
+        help=f"features of a head; default {DIMS[device]}, and otherwise as --lengths",
     )
     parser.add_argument("--rounds", type=whole, default=ROUNDS[device], help="default %(default)s")
     parser.add_argument(
@@ -332,29 +407,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
     options = parse(arguments, device)
     lengths = sorted(set(options.lengths or LENGTHS[device]))
+    dims = sorted(set(options.dims or DIMS[device]))
     results, here = options.output or RESULTS, slug(machine())
-    trial = options.lengths is not None and options.output is None
-    names = options.cases or [
-        name
-        for name, case in CASES.items()
-        if options.all or trial or outdated(results / here / f"{name}.json", case, lengths, device)
-    ]
+    trial = bool(options.lengths or options.dims) and options.output is None
+    folder = None if trial else results / here
+    only = options.cases is not None or options.peers is not None
+    names = options.cases or [] if only else list(CASES)
+    if not only and not (options.all or trial):
+        wanted = {name: settings(CASES[name], lengths, dims, device) for name in names}
+        names = [name for name in names if outdated(results / here / f"{name}.json", wanted[name])]
     if not trial:
         rename(results)
-    if not names:
-        print(f"All cases have results in {results / here}; --all measures them again.")
-        return 0
     done: dict[str, dict[str, Any]] = {}
     for baseline in dict.fromkeys(CASES[name].baseline for name in names):
         group = [name for name in CASES if name in names and CASES[name].baseline == baseline]
-        measured = run(baseline, group, lengths, options.rounds, device)
+        measured = run(baseline, group, lengths, dims, options.rounds, device)
         done |= measured
-        if not trial:
+        if folder is not None:
             for name, data in measured.items():
-                save(results / here / f"{name}.json", data)
+                save(folder / f"{name}.json", data)
+    if done:
+        report({here: done}, lengths, dims)
+    from benchmarks import beside  # it measures with what is above
+
+    libraries = options.peers or LIBRARIES if options.peers is not None or not only else []
+    if libraries:
+        again = options.all or trial or only
+        done |= beside.main(libraries, options.lengths, dims, options.rounds, folder, again)
+    if not done:
+        print(f"All cases have results in {results / here}; --all measures them again.")
+    return 0
+
+
+def report(results: Mapping[str, Any], lengths: Sequence[int], dims: Sequence[int]) -> None:
+    """Print the tables of what has been measured on this machine."""
+    (done,) = results.values()
     print(f"{caption(done)}.\n{NOTE}\n")
-    for length in lengths:
-        print(markdown(time_table({here: done}, length=length)) + "\n")
+    for dim, length in itertools.product(dims, lengths):
+        print(markdown(time_table(dict(results), length=length, dim=dim)) + "\n")
+    if kernels := fused_table(done):
+        print("With the kernel and without it, as a share of SDPA's time:\n")
+        print(markdown(kernels) + "\n")
     print("Extra memory at its peak, and its growth from half that length:\n")
     print(markdown(memory_table(done)))
-    return 0

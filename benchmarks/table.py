@@ -8,25 +8,29 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
+DIM = 64  # of rows that were written before there were others
 RESULTS = Path(__file__).parent / "results"
+KERNELS = RESULTS / "kernels.json"
 MODES = ("forward", "forward + backward")
-GOAL = {"length": 4096, "dtype": "float32", "mode": MODES[0]}  # of what rows goals are, on CPUs
+GOAL = {"length": 4096, "dtype": "float32"}  # of what rows goals are, on CPUs, for each mode
 NOTE = (
     "Operations are those of the products of matrices, as a share of those that SDPA would take "
-    "without a mask. A goal is for the forward pass on one thread of a CPU, and holds if it holds "
-    "on every one that was measured."
+    "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold if "
+    "both hold on every one that was measured."
 )
 
 Files = dict[str, dict[str, Any]]  # by case
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
-def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str, Files]:
+def load(
+    names: Iterable[str] | None = None, folder: Path = RESULTS, peers: bool = False
+) -> dict[str, Files]:
     """Read results by machine and by case: those of CPUs first.
 
     Parameters
@@ -35,6 +39,8 @@ def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str
         Cases; default all.
     folder : Path
         Has a folder for each machine, with a file for each case.
+    peers : bool
+        Whether to read what was measured of other libraries instead.
 
     Raises
     ------
@@ -43,14 +49,14 @@ def load(names: Iterable[str] | None = None, folder: Path = RESULTS) -> dict[str
     """
     found: dict[str, Files] = {}
     for name in ["*"] if names is None else names:
-        for path in sorted(folder.glob(f"*/{name}.json")):
+        for path in sorted(folder.glob(f"*/peers/{name}.json" if peers else f"*/{name}.json")):
             data = json.loads(path.read_text("utf8"))
             if (schema := data.get("schema")) != SCHEMA:
                 raise ValueError(
-                    f"{path.parent.name}/{path.name} has schema {schema}; expected {SCHEMA}: "
+                    f"{path.relative_to(folder)} has schema {schema}; expected {SCHEMA}: "
                     "run python -m benchmarks again"
                 )
-            found.setdefault(path.parent.name, {})[path.stem] = data
+            found.setdefault(path.relative_to(folder).parts[0], {})[path.stem] = data
     return dict(sorted(found.items(), key=lambda item: (_first(item[1])["device"], item[0])))
 
 
@@ -66,7 +72,10 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def time_table(
-    results: dict[str, Files], names: Iterable[str] | None = None, length: int = GOAL["length"]
+    results: dict[str, Files],
+    names: Iterable[str] | None = None,
+    length: int = GOAL["length"],
+    dim: int = DIM,
 ) -> Table:
     """Time as a share of the baseline's: median over the rounds, and the quartiles beside it.
 
@@ -78,8 +87,8 @@ def time_table(
     names : iterable of str, optional
         Cases; default all. Their baselines come first, with the time that is 1: its range, where
         cases were measured at other times.
-    length : int
-        N.
+    length, dim : int
+        N and D.
 
     Returns
     -------
@@ -98,10 +107,13 @@ def time_table(
         for dtype in dict.fromkeys(d for data in files.values() for d in data["settings"]["dtypes"])
     ]
     rows = {
-        name: [_time(results[m].get(name), length, d, mode) for m, d in kinds for mode in MODES]
+        name: [
+            _time(results[m].get(name), length, d, mode, dim) for m, d in kinds for mode in MODES
+        ]
         for name in cases
     }
-    header = [f"time, N = {length}", "beside", "operations", "goal"]
+    size = f", D = {dim}" if dim != DIM else ""
+    header = [f"time, N = {length}{size}", "beside", "operations", "goal"]
     for machine, dtype in kinds:
         of = f" ({machine_name(_first(results[machine])['machine'])}, {dtype})"
         header += [mode + of * (len(kinds) > 1) for mode in MODES]
@@ -140,6 +152,116 @@ def memory_table(files: Files) -> Table:
     rows = {label: files[names[0]]["baseline_memory"] for label, names in _baselines(files).items()}
     rows |= {data["label"]: data["memory"] for data in files.values()}
     return header, [[label, *_memory(found)] for label, found in rows.items()]
+
+
+def fused_table(files: Files) -> Table | None:
+    """Time with the kernel and without it, as a share of the baseline's; None where none has run.
+
+    Parameters
+    ----------
+    files : dict
+        Results of one machine, by case.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = ["time", "N", "D", "", "with the kernel", "without", "faster"]
+    rows = []
+    for data in files.values():
+        for row in data["times"]:
+            if "unfused_ratio" in row:
+                pair = row["ratio"]["median"], row["unfused_ratio"]["median"]
+                faster = "the kernel" if pair[0] <= pair[1] else "without"
+                sizes = [str(row["length"]), str(row["dim"]), row["mode"]]
+                rows.append([data["label"], *sizes, *(f"{x:.2f}" for x in pair), faster])
+    return (header, rows) if rows else None
+
+
+def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
+    """Time and memory of other libraries, as multiples of ours.
+
+    Parameters
+    ----------
+    files : dict
+        What `load` returns of the peers of one machine.
+    length, dim : int
+        N, or the longest below it that was measured, and D.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = ["library", "beside ours"]
+    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES] + ["computes"]
+    rows = []
+    for data in files.values():
+        reached = max(n for n in data["settings"]["lengths"] if n <= length)
+        dtype = data["settings"]["dtypes"][0]
+        pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
+        at = f", N = {reached}" if reached < length else ""
+        front = [f"{data['label']} ({data['version']}{at})", data["ours"]]
+        cells = [*map(_share, pair), *map(_times_as_much, pair)]
+        rows.append([*front, *cells, data["differs"] or "the same"])
+    return header, rows
+
+
+def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
+    """Read what ``python -m benchmarks.kernels`` has computed; nothing, where there is no file."""
+    empty = {"usage": [], "rooflines": []}
+    return json.loads(path.read_text("utf8")) if path.exists() else empty
+
+
+def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
+    """Return what each kernel takes of a GPU: a row for a kernel and D, cells for architectures."""
+    found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for row in data["usage"]:
+        if row["dtype"] == dtype:
+            found.setdefault((row["kernel"], row["head_dim"]), {})[row["capability"]] = row
+    capabilities = sorted({row["capability"] for row in data["usage"]})
+    header = ["kernel", "D", "warps"]
+    for what in ("registers", "shared memory, KiB", "spilled bytes", "resident warps of 64"):
+        header += [f"{what}, sm_{capability}" for capability in capabilities]
+    lines = []
+    for (kernel, dim), rows in found.items():
+        cells = [kernel, str(dim), " / ".join({str(row["num_warps"]) for row in rows.values()})]
+        for key, factor in (("registers", 1), ("shared", 1024), ("spills", 1), ("resident", 1)):
+            cells += [f"{rows[c][key] / factor:.0f}" if c in rows else "" for c in capabilities]
+        lines.append(cells)
+    return header, lines
+
+
+def roofline_table(
+    data: dict[str, Any], length: int, dim: int = DIM, device: str = "H100 SXM"
+) -> Table:
+    """Return the least time of each kernel, in ms, and its share of that of SDPA on one `device`.
+
+    Two numbers in a cell are those of both modes. What bounds a kernel is said of the forward pass.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in data["rooflines"]:
+        if (row["length"], row["dim"]) == (length, dim):
+            found.setdefault(row["label"], {})[row["mode"]] = row
+    devices = data.get("devices", {})
+    header = [f"N = {length}, D = {dim}", *(f"{device}, ms" for device in devices)]
+    header += [f"share of SDPA's, {device}", "bound by"]
+    lines = []
+    for label, modes in found.items():
+        rows, cells = [modes[mode] for mode in MODES], [label]
+        for name in devices:
+            cells.append(" / ".join(f"{1000 * row['seconds'][name]:.3g}" for row in rows))
+        shares = (row["seconds"][device] / row["sdpa_seconds"][device] for row in rows)
+        cells.append(" / ".join(f"{share:.2g}" for share in shares))
+        here = devices[device]
+        products = rows[0]["operations"] / here["peak"] > rows[0]["bytes"] / here["bandwidth"]
+        lines.append([*cells, "operations" if products else "bytes"])
+    return header, lines
+
+
+def _times_as_much(row: dict[str, Any] | None) -> str:
+    return f"{row['bytes'] / row['ours_bytes']:.1f}" if row else ""
 
 
 def of_each_kind(results: dict[str, Files]) -> list[Files]:
@@ -244,23 +366,33 @@ def _baselines(cases: Files) -> dict[str, list[str]]:
     return found
 
 
-def _time(data: dict[str, Any] | None, length: int, dtype: str, mode: str) -> dict[str, Any] | None:
-    wanted = {"length": length, "dtype": dtype, "mode": mode}
+def _time(
+    data: dict[str, Any] | None, length: int, dtype: str, mode: str, dim: int = DIM
+) -> dict[str, Any] | None:
+    wanted = {"length": length, "dtype": dtype, "mode": mode, "dim": dim}
     rows = data["times"] if data else []
-    return next((row for row in rows if wanted.items() <= row.items()), None)
+    return next((row for row in rows if wanted.items() <= ({"dim": DIM} | row).items()), None)
 
 
-def _goal(name: str, goal: float | None, results: dict[str, Files]) -> str:
-    """Goal and verdict, where a CPU has measured the case."""
+def _goal(name: str, goal: Sequence[float] | None, results: dict[str, Files]) -> str:
+    """Goals, forward and with backward, and verdict, where a CPU has measured the case."""
     found = {
-        machine_name(files[name]["machine"]): row["ratio"]["median"]
+        machine_name(files[name]["machine"]): [
+            row["ratio"]["median"]
+            for mode in MODES
+            if (row := _time(files[name], GOAL["length"], GOAL["dtype"], mode))
+        ]
         for files in results.values()
-        if name in files and files[name]["device"] == "cpu" and (row := _time(files[name], **GOAL))
+        if name in files and files[name]["device"] == "cpu"
     }
-    if goal is None or not found:
+    if goal is None or not any(found.values()):
         return ""
-    missed = " and ".join(machine for machine, ratio in found.items() if ratio > goal)
-    return f"≤ {goal:.2f}: " + (f"missed on {missed}" if missed else "met")
+    missed = " and ".join(
+        machine
+        for machine, ratios in found.items()
+        if any(ratio > most for ratio, most in zip(ratios, goal, strict=False))
+    )
+    return f"≤ {goal[0]:.2f} / {goal[1]:.2f}: " + (f"missed on {missed}" if missed else "met")
 
 
 def _share(row: dict[str, Any] | None) -> str:

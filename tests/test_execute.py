@@ -73,6 +73,15 @@ def test_what_a_page_imports_changes_its_digest(digest, package, code, file, tex
     assert (digest(code) != before) is differs
 
 
+def test_a_page_that_shows_measurements_changes_with_them(digest, package):
+    (package.parents[0] / "benchmarks" / "results").mkdir(parents=True)
+    file = package.parents[0] / "benchmarks" / "results" / "a.json"
+    shows, others = "from benchmarks import table", "x = 1"
+    before = digest(shows), digest(others)
+    file.write_text("[1]")
+    assert digest(shows) != before[0] and digest(others) == before[1]
+
+
 def test_code_and_settings_change_the_digest(digest):
     before = digest("x = 1", profile="quick")
     assert digest("x = 2", profile="quick") != before

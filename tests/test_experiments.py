@@ -4,10 +4,13 @@ import functools
 import importlib.util
 import json
 import math
+import multiprocessing
+import os
+import random
 import signal
-import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -295,8 +298,9 @@ def test_wrong_grid_before_any_run(page):
 def test_a_failing_run_loses_nothing(page):
     grid = [{"seed": 0}, {"seed": 1}, {"seed": 2}]
     edit = ("seed_everything(seed)", "seed_everything(seed if seed < 2 else -1)")
-    with pytest.raises(ValueError, match="seed is -1"):
+    with pytest.raises(ValueError, match="seed is -1") as caught:
         page.run(edit, grid=grid)
+    assert caught.value.__notes__ == ["The run was train_once(**{'seed': 2})."]
     assert len(list(page.store.rglob("*.json"))) == 2
     before = len(page.log.read_text().split())
     with pytest.raises(ValueError, match="seed is -1"):
@@ -304,52 +308,194 @@ def test_a_failing_run_loses_nothing(page):
     assert len(page.log.read_text().split()) == before
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe", b"{}", b'{"key": "x", "result": {}}', None],
-)
+DAMAGE = {
+    "empty": b"",
+    "cut": b"{",
+    "list": b"[1, 2]",
+    "null": b"null",
+    "not UTF-8": b"\xff\xfe",
+    "no key": b"{}",
+    "other key": b'{"key": "x", "result": {}}',
+    "no result": b'{"key": "KEY", "result": 5}',
+    "no times": b'{"key": "KEY", "result": {}, "seconds": "1", "cpu_seconds": 1.0}',
+    "deep": b"[" * 100_000,
+    "half": None,
+    "folder": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_record_is_said_and_made_again(page, damage):
     first, _ = page.run()
     path = sorted(page.store.rglob("*.json"))[1]
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2] if damage is None else damage)
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+        (path / "of somebody").write_text("else")
+    else:
+        data = DAMAGE[damage] if damage != "half" else content[: len(content) // 2]
+        path.write_bytes(data.replace(b"KEY", path.stem.encode()))
     with pytest.warns(UserWarning, match=f"stored run .*{path.name} is damaged"):
         again, made = page.run()
     assert made == 1
     assert [r["accuracy"] for r in again] == [r["accuracy"] for r in first]
     assert json.loads(path.read_bytes())["result"] == json.loads(content)["result"]
     assert page.run()[1] == 0
-    assert all(f.is_dir() or f.suffix == ".json" for f in page.files())
+    kept = [f.parent.suffix for f in page.files() if f.is_file() and f.suffix != ".json"]
+    assert kept == [".damaged"] * (damage == "folder"), "nothing is left but what is no run's"
 
 
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_experiments import slow
-from derived_attention.experiments import run_grid
-run_grid(slow, [{"seed": i} for i in range(2000)], sys.argv[2])
-"""
+# --- processes that die, and processes that share -------------------------------------------------
+
+FORK = multiprocessing.get_context("fork")  # a real process, without two seconds of imports
+TRIALS = [{"seed": seed} for seed in range(24)]
 
 
-def slow(seed):
-    return {"value": [seed] * 2000}
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """A store, and a grid whose runs say in a log when they begin."""
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
+    log, stuck, store = tmp_path / "log", tmp_path / "stuck", tmp_path / "store"
+    log.touch()
+    names = [str(log), str(stuck)]
+
+    def slow(seed):
+        with open(names[0], "a") as file:
+            file.write(f"{seed}\n")
+        time.sleep(0.03)
+        while seed == 3 and os.path.exists(names[1]):
+            time.sleep(0.01)
+        return {"value": [seed] * 2000}
+
+    def run():
+        return [r["value"] for r in run_grid(slow, TRIALS, store)]
+
+    def begun():
+        return [int(line) for line in log.read_text().split()]
+
+    def until(condition, process):
+        while not condition():
+            assert process.is_alive()
+            time.sleep(0.005)
+
+    return SimpleNamespace(run=run, begun=begun, until=until, store=store, stuck=stuck)
 
 
-def test_kill_9_loses_nothing(tmp_path, request):
-    store = tmp_path / "store"
-    command = [sys.executable, "-c", CHILD, str(request.path.parent), str(store)]
-    child = subprocess.Popen(command)
-    while len(list(store.rglob("*.json"))) < 5:
-        assert child.poll() is None, "the grid ended before it could be killed"
-        time.sleep(0.01)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
-    stamps = {path: path.stat().st_mtime_ns for path in store.rglob("*.json")}
-    assert 5 <= len(stamps) < 2000
-    results = run_grid(slow, [{"seed": i} for i in range(len(stamps) + 3)], store)
-    assert [r["value"][-1] for r in results] == list(range(len(stamps) + 3))
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
-    assert len(list(store.rglob("*.json"))) == len(stamps) + 3
+def started(target, *arguments):
+    process = FORK.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def killed(process):
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+VALUES = [[seed] * 2000 for seed in range(len(TRIALS))]
+
+
+def test_kill_9_at_any_moment_loses_no_more_than_the_run_that_was_made(shared):
+    draw = random.Random(0)
+    for kills in range(1, 6):
+        there, before = len(list(shared.store.rglob("*.json"))), len(shared.begun())
+        process = started(shared.run)
+        shared.until(lambda before=before: len(shared.begun()) > before, process)
+        time.sleep(draw.uniform(0, 0.08))
+        killed(process)
+        stored = len(list(shared.store.rglob("*.json")))
+        assert there <= stored < len(TRIALS)
+        assert len(shared.begun()) <= stored + kills
+    assert shared.run() == VALUES
+    assert len(TRIALS) <= len(shared.begun()) <= len(TRIALS) + kills
+    assert len([p for p in shared.store.rglob("*") if p.is_file()]) == len(TRIALS)
+
+
+@pytest.mark.parametrize("when", ["replace", "fsync", "unlink"])
+def test_kill_9_in_the_middle_of_a_write(shared, monkeypatch, when):
+    do, parent, calls = getattr(os, when), os.getpid(), []
+
+    def dies(*arguments, **options):
+        calls.append(arguments)
+        if os.getpid() != parent and len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(*arguments, **options)
+
+    monkeypatch.setattr(os, when, dies)
+    process = started(shared.run)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert shared.run() == VALUES
+    assert len(shared.begun()) <= len(TRIALS) + 1
+    assert {p.suffix for p in shared.store.rglob("*") if p.is_file()} == {".json"}
+
+
+def test_two_processes_share_a_store_and_make_no_run_twice(shared, tmp_path):
+    def save(name):
+        (tmp_path / name).write_text(json.dumps(shared.run()))
+
+    processes = [started(save, name) for name in ("one", "two")]
+    for process in processes:
+        process.join()
+    assert sorted(shared.begun()) == list(range(len(TRIALS)))
+    assert all(json.loads((tmp_path / name).read_text()) == VALUES for name in ("one", "two"))
+    assert {p.suffix for p in shared.store.rglob("*") if p.is_file()} == {".json"}
+
+
+def test_a_process_that_dies_lets_go_of_its_claim(shared):
+    shared.stuck.touch()
+    first = started(shared.run)
+    shared.until(lambda: 3 in shared.begun(), first)
+    second = started(shared.run)
+    shared.until(lambda: len(shared.begun()) == len(TRIALS), second)
+    time.sleep(3 * experiments.PATIENCE)
+    assert second.is_alive() and shared.begun().count(3) == 1, "it waits for the run it has not"
+    killed(first)
+    shared.until(lambda: shared.begun().count(3) == 2, second)
+    shared.stuck.unlink()
+    second.join(10)
+    assert second.exitcode == 0 and len(shared.begun()) == len(TRIALS) + 1
+    assert shared.run() == VALUES
+
+
+def test_a_run_that_another_process_makes_is_waited_for(shared):
+    shared.stuck.touch()
+    first = started(shared.run)
+    shared.until(lambda: 3 in shared.begun(), first)
+    second = started(shared.run)
+    shared.until(lambda: len(shared.begun()) == len(TRIALS), second)
+    shared.stuck.unlink()
+    for process in (first, second):
+        process.join(10)
+        assert process.exitcode == 0
+    assert sorted(shared.begun()) == list(range(len(TRIALS)))
+
+
+def test_a_run_that_stands_twice_in_a_grid_is_made_once(page):
+    results, made = page.run(grid=[{"seed": 1}, {"seed": 1}])
+    assert made == 1 and results[0] == results[1]
+
+
+# --- what is seen of it ---------------------------------------------------------------------------
+
+
+def test_a_notebook_sees_the_table_fill_and_keeps_nothing_of_it(page, monkeypatch):
+    shown = []
+    handle = SimpleNamespace(update=shown.append)
+    display = SimpleNamespace(HTML=lambda text: ("html", text), display=lambda *_, **__: handle)
+    shell = SimpleNamespace(kernel=None)
+    fake = SimpleNamespace(get_ipython=lambda: shell, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    monkeypatch.setattr(experiments, "GLANCE", 0)
+    train_once, table = page.load().train_once, lambda results: [r["seed"] for r in results]
+    run_grid(train_once, CONFIGS[::-1], page.store, watch=table)
+    assert shown == [[2], [2, 1], [2, 1, 0], ("html", "")]
+    shown.clear()
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")  # as when a page is built
+    run_grid(train_once, CONFIGS, page.store, watch=table)
+    assert shown == []
 
 
 def test_progress(page, monkeypatch, capfd):

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention import blocks
+from derived_attention.attention import blocks, mixture, tiles
 from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mixture import (
@@ -103,6 +103,9 @@ def small_blocks(monkeypatch):
     """Several blocks of queries, one of them not whole, and two heads at a time."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)
+    monkeypatch.setattr(tiles, "ROWS", 4)
+    monkeypatch.setattr(tiles, "KEYS", 3)
+    monkeypatch.setattr(tiles, "SCORES", 4 * 3 * R * 2)
 
 
 # --- the formula -------------------------------------------------------------------------------
@@ -287,11 +290,15 @@ def test_multi_query_shares_keys_and_values_between_heads():
         torch.testing.assert_close(*results)
 
 
-def test_soft_form_is_one_fused_call():
+def test_one_call_for_all_components_off_the_cpu_equals_blocks(monkeypatch):
     inputs = qkv((1, H), n=32, m=32, d=8, dv=5)
     for options in ({}, {"attn_mask": keep(32)}):
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
-            with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        by_blocks = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(mixture, "_by_tiles", lambda *tensors: False)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+                joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        assert_all_close(by_blocks, joined, 1e-12, list(options))
 
 
 # --- the linear kernel -------------------------------------------------------------------------
@@ -497,6 +504,7 @@ def test_keys_far_from_all_queries_give_no_nan(forms, dtype):
 @pytest.mark.parametrize("forms", ALL.values(), ids=ALL)
 def test_scores_of_a_few_queries_are_stored(forms, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 16)
+    monkeypatch.setattr(tiles, "ROWS", 16)
     n, d, r = 320, 8, 2
     inputs = qkv((1, H), n=n, m=n, d=d, dv=d, r=r)
     for options in ({}, {"is_causal": True}, {"attn_mask": keep(n)}):

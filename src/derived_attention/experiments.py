@@ -8,6 +8,7 @@ package, or a module that the function has nothing to do with, changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import dis
@@ -17,18 +18,23 @@ import json
 import math
 import os
 import platform
+import sys
 import textwrap
 import time
 import types
+import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import numpy as np
 import torch
 
-from derived_attention import __version__, runtime
+from derived_attention import __version__, cluster, runtime
 from derived_attention.runtime import (
     cache_dir,
     current_profile,
@@ -42,6 +48,8 @@ if TYPE_CHECKING:
     import pandas
 
 Result = dict[str, Any]
+PATIENCE = 0.2  # seconds between two looks at what other processes make
+GLANCE = 0.5  # seconds for which a table that is watched stays as it is
 
 # The package's source as it was when this module was imported: as near as can be to what runs.
 PACKAGE = Sources(Path(__file__).parent)
@@ -52,13 +60,18 @@ def run_grid(
     grid: Iterable[Mapping[str, Any]],
     store: str | os.PathLike[str] | None = None,
     *,
+    workers: int | cluster.Workers = 1,
+    watch: Callable[[list[Result]], Any] | None = None,
     progress: bool = True,
 ) -> list[Result]:
     """Call ``function(**config)`` for each config of the grid, or read its stored result.
 
     In the profile ``full`` it says before it starts how many runs there are to make, and after the
-    first one how long that took and what the others will. Stop it when you like: what is done is
-    stored, and the next call goes on from there.
+    first one how long that took and what the others will. Stop it when you like, or kill it: what
+    is done is stored, and the next call goes on from there.
+
+    Processes may share a store. Each run is claimed by a lock of the file system, which ends with
+    the process that holds it; what another has claimed is left to it, and its result is waited for.
 
     Parameters
     ----------
@@ -69,8 +82,15 @@ def run_grid(
         Keyword arguments of each run: values that JSON can hold.
     store : path, optional
         The folder of the results; default, ``cache_dir("runs")``.
+    workers : int or derived_attention.cluster.Workers
+        Who makes the runs: this process (1), as many processes of this machine, or a cluster:
+        `derived_attention.cluster.Ray`. Keys, files, profile and seeds are those of one process.
+    watch : callable, optional
+        Given the results so far, what a notebook shows of them while others are made: such as
+        ``partial(summarise, by="heads", metric="accuracy")``. It vanishes at the end.
     progress : bool
-        False for no progress bar; see `derived_attention.runtime.progress_wanted`.
+        False for no progress bar and nothing to watch; True shows them where
+        `derived_attention.runtime.progress_wanted` says so.
 
     Returns
     -------
@@ -85,6 +105,9 @@ def run_grid(
         or if the function reads something that cannot be compared between sessions.
     ValueError
         If a metric has the name of an argument.
+    Exception
+        What the function raises, with a note which run it was. No run is begun after it, and those
+        that other workers have begun are stored first.
 
     Warns
     -----
@@ -94,7 +117,7 @@ def run_grid(
     Examples
     --------
     >>> grid = [{"heads": h, "seed": s} for h in (1, 8) for s in range(3)]
-    >>> results = run_grid(train_once, grid)  # doctest: +SKIP
+    >>> results = run_grid(train_once, grid, workers=2)  # doctest: +SKIP
     >>> summarise(results, by="heads", metric="accuracy")  # doctest: +SKIP
     """
     configs = [dict(config) for config in grid]
@@ -106,31 +129,165 @@ def run_grid(
                 f"grid holds {config}, which {_name(function)} does not take"
             ) from error
         _check_json("config", config)
-    identity = _identity(function)
+    makers, identity = cluster.workers(workers), _identity(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
     keys = [digest(identity, _to_json(config, sort_keys=True)) for config in configs]
-    runs = [
-        (config, key, folder / f"{key}.json") for config, key in zip(configs, keys, strict=True)
-    ]
-    left = sum(not path.exists() for *_, path in runs)
+    paths = [folder / f"{key}.json" for key in keys]
+    left = sum(not path.exists() for path in paths)
     announced = current_profile() != "full" or not left
     if not announced:
-        print(_before(function.__name__, len(runs), left), flush=True)
-    results = []
-    with runtime.progress(runs, function.__name__, progress) as bar:
-        for config, key, path in bar:
-            if (record := _read(path, key)) is None:
-                before = runtime.counted["steps"]
-                write_atomically(path, _to_json(_run(function, config, key)).encode())
-                record = _read(path, key) or {}
-                left -= 1
-                if not announced:
-                    text = _after(record["seconds"], runtime.counted["steps"] - before, left)
-                    getattr(bar, "write", print)(text)
-                    announced = True
+        print(_before(function.__name__, len(paths), left), flush=True)
+    results: dict[int, Result] = {}
+    found = _Grid(function, configs, paths, makers).records()
+    with (
+        contextlib.closing(found),
+        _watched(watch, progress) as show,
+        runtime.progress(range(len(paths)), function.__name__, progress) as bar,
+    ):
+        for _ in bar:
+            index, record, new = next(found)
+            left -= new
+            if new and not announced:
+                steps = record.get("steps", 0)
+                text = _after(record["seconds"], steps, left, min(left, makers.slots) or 1)
+                getattr(bar, "write", print)(text)
+                announced = True
             times = {name: record[name] for name in ("seconds", "cpu_seconds")}
-            results.append(times | config | record["result"])
-    return results
+            results[index] = times | configs[index] | record["result"]
+            show(results)
+    return [results[index] for index in range(len(paths))]
+
+
+class _Grid:
+    """The runs of a grid: which there are, which others make, and which are left to make here.
+
+    A run is begun under its claim, a lock that the file system takes back when this process ends,
+    however it does. Its file is written under it too; so one without a claim is nobody's.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Mapping[str, Any]],
+        configs: Sequence[dict[str, Any]],
+        paths: Sequence[Path],
+        workers: cluster.Workers,
+    ) -> None:
+        self.function, self.configs, self.paths, self.workers = function, configs, paths, workers
+        self.left = deque(range(len(paths)))
+        self.elsewhere: list[int] = []  # what another process has claimed
+        self.busy: dict[Future[Any], int] = {}
+        self.claims: dict[int, filelock.BaseFileLock] = {}
+        self.failed: BaseException | None = None
+
+    def records(self) -> Generator[tuple[int, Result, bool], None, None]:
+        """Yield each run's index and record, and whether it is new, in the order of their ends."""
+        for folder in {path.parent for path in self.paths}:
+            _sweep(folder)
+        try:
+            while self.left or self.elsewhere or self.busy:
+                while self.left and len(self.busy) < self.workers.slots and not self.failed:
+                    index = self.left.popleft()
+                    if (record := self.begin(index)) is not None:
+                        yield index, record, False
+                for index, record in self.ended():
+                    yield index, record, True
+                if self.failed and not self.busy:
+                    raise self.failed
+                self.left.extend(self.elsewhere)
+                self.elsewhere.clear()
+        finally:
+            if self.busy:
+                self.workers.stop()
+            for index in list(self.claims):
+                self.release(index)
+
+    def begin(self, index: int) -> Result | None:
+        """Return the record that there is; without one, begin the run, or leave it to another."""
+        path = self.paths[index]
+        if (record := _read(path)) is not None:
+            return record
+        if (claim := _claim(path)) is None:
+            self.elsewhere.append(index)
+            return None
+        self.claims[index] = claim
+        if (record := _read(path, warn=False)) is not None:  # made before the claim was ours
+            self.release(index)
+            return record
+        future = self.workers.submit(_run, self.function, self.configs[index], path.stem)
+        self.busy[future] = index
+        return None
+
+    def ended(self) -> Iterator[tuple[int, Result]]:
+        """Wait for a run to end, no longer than others' may take; store and yield what has."""
+        patience = PATIENCE if self.elsewhere else None
+        if not self.busy and self.elsewhere:
+            time.sleep(PATIENCE)
+        for future in wait(self.busy, patience, FIRST_COMPLETED).done:
+            index = self.busy.pop(future)
+            try:
+                record = _write(self.paths[index], future.result())
+            except Exception as error:
+                error.add_note(f"The run was {self.function.__name__}(**{self.configs[index]}).")
+                self.failed = self.failed or error
+            else:
+                yield index, record
+            finally:
+                self.release(index)
+
+    def release(self, index: int) -> None:
+        """Let go of a claim."""
+        _release(self.paths[index], self.claims.pop(index))
+
+
+def _claim(path: Path) -> filelock.BaseFileLock | None:
+    """Return the lock of the run that is stored at `path`; None while another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        return None
+    return lock
+
+
+def _release(path: Path, claim: filelock.BaseFileLock) -> None:
+    path.with_suffix(".lock").unlink(missing_ok=True)
+    claim.release()
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes have left: locks that nobody holds, and half a file."""
+    for left in [*folder.glob("*.lock"), *folder.glob(".*.json.*.tmp")]:
+        path = folder / f"{left.name.strip('.').partition('.')[0]}.json"
+        if (claim := _claim(path)) is not None:
+            left.unlink(missing_ok=True)
+            _release(path, claim)
+
+
+@contextlib.contextmanager
+def _watched(
+    watch: Callable[[list[Result]], Any] | None, wanted: bool
+) -> Iterator[Callable[[dict[int, Result]], None]]:
+    """Give a function that shows in a notebook what `watch` makes of results; remove it at last."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if watch is None or not (wanted and runtime.progress_wanted() and hasattr(shell, "kernel")):
+        yield lambda results: None
+        return
+    display = sys.modules["IPython"].display
+    handle = display.display(display.HTML(""), display_id=True)
+    shown = 0.0
+
+    def show(results: dict[int, Result]) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= GLANCE:  # stored ones come by the hundred
+            handle.update(watch([results[index] for index in sorted(results)]))
+            shown = time.monotonic()
+
+    try:
+        yield show
+    finally:
+        handle.update(display.HTML(""))
 
 
 def summarise(
@@ -192,14 +349,14 @@ def _before(name: str, runs: int, left: int) -> str:
     return f"{name}: {runs} run{'s' * (runs > 1)}{stored}. An estimate follows the first."
 
 
-def _after(seconds: float, steps: int, left: int) -> str:
+def _after(seconds: float, steps: int, left: int, slots: int) -> str:
     """Say what the first run took, and what the others will."""
     took = f"The first took {duration(seconds)}" + (f" for {steps:,} steps" if steps else "")
     if not left:
         return f"{took}."
     return (
-        f"{took}: {left} more, about {duration(left * seconds)} if they are alike. What is done "
-        "is stored: stop when you like, and run the cell again to go on."
+        f"{took}: {left} more, about {duration(left * seconds / slots)} if they are alike. What is "
+        "done is stored: stop when you like, and run the cell again to go on."
     )
 
 
@@ -211,7 +368,7 @@ def duration(seconds: float) -> str:
 
 
 def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key: str) -> Result:
-    wall, cpu = time.perf_counter(), time.process_time()
+    before, wall, cpu = runtime.counted["steps"], time.perf_counter(), time.process_time()
     result = function(**config)
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     if not isinstance(result, Mapping):
@@ -230,6 +387,7 @@ def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key
         "result": dict(result),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
+        "steps": runtime.counted["steps"] - before,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(torch.device("cuda" if cuda else "cpu")),
         "profile": current_profile(),
@@ -242,19 +400,33 @@ def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key
     }
 
 
-def _read(path: Path, key: str) -> Result | None:
+def _write(path: Path, record: Result) -> Result:
+    """Store a record; return it as it is read from now on."""
+    if path.is_dir():  # nothing that a run has made: it is kept, out of the way
+        path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
+    write_atomically(path, _to_json(record).encode())
+    return _read(path) or record
+
+
+def _read(path: Path, *, warn: bool = True) -> Result | None:
     """Return the record at `path`; None, with a warning where it is damaged, to make it again."""
     try:
         record = _decode(json.loads(path.read_bytes()))
-        if record["key"] == key and {"result", "seconds", "cpu_seconds"} <= record.keys():
+        if record["key"] != path.stem:
+            problem = "it is the record of something else"
+        elif not isinstance(record["result"], dict):
+            problem = "its result is no dict"
+        elif not all(isinstance(record[name], float) for name in ("seconds", "cpu_seconds")):
+            problem = "its times are no numbers"
+        else:
             return record
-        problem = "it is the record of something else"
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        problem = str(error)
-    message = f"the stored run {path} is damaged ({problem}); it is made again"
-    warnings.warn(message, UserWarning, stacklevel=3)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+    if warn:
+        message = f"the stored run {path} is damaged ({problem}); it is made again"
+        warnings.warn(message, UserWarning, stacklevel=5)
     return None
 
 

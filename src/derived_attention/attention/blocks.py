@@ -21,7 +21,7 @@ Tensors = list[Tensor]
 
 SPARE = (None,) * 4  # compilers want as many tensors for each form
 CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
-SCORES = 2**19  # about as many of them at a time on a CPU, from some of the heads: for its cache
+SCORES = 2**17  # about as many of them at a time on a CPU, from some of the heads: for its cache
 
 
 def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
@@ -41,11 +41,11 @@ class Block(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Attention block by block, with weights that `form` makes, as `_Logarithms` of mixtures does.
+    """Attention block by block, with weights that `form` makes, as `_Most` of mixtures does.
 
     The backward pass makes them again. Their logarithms have the gradient dS = A ∘ (dO Vᵀ −
-    rowsum(dO ∘ out)), which `form` passes on to its tensors. Where that gradient is to be
-    differentiated again, it is that of `_whole` instead.
+    rowsum(dO ∘ out)), whose two factors `form` takes, to pass it on to its tensors. Where that
+    gradient is to be differentiated again, it is that of `_whole` instead.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ class _Chunked(torch.autograd.Function):
         some = [x for x in (grad, v, attn_mask, *tensors) if x is not None]
         again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
         if again or any(map(stands_for_many, some)):
-            return None, None, *_differentiable(ctx, grad, v, attn_mask, tensors), *spare
+            return None, None, *differentiable(ctx, grad, v, attn_mask, tensors), *spare
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         found = [x.new_zeros(x.shape) for x in (v, *tensors)]
         values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grad, found[0]))
@@ -100,29 +100,33 @@ class _Chunked(torch.autograd.Function):
                 A, kept = form.weights(ours, mask, block, True)
                 g = dout[heads, rows]
                 dv[heads, :m].baddbmm_(A.mT, g)
-                dS = g @ values[heads, :m].mT  # (b, C, m)
-                dS.sub_((g * outs[heads, rows]).sum(-1, keepdim=True)).mul_(A)
+                beyond = g @ values[heads, :m].mT  # (b, C, m)
+                beyond.sub_((g * outs[heads, rows]).sum(-1, keepdim=True))
                 if dmask is not None:
-                    mask.add_gradient(dmask, dS, *block)
-                form.spread(dS, kept, ours, theirs, block)
+                    mask.add_gradient(dmask, A * beyond, *block)
+                form.spread(A, beyond, kept, ours, theirs, block)
         return None, None, found[0], dmask, *found[1:], *spare
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
         """Let the mapped dimension be one more leading dimension."""
-        v, attn_mask, *tensors = given
-        of_v, of_mask, *of_tensors = in_dims[2:]
-        leading = v.dim() - 2 - (of_v is not None)
+        return _Chunked.apply(form, is_causal, *in_front(info, in_dims[2:], *given)), 0
 
-        def front(x: Tensor, dim: int | None) -> Tensor:
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        if attn_mask is not None and of_mask is not None:
-            attn_mask = front(attn_mask, of_mask)
-            attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
-        pairs = zip(tensors, of_tensors, strict=True)
-        moved = [None if x is None else front(x, dim) for x, dim in pairs]
-        return _Chunked.apply(form, is_causal, front(v, of_v), attn_mask, *moved), 0
+def in_front(info: Any, in_dims: tuple[Any, ...], *given: Any) -> list[Any]:
+    """Move the mapped dimension of v, a mask and tensors to the front."""
+    v, attn_mask, *tensors = given
+    of_v, of_mask, *of_tensors = in_dims
+    leading = v.dim() - 2 - (of_v is not None)
+
+    def front(x: Tensor, dim: int | None) -> Tensor:
+        return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    if attn_mask is not None and of_mask is not None:
+        attn_mask = front(attn_mask, of_mask)
+        attn_mask = attn_mask[:, *(None,) * (leading + 3 - attn_mask.dim())]
+    pairs = zip(tensors, of_tensors, strict=True)
+    return [front(v, of_v), attn_mask, *(None if x is None else front(x, d) for x, d in pairs)]
 
 
 def stands_for_many(x: Tensor) -> bool:
@@ -143,7 +147,7 @@ def _whole(
     return Mask(attn_mask, is_causal).softmax(form.scores(*tensors)) @ v
 
 
-def _differentiable(
+def differentiable(
     ctx: Any, grad: Tensor, v: Tensor, attn_mask: Tensor | None, tensors: Tensors
 ) -> list[Tensor | None]:
     """Return the gradients of `_Chunked` with respect to v, the mask and the tensors."""

@@ -124,6 +124,8 @@ def mechanism(
         if drops:
             own["dropout_p"] = dropout_p
         elif dropout_p > 0:
+            if own.pop("fused", None):
+                raise ValueError("fused is True, and dropout_p above 0: the weights are stored")
             A = weights_of(attend, q, k, **mask.keywords, scale=scale, **own)
             return F.dropout(A, dropout_p) @ v.to(A.dtype)
         return form(q, k, v, mask, scale, **own)

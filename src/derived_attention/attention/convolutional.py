@@ -443,6 +443,7 @@ class Conv2DAttention(_OnGrid, _ConvolvedAttention):
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve (B, H, N, D) on the grid."""
+        _check_places({"the sequence": x}, self.grid, self.class_token, False)
         return _convolve_grid(x, weight, self.grid, self.class_token)
 
 

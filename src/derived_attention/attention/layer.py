@@ -267,6 +267,16 @@ class MultiheadAttention(nn.Module):
         mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
         if query_padding_mask is not None:
             mask.queries = ~query_padding_mask.unsqueeze(-2)  # (B, 1, N)
+        output, A = self.run(query, key, value, mask, need_weights)
+        return output, A if A is None or not average_attn_weights else A.mean(-3)
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `forward` does, with a mask that is made; inputs are not checked.
+
+        Returns the output, and the weights (B, H, N, M) where they are asked for.
+        """
         outputs, maps, groups = [], [], []
         q = None  # (B, H, N, D)
         for group in self.mix(query, key, value, mask):
@@ -283,10 +293,7 @@ class MultiheadAttention(nn.Module):
             maps.append(A if A is None or group.spread is None else group.spread(A))
             groups.append(group)
         output = self._join(outputs, groups)
-        if not need_weights:
-            return output, None
-        A = in_order(maps, self._order(groups))
-        return output, A.mean(-3) if average_attn_weights else A
+        return output, in_order(maps, self._order(groups)) if need_weights else None
 
     def _forward_nested(
         self, given: tuple[Any, Any, Any], key_padding_mask: Tensor | None, how: tuple
@@ -390,7 +397,10 @@ class MultiheadAttention(nn.Module):
         Heads with fewer queries are projected first and restored to N after: that is less work, and
         the same, as both are linear.
         """
-        if all(group.restore is None for group in groups):
+        if not self.projected:
+            pairs = zip(outputs, groups, strict=True)
+            outputs = [H if group.restore is None else group.restore(H) for H, group in pairs]
+        if not self.projected or all(group.restore is None for group in groups):
             heads = in_order(outputs, self._order(groups))
             return self.out_proj(heads.transpose(-3, -2).flatten(-2))
         columns = self.out_proj.weight.unflatten(-1, (self.num_heads, -1))  # (embed_dim, H, D)

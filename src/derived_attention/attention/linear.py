@@ -23,6 +23,7 @@ from torch import Tensor
 from derived_attention.attention.checks import FLOATING, check_callable, check_shape
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.masks import Mask
+from derived_attention.kernels import chosen
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
 SEGMENT = 8 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
@@ -71,7 +72,9 @@ def linear_attention_reference(q, k, v, mask, scale, *, feature_map=elu_feature_
 
 
 @mechanism(weights=linear_attention_weights, per_key=True)
-def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Tensor:
+def linear_attention(
+    q, k, v, mask, scale, *, feature_map=elu_feature_map, fused=None
+) -> Tensor:  # fmt: skip
     """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1) in time and memory linear in N and M.
 
     O((N + M) F Dv) operations; causal O(N (F Dv + C (F + Dv))) with chunks of C = 64. Sums are in
@@ -92,10 +95,19 @@ def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Te
         φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own: it is called on
         parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
         non-negative. A module with parameters does too. Default elu + 1.
+    fused : bool, optional
+        True: run the Triton kernel of `derived_attention.kernels`, an error where it cannot run, as
+        without `is_causal`: there PyTorch's two products are the best there are. False: never. Left
+        out: on a GPU.
     """
+    check_fused_is_causal(fused, mask)
     pair = functools.partial(features, feature_map, scale=scale)
     if mask.is_causal:
-        return causal_average(pair, q, k, v)
+        if feature_map is not elu_feature_map:
+            return causal_average(pair, q, k, v, fused)
+        if fused_sums_know(fused, q.shape[-1], q, k, v):
+            return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
+        return causal_average(pair, q, k, v, False)
     factor = mask.factor(wide(q))
     phi_q, phi_k = pair(q, k)
     if factor is not None:
@@ -105,8 +117,39 @@ def linear_attention(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Te
         return ratio(phi_q @ S).to(q.dtype)
 
 
-def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
+    """Raise if somebody insists on a kernel that is for causal sums alone."""
+    if fused is True and not mask.is_causal:
+        raise ValueError(
+            "fused is True, and is_causal False; expected True: elsewhere two matrix products, "
+            "which are PyTorch's, are all there is"
+        )
+
+
+def fused_sums_know(fused: bool | None, width: int, *tensors: Tensor) -> bool:
+    """Say whether the Triton kernel is to sum, for heads with that many features."""
+    if not chosen(fused, *tensors):
+        return False
+    from derived_attention.kernels import linear
+
+    return fused is True or linear.fits(width, tensors[0].dtype)  # what insists is told
+
+
+def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
+    """Run `derived_attention.kernels.linear.causal_sums`."""
+    from derived_attention.kernels import linear
+
+    return linear.causal_sums(*tensors, **options)
+
+
+def causal_average(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, fused: bool | None = None
+) -> Tensor:
     """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
+    if chosen(fused, q, k, v):
+        phi_q, phi_k = pair(q, k)
+        if fused_sums_know(fused, phi_q.shape[-1], q, k, v):
+            return fused_sums(phi_q, phi_k, v, normalize=True, dtype=q.dtype)
     return causal_sums(pair, q, k, v, with_ones, ratio).to(q.dtype)
 
 
@@ -119,6 +162,10 @@ def causal_sums(
     of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
     is kept of its sums, while they are in the cache.
     """
+    if end is None and chosen(None, q, k, v):
+        phi_q, phi_k = pair(q, k)
+        if fused_sums_know(None, phi_q.shape[-1], phi_q):
+            return fused_sums(phi_q, phi_k, v)
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     starts = range(0, max(N, 1), length)

@@ -86,6 +86,7 @@ class Mask:
         self.causal = is_causal  # whether or not something was given
         self.keys: Tensor | None = None  # (B, 1, M): which are there, where a layer was told
         self.queries: Tensor | None = None  # (B, 1, N)
+        self.same = False  # whether queries and keys are known to be of the same tokens
 
     @classmethod
     def of_layer(
@@ -261,6 +262,10 @@ class BlockMask:
 
     def softmax(self, scores: Tensor, heads: slice, rows: slice, m: int) -> Tensor:
         """Mask scores (b, C, m) in place, and take their softmax over j."""
+        return self.close(scores, heads, rows, m).softmax(-1)
+
+    def close(self, scores: Tensor, heads: slice, rows: slice, m: int) -> Tensor:
+        """Mask scores (b, C, m) in place, and return them."""
         if self.is_causal:  # all of them see what is before the first
             here = scores[..., rows.start :]
             past = causal_mask(here.shape[-2], here.shape[-1], here.device)
@@ -269,8 +274,8 @@ class BlockMask:
             mask = cut(self.mask, rows, m)
             if mask.dtype == torch.bool:  # to add is faster than to fill
                 mask = scores.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
-            scores = scores.add_(mask[self.which[heads]])
-        return scores.softmax(-1)
+            scores.add_(mask[self.which[heads]])
+        return scores
 
     def add_gradient(self, dmask: Tensor, dS: Tensor, heads: slice, rows: slice, m: int) -> None:
         """Add to the gradient of the mask what those scores, with the gradient dS, give."""

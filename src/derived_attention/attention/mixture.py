@@ -14,7 +14,7 @@ Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2�
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
 each value R times. Where tokens may only see their past, and in the hard form, some rows of scores
-are made at a time (`blocks`). Keys that are shifts of one key have a form of their own, in
+are made at a time (`blocks`); on a CPU, the soft form makes tiles of them (`tiles`). Keys that are shifts of one key have a form of their own, in
 `shifted_mixture`; `mixture_layer` has the layer.
 """
 
@@ -41,11 +41,15 @@ from derived_attention.attention.checks import (
     check_parameter,
     check_positive,
     check_shape,
+    may_look_at,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.linear import (
+    check_fused_is_causal,
     elu_feature_map,
     features,
+    fused_sums,
+    fused_sums_know,
     linear_attention,
     normalized_kernel,
     wide,
@@ -59,6 +63,7 @@ from derived_attention.attention.masks import (
     shared_offset,
 )
 from derived_attention.attention.softmax import sdpa, widen
+from derived_attention.attention.tiles import attend_by_tiles
 from derived_attention.kernels import chosen
 
 WIDEST = 256  # features of a query or a value that the kernels have blocks for
@@ -108,8 +113,10 @@ def mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One softmax attention on R M keys. The causal form, since a triangle fits no repeated keys, and
-    the hard form compute some rows of scores at a time, and again in the backward pass.
+    One product of weights and values for all components: on a CPU tile by tile (`tiles`), on a GPU
+    in the kernels of `derived_attention.kernels.mixture`. Elsewhere one softmax attention on R M
+    keys; but the causal form, since a triangle fits no repeated keys, and the hard form compute
+    some rows of scores at a time, and again in the backward pass.
 
     Parameters
     ----------
@@ -142,7 +149,7 @@ def mixture_attention(
 
         return mixture.mixture(q, k, v, parts, mask, hard)
     with full_precision(q.device):
-        if k.shape[-3] > 1 and (mask.is_causal or hard):
+        if k.shape[-3] > 1 and (mask.is_causal or hard or _by_tiles(q, k, v)):
             return _chunked(q, k, v, parts, mask, hard).to(q.dtype)
         return _joined(q, k, v, parts, mask).to(q.dtype)
 
@@ -157,6 +164,14 @@ def hard_mixture_attention_reference(q, k, v, mask, scale, **own) -> Tensor:
 def hard_mixture_attention(q, k, v, mask, scale, **own) -> Tensor:
     """`mixture_attention` with ``hard=True``, and the other arguments of that."""
     return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **own)
+
+
+def _by_tiles(*tensors: Tensor) -> bool:
+    """Say whether to save R − 1 of R value products is worth more than one fused call.
+
+    It is on a CPU. Compilers would have every tile in their graph, and rows are looked at.
+    """
+    return all(x.device.type == "cpu" and may_look_at(x) and x.numel() for x in tensors)
 
 
 def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
@@ -176,10 +191,12 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> T
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool = False
 ) -> Tensor:
-    """Compute the scores of some queries at a time, in float32 at least."""
+    """Compute some of the scores at a time, in float32 at least."""
     q, k = centred(q, k, parts, mask)
     q, k, _ = _augment(q, k, v[..., :0], parts, parts.precisions.dtype)
-    return attend(_Logarithms(hard), v, mask, parts.scale * q, k)
+    if hard or not _by_tiles(q, k, v):
+        return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k)
+    return attend_by_tiles(_Sum(), v, mask, parts.scale * q, k)
 
 
 def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -258,32 +275,70 @@ def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [rounded, _fit(x - rounded.to(x.dtype), dtype)]
 
 
-class _Logarithms(NamedTuple):
-    """Weights exp(s_ij), where s_ij = log Σ_r exp(q_i·k_jr), or max_r q_i·k_jr if hard."""
+class _Sum(NamedTuple):
+    """Weights Σ_r p_ijr, where p_ijr = exp(q_i·k_jr) / Σ_j'r' exp(q_i·k_j'r').
 
-    hard: bool
+    The softmax runs over all R m scores of a query, so that no row of logarithms is needed: the
+    gradient of the score s_ijr is p_ijr times what that of log Σ_r exp(s_ijr) is a_ij times.
+    """
 
-    def settled(self, ours: Tensors) -> _Logarithms:
+    def settled(self, ours: Tensors) -> _Sum:
+        """Return itself: nothing depends on the data."""
+        return self
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return all s_ij = log Σ_r exp(s_ijr) (..., N, M), of q (..., N, E), k (..., R, M, E)."""
+        return (q.unsqueeze(-3) @ k.mT).logsumexp(-3)
+
+    def weights(
+        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
+    ) -> tuple[Tensor, Any]:
+        """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and all p if `keep`."""
+        q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
+        s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
+        for r in range(k.shape[1]):
+            mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
+        free = not torch.compiler.is_compiling()  # in place: a traced graph may want gradients
+        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
+        A = p[:, :, 0].clone() if keep else p[:, :, 0]
+        for r in range(1, p.shape[2]):
+            A += p[:, :, r]
+        return A, p
+
+    def spread(
+        self, A: Tensor, beyond: Tensor, p: Tensor, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
+        """Add to `grads` what those rows of scores, with the gradients dS, give to our tensors."""
+        (q, k), (dq, dk) = ours, grads
+        for r in range(p.shape[2]):
+            spread_product(p[:, :, r].mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
+
+
+class _Most(NamedTuple):
+    """Weights exp(s_ij), where s_ij = max_r q_i·k_jr: the hard E-step."""
+
+    def settled(self, ours: Tensors) -> _Most:
         """Return itself: nothing depends on the data."""
         return self
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return all s (..., N, M), of q (..., N, E) and k (..., R, M, E)."""
-        products = q.unsqueeze(-3) @ k.mT
-        return products.max(-3).values if self.hard else products.logsumexp(-3)
+        return (q.unsqueeze(-3) @ k.mT).max(-3).values
 
     def weights(
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
     ) -> tuple[Tensor, Any]:
         """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and shares if `keep`."""
         q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
-        total, shares = combine((q @ key.mT for key in k.unbind(1)), self.hard, keep)
+        total, shares = combine((q @ key.mT for key in k.unbind(1)), True, keep)
         return mask.softmax(total, *block), shares
 
-    def spread(self, dS: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
+    def spread(
+        self, A: Tensor, beyond: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
         (q, k), (dq, dk) = ours, grads
-        for r, own in split_shares(dS, shares):
+        for r, own in split_shares(beyond.mul_(A), shares):
             spread_product(own, [q, k[:, r]], [dq, dk[:, r]], block)
 
 
@@ -304,7 +359,7 @@ def linear_mixture_attention_reference(
 
 @mechanism(components=True, per_key=True)
 def linear_mixture_attention(
-    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
+    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map, fused=None
 ) -> Tensor:
     """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
 
@@ -312,15 +367,19 @@ def linear_mixture_attention(
     ----------
     priors : Tensor, optional
         As in `mixture_attention`.
-    feature_map : callable
+    feature_map, fused
         As in `linear_attention`.
     """
+    check_fused_is_causal(fused, mask)
     pi = _per_component("priors", priors, q, k).to(wide(q))
+    pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
+    elu = mask.is_causal and feature_map is elu_feature_map
+    if elu and fused_sums_know(fused, q.shape[-1], q, k, v):  # mixes features as it loads the keys
+        return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
     with full_precision(q.device):
-        pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
         mixed = (pi * phi_k).sum(-3)
-        own = {"feature_map": lambda x: x, **mask.keywords}
+        own = {"feature_map": lambda x: x, "fused": False if elu else fused, **mask.keywords}
         return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **own).to(q.dtype)
 
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.blocks import SCORES
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -46,6 +45,7 @@ from derived_attention.attention.masks import (
 from derived_attention.attention.pooling import windows
 from derived_attention.attention.softmax import sdpa
 
+SCORES = 2**19  # about as many of them at a time on a CPU, for its cache
 LATER = (
     "the pooled query of a block holds its later queries, which would move its coarse scores and "
     "the choice of its blocks"

@@ -499,7 +499,7 @@ class PrimalAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Say whether r belongs to the queries, or to another sequence."""
-        cross = not same_tokens(query, key)
+        cross = not (mask.same or same_tokens(query, key))
         yield Group(slice(None), key, value, mask, functools.partial(self.attention, cross=cross))
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:

@@ -162,7 +162,7 @@ class _Shifted(NamedTuple):
     def weights(
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
     ) -> tuple[Tensor, Any]:
-        """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Logarithms`."""
+        """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Most` of mixtures."""
         if self.may is None:
             A, shares = self._add(ours, mask, block, keep)
             return A, (None, None, shares)
@@ -191,8 +191,11 @@ class _Shifted(NamedTuple):
         A.mul_(sums)
         return A.div_(A.sum(-1, keepdim=True)), sums
 
-    def spread(self, dS: Tensor, kept: Any, ours: Tensors, grads: Tensors, block: Block) -> None:
+    def spread(
+        self, A: Tensor, beyond: Tensor, kept: Any, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
+        dS = beyond.mul_(A)
         spread_product(dS, ours[:2], grads[:2], block)
         (may, sums, shares), (du, dw), (_, rows, m) = kept, grads[2:], block
         if shares is not None:

@@ -19,18 +19,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derived_attention.attention.blocks import stands_for_many
 from derived_attention.attention.checks import check_count
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.linear import wide
-from derived_attention.attention.masks import Mask, masked_softmax, within
+from derived_attention.attention.masks import Mask, flat_heads, masked_softmax, within
 from derived_attention.attention.softmax import sdpa
 
 BLOCK = 32  # fewest queries in a block of a window: smaller ones cost more calls than they save
+SCORES = 2**18  # of two groups, in memory at a time: what the cache of a processor holds
 Device = torch.device | str | None
 
 # --- the patterns as matrices -------------------------------------------------------------------
@@ -157,13 +161,14 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
 
 @mechanism(per_key=True)
 def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
-    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
+    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time, O(N + M) memory.
 
     Written as a table with `stride` columns, row after row, a query meets two groups of keys: its
     neighbours, by blocks, and its column. A stride near √M is the cheapest. One softmax runs over
     both groups, and a key in both is left out of the second.
-    Sums are in float32 at least, under autocast too. Where the stride nears M, the pattern is
-    nearly everything, and `softmax_attention` is the cheaper way to it.
+    Some queries at a time, and again in the backward pass. Sums are in float32 at least, under
+    autocast too. Where the stride nears M, the pattern is nearly everything, and
+    `softmax_attention` is the cheaper way to it.
 
     Parameters
     ----------
@@ -171,43 +176,16 @@ def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
         At least 1.
     """
     check_count("stride", stride, 1)
-    column = _key_column(mask, k.shape[-2])
-    if q.numel() == 0 or k.numel() == 0:
-        return sdpa(q, k, v, Mask(), scale)
-    N, M, is_causal = q.shape[-2], k.shape[-2], mask.is_causal
-    stride = min(stride, max(N, M))
-    before = stride - 1
-    W = before + stride + (0 if is_causal else before)  # keys in the stretch of a block
-    rows, key_rows = -(-N // stride), -(-M // stride)
-    stretches = functools.partial(_stretches, size=stride, before=before, width=W, rows=rows)
-
-    def columns(x: Tensor) -> Tensor:  # (..., M, D) to (..., C, key rows, D), with C = stride
-        return _blocks(x, stride, key_rows).transpose(-3, -2)
-
-    i, j = _positions(rows, stride, q.device), _stretch_positions(rows, stride, before, W, q.device)
-    band = _past(i[:1], j[:1], _is_near(i[:1], j[:1], before), is_causal)  # all blocks' alike
-    near = band & (0 <= j) & (j < M)  # (rows, C, W)
-    j = _positions(key_rows, stride, q.device).transpose(0, 2)[0]  # (C, key rows): i's column
-    far = _past(i, j, ~_is_near(i, j, before) & (j < M), is_causal)  # (rows, C, key rows)
-    if column is not None:
-        near = within(near, stretches(column).mT)
-        far = within(far, columns(column)[..., None, :, :, 0])
-    with full_precision(q.device):
-        Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-        Q = _blocks(Q, stride, rows)
-        far_scores = (Q.transpose(-3, -2) @ columns(K).mT).transpose(-3, -2)
-        A, A_far = _weights(Q @ stretches(K).mT, far_scores, near, far)
-        H = A @ stretches(V) + (A_far.transpose(-3, -2) @ columns(V)).transpose(-3, -2)
-    return H.flatten(-3, -2)[..., :N, :].to(q.dtype)
+    return _two_groups(q, k, v, mask, scale, stride, 0)
 
 
 @mechanism(per_key=True)
 def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
-    """Softmax attention under `fixed_mask`, in O(N (stride + summary M/stride)) time and memory.
+    """Softmax attention under `fixed_mask`: O(N (stride + summary M/stride)) time, O(N + M) memory.
 
     A query meets two groups of keys: its own block, and the summaries of all blocks, which are the
     same keys for all queries. One softmax runs over both, and the summaries of a query's own block
-    are left out of the second. Sums are in float32 at least, under autocast too.
+    are left out of the second. Otherwise as `strided_attention`.
 
     Parameters
     ----------
@@ -217,42 +195,254 @@ def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
         Keys at the end of each block that every query attends, from 1 to `stride`.
     """
     _check_fixed(stride, summary)
+    return _two_groups(q, k, v, mask, scale, stride, summary)
+
+
+def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
+    """Attend to near keys and to far ones: the summaries of blocks, or a column if there is 0."""
     column = _key_column(mask, k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
         return sdpa(q, k, v, Mask(), scale)
-    N, M, is_causal = q.shape[-2], k.shape[-2], mask.is_causal
-    stride = min(stride, max(N, M))
-    summary = min(summary, stride)
-    rows, key_rows = -(-N // stride), -(-M // stride)
-
-    def summaries(x: Tensor) -> Tensor:  # (..., M, D) to (..., S, D)
-        return _blocks(x, stride, key_rows)[..., stride - summary :, :].flatten(-3, -2)
-
-    i = _positions(rows, stride, q.device)  # (rows, C, 1), with C = stride
-    near = _past(i, i.mT, (i.mT < M).expand(-1, stride, -1), is_causal)  # (rows, C, C)
-    j = summaries(_positions(1, key_rows * stride, q.device)[0])[:, 0]  # (S,)
-    far = _past(i, j, (i // stride != j // stride) & (j < M), is_causal)  # (rows, C, S)
-    if column is not None:
-        near = within(near, _blocks(column, stride, rows).mT)
-        far = within(far, summaries(column).mT[..., None, :, :])
+    size = min(stride, max(q.shape[-2], k.shape[-2]))
+    groups = _Groups(size, min(summary, size), mask.is_causal, column is not None)
+    Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
+    if column is not None:  # one more feature of the key, and 1 is that of the query
+        lowest = torch.finfo(K.dtype).min / 4
+        if column.dtype == torch.bool:
+            column = torch.zeros_like(column, dtype=K.dtype).masked_fill(~column, lowest)
+        column = column.to(K.dtype).clamp(min=lowest).expand(*K.shape[:-1], 1)
+        Q, K = torch.cat([Q, torch.ones_like(Q[..., :1])], -1), torch.cat([K, column], -1)
     with full_precision(q.device):
-        Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-        Q = _blocks(Q, stride, rows)
-        far_scores = (Q.flatten(-3, -2) @ summaries(K).mT).unflatten(-2, (rows, stride))
-        A, A_far = _weights(Q @ _blocks(K, stride, rows).mT, far_scores, near, far)
-        H = A @ _blocks(V, stride, rows)  # (..., rows, C, Dv)
-        H = H.flatten(-3, -2) + A_far.flatten(-3, -2) @ summaries(V)
-    return H[..., :N, :].to(q.dtype)
+        if torch.compiler.is_compiling():
+            return groups.whole(Q, K, V).to(q.dtype)
+        return _InGroups.apply(groups, Q, K, V).to(q.dtype)
+
+
+class _Groups(NamedTuple):
+    """Which keys a block of `size` queries meets, and products with both groups of them.
+
+    Near are the blocks of keys around its own, far is the query's column of the table or, with a
+    `summary`, the last keys of each block. Keys and values are padded blocks (·, size, D): one in
+    front of the first, and as many after the last as the queries need.
+    """
+
+    size: int
+    summary: int
+    is_causal: bool
+    masked: bool  # whether some keys have a score that closes them
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """Blocks of keys before a query's own, and in all."""
+        if self.summary:
+            return 0, 1
+        return 1, 2 if self.is_causal else 3
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the result with all scores in memory: it can be differentiated at will."""
+        N, M = q.shape[-2], k.shape[-2]
+        own = (self.size, self.summary) if self.summary else (self.size,)
+        pattern = fixed_mask if self.summary else strided_mask
+        keep = pattern(N, M, *own, is_causal=self.is_causal, device=q.device)
+        scores = q @ k.mT
+        return masked_softmax(scores, keep & (scores > _closed(scores))) @ v
+
+    def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
+        """Cut x (n, D) into blocks, padded to so many, after others of zeros."""
+        n = rows * self.size - x.shape[0]
+        x = F.pad(x, (0, 0, before * self.size, n))
+        return x.unflatten(0, (before + rows, self.size))
+
+    def near(self, x: Tensor, start: int, rows: int) -> Tensor:
+        """View (rows, W, D) of padded blocks of keys: those around each block of queries."""
+        before, width = self.around
+        flat = x[start + 1 - before :].flatten(0, 1)
+        return flat.unfold(0, width * self.size, self.size).mT[:rows]
+
+    def far(self, x: Tensor, seen: int) -> Tensor:
+        """View those of the first blocks of keys: (size, seen, D), or (seen · summary, D)."""
+        x = x[1 : 1 + seen]
+        return x[:, self.size - self.summary :].flatten(0, 1) if self.summary else x.transpose(0, 1)
+
+    def products(self, S: Tensor, x: Tensor, y: Tensor, start: int, seen: int) -> None:
+        """Fill S (rows, size, W + ·) with products of blocks x and both groups of y."""
+        W = self.around[1] * self.size
+        S[..., :W].baddbmm_(x, self.near(y, start, len(x)).mT, beta=0)
+        if self.summary:
+            S.flatten(0, 1)[:, W:].addmm_(x.flatten(0, 1), self.far(y, seen).mT, beta=0)
+        else:
+            far = S[..., W:].transpose(0, 1)
+            far.baddbmm_(x.transpose(0, 1), self.far(y, seen).mT, beta=0)
+
+    def gather(self, out: Tensor, P: Tensor, y: Tensor, start: int, seen: int) -> None:
+        """Add to blocks `out` what weights P give of both groups of y."""
+        W = self.around[1] * self.size
+        out.baddbmm_(P[..., :W], self.near(y, start, len(out)))
+        if self.summary:
+            out.flatten(0, 1).addmm_(P.flatten(0, 1)[:, W:], self.far(y, seen))
+        else:
+            out.transpose(0, 1).baddbmm_(P[..., W:].transpose(0, 1), self.far(y, seen))
+
+    def spread(self, dy: Tensor, P: Tensor, x: Tensor, start: int, seen: int) -> None:
+        """Add to both groups of `dy` what weights P give of blocks x: the adjoint of `gather`."""
+        before, width = self.around
+        C, W = self.size, width * self.size
+        for part in range(width):
+            at = start + 1 - before + part
+            dy[at : at + len(x)].baddbmm_(P[..., part * C : (part + 1) * C].mT, x)
+        if self.summary:
+            found = P.flatten(0, 1)[:, W:].mT @ x.flatten(0, 1)
+            dy[1 : 1 + seen, C - self.summary :] += found.view(seen, self.summary, -1)
+        else:
+            self.far(dy, seen).baddbmm_(P[..., W:].transpose(0, 1).mT, x.transpose(0, 1))
+
+    def close(self, S: Tensor, band: Tensor | None, start: int, seen: int, M: int) -> None:
+        """Give -∞ to scores of keys that are not there, not in the pattern, or met already."""
+        (before, width), C, rows = self.around, self.size, len(S)
+        last = -(-M // C) - 1  # block of keys, and how many are in it
+        there, W = M - last * C, width * C
+        if band is not None:
+            S[..., :W] += band
+        for part in range(width):
+            first, at = start - before + part, slice(part * C, (part + 1) * C)
+            if first < 0:
+                S[0, :, at] = -math.inf
+            if (a := max(last - first, -1)) < rows:
+                if a >= 0:
+                    S[a, :, part * C + there : at.stop] = -math.inf
+                S[a + 1 :, :, at] = -math.inf
+        each = self.summary or 1
+        if (own := min(seen - start, rows)) > 0:  # far keys of these queries' blocks
+            met = torch.ones(rows, own, dtype=torch.bool, device=S.device)
+            met = met.triu() if self.is_causal else met.tril().triu()
+            met = met.repeat_interleave(each, -1)[:, None]
+            S[..., W + start * each : W + (start + own) * each].masked_fill_(met, -math.inf)
+        if seen > last:
+            if self.summary:
+                S[..., W + last * each + max(0, there - C + each) :] = -math.inf
+            else:
+                S[:, there:, -1] = -math.inf
+
+    def band(self, like: Tensor) -> Tensor | None:
+        """Return what closes the near keys (size, W) that are not in the pattern."""
+        (before, width), C = self.around, self.size
+        i = torch.arange(C, device=like.device)[:, None]
+        j = torch.arange(-before * C, (width - before) * C, device=like.device)
+        if self.summary:
+            keep = _past(i, j, torch.ones_like(i == j), self.is_causal)
+        else:
+            keep = _past(i, j, _is_near(i, j, C - 1), self.is_causal)
+        return like.new_zeros(keep.shape).masked_fill_(~keep, -math.inf)
+
+    def weights(
+        self, q: Tensor, k: Tensor, band: Tensor | None, start: int, seen: int, M: int, empty: bool
+    ) -> Tensor:
+        """Return weights (rows, size, W + ·) of blocks q of queries, the first of them `start`."""
+        far = seen * (self.summary or 1)
+        S = q.new_empty(*q.shape[:2], self.around[1] * self.size + far)
+        self.products(S, q, k, start, seen)
+        self.close(S, band, start, seen, M)
+        dead = S.amax(-1, keepdim=True) <= _closed(S) if empty else None
+        A = torch.softmax(S, -1, out=S)
+        return A if dead is None else A.masked_fill_(dead, 0)
+
+    def steps(self, N: int, M: int) -> list[tuple[slice, int]]:
+        """Cut blocks of queries, and say how many blocks of keys their far group is of."""
+        rows, keys = -(-N // self.size), -(-M // self.size)
+        scores = self.size * (self.around[1] * self.size + keys * (self.summary or 1))
+        some = max(1, SCORES // scores)
+        cuts = [slice(a, min(a + some, rows)) for a in range(0, rows, some)]
+        return [(cut, min(cut.stop, keys) if self.is_causal else keys) for cut in cuts]
+
+
+def _closed(x: Tensor) -> float:
+    """Return the score below which a key is closed: a quarter of the lowest, and some more."""
+    return torch.finfo(x.dtype).min / 8
+
+
+class _InGroups(torch.autograd.Function):
+    """Attention to two groups of keys, head by head, some blocks of queries at a time."""
+
+    @staticmethod
+    def forward(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take q with 1/√D in it."""
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        for q_h, k_h, v_h, out_h in _by_head(q, k, v, out):
+            Q, K, V, band, empty = _prepared(groups, q_h, k_h, v_h)
+            found = v.new_zeros(*Q.shape[:2], v.shape[-1])
+            for rows, seen in groups.steps(len(q_h), len(k_h)):
+                A = groups.weights(Q[rows], K, band, rows.start, seen, len(k_h), empty)
+                groups.gather(found[rows], A, V, rows.start, seen)
+            out_h.copy_(found.flatten(0, 1)[: len(q_h)])
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        ctx.groups, *given = inputs
+        ctx.save_for_backward(*given, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v."""
+        (grad,), (q, k, v, out), groups = grads, ctx.saved_tensors, ctx.groups
+        again = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, q, k, v))
+        with full_precision(q.device):  # autocast may be on again
+            if again or any(map(stands_for_many, (grad, q, k, v))):
+                pull: Any = torch.func.vjp(groups.whole, q, k, v)[1]
+                return None, *pull(grad)
+            found = [x.new_empty(x.shape) for x in (q, k, v)]
+            for q_h, k_h, v_h, *rest in _by_head(q, k, v, out, grad, *found):
+                _backward_of_head(groups, q_h, k_h, v_h, *rest)
+        return None, *found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], groups: _Groups, *given: Tensor) -> Any:
+        """Let the mapped dimension be one more leading dimension."""
+        moved = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(given, in_dims[1:], strict=True)
+        ]
+        return _InGroups.apply(groups, *moved), 0
+
+
+def _by_head(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Run over all leading dimensions of tensors, as if they were one."""
+    return zip(*(flat_heads(x, x.dim() - 2) for x in tensors), strict=True)
+
+
+def _prepared(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Cut q, k and v of one head into blocks; say if some query may have no key."""
+    rows, keys = -(-len(q) // groups.size), -(-len(k) // groups.size)
+    padded = max(rows, keys) + 1
+    empty = groups.masked or len(q) > len(k)
+    K, V = (groups.blocks(x, padded, 1) for x in (k, v))
+    return groups.blocks(q, rows), K, V, groups.band(k), empty
+
+
+def _backward_of_head(groups: _Groups, q, k, v, out, grad, dq, dk, dv) -> None:
+    """Write the gradients of one head."""
+    N, M = len(q), len(k)
+    Q, K, V, band, empty = _prepared(groups, q, k, v)
+    G = groups.blocks(grad, len(Q))
+    shares = groups.blocks((grad * out).sum(-1, keepdim=True), len(Q))
+    dQ, dK, dV = (torch.zeros_like(x) for x in (Q, K, V))
+    for rows, seen in groups.steps(N, M):
+        at = rows.start, seen
+        A = groups.weights(Q[rows], K, band, *at, M, empty)
+        groups.spread(dV, A, G[rows], *at)
+        dS = torch.empty_like(A)
+        groups.products(dS, G[rows], V, *at)
+        dS.sub_(shares[rows]).mul_(A)
+        groups.gather(dQ[rows], dS, K, *at)
+        groups.spread(dK, dS, Q[rows], *at)
+    dq.copy_(dQ.flatten(0, 1)[:N])
+    for d, D in ((dk, dK), (dv, dV)):
+        d.copy_(D[1:].flatten(0, 1)[:M])
 
 
 def _scaled(q: Tensor, scale: float | None) -> Tensor:
     return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
-
-
-def _weights(near: Tensor, far: Tensor, near_mask: Tensor, far_mask: Tensor) -> tuple[Tensor, ...]:
-    """One softmax over the scores of two groups of keys, and its weights as two parts again."""
-    scores, mask = torch.cat([near, far], -1), torch.cat([near_mask, far_mask], -1)
-    return masked_softmax(scores, mask).split([near.shape[-1], far.shape[-1]], -1)
 
 
 def _blocks(x: Tensor, size: int, rows: int) -> Tensor:

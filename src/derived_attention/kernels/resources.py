@@ -20,7 +20,7 @@ import torch
 
 from derived_attention.kernels import HEAD_DIMS, Launch
 
-MODULES: tuple[str, ...] = ("mixture",)  # with a function `launches(head_dim, dtype)` each
+MODULES: tuple[str, ...] = ("linear", "mixture")  # with a function `launches(head_dim, dtype)` each
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def compile_for(launch: Launch, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     names = list(launch.arguments)
-    # Pointers are aligned to 16 bytes, as PyTorch's are.
+    # Pointers are aligned to 16 bytes, as PyTorch's are, and so is what says so, as strides do.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
-        if launch.arguments[n][0] == "*"
+        if launch.arguments[n][0] == "*" or launch.arguments[n].endswith(":16")
     }
     source = ASTSource(
         fn=launch.kernel,
-        signature=dict(launch.arguments),
+        signature={n: kind.removesuffix(":16") for n, kind in launch.arguments.items()},
         constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs=aligned,
     )

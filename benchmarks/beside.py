@@ -1,0 +1,176 @@
+"""Measure what other libraries have: each peer with ours and SDPA, in the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import run
+from benchmarks.cases import BASELINES
+from benchmarks.peers import Peer, load
+from benchmarks.table import SCHEMA, Files, caption, markdown, peer_table
+from derived_attention.measure import machine, peak_bytes
+
+LENGTHS = {"cpu": [512, 1024, 2048, 4096], "cuda": run.LENGTHS["cuda"]}
+
+
+def calls_of(
+    baseline: str, peers: Mapping[str, Peer], length: int, dim: int, tensors: list[Tensor]
+) -> dict[str, run.Call]:
+    """Return what is timed at one length: the baseline, ours and the peers, by `ours` and name."""
+    beside = BASELINES[baseline]
+    calls = {baseline: run.call(beside.fast, tensors, beside.options(length, dim))}
+    for name, peer in peers.items():
+        given = tokens_first(tensors) if peer.tokens_first else tensors
+        calls[ours(peer)] = run.call(peer.ours.fast, tensors, peer.ours.options(length, dim))
+        calls[name] = run.call(peer.form, given, peer.options_at(length, dim))
+    return calls
+
+
+def ours(peer: Peer) -> str:
+    """Name the case of ours: it is timed once, if several stand beside it."""
+    return f"ours: {peer.ours.label}"
+
+
+def tokens_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same (B, H, N, D) tensors, but with N before H in memory."""
+    return [
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(x.requires_grad)
+        for x in tensors
+    ]
+
+
+def compare(
+    baseline: str,
+    peers: Mapping[str, Peer],
+    point: tuple[int, int, torch.dtype, str],
+    rounds: int,
+    device: str,
+) -> dict[str, dict[str, Any]]:
+    """Time and weigh peers at a D, N, dtype and mode: a row for each that fits."""
+    dim, length, dtype, mode = point
+    peers = {
+        name: peer for name, peer in peers.items() if length in reached(peer, [length], device)
+    }
+    tensors = run.inputs(length, dtype, device, mode != run.MODES[0], dim)
+    calls = calls_of(baseline, peers, length, dim, tensors)
+    if device == "cuda":
+        calls = {name: fn for name, fn in calls.items() if run.fits(name, fn)}
+    taken = run.time_rounds(calls, rounds, device)
+    sizes = {name: peak_bytes(fn, device=device) for name, fn in calls.items()}
+    return {
+        name: {
+            "length": length,
+            "dim": dim,
+            "dtype": run.dtype_name(dtype),
+            "mode": mode,
+            "seconds": run.quartiles(taken[name]),
+            "ours_seconds": run.quartiles(taken[ours(peer)]),
+            "baseline_seconds": run.quartiles(taken[baseline]),
+            "ratio": run.quartiles(taken[name] / taken[ours(peer)]),
+            "ours_ratio": run.quartiles(taken[ours(peer)] / taken[baseline]),
+            "bytes": sizes[name],
+            "ours_bytes": sizes[ours(peer)],
+            "baseline_bytes": sizes[baseline],
+        }
+        for name, peer in peers.items()
+        if name in taken and ours(peer) in taken
+    }
+
+
+def reached(peer: Peer, lengths: Sequence[int], device: str) -> list[int]:
+    """Return the lengths at which a peer is measured."""
+    longest = peer.longest if device == "cpu" else None
+    return [n for n in lengths if longest is None or n <= longest]
+
+
+def settings(peer: Peer, lengths: Sequence[int], dims: Sequence[int], device: str) -> Any:
+    """Return what the numbers of a peer depend on, as JSON has it."""
+    return run.settings(peer.ours, reached(peer, lengths, device), dims, device)
+
+
+def title(peer: Peer) -> dict[str, str]:
+    """Return what a file says of its peer that can change without measuring again."""
+    beside = BASELINES[peer.ours.baseline].label
+    return {
+        "label": peer.label,
+        "package": peer.package,
+        "ours": peer.ours.label,
+        "beside": beside,
+        "differs": peer.differs,
+    }
+
+
+def measure(
+    peers: Mapping[str, Peer],
+    lengths: Sequence[int],
+    dims: Sequence[int],
+    rounds: int,
+    device: str,
+) -> Files:
+    """Measure peers of one baseline: what the results file of each is to hold."""
+    (baseline,) = {peer.ours.baseline for peer in peers.values()}
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    for point in run.points(dims, lengths, device):
+        dim, length, dtype, mode = point
+        where = f"N = {length}, D = {dim}, {run.dtype_name(dtype)}, {mode}"
+        run.progress(f"peers: {', '.join(peers)}; {where}")
+        for name, row in compare(baseline, peers, point, rounds, device).items():
+            times[name].append(row)
+    return {
+        name: {
+            "schema": SCHEMA,
+            **title(peer),
+            "version": run.version_of(peer.package),
+            "device": device,
+            "machine": machine() | {"triton": run.version_of("triton")},
+            "commit": run.commit(),
+            "settings": settings(peer, lengths, dims, device),
+            "rounds": rounds,
+            "times": times[name],
+        }
+        for name, peer in peers.items()
+    }
+
+
+def main(
+    libraries: Sequence[str],
+    lengths: Sequence[int] | None,
+    dims: Sequence[int],
+    rounds: int,
+    folder: Path | None,
+    again: bool,
+) -> Files:
+    """Measure peers of libraries, those with results only `again`, and print their table.
+
+    Results are written into ``folder/peers``, where there is a folder.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths = sorted(set(lengths or LENGTHS[device]))
+    peers, missing = load(libraries)
+    for line in missing:
+        run.progress(line)
+    if folder is not None and not again:
+        peers = {
+            name: peer
+            for name, peer in peers.items()
+            if run.outdated(
+                folder / "peers" / f"{name}.json", settings(peer, lengths, dims, device)
+            )
+        }
+    done: Files = {}
+    for baseline in dict.fromkeys(peer.ours.baseline for peer in peers.values()):
+        group = {name: peer for name, peer in peers.items() if peer.ours.baseline == baseline}
+        measured = measure(group, lengths, dims, rounds, device)
+        done |= measured
+        for name, data in measured.items() if folder is not None else ():
+            run.save(folder / "peers" / f"{name}.json", data)
+    if done:
+        print(f"\nOther libraries, as multiples of ours: {caption(done)}.\n")
+        for dim in dims:
+            print(markdown(peer_table(done, max(lengths), dim)))
+    return done

@@ -1,0 +1,144 @@
+"""What kernels take of a GPU, and the least time they can take: ``python -m benchmarks.kernels``.
+
+No GPU is needed: kernels are compiled ahead of time, and the rest is arithmetic. A roofline is the
+time that a device needs for the operations at its peak, or for the bytes at its full bandwidth,
+whichever is longer; no kernel is faster, and none is as fast. It is a bound, not a measurement.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks import run
+from benchmarks.cases import CASES, HEADS, KERNEL_OF
+from benchmarks.table import KERNELS, MODES, load_kernels
+from derived_attention.kernels import HEAD_DIMS, Work
+from derived_attention.kernels.resources import MODULES
+
+LENGTHS = (1024, 4096, 16384, 65536)
+ITEM = 2  # bytes of a bfloat16
+# Dense products of bfloat16 a second, and bytes a second, by NVIDIA's data sheets.
+DEVICES = {
+    "A100 SXM 80 GB": (312e12, 2.039e12),
+    "H100 SXM": (989e12, 3.35e12),
+    "H200 SXM": (989e12, 4.8e12),
+}
+
+
+def usage() -> list[dict[str, Any]]:
+    """Compile every kernel in a process of its own, where none is interpreted; what each takes."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "derived_attention.kernels.resources"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the kernels do not compile: {done.stderr.strip()[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def sdpa_work(heads: int, length: int, dim: int, is_causal: bool) -> dict[str, Work]:
+    """Count what a fused softmax attention must do: 2 products forward, and 5 more backward.
+
+    Bytes are those of each tensor once: q, k, v, the output and a logarithm a row in float32; and
+    backward these, three gradients and that of the output, and a sum a row, written and read.
+    """
+    pairs = heads * (length * (length + 1) // 2 if is_causal else length**2)
+    tensor, row = heads * length * dim * ITEM, heads * length * 4
+    forward = Work(2 * pairs * 2 * dim, 4 * tensor + row)
+    backward = Work(2 * pairs * 5 * dim, 8 * tensor + 3 * row)
+    both = Work(forward.operations + backward.operations, forward.bytes + backward.bytes)
+    return dict(zip(MODES, (forward, both), strict=True))
+
+
+def seconds(work: Work) -> dict[str, float]:
+    """Return the roofline of each device."""
+    return {
+        name: max(work.operations / peak, work.bytes / bandwidth)
+        for name, (peak, bandwidth) in DEVICES.items()
+    }
+
+
+def rooflines() -> Iterator[dict[str, Any]]:
+    """Yield the least time of each kernel and of what it is beside, at B = 1, in bfloat16."""
+    for name, (module, kind, own) in KERNEL_OF.items():
+        if module not in MODULES:
+            continue
+        causal = name.endswith("_causal")
+        heads = 2 * HEADS if "double" in CASES[name].baseline else HEADS
+        for dim in HEAD_DIMS:
+            for length in LENGTHS:
+                sizes = {"B": 1, "H": HEADS, "N": length, "M": length, "D": dim}
+                ours = work_of(module, kind, **sizes, **own)
+                theirs = sdpa_work(heads, length, dim, causal)
+                for mode in MODES:
+                    yield row(name, length, dim, mode, ours[mode], theirs[mode])
+
+
+def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
+    """Return what a module counts in each mode, of all its kernels."""
+    count = importlib.import_module(f"derived_attention.kernels.{module}").work
+    if kind is not None:
+        return count(kind, **sizes)
+    parts = {mode: count(mode, **sizes).values() for mode in MODES}
+    return {
+        mode: Work(sum(x.operations for x in found), sum(x.bytes for x in found))
+        for mode, found in parts.items()
+    }
+
+
+def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -> dict[str, Any]:
+    """Return what the file says of a case at a length."""
+    return {
+        "case": name,
+        "label": CASES[name].label,
+        "length": length,
+        "dim": dim,
+        "mode": mode,
+        "operations": ours.operations,
+        "bytes": ours.bytes,
+        "seconds": seconds(ours),
+        "sdpa_seconds": seconds(theirs),
+    }
+
+
+def computed() -> Mapping[str, Any]:
+    """Return all that the file holds."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: run.version_of(name) for name in ("triton", "torch")},
+        "settings": {"B": 1, "H": HEADS, "dtype": "bfloat16"},
+        "devices": {
+            name: dict(zip(("peak", "bandwidth"), x, strict=True)) for name, x in DEVICES.items()
+        },
+        "usage": usage(),
+        "rooflines": list(rooflines()),
+    }
+
+
+def main() -> int:
+    """Compile, count and write ``benchmarks/results/kernels.json``."""
+    if run.version_of("triton") is None:
+        print("There is no Triton here, so there is nothing to compile.")
+        return 0
+    data, before = computed(), load_kernels()
+    if data | {"date": ""} != before | {"date": ""}:
+        run.save(KERNELS, data)
+    print(
+        f"{len(data['usage'])} compiled kernels and {len(data['rooflines'])} rooflines: {KERNELS}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""linear-attention-transformer: linear attention with softmax as its feature map.
+
+Without a mask a feature of a key is softmax over the *tokens*, so that no denominator is left.
+Causal, φ = exp; in buckets of 64, as timed here, a query does not see its own bucket. In buckets of
+1, their default, it is our `linear_attention` with ``feature_map=torch.exp``, and a (D, D) matrix
+for each token is in memory.
+"""
+
+from linear_attention_transformer.linear_attention_transformer import (
+    causal_linear_attn,
+    linear_attn,
+)
+from torch import Tensor
+
+from benchmarks.cases import CASES
+from benchmarks.peers import Peer
+
+
+def softmaxes(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, bucket: int = 64
+) -> Tensor:
+    """softmax(Q) (softmax(K)ᵀ V), the first over features and the second over tokens."""
+    return causal_linear_attn(q, k, v, bucket_size=bucket) if is_causal else linear_attn(q, k, v)
+
+
+PACKAGE = "linear-attention-transformer"
+PEERS = {
+    "linear_attention_transformer": Peer(
+        PACKAGE, PACKAGE, softmaxes, CASES["linear"], "other features: softmax over the tokens"
+    ),
+    "linear_attention_transformer_causal": Peer(
+        PACKAGE,
+        f"{PACKAGE}, causal",
+        softmaxes,
+        CASES["linear_causal"],
+        "other features, exp; a query does not see its own 64 tokens",
+    ),
+}

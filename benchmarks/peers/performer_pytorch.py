@@ -1,0 +1,41 @@
+"""performer-pytorch: FAVOR+ with our projection, so with the same random features.
+
+Theirs adds a small number to every feature, 1e-4, and to the causal sums, 1e-6; that is 0 here, and
+takes as long. Causal, they need the CUDA extension of fast-transformers; without it they form a
+(D, features) matrix for each token, as timed here.
+"""
+
+from performer_pytorch.performer_pytorch import (
+    causal_linear_attention_noncuda,
+    linear_attention,
+    softmax_kernel,
+)
+from torch import Tensor
+
+from benchmarks.cases import CASES
+from benchmarks.peers import Peer
+
+
+def favor(
+    q: Tensor, k: Tensor, v: Tensor, *, projection: Tensor, is_causal: bool = False
+) -> Tensor:
+    """Linear attention with positive random features."""
+    how = {"projection_matrix": projection, "eps": 0.0}
+    q, k = softmax_kernel(q, is_query=True, **how), softmax_kernel(k, is_query=False, **how)
+    return (
+        causal_linear_attention_noncuda(q, k, v, eps=0.0)
+        if is_causal
+        else linear_attention(q, k, v)
+    )
+
+
+PEERS = {
+    "performer_pytorch": Peer("performer-pytorch", "performer-pytorch", favor, CASES["performer"]),
+    "performer_pytorch_causal": Peer(
+        "performer-pytorch",
+        "performer-pytorch, causal, without CUDA",
+        favor,
+        CASES["performer_causal"],
+        longest=2048,
+    ),
+}

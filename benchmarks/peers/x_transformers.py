@@ -1,0 +1,35 @@
+"""x-transformers: attention by squared distances, reduced to SDPA by two features more.
+
+With one Gaussian for each token that is our mixture. The values keep their D features, so that on a
+CPU PyTorch falls back to the (N, N) matrix.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from x_transformers.attend import Attend
+
+from benchmarks.cases import Case
+from benchmarks.peers import Peer
+from derived_attention.attention.mixture import mixture_attention, mixture_attention_reference
+
+
+def one_key(form: Any) -> Any:
+    """Attend with one Gaussian for each token."""
+    return lambda q, k, v, **options: form(q, k.unsqueeze(-3), v, **options)
+
+
+def distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax of −‖q − k‖²/2√D."""
+    scale = q.shape[-1] ** -0.5 / 2
+    return Attend(flash=True, l2_distance=True, heads=q.shape[1], scale=scale)(q, k, v)[0]
+
+
+OURS = Case(
+    "MGK, 1 key",
+    one_key(mixture_attention),
+    one_key(mixture_attention_reference),
+    lambda N, D=64: {},
+    "sdpa",
+)
+PEERS = {"x_transformers": Peer("x-transformers", "x-transformers, L2, flash", distances, OURS)}

@@ -1,0 +1,491 @@
+"""Plugs: every mechanism of the registry in models of Hugging Face Transformers and of timm.
+
+Both make queries, keys and values themselves, and ask for what is between them and the output
+projection. So a plug is the mechanism's layer without its projections: what it is given are heads,
+side by side. What the layer learns beyond projections (filters, shifts, a second key) is a part of
+the model it is put into: it is trained, moved and saved with it.
+
+`equip` puts a mechanism into a model of Transformers, `equip_timm` into a vision transformer of
+timm. `torch.nn.TransformerEncoderLayer` needs no plug: any layer of the registry may be its
+``self_attn``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_attention.attention.convention import share_heads
+from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.masks import Mask, allowed, within
+from derived_attention.attention.mechanisms import MECHANISMS, Entry, get_attention
+
+PREFIX = "derived:"  # of the names that Transformers knows them by
+LENGTH = 1024  # tokens that sample options are made for, where nobody said another number
+CHILD = "derived_attention"  # of a module that attends: the layer that it was equipped with
+OTHERS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)  # modules that attend others
+REFUSED = ("softcap", "s_aux", "output_attentions", "cache")  # arguments that no mechanism has
+
+# --- a layer without projections -----------------------------------------------------------------
+
+
+class _Nothing(nn.Identity):
+    """What a layer without projections has in the place of its last; it knows dtype and device."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", like.new_empty(0), persistent=False)
+
+
+def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
+    """Return the layer of a mechanism without projections: H heads of D features, side by side.
+
+    Parameters
+    ----------
+    name : str
+        One of `list_attentions`.
+    H, D, length : int
+        Heads, features of each, and the tokens that its sample options are made for.
+    options
+        Arguments of its layer in the place of sample options, or of its function, where it has no
+        layer of its own; and `device` and `dtype`.
+
+    Returns
+    -------
+    MultiheadAttention
+
+    Raises
+    ------
+    ValueError
+        For a name that is not in the registry.
+    """
+    get_attention(name)  # raises for another name
+    entry = MECHANISMS[name]
+    common: dict[str, Any] = {"bias": False}
+    layer: Any
+    if entry.layer == Entry.layer:
+        common |= {key: options.pop(key) for key in ("device", "dtype") if key in options}
+        run = functools.partial(entry.plug(length, H, D), **options)
+        layer = MultiheadAttention(H * D, H, attention=run, **common)
+    else:
+        layer = entry.make_layer(H * D, H, length, **common, **options)
+    like = layer.out_proj.weight
+    del layer.in_proj_weight
+    layer.projected, layer.out_proj = False, _Nothing(like)
+    return layer
+
+
+def _has_state(layer: nn.Module) -> bool:
+    return bool(layer.state_dict())
+
+
+def _attend(
+    name: str, layer: Any, x: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool,
+    cross: bool,
+) -> Tensor:  # fmt: skip
+    """Attend by a layer without projections: x are (B, N, H D), (B, M, H D), (B, M, H D).
+
+    `mask` is None, or True where one may attend: (B, 1, N, M) where a mechanism takes any mask, and
+    else (B, 1, 1, M), which says what is there. Fewer queries than keys, if causal, are the last.
+    """
+    N, M = x[0].shape[1], x[1].shape[1]
+    if MECHANISMS[name].any_mask:
+        own = Mask(mask, causal and mask is None and N > 1)
+        if mask is not None and not cross and mask.dtype == torch.bool:
+            own.keys = mask.any(-2).any(1, keepdim=True)  # (B, 1, M)
+            own.queries = own.keys[..., M - N :]
+        own.same = not cross
+        return layer.run(*x, own)[0]
+    if causal and N < M and not MECHANISMS[name].alone:
+        raise ValueError(
+            f"{name} is asked for {N} queries and {M} keys, as with a cache; expected all queries "
+            "at once: what a query gets here depends on those before it, which no cache holds; "
+            "say use_cache=False"
+        )
+    if mask is None:
+        return _run(layer, *x, causal, cross)
+    return _without_padding(functools.partial(_run, layer, causal=causal, cross=cross), *x, mask)
+
+
+def _run(layer: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, cross: bool) -> Tensor:
+    """Run a layer; if causal, queries that a cache has not kept are replaced by any others."""
+    N, before = q.shape[1], k.shape[1] - q.shape[1]
+    if causal and before > 0 and N:
+        q = torch.cat([q[:, :1].expand(-1, before, -1), q], 1)
+    mask = Mask(None, causal)
+    mask.same = not cross
+    return layer.run(q, k, v, mask)[0][:, -N:] if N else q
+
+
+def _without_padding(
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+) -> Tensor:
+    """Run sequences as if what is padding were not there: those with the same padding together.
+
+    So it may stand on either side, whatever a mechanism makes of positions. Padded queries get 0.
+    """
+    out, N, there = torch.zeros_like(q), q.shape[1], mask[:, 0, 0]  # (B, M)
+    cross = run.keywords["cross"]  # type: ignore[attr-defined]
+    patterns, which = there.expand(len(q), -1).unique(dim=0, return_inverse=True)
+    for i, keep in enumerate(patterns):
+        rows = (which == i).nonzero()  # (b, 1)
+        asked = torch.arange(N, device=q.device)
+        asked = asked if cross else asked[keep[len(keep) - N :]]
+        kept = keep.nonzero().squeeze(-1)
+        out[rows, asked] = run(q[rows, asked], k[rows, kept], v[rows, kept])
+    return out
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(B, H, N, D) to (B, N, H D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+# --- Transformers --------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Make all mechanisms known to Transformers, as ``derived:`` and their names.
+
+    After it, ``attn_implementation="derived:linear"`` is a mechanism with the sample options of the
+    registry for 1024 tokens. One that learns something needs a place for it: `equip`. Masks are
+    registered too, as without them Transformers makes none, and padding is attended.
+    """
+    import transformers  # here, as timm below: each takes seconds, and one may do without the other
+
+    for name in MECHANISMS:
+        own = functools.partial(_attention_forward, name), functools.partial(_make_mask, name)
+        transformers.AttentionInterface.register(PREFIX + name, own[0])
+        transformers.AttentionMaskInterface.register(PREFIX + name, own[1])
+
+
+def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
+    """Let all attention in a model of Transformers be that of a mechanism, and return the model.
+
+    Every module that attends gets the mechanism's layer, without projections, as a child: make the
+    optimiser afterwards. Queries, keys, values and outputs are projected as before. Where tokens
+    have several keys, the second is a linear map of the first, so that a cache holds one.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Or a part of one, such as the encoder, which then has a configuration of its own.
+    name : str
+        One of `list_attentions`.
+    length : int
+        Tokens that sample options are made for; Linformer takes no longer sequence.
+    options
+        As in `make_heads`.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not in the registry; a mechanism that sees the future, where the model
+        may not; a model that does not ask Transformers' interface for its attention. In a forward
+        pass: for what a mechanism cannot do (any mask but padding, a cache, a soft cap).
+    """
+    get_attention(name)  # raises for a name that is not there
+    register()
+    asking = [(path, x) for path, x in model.named_modules() if _asks(x)]
+    if not asking:
+        kind = type(model).__name__
+        raise ValueError(f"model is a {kind}; expected one that asks AttentionInterface")
+    for path, module in asking:
+        causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
+        cross = not causal and OTHERS.search(path) is not None
+        _check_kind(name, causal, cross)
+        like = next(module.parameters())
+        own = options | {"device": like.device, "dtype": like.dtype}
+        own |= _if_taken(name, causal=causal)
+        layer = make_heads(name, H, D, length, **own)
+        layer.plugged, layer.cross = name, cross
+        module.add_module(CHILD, layer)
+    configs: dict[int, Any] = {}  # copies: the rest of a model that this is a part of keeps its own
+    for module in model.modules():
+        config = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            if id(config) not in configs:
+                configs[id(config)] = copy.deepcopy(config)
+                configs[id(config)]._attn_implementation = PREFIX + name
+            module.config = configs[id(config)]
+    return model
+
+
+def _asks(module: nn.Module) -> bool:
+    """Say whether a module asks Transformers' interface for its attention."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Return heads and features of each; models have several names for both."""
+    places = (module, getattr(module, "config", None))
+    found = []
+    for names in (
+        ("num_heads", "num_attention_heads", "n_heads"),
+        ("head_dim", "attention_head_size", "key_value_proj_dim"),
+    ):
+        known = (getattr(place, name, None) for place in places for name in names)
+        found.append(next(x for x in known if x is not None))
+    return found[0], found[1]
+
+
+def _if_taken(name: str, **given: Any) -> dict[str, Any]:
+    """Return those arguments that the mechanism's layer has."""
+    entry = MECHANISMS[name]
+    taken = inspect.signature(entry.plug(1, 1, 1)).parameters if entry.layer != Entry.layer else {}
+    return {key: x for key, x in given.items() if key in taken}
+
+
+def _check_kind(name: str, causal: bool, cross: bool) -> None:
+    """Refuse to be causal, or to attend another sequence, where a mechanism cannot."""
+    entry = MECHANISMS[name]
+    if causal and not entry.causal:
+        raise ValueError(
+            f"{name} is to be causal; expected {_able(lambda x: x.causal)}, or an encoder: what "
+            f"{name} makes of the keys is the same for every query, and holds the future"
+        )
+    if cross and (entry.placed or not entry.alone):
+        able = _able(lambda x: x.causal and x.alone and not x.placed)
+        raise ValueError(
+            f"{name} is to attend another sequence; expected {able}, or the encoder alone: what a "
+            f"query gets from {name} depends on its place, and it has none among those keys"
+        )
+
+
+def _able(can: Callable[[Entry], bool]) -> str:
+    return "one of " + ", ".join(name for name, entry in MECHANISMS.items() if can(entry))
+
+
+@functools.lru_cache
+def _shared(name: str, H: int, D: int, causal: bool) -> Any:
+    """Return what all modules that were not equipped share, where there is nothing to learn."""
+    layer = make_heads(name, H, D, LENGTH, **_if_taken(name, causal=causal))
+    if _has_state(layer):
+        learned = ", ".join(layer.state_dict())
+        raise ValueError(
+            f"{name} has parameters of its own ({learned}), and this model has no place for them; "
+            f"expected derived_attention.plugs.equip(model, {name!r}) before its first use"
+        )
+    return layer
+
+
+def _attention_forward(
+    name: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Attend as Transformers asks: q (B, H, N, D), k and v (B, G, M, D), to (B, N, H, D)."""
+    B, H, N, D = query.shape
+    _check_given(name, given, value, D)
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    if attention_mask is not None:  # a static cache is longer than what it holds
+        key, value = (x[..., : attention_mask.shape[-1], :] for x in (key, value))
+    mask = _with_bias(name, attention_mask, position_bias, causal, N, key.shape[-2])
+    layer: Any = getattr(module, CHILD, None)
+    cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
+    _check_kind(name, causal, cross)
+    if layer is None or layer.plugged != name:
+        layer = _shared(name, H, D, causal)
+    if getattr(layer, "causal", causal) != causal:
+        raise ValueError(
+            f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "
+            f"{name}, whose filters are laid on the sequence by it"
+        )
+    layer.dropout, layer.training = dropout, module.training
+    if scaling is not None and not math.isclose(scaling, D**-0.5):
+        query = query * (scaling * math.sqrt(D))
+    key, value = share_heads("key", key, query, -3), share_heads("value", value, query, -3)
+    x = (_side_by_side(query), _side_by_side(key), _side_by_side(value))
+    return _attend(name, layer, x, mask, causal, cross).unflatten(-1, (H, D)), None
+
+
+def _check_given(name: str, given: dict[str, Any], value: Tensor, D: int) -> None:
+    """Refuse what changes the attention, and is not what this mechanism does."""
+    window = given.get("sliding_window")
+    refused = {key: given[key] for key in REFUSED if given.get(key) not in (None, False)}
+    if window is not None and not MECHANISMS[name].any_mask:
+        refused["sliding_window"] = window
+    for key, x in refused.items():
+        shown = x if isinstance(x, (int, float)) else type(x).__name__
+        raise ValueError(f"{key} is {shown}; expected None: {name} has nothing of the kind")
+    if value.shape[-1] != D:
+        raise ValueError(f"value has {value.shape[-1]} features; expected {D}, as query has")
+
+
+def _with_bias(
+    name: str, mask: Tensor | None, bias: Tensor | None, causal: bool, N: int, M: int
+) -> Tensor | None:
+    """Check a mask, and merge it with what T5 adds to scores."""
+    any_mask = MECHANISMS[name].any_mask
+    if bias is not None and not any_mask:
+        raise ValueError(
+            f"position_bias is given; expected None: {name} has no scores to add it to"
+        )
+    if bias is not None:
+        dense = Mask(mask, causal and mask is None).dense(N, M, bias.device)
+        bias = bias[..., :M]
+        return bias if dense is None else within(allowed(dense), bias)
+    if (
+        mask is not None
+        and not any_mask
+        and (mask.dtype != torch.bool or mask.shape[-3:-1] != (1, 1))
+    ):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected "
+            f"(B, M), which says what is padding: {name} takes no other mask"
+        )
+    return mask
+
+
+def _make_mask(
+    name: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **given: Any,
+) -> Tensor | None:
+    """Make the mask that `_attention_forward` takes: none where nothing is padding.
+
+    Any mask, where a mechanism takes any: (B, 1, N, M), as for PyTorch's own attention. Otherwise
+    (B, 1, 1, M), as long as what is there: O(M), and causality is known without it.
+    """
+    from transformers import masking_utils as masks
+
+    causal = mask_function is None or mask_function is masks.causal_mask_function
+    if MECHANISMS[name].any_mask:
+        given["allow_is_causal_skip"] = given.get("allow_is_causal_skip", True) and (
+            q_length == kv_length
+        )
+        function = masks.causal_mask_function if causal else mask_function
+        own = dict(attention_mask=attention_mask, mask_function=function, **given)
+        return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **own)
+    if not causal and mask_function is not masks.bidirectional_mask_function:
+        raise ValueError(
+            f"the model's mask is neither causal nor full, but a window, a chunk, packed sequences "
+            f"or one of its own; expected padding alone: {name} takes no other mask"
+        )
+    filled = int(q_offset) + q_length - kv_offset if causal else kv_length
+    there = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if there is None:
+        there = torch.ones(1, kv_length, dtype=torch.bool, device=given.get("device", "cpu"))
+    there = there[:, :filled].bool()
+    if filled == kv_length and bool(there.all()):
+        return None
+    return there.expand(batch_size, -1)[:, None, None]
+
+
+# --- timm ----------------------------------------------------------------------------------------
+
+
+def mend_torchvision() -> None:
+    """Let torchvision, and so timm, be imported where its compiled operators do not load.
+
+    They do not where it was built for another device than PyTorch, as for CUDA beside PyTorch for
+    the CPU. Its Python part then stops at the first operator that it describes; it goes on if that
+    has a schema. No transformer needs them. Where torchvision works, this does nothing.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
+
+
+class TimmAttention(nn.Module):
+    """The attention of a block of timm's vision transformer, with another mechanism inside.
+
+    Its projections, norms and dropout are those of the module it replaces, under the same names.
+    """
+
+    qkv: Any
+    q_norm: Any
+    k_norm: Any
+    attn_drop: Any
+    proj: Any
+    proj_drop: Any
+
+    def __init__(self, attn: Any, name: str, layer: Any) -> None:
+        super().__init__()
+        for key, child in attn.named_children():
+            self.add_module(key, child)
+        self.name, self.sizes = name, (attn.num_heads, attn.head_dim)
+        self.gate = getattr(attn, "gate", None)
+        self.norm = getattr(attn, "norm", nn.Identity())
+        self.add_module(CHILD, layer)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend from all tokens (B, N, C) to all of them."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("attn_mask or is_causal is given; expected neither, as in images")
+        q, k, v = self.qkv(x).unflatten(-1, (3, *self.sizes)).unbind(2)  # (B, N, H, D)
+        layer: Any = self.get_submodule(CHILD)
+        layer.dropout = self.attn_drop.p
+        heads = (self.q_norm(q).flatten(2), self.k_norm(k).flatten(2), v.flatten(2))
+        out = self.norm(_attend(self.name, layer, heads, None, False, False))
+        out = out if self.gate is None else out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+
+def equip_timm(model: Any, name: str, **options: Any) -> Any:
+    """Let all blocks of a vision transformer of timm attend by a mechanism, and return it.
+
+    Weights and their names stay; what the mechanism learns is added. A layer that pools or
+    convolves is told of the grid of patches and of the class token.
+
+    Parameters
+    ----------
+    model : timm.models.VisionTransformer
+    name : str
+        One of `list_attentions`.
+    options
+        As in `make_heads`.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not in the registry, a model without such blocks, or several tokens
+        before the patches, with a mechanism that has to know where patches begin.
+    """
+    from timm.layers import Attention
+
+    found = [path for path, x in model.named_modules() if type(x) is Attention]
+    if not found:
+        raise ValueError(f"model is a {type(model).__name__}; expected timm's VisionTransformer")
+    first, grid = model.num_prefix_tokens, tuple(model.patch_embed.grid_size)
+    known = _if_taken(name, grid=grid, class_token=first > 0)
+    if "class_token" in known and first > 1:
+        raise ValueError(f"model has {first} tokens before its patches; expected 0 or 1 for {name}")
+    for path in found:
+        attn = model.get_submodule(path)
+        like = {"device": attn.qkv.weight.device, "dtype": attn.qkv.weight.dtype}
+        length = first + math.prod(grid)
+        layer = make_heads(name, attn.num_heads, attn.head_dim, length, **known | options, **like)
+        parent, _, last = path.rpartition(".")
+        setattr(
+            model.get_submodule(parent), last, TimmAttention(attn, name, layer).train(attn.training)
+        )
+    return model

@@ -1,0 +1,193 @@
+"""The same grid in several processes, and on a real Ray: same results, same keys, and who dies."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import experiments as recorded
+from derived_attention import cluster, runtime
+from derived_attention.experiments import run_grid
+
+# A program without `if __name__ == "__main__"`, as a notebook is: its functions are in no module.
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+from derived_attention import cluster, runtime
+from derived_attention.experiments import run_grid
+
+FOLDER, engine = sys.argv[1], sys.argv[2]
+RATE = torch.tensor(0.5)
+runtime.start(profile="medium")
+
+def train_once(seed):
+    runtime.seed_everything(seed)
+    first = Path(FOLDER, "died")
+    if DIES and seed == 1 and not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    value = (torch.randn(300, 300).tanh().sum() * RATE).item()
+    seen = torch.get_num_threads(), runtime.current_profile()
+    return dict(value=value, pid=os.getpid(), seen=seen)
+
+def fails(seed):
+    if seed == 1:
+        raise ArithmeticError("one is too many")
+    time.sleep(0.5)
+    return dict(value=seed)
+
+def make():
+    if engine == "ray":
+        import ray
+        for tries in range(4):  # Ray gives its agents 15 s to start: too few on a busy machine
+            try:
+                ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+                return cluster.Ray()
+            except Exception as error:
+                print(error, file=sys.stderr)
+                ray.shutdown()
+    return int(engine)
+
+workers, said = make(), {}
+grid = [dict(seed=seed) for seed in range(4)]
+store = FOLDER + "/store"
+DIES = engine == "ray"
+said["results"] = run_grid(train_once, grid, store, workers=workers)
+said["again"] = run_grid(train_once, grid, store)
+said["driver"], said["slots"] = os.getpid(), cluster.workers(workers).slots
+try:
+    run_grid(fails, grid, store, workers=workers)
+except ArithmeticError as error:
+    said["error"], said["notes"] = str(error), error.__notes__
+DIES = True
+Path(FOLDER, "died").unlink(missing_ok=True)
+try:
+    once = cluster.Ray(retries=0) if engine == "ray" else workers
+    run_grid(train_once, grid, FOLDER + "/other", workers=once)
+except Exception as error:
+    said["dead"], said["notes of dead"] = type(error).__name__, error.__notes__
+said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=workers)
+if engine == "ray":
+    try:
+        cluster.Ray(num_gpus=1)
+    except ValueError as error:
+        said["no GPU"] = str(error)
+Path(FOLDER, "said").write_text(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module", params=["2", "ray"])
+def program(request, tmp_path_factory):
+    """What the program said, and the folder of its stores."""
+    folder = tmp_path_factory.mktemp(f"workers_{request.param}")
+    path = folder / "program.py"
+    path.write_text(PROGRAM)
+    command = [sys.executable, str(path), str(folder), request.param]
+    env = os.environ | {"RAY_AUTH_MODE": "disabled"}  # or else it writes a token to ~/.ray
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert (folder / "said").exists(), done.stderr
+    return json.loads((folder / "said").read_text()), folder, request.param
+
+
+def test_results_and_their_order_are_those_of_one_process(program):
+    said, _, _ = program
+    assert [r["seed"] for r in said["results"]] == [0, 1, 2, 3]
+    for result in said["results"]:
+        runtime.seed_everything(result["seed"])
+        assert result["value"] == (torch.randn(300, 300).tanh().sum() * 0.5).item()
+
+
+def test_runs_are_made_by_others_with_one_thread_and_the_profile_of_the_first(program):
+    said, _, _ = program
+    assert said["slots"] == 2
+    assert said["driver"] not in {r["pid"] for r in said["results"]}
+    assert all(r["seen"] == [1, "medium"] for r in said["results"])
+
+
+def test_the_store_is_that_of_one_process(program):
+    said, _, _ = program
+    assert said["again"] == said["results"], "the processes that made them included"
+
+
+def test_an_error_of_a_run_is_raised_when_the_others_are_stored(program):
+    said, folder, _ = program
+    assert "one is too many" in said["error"]
+    assert said["notes"] == ["The run was fails(**{'seed': 1})."]
+    stored = [json.loads(path.read_text()) for path in (folder / "store" / "fails").glob("*.json")]
+    assert 0 in [record["config"]["seed"] for record in stored]
+    assert 1 not in [record["config"]["seed"] for record in stored]
+
+
+def test_a_worker_that_dies(program):
+    """Ray tries its run again (in the first grid, too); without that it is an error, not a hang."""
+    said, folder, engine = program
+    assert (folder / "died").exists()
+    assert said["dead"] == {"2": "TerminatedWorkerError", "ray": "WorkerCrashedError"}[engine]
+    assert said["notes of dead"][0].startswith("The run was train_once(**{'seed': ")
+    values = [[r["value"] for r in said[name]] for name in ("results", "revived")]
+    assert values[0] == values[1]
+
+
+def test_a_gpu_that_the_cluster_has_not_is_not_waited_for(program):
+    said, _, engine = program
+    if engine == "ray":
+        assert said["no GPU"].startswith("a run takes {'CPU': 1, 'GPU': 1}, and the cluster has")
+
+
+def test_the_same_code_and_release_or_none(monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
+    monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
+    here = cluster._here()
+    assert cluster.there(here, divmod, 7, 2) == (3, 1)
+    for name in ("release of PyTorch", "package's code"):
+        with pytest.raises(RuntimeError, match=f"worker's {name} is .*; expected another"):
+            cluster.there(here | {name: "another"}, divmod, 7, 2)
+
+
+def test_wrong_workers(tmp_path):
+    def function(seed):
+        return {"value": seed}
+
+    for wrong, error, message in (
+        (0, ValueError, "workers is 0; expected at least 1"),
+        (True, TypeError, "workers is True; expected an integer"),
+        ("ray", TypeError, "workers is 'ray'; expected an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            run_grid(function, [{"seed": 0}], tmp_path, workers=wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
+    monkeypatch, tmp_path, capsys
+):
+    given = []
+
+    def note(function, grid, *, workers):
+        given.append((workers, {config["device"] for config in grid}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recorded, "run_grid", note)
+    monkeypatch.setattr(recorded, "Ray", lambda address, num_gpus: (address, num_gpus))
+    plans = {"tiny": recorded.experiment("A text", divmod, ["a"], [], seeds=1)}
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    for words, workers, device in (
+        ("", 1, here),
+        ("--workers 3", 3, here),
+        ("--workers ray --address auto --gpus 0.5", ("auto", 0.5), "cuda"),
+        ("--workers ray", (None, 0), "cpu"),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            recorded.command("tiny", plans, tmp_path, None, words.split())
+        assert given.pop() == (workers, {device})
+    for words, message in (
+        ("--workers many", "--workers is many; expected a number, or ray"),
+        ("--gpus 1", "--address and --gpus are Ray's; expected --workers ray"),
+    ):
+        with pytest.raises(SystemExit):
+            recorded.command("tiny", plans, tmp_path, None, words.split())
+        assert message in capsys.readouterr().err

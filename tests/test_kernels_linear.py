@@ -1,0 +1,221 @@
+"""The Triton kernels of causal linear attention: the formula, its gradients, what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_all_close, output_and_gradients, relative_errors, tensors
+
+from derived_attention import kernels
+from derived_attention.attention import linear as module
+from derived_attention.attention.linear import linear_attention, linear_attention_reference
+from derived_attention.attention.mixture import (
+    linear_mixture_attention,
+    linear_mixture_attention_reference,
+)
+
+triton = pytest.importorskip("triton")
+from derived_attention.kernels import linear  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = {"is_causal": True, "fused": True}
+
+
+def qkv(n, m, d, dv, leading=(1, 1), dtype=torch.float64, seed=0):
+    shapes = [(*leading, n, d), (*leading, m, d), (*leading, m, dv)]
+    return tensors(*shapes, dtype=dtype, seed=seed, device=DEVICE)
+
+
+def both(inputs, form, reference, **options):
+    ours = output_and_gradients(form, inputs, **FUSED, **options)
+    theirs = output_and_gradients(reference, inputs, is_causal=True, **options)
+    return ours, theirs
+
+
+# --- the formula ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "d", "dv", "leading", "options"),
+    [
+        (140, 140, 20, 24, (1, 1), {"scale": 0.7}),  # three segments of two blocks
+        (70, 37, 20, 9, (1,), {}),
+        (37, 53, 20, 24, (2, 1, 1), {}),
+        (1, 1, 1, 1, (), {}),
+        (40, 40, 70, 18, (1, 1), {}),  # features in slices, values in two parts
+        (70, 70, 6, 5, (1, 1), {"feature_map": torch.square}),
+    ],
+    ids=["segments", "fewer keys", "more keys", "one", "parts", "feature map"],
+)
+def test_kernels_compute_the_formula_and_its_gradients(n, m, d, dv, leading, options):
+    inputs = qkv(n, m, d, dv, leading)
+    assert_all_close(*both(inputs, linear_attention, linear_attention_reference, **options), 1e-10)
+
+
+def test_heads_that_are_slices_of_a_layer_s_features_are_read_where_they_are():
+    made = [x.detach().transpose(-2, -3).requires_grad_() for x in qkv(3, 3, 8, 8, (1, 40))]
+    assert made[0].shape == (1, 3, 40, 8) and not made[0].is_contiguous()
+    assert_all_close(*both(made, linear_attention, linear_attention_reference), 1e-10)
+
+
+@pytest.mark.parametrize("priors", [None, (3,), (2, 3)], ids=["equal", "shared", "each head"])
+def test_mixed_keys_have_gradients_and_so_have_priors(priors):
+    q, _, v, k = *qkv(40, 40, 12, 5, (2,)), *tensors((2, 3, 40, 12), seed=1, device=DEVICE)
+    own = {}
+    if priors is not None:
+        own = {"priors": torch.linspace(0.1, 2, 3, dtype=torch.float64, device=DEVICE)}
+        own["priors"] = own["priors"].expand(priors).clone().requires_grad_()
+    results = []
+    for form, how in [
+        (linear_mixture_attention, FUSED),
+        (linear_mixture_attention_reference, {"is_causal": True}),
+    ]:
+        out = form(q, k, v, **how, **own)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=DEVICE)
+        loss = (out * weights.view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(loss, [q, k, v, *own.values()])])
+    assert_all_close(*results, 1e-10)
+
+
+def test_sums_without_division_have_gradients_and_broadcast():
+    q, k, v = qkv(150, 150, 7, 5)
+    v = v.detach()[0].requires_grad_()
+    ours = output_and_gradients(linear.causal_sums, [q, k, v])
+    theirs = output_and_gradients(lambda q, k, v: (q @ k.mT).tril() @ v, [q, k, v])
+    assert_all_close(ours, theirs, 1e-10)
+
+
+def test_rows_without_weight_are_zeros_and_have_no_gradient():
+    q, k, v = qkv(70, 70, 4, 3)
+    k = k.detach().clone()
+    k[..., :3, :] = -1
+    out, *slopes = output_and_gradients(
+        linear_attention, [q, k.requires_grad_(), v], feature_map=torch.relu, **FUSED
+    )
+    theirs = output_and_gradients(
+        linear_attention_reference, [q, k, v], feature_map=torch.relu, is_causal=True
+    )
+    assert (out[..., :3, :] == 0).all() and (slopes[0][..., :3, :] == 0).all()
+    assert_all_close([out, *slopes], theirs, 1e-10)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 1), (3, 0, 1), (3, 3, 0)], ids=["N", "M", "B"])
+def test_nothing_to_sum_is_zeros(sizes):
+    n, m, b = sizes
+    inputs = qkv(n, m, 4, 3, (b, 2))
+    for ours, x in zip(
+        output_and_gradients(linear_attention, inputs, **FUSED)[1:], inputs, strict=True
+    ):
+        assert ours.shape == x.shape and not ours.any()
+
+
+# --- causality and precision ---------------------------------------------------------------------
+
+
+def test_no_bit_depends_on_the_future():
+    q, k, v = qkv(100, 100, 4, 3)
+    out = linear_attention(q, k, v, **FUSED)
+    for t in (30, 64):
+        late = 5.0 * (torch.arange(100, device=DEVICE) > t)[:, None]
+        changed = linear_attention(q + late, k + late, v - 3 * late, **FUSED)
+        assert torch.equal(out[..., : t + 1, :], changed[..., : t + 1, :])
+        slopes = torch.autograd.grad(out[..., : t + 1, :].sum(), [k, v], retain_graph=True)
+        assert all(bool((x[..., t + 1 :, :] == 0).all()) for x in slopes)
+
+
+# Norms of errors, as shares. Values with an offset: terms of dq cancel that are N times as large.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.bfloat16, 1.5e-2), (torch.float16, 3e-3), (torch.float32, 2e-5)],
+    ids=["bf16", "fp16", "fp32"],
+)
+def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, tolerance):
+    q, k, v = qkv(100, 100, 16, 16, dtype=dtype)
+    v = (v.detach() + 3).requires_grad_()
+    ours = output_and_gradients(linear_attention, [q, k, v], **FUSED)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
+    assert max(relative_errors(ours, theirs)) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
+    q, k, v = (50 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
+    assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    results = output_and_gradients(linear_attention, leaves, **FUSED)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
+    assert all(bool(x.isfinite().all()) for x in results)
+    assert relative_errors(results[:1], theirs[:1])[0] < 2e-2
+
+
+# --- who runs them -------------------------------------------------------------------------------
+
+
+def test_who_does_not_insist_has_pytorch_s_on_a_cpu(monkeypatch):
+    inputs = [x.cpu() for x in qkv(5, 5, 4, 3)]
+    monkeypatch.setattr(module, "fused_sums", None)
+    for fused in (None, False):
+        linear_attention(*inputs, is_causal=True, fused=fused)
+        linear_mixture_attention(
+            inputs[0], inputs[1].unsqueeze(-3), inputs[2], is_causal=True, fused=fused
+        )
+
+
+def test_who_insists_hears_what_kernels_cannot_do(monkeypatch):
+    q, k, v = qkv(5, 5, 4, 3)
+    with pytest.raises(ValueError, match="fused is True, and is_causal False"):
+        linear_attention(q, k, v, fused=True)
+    with pytest.raises(ValueError, match="fused is True, and is_causal False"):
+        linear_mixture_attention(q, k.unsqueeze(-3), v, fused=True)
+    with pytest.raises(ValueError, match="fused is True, and dropout_p"):
+        linear_attention(q, k, v, dropout_p=0.5, **FUSED)
+    with pytest.raises(ValueError, match="q has 300 features a head"):
+        linear_attention(*qkv(5, 5, 300, 3), **FUSED)
+    with pytest.raises(TypeError, match="fused is of type int"):
+        linear_attention(q, k, v, is_causal=True, fused=1)
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="fused is True, and q"):
+        linear_attention(q.cpu(), k.cpu(), v.cpu(), **FUSED)
+
+
+def test_dropout_stores_the_weights_whoever_does_not_insist():
+    q, k, v = qkv(5, 5, 4, 3)
+    options = {"is_causal": True, "dropout_p": 1 - 1e-12, "fused": False}
+    assert not linear_attention(q, k, v, **options).any()
+
+
+def test_there_is_no_second_derivative():
+    q, k, v = qkv(5, 5, 4, 3)
+    out = linear_attention(q, k, v, **FUSED)
+    slope = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+# --- what they take ------------------------------------------------------------------------------
+
+
+def test_a_program_takes_as_much_of_the_sequence_as_leaves_every_one_busy(monkeypatch):
+    device = torch.device("cpu")  # as if it had one multiprocessor
+    assert linear.segment_length(1000, 1, device) == 256
+    assert linear.segment_length(1000, 4, device) == 1024
+    monkeypatch.setattr(linear, "PROGRAMS", 1000)
+    assert linear.segment_length(1000, 4, device) == linear.SEGMENT
+
+
+def test_work_is_counted_by_hand():
+    sizes = {"B": 1, "H": 1000, "N": 4096, "M": 4096, "D": 64}  # one segment a head: no states
+    forward = linear.work("forward", **sizes)["linear"]
+    assert forward.bytes == 1000 * 4096 * (4 * 64 * 2 + 4)
+    assert forward.operations == 1000 * 4096 * (2 * 2 * 64 * 64 + 2 * 64 * (64 + 64))
+    whole = linear.work("forward + backward", **sizes)["linear"]
+    assert whole.bytes == forward.bytes + 1000 * 4096 * (13 * 64 * 2 + 6 * 4)
+    few, longer = (
+        linear.work("forward", **sizes | {"H": 1, "N": n, "M": n})["linear"].bytes
+        for n in (2**17, 2**19)
+    )
+    assert 3 * few < longer < 4 * few, "there are no more states where there are more positions"
+    with pytest.raises(ValueError, match="kind is 'backward'"):
+        linear.work("backward", **sizes)

@@ -1,0 +1,472 @@
+"""Every mechanism inside the models of three libraries, as these call it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_all_close, every_causal_mechanism, every_mechanism
+from torch import nn
+
+from derived_attention import plugs
+from derived_attention.attention.layer import MultiheadAttention
+from derived_attention.attention.mechanisms import MECHANISMS, Entry
+
+plugs.mend_torchvision()
+
+import timm  # noqa: E402
+import transformers  # noqa: E402
+
+E, H, N, B = 16, 4, 12, 3
+D = E // H
+GRID = (4, 4)
+ALIKE = {"hidden_size": E, "num_attention_heads": H, "vocab_size": 31, "num_hidden_layers": 2}
+ALIKE |= {"intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3}
+ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+HEADS = {"d_model": E, "vocab_size": 31}
+TWO = ("encoder", "decoder")
+BART = {f"{x}_{key}": n for x in TWO for key, n in dict(layers=1, attention_heads=H).items()}
+WINDOW = {"sliding_window": 4}
+CONFIGS = {
+    "Llama": ("LlamaForCausalLM", ALIKE | ENDS | {"num_key_value_heads": 2}),
+    "GPT2": ("GPT2LMHeadModel", {"n_embd": E, "n_head": H, "n_layer": 2, "vocab_size": 31} | ENDS),
+    "Mistral": ("MistralForCausalLM", ALIKE | ENDS | {"num_key_value_heads": 2, **WINDOW}),
+    "Bert": ("BertModel", ALIKE),
+    "ModernBert": ("ModernBertModel", ALIKE | ENDS | {"local_attention": 4}),
+    "Bart": ("BartForConditionalGeneration", HEADS | BART | {"init_std": 0.3, "dropout": 0.0}),
+    "T5": ("T5ForConditionalGeneration", HEADS | {"d_kv": D, "num_heads": H, "num_layers": 2}),
+}  # fmt: skip
+IDS = torch.randint(1, 31, (B, N), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([N, N - 3, N - 7])
+PADDING = {  # True where a token is there
+    "left": torch.arange(N) >= N - LENGTHS[:, None],
+    "right": torch.arange(N) < LENGTHS[:, None],
+}
+causal_or_not = pytest.mark.parametrize(
+    "name", [name for name, entry in MECHANISMS.items() if not entry.causal]
+)
+REFUSING = [name for name, entry in MECHANISMS.items() if entry.causal and not entry.alone]
+
+
+def make(family, **changed):
+    """A small model of theirs with random weights, in float64."""
+    torch.manual_seed(0)
+    kind, options = CONFIGS[family]
+    config = getattr(transformers, f"{family}Config")(**options | changed)
+    return getattr(transformers, kind)(config).double().eval()
+
+
+def disturbed(model):
+    """The same with what the plugs learned changed from where it starts."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if plugs.CHILD in key:
+                p.add_(0.2 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def grid_of(name, rows=3, columns=4):
+    """Where tokens have to lie on a grid, the one."""
+    return {"grid": (rows, columns)} if "grid" in MECHANISMS[name].plug(N, H, D).keywords else {}
+
+
+def equipped(family, name, **changed):
+    return disturbed(plugs.equip(make(family, **changed), name, N, **grid_of(name)))
+
+
+def of_plugs(model):
+    return {key: p for key, p in model.named_parameters() if plugs.CHILD in key}
+
+
+def there_only(model, there, **given):
+    """The model's first output with padding, and without, sequence by sequence."""
+    positions = (there.cumsum(-1) - 1).clamp(min=0)
+    out = model(IDS, attention_mask=there.long(), position_ids=positions, **given)[0]
+    alone = [model(ids[keep][None], **given)[0][0] for ids, keep in zip(IDS, there, strict=True)]
+    return [x[keep] for x, keep in zip(out, there, strict=True)], alone
+
+
+def trains(model, loss_of, steps=3):
+    """Take steps of Adam: they reduce the loss, and move all that the plugs learn."""
+    model.train()
+    before = {key: p.detach().clone() for key, p in of_plugs(model).items()}
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(loss_of(model))
+        losses[-1].backward()
+        slopes = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(bool(x.isfinite().all()) for x in slopes)
+        optimizer.step()
+    assert loss_of(model).item() < losses[0].item()
+    assert not any(torch.equal(p, before[key]) for key, p in of_plugs(model).items())
+    model.eval()
+
+
+# --- Transformers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_softmax_is_theirs(family):
+    """With padding, their windows, T5's position bias and scale, and shared heads."""
+    model, other = make(family), plugs.equip(make(family), "softmax")
+    given = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    there = PADDING["right" if given else "left"]
+    for mask in (None, there.long()):
+        ours, theirs = (x(IDS, attention_mask=mask, **given)[0] for x in (other, model))
+        seen = slice(None) if mask is None or given else there
+        assert_all_close([ours[seen]], [theirs[seen]], 1e-10, family)
+    asked = [x.config._attn_implementation for x in other.modules() if hasattr(x, plugs.CHILD)]
+    assert asked and set(asked) == {"derived:softmax"}
+    assert model.config._attn_implementation == "sdpa"
+
+
+@every_causal_mechanism
+def test_a_decoder_ignores_padding_and_sees_no_future(name):
+    model = equipped("Llama", name)
+    with torch.no_grad():
+        for side, there in PADDING.items():
+            assert_all_close(*there_only(model, there), 1e-10, side)
+        logits = model(IDS).logits
+        changed = model(torch.cat([IDS[:, :7], IDS[:, 7:].flip(1)], 1)).logits
+    assert_all_close([changed[:, :7]], [logits[:, :7]], 1e-10, "the future")
+    softmax = make("Llama")(IDS).logits.detach()
+    assert name == "softmax" or float((logits - softmax).abs().max()) > 1e-3
+
+
+@every_causal_mechanism
+def test_a_decoder_generates_with_a_cache_what_it_does_without(name):
+    model, there = equipped("Llama", name), PADDING["left"].long()
+    given = {"attention_mask": there, "max_new_tokens": 4, "do_sample": False}
+    slow = model.generate(IDS, use_cache=False, **given)
+    if name in REFUSING:
+        with pytest.raises(ValueError, match=rf"{name} is asked for 1 queries .* use_cache=False"):
+            model.generate(IDS, **given)
+        return
+    assert torch.equal(model.generate(IDS, **given), slow)
+    assert torch.equal(model.generate(IDS, cache_implementation="static", **given), slow)
+    with torch.no_grad():  # token by token and in chunks
+        start = model(IDS[:, :5], attention_mask=there[:, :5])
+        rest = model(IDS[:, 5:], attention_mask=there, past_key_values=start.past_key_values)
+        whole = model(IDS, attention_mask=there).logits
+    assert_all_close([rest.logits[there[:, 5:] > 0]], [whole[:, 5:][there[:, 5:] > 0]], 1e-10)
+
+
+@every_causal_mechanism
+def test_a_decoder_trains_and_is_saved(name):
+    model = equipped("Llama", name)
+    trains(model, lambda x: x(IDS, labels=IDS).loss)
+    other = equipped("Llama", name)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+
+
+@causal_or_not
+def test_a_decoder_refuses_what_sees_the_future(name):
+    with pytest.raises(ValueError, match=f"{name} is to be causal; expected one of softmax"):
+        equipped("Llama", name)
+    plugs.register()
+    model = make("Llama", attn_implementation=f"derived:{name}")
+    with pytest.raises(ValueError, match=f"{name} is to be causal"):
+        model(IDS)
+
+
+def with_projections(name, plug, length, W, b):
+    """The layer of a mechanism that has the projections W (3 E, E), b, and what a plug learned.
+
+    It shows what the plug's second keys and packed queries are: maps of projected tokens.
+    """
+    entry = MECHANISMS[name]
+    run = entry.plug(length, H, D)
+    if entry.layer == Entry.layer:
+        layer = MultiheadAttention(E, H, attention=run)
+    else:
+        layer = run(E, H, **{x: vars(plug)[x] for x in ("grid", "class_token") if x in vars(plug)})
+    state = {key: x.detach() for key, x in plug.state_dict().items()}
+    if "key_weight" in state:
+        state["key_bias"] = state["key_weight"] @ b[E : 2 * E]
+        state["key_weight"] = state["key_weight"] @ W[E : 2 * E]
+    if "packed" in state:
+        state["packed"] = torch.linalg.solve(W[:E], (state["packed"] - b[:E]).T).T
+    state |= {"in_proj_weight": W, "in_proj_bias": b}
+    state |= {"out_proj.weight": torch.eye(E), "out_proj.bias": torch.zeros(E)}
+    layer = layer.double().eval()
+    layer.load_state_dict(state)
+    return layer
+
+
+@every_mechanism
+def test_an_encoder_attends_as_the_layer_does_and_ignores_padding(name):
+    model = equipped("Bert", name)
+    attend, seen = model.encoder.layer[1].attention.self, {}
+    with torch.no_grad():
+        for x in (attend.query, attend.key, attend.value):
+            x.bias.normal_()
+    attend.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out[0]))
+    with torch.no_grad():
+        model(IDS)
+        three = (attend.query, attend.key, attend.value)
+        W, b = (torch.cat([getattr(x, key).detach() for x in three]) for key in ("weight", "bias"))
+        layer = with_projections(name, getattr(attend, plugs.CHILD), N, W, b)
+        wanted = layer(seen["x"], seen["x"], seen["x"], need_weights=False)[0]
+        assert_all_close([seen["y"]], [wanted], 1e-9)
+        for side, there in PADDING.items():
+            if grid_of(name):
+                with pytest.raises(ValueError, match="expected 12 tokens, for the grid 3 x 4"):
+                    there_only(model, there)
+            else:
+                assert_all_close(*there_only(model, there), 1e-10, side)
+
+
+@every_mechanism
+def test_an_encoder_trains_and_drops(name):
+    model = equipped("Bert", name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    one = model.eval()(IDS)[0].detach()
+    assert torch.equal(model(IDS)[0], one)
+    torch.manual_seed(0)
+    dropped = model.train()(IDS)[0].detach()
+    assert float((dropped - one).abs().max()) > 1e-3
+    assert not torch.equal(model(IDS)[0], dropped)
+    model.config.attention_probs_dropout_prob = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    trains(model, lambda x: x(IDS)[0].tanh().sum())
+
+
+@every_mechanism
+def test_dropped_weights_are_right_on_average(name):
+    """Without a model: 4000 copies of one sequence, with half of the weights dropped in each."""
+    own = {"dtype": torch.float64} | grid_of(name, 1, 5)
+    layer, module = plugs.make_heads(name, 2, 4, 5, **own), nn.Module()
+    layer.plugged = name
+    module.add_module(plugs.CHILD, layer)
+    module.is_causal = False
+    plugs.register()
+    run = transformers.AttentionInterface._global_mapping[plugs.PREFIX + name]
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    torch.manual_seed(0)
+    exact = run(module.eval(), q, k, v, None)[0]
+    many = (x.expand(4000, -1, -1, -1) for x in (q, k, v))
+    found = run(module.train(), *many, None, dropout=0.5)[0]
+    error = (found.mean(0) - exact[0]) / (found.std(0) / 4000**0.5).clamp(min=1e-9)
+    assert float(error.abs().max()) < 5 and float(found.std(0).max()) > 1e-3
+
+
+@every_mechanism
+def test_an_encoder_and_a_decoder(name):
+    """Attention to another sequence, and a mechanism in one half only."""
+    entry, model, there = MECHANISMS[name], make("Bart"), PADDING["right"].long()
+    there = torch.ones_like(there) if grid_of(name) else there  # a grid has no padding
+    able = entry.causal and entry.alone and not entry.placed
+    if not able:
+        with pytest.raises(ValueError, match=f"{name} is to .*; expected one of softmax, linear"):
+            plugs.equip(make("Bart"), name, N)
+    part = model if able else model.model.encoder
+    disturbed(plugs.equip(part, name, N, **grid_of(name)))
+    answers = IDS[:, :5].flip(0)
+    with torch.no_grad():
+        out = model(IDS, attention_mask=there, decoder_input_ids=answers).logits
+        for one, keep, answer, wanted in zip(IDS, there.bool(), answers, out, strict=True):
+            found = model(one[keep][None], decoder_input_ids=answer[None]).logits[0]
+            assert_all_close([found], [wanted], 1e-10)
+        more = torch.cat([answers, IDS[:, 5:]], 1)  # as long as the other sequence
+        longer = model(IDS, attention_mask=there, decoder_input_ids=more).logits
+        assert_all_close([longer[:, :5]], [out], 1e-10)
+    trains(model, lambda x: x(IDS, attention_mask=there, labels=answers).loss)
+    which = model.model.decoder.config._attn_implementation
+    assert which == (plugs.PREFIX + name if part is model else "sdpa")
+    given = {"attention_mask": there, "max_new_tokens": 4, "do_sample": False}
+    slow = model.generate(IDS, use_cache=False, **given)
+    assert torch.equal(model.generate(IDS, **given), slow)
+
+
+def test_names_alone_are_enough_where_nothing_is_learned():
+    plugs.register()
+    model = make("Llama")
+    model.set_attn_implementation("derived:linear")
+    other = plugs.equip(make("Llama"), "linear")
+    assert torch.equal(model(IDS).logits, other(IDS).logits)
+    model.set_attn_implementation("derived:mgk")
+    with pytest.raises(ValueError, match=r"mgk has parameters of its own \(key_weight\).*equip"):
+        model(IDS)
+    other.set_attn_implementation("sdpa")
+    assert torch.equal(other(IDS).logits, make("Llama")(IDS).logits)
+
+
+def test_what_a_mechanism_cannot_do_is_an_error():
+    with pytest.raises(ValueError, match="name is 'mgkk'; expected one of softmax, linear"):
+        plugs.equip(make("Llama"), "mgkk")
+    with pytest.raises(ValueError, match="model is a Linear; expected one that asks Attention"):
+        plugs.equip(nn.Linear(1, 1), "mgk")
+    with pytest.raises(ValueError, match="position_bias is given; expected None: linear"):
+        plugs.equip(make("T5"), "linear")(IDS, decoder_input_ids=IDS)
+    with pytest.raises(ValueError, match="a window, a chunk.* linear takes no other mask"):
+        plugs.equip(make("Mistral"), "linear")(IDS)
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(3, 1, 12, 12\).*linear takes"
+    ):
+        square = torch.ones(B, 1, N, N, dtype=torch.bool).tril()
+        plugs.equip(make("Llama"), "linear")(IDS, attention_mask=square)
+    model = plugs.equip(make("Llama"), "softmax")
+    with pytest.raises(ValueError, match="softcap is 30.0; expected None: softmax has nothing"):
+        model(IDS, softcap=30.0)
+
+
+@every_mechanism
+def test_a_registry_entry_says_what_matters_to_a_query(name):
+    """A cache is enough where other queries do not matter; other sequences have other places."""
+    layer = plugs.make_heads(name, H, D, N, dtype=torch.float64, **grid_of(name)).eval()
+    x = torch.randn(4, 1, N, E, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
+        others = torch.cat([x[3, :, :-1], x[0, :, -1:]], 1)
+        one, other, turned = (
+            plugs._run(layer, q, x[1], x[2], False, True) for q in (x[0], others, x[0].roll(1, 1))
+        )
+
+    def same(a, b):
+        return torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+    entry = MECHANISMS[name]
+    assert same(one[:, -1], other[:, -1]) == entry.alone
+    assert same(one.roll(1, 1), turned) == (entry.alone and not entry.placed)
+
+
+# --- timm ----------------------------------------------------------------------------------------
+
+
+def vision(**changed):
+    """Their ViT-Ti with two narrow blocks, on an image of 4 x 4 patches."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": E, "num_heads": H, "depth": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **sizes | changed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.dim() > 1 else None
+    return model.double().eval()
+
+
+IMAGES = torch.randn(B, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+
+
+@every_mechanism
+@pytest.mark.parametrize("class_token", [True, False])
+def test_a_vision_transformer_attends_as_the_layer_does(name, class_token):
+    changed = {} if class_token else {"class_token": False, "global_pool": "avg"}
+    model = disturbed(plugs.equip_timm(vision(**changed), name))
+    attn, seen = model.blocks[1].attn, {}
+    with torch.no_grad():
+        attn.qkv.bias.normal_()
+    attn.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
+    model(IMAGES)
+    length = 16 + class_token
+    plug, state = getattr(attn, plugs.CHILD), attn.qkv.state_dict()
+    layer = with_projections(name, plug, length, state["weight"], state["bias"])
+    layer.out_proj.load_state_dict(attn.proj.state_dict())
+    x = seen["x"]
+    assert_all_close([layer(x, x, x, need_weights=False)[0]], [seen["y"]], 1e-9)
+
+
+@every_mechanism
+def test_a_vision_transformer_keeps_its_weights_and_trains(name):
+    theirs = vision()
+    model = plugs.equip_timm(copy.deepcopy(theirs), name)
+    state = {key: x for key, x in model.state_dict().items() if plugs.CHILD not in key}
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(x, theirs.state_dict()[key]) for key, x in state.items())
+    same = float((model(IMAGES) - theirs(IMAGES)).abs().max())
+    assert same < 1e-12 if name == "softmax" else same > 1e-6 or name.startswith("conv")
+    trains(disturbed(model), lambda x: F.cross_entropy(x(IMAGES), torch.arange(B)))
+
+
+def test_timm_says_what_is_wrong():
+    with pytest.raises(ValueError, match="model is a Linear; expected timm's VisionTransformer"):
+        plugs.equip_timm(nn.Linear(1, 1), "softmax")
+    with pytest.raises(ValueError, match="model has 3 tokens before its patches; .* 1 for sh"):
+        plugs.equip_timm(vision(reg_tokens=2), "sh")
+    model = plugs.equip_timm(vision(reg_tokens=2), "mgk")
+    assert model(IMAGES).shape == (B, 5)
+
+
+def test_timm_drops_in_training_only():
+    model = plugs.equip_timm(vision(attn_drop_rate=0.5), "mgk")
+    out = model(IMAGES)
+    assert torch.equal(model(IMAGES), out)
+    dropped = model.train()(IMAGES)
+    assert not torch.allclose(dropped, out) and not torch.equal(model(IMAGES), dropped)
+
+
+# --- PyTorch -------------------------------------------------------------------------------------
+
+
+def own_layer(name, causal=False):
+    """Its layer, with parameters that are not those it starts with."""
+    own = {"causal": True} if causal and name == "conv1d" else {}
+    layer = MECHANISMS[name].make_layer(E, H, N, **own)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.2 * torch.randn(p.shape))
+    return layer
+
+
+def pytorchs(kind, name, **layers):
+    """Two of PyTorch's layers, one after the other, with other layers of attention in them."""
+    torch.manual_seed(0)
+    one = getattr(nn, f"Transformer{kind}Layer")(E, H, 24, dropout=0.0, batch_first=True)
+    for key, layer in layers.items():
+        setattr(one, key, layer)
+    return getattr(nn, f"Transformer{kind}")(one, 2).double()
+
+
+X = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0)).double()
+
+
+@every_mechanism
+def test_pytorchs_encoder_ignores_padding_and_trains(name):
+    model, gone = pytorchs("Encoder", name, self_attn=own_layer(name)), ~PADDING["right"]
+    slow = model.train()(X, src_key_padding_mask=gone)
+    with torch.no_grad():  # what would let it take its own fast path
+        fast = model.eval()(X, src_key_padding_mask=gone)
+        assert_all_close([fast[~gone]], [slow.detach()[~gone]], 1e-10)
+        for x, out, n in zip(X, fast, [] if grid_of(name) else LENGTHS, strict=not grid_of(name)):
+            assert_all_close([model(x[None, :n])[0]], [out[:n]], 1e-10)
+        assert not torch.allclose(pytorchs("Encoder", name)(X), model(X), atol=1e-2)
+    slow[~gone].square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) and bool(p.grad.any()) for p in model.parameters())
+
+
+@every_causal_mechanism
+def test_pytorchs_encoder_is_causal(name):
+    model = pytorchs("Encoder", name, self_attn=own_layer(name, causal=True)).eval()
+    other = torch.cat([X[:, :7], X[:, 7:].flip(1)], 1)
+    with torch.no_grad():
+        one, two = (model(x, is_causal=True)[:, :7] for x in (X, other))
+        assert_all_close([one], [two], 1e-10)
+        mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=X.dtype)
+        if MECHANISMS[name].any_mask:
+            assert_all_close([model(X, mask)], [model(X, is_causal=True)], 1e-10)
+        else:
+            with pytest.raises(ValueError, match="attn_mask .* expected"):
+                model(X, mask)
+
+
+@every_causal_mechanism
+def test_pytorchs_decoder(name):
+    layers = {"self_attn": own_layer(name, causal=True)}
+    if MECHANISMS[name].alone and not MECHANISMS[name].placed:
+        layers["multihead_attn"] = own_layer(name)
+    model, gone = pytorchs("Decoder", name, **layers).eval(), ~PADDING["right"]
+    target = X[:, :5].flip(0)
+    out = model(target, X, tgt_is_causal=True, memory_key_padding_mask=gone)
+    for x, y, n, wanted in zip(X, target, LENGTHS, out, strict=True):
+        found = model(y[None], x[None, :n], tgt_is_causal=True)[0]
+        assert_all_close([found], [wanted], 1e-10)
+    late = torch.cat([target[:, :3], target[:, 3:].flip(1)], 1)
+    other = model(late, X, tgt_is_causal=True, memory_key_padding_mask=gone)
+    assert_all_close([other[:, :3]], [out[:, :3]], 1e-10)
