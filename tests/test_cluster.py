@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import experiments as recorded
 from derived_attention import cluster, runtime
 from derived_attention.experiments import run_grid
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import experiments as recorded  # noqa: E402
 
 # A program without `if __name__ == "__main__"`, as a notebook is: its functions are in no module.
 PROGRAM = """

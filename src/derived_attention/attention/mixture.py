@@ -14,8 +14,8 @@ Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2�
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
 each value R times. Where tokens may only see their past, and in the hard form, some rows of scores
-are made at a time (`blocks`); on a CPU, the soft form makes tiles of them (`tiles`). Keys that are shifts of one key have a form of their own, in
-`shifted_mixture`; `mixture_layer` has the layer.
+are made at a time (`blocks`); on a CPU, the soft form makes tiles of them (`tiles`). Keys that are
+shifts of one key have a form of their own, in `shifted_mixture`; `mixture_layer` has the layer.
 """
 
 from __future__ import annotations

@@ -41,8 +41,11 @@ from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, Mul
 from derived_attention.attention.linear import causal_sums, wide
 from derived_attention.attention.masks import Mask, flat_heads
 from derived_attention.attention.scaled import check_no_bias
+from derived_attention.kernels import chosen
 
 CHUNK = 128  # queries whose codes are in memory at a time
+LONGEST = 16  # steps that kernels are for: each makes all before it again
+WIDEST = 128  # features of a query or a value that they have blocks for
 CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 Penalty = float | Tensor
 Solve = Callable[[Tensor], Tensor]
@@ -313,7 +316,7 @@ def lasso_attention_reference(
 @mechanism(per_key=True)
 def lasso_attention(
     q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
-    prefix=0, residuals=None,
+    prefix=0, residuals=None, fused=None,
 ) -> Tensor:  # fmt: skip
     """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
 
@@ -345,7 +348,13 @@ def lasso_attention(
     residuals : list, optional
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
+    fused : bool, optional
+        True: run the Triton kernels of `derived_attention.kernels`, an error where they cannot run;
+        False: never. Left out: on a GPU, for at most 16 iterations, 128 features of q and 128 of v.
+        They store no codes at all, but make them again for each step: with 5 of them that is twice
+        as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
+    fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
     q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
     k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
@@ -354,8 +363,30 @@ def lasso_attention(
         if residuals is not None:
             primal, dual = _residuals(how, q, k, rho)
             residuals.append((kappa * primal, kappa * dual))
-        out = _Coding.apply(how, q, k, v, rho)
+        if fused:
+            from derived_attention.kernels.splitting import coding
+
+            out = coding(how, q, k, v, rho, dtype)
+        else:
+            out = _Coding.apply(how, q, k, v, rho)
         return (out if power else kappa * out).to(dtype)
+
+
+def _runs_kernels(
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty, iterations: int
+) -> bool:
+    """Say whether the kernels of `derived_attention.kernels.splitting` are to run."""
+    if not chosen(fused, q, k, v, *(x for x in (lam, rho) if isinstance(x, Tensor))):
+        return False
+    obstacle = ""
+    if iterations > LONGEST:
+        obstacle = f"iterations is {iterations}; expected at most {LONGEST}"
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > WIDEST:
+            obstacle = f"{name} has {x.shape[-1]} features; expected at most {WIDEST}"
+    if fused and obstacle:
+        raise ValueError(f"fused is True, and {obstacle}")
+    return not obstacle and 0 not in (q.numel(), k.numel(), v.numel())
 
 
 def _prepare_lasso(
@@ -634,6 +665,8 @@ class LassoAttention(RidgeAttention):
         As in `RidgeAttention`.
     learned : bool
         Whether λ and ρ are parameters, ``log_lam`` and ``log_rho`` (H,), that start there.
+    fused : bool, optional
+        As in `lasso_attention`; left out, nothing is handed on.
     """
 
     shown = ("rho", "iterations", "power")
@@ -645,19 +678,22 @@ class LassoAttention(RidgeAttention):
         rho: float = 10.0,
         iterations: int = 5,
         power: int | None = None,
+        fused: bool | None = None,
         attention: Mechanism = lasso_attention,
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
         self.rho = check_positive("rho", rho)
         self.iterations = check_count("iterations", iterations, 1)
-        self.power = _check_power(power)
+        self.power, self.fused = _check_power(power), fused
         self.log_rho = self._learn(self.rho, options)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Hand on λ, ρ, and how to run."""
         rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
         own = {"rho": rho, "iterations": self.iterations, "power": self.power}
+        if self.fused is not None:
+            own["fused"] = self.fused
         return functools.partial(super().mechanism(base, heads), **own)
 
 

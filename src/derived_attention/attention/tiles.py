@@ -80,10 +80,13 @@ class _Tiled(torch.autograd.Function):
             shares = (grad * out).sum(-1, keepdim=True)
             with_logs, grad = torch.cat([q, -logs], -1) / LOG2, torch.cat([grad, -shares], -1)
             far = bool((logs.abs() > FAR).any())
-            for heads, q_h, k_h, v_h, *rest in _by_heads(q, k, v, with_logs, grad, dq, dk, dv):
+            for heads, q_h, k_h, v_h, l_h, g_h, *sums in _by_heads(
+                q, k, v, with_logs, grad, dq, dk, dv
+            ):
+                dq_h, dk_h, dv_h = sums
                 k_h, v_h = F.pad(k_h, (0, 1), value=1.0), F.pad(v_h, (0, 1), value=1.0)
                 for rows in _cuts(0, q.shape[-2], ROWS):
-                    _spread(q_h, k_h, v_h, *rest, closed, heads, rows, far)
+                    _spread(q_h, k_h, v_h, l_h, g_h, dq_h, dk_h, dv_h, closed, heads, rows, far)
         return None, None, dv, dmask, dq, dk
 
     @staticmethod
@@ -162,6 +165,7 @@ def _average(
             s -= beside.unsqueeze(1)
             with_feature[..., -1:] = -beside
         sums.baddbmm_(_total(s.exp2_()), v[:, keys])
+    assert beside is not None  # without keys there is nothing to average
     total = sums[..., -1:]
     good = (total > 1 / SAFE) & (total < SAFE)
     h, logs = sums[..., :-1] / total, LOG2 * (beside + total.log2())

@@ -777,7 +777,7 @@ def work(
     values, result, row = size * m * width, size * N * width, 4 * N
     before = count > 1  # else nothing is, and nothing is summed beforehand
     products = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
-    moved = (keys + values) * (1 + before) + query + result + row + state
+    moved: float = (keys + values) * (1 + before) + query + result + row + state
     if kind != "forward":
         products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
         products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)

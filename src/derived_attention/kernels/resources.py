@@ -20,7 +20,7 @@ import torch
 
 from derived_attention.kernels import HEAD_DIMS, Launch
 
-MODULES: tuple[str, ...] = ("linear", "mixture")  # with a function `launches(head_dim, dtype)` each
+MODULES = ("linear", "mixture", "splitting")  # with a function `launches(head_dim, dtype)` each
 
 
 @dataclass(frozen=True)
