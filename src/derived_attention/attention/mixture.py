@@ -64,6 +64,9 @@ from derived_attention.attention.masks import (
 )
 from derived_attention.attention.softmax import sdpa, widen
 from derived_attention.attention.tiles import attend_by_tiles
+from derived_attention.kernels import chosen
+
+WIDEST = 256  # features of a query or a value that the kernels have blocks for
 
 
 class Components(NamedTuple):
@@ -106,14 +109,14 @@ def mixture_attention_reference(q, k, v, mask, scale, *, hard=False, **mixture) 
 @mechanism(components=True)
 def mixture_attention(
     q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=None,
-    hard=False
+    hard=False, fused=None
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    On a CPU tile by tile, with one product of weights and values for all components (`tiles`).
-    Elsewhere one softmax attention on R M keys; but the causal form, since a triangle fits no
-    repeated keys, and the hard form compute some rows of scores at a time, and again in the
-    backward pass.
+    One product of weights and values for all components: on a CPU tile by tile (`tiles`), on a GPU
+    in the kernels of `derived_attention.kernels.mixture`. Elsewhere one softmax attention on R M
+    keys; but the causal form, since a triangle fits no repeated keys, and the hard form compute
+    some rows of scores at a time, and again in the backward pass.
 
     Parameters
     ----------
@@ -135,8 +138,16 @@ def mixture_attention(
     hard : bool
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
+    fused : bool, optional
+        True: run the Triton kernel of `derived_attention.kernels`, an error where it cannot run;
+        False: never. Left out: on a GPU, unless `attn_mask` requires a gradient, or q or v has
+        more than 256 features.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
+    if runs_kernel(fused, q, k, v, parts, mask):
+        from derived_attention.kernels import mixture
+
+        return mixture.mixture(q, k, v, parts, mask, hard)
     with full_precision(q.device):
         if k.shape[-3] > 1 and (mask.is_causal or hard or _in_parts(q)):
             return _chunked(q, k, v, parts, mask, hard).to(q.dtype)
@@ -496,13 +507,36 @@ def components_of(
     if normalized:
         log_weights = log_weights + D / 2 * precisions.log()
     equal = k.shape[-3] == 1 or not isinstance(variances, Tensor)
-    kind, dtype = q.device.type, q.dtype
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(q)
     # Half precision would round k/σ², and float16 would end −‖k‖²/2σ² at a small number.
     if isinstance(variances, Tensor) or (dtype == torch.float16 and scale < 1e-4):
         dtype = torch.promote_types(dtype, torch.float32)
     return Components(log_weights, precisions, float(scale), equal, distance, dtype)
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of q, or the one that autocast would have in its place."""
+    kind, dtype = q.device.type, q.dtype
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    return dtype
+
+
+def runs_kernel(
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> bool:
+    """Say whether the kernels of `derived_attention.kernels.mixture` are to run."""
+    tensors = (q, k, v, parts.log_weights, parts.precisions, mask.given)
+    if not chosen(fused, *(x for x in tensors if x is not None)):
+        return False
+    wide, obstacle = max(q.shape[-1], v.shape[-1]), ""
+    if wide > WIDEST:
+        obstacle = f"q or v has {wide} features; expected at most {WIDEST}"
+    if mask.given is not None and mask.given.requires_grad:
+        obstacle = "attn_mask requires a gradient; expected one that does not"
+    if fused and obstacle:
+        raise ValueError(f"fused is True, and {obstacle}")
+    return not obstacle
 
 
 def _per_component(name: str, value: Tensor | None, q: Tensor, k: Tensor) -> Tensor:

@@ -53,12 +53,14 @@ class MixtureAttention(MultiheadAttention):
         Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
     mixture : dict, optional
         Other keywords of the function: `distance`, `normalized`, `feature_map`.
+    fused : bool, optional
+        As in `mixture_attention`; calls that want weights are never fused.
 
     Raises
     ------
     TypeError, ValueError
         For a size, a variance or a name that is not as above; for `hard`, variances or "em" with
-        `linear`, which has no Gaussians.
+        `linear`, which has no Gaussians; for `fused` with `linear`.
     """
 
     shown = ("kind", "components")
@@ -75,6 +77,7 @@ class MixtureAttention(MultiheadAttention):
         variances: float | Sequence[float] | None = None,
         learn_variances: bool = False,
         mixture: dict[str, Any] | None = None,
+        fused: bool | None = None,
         **options: Any,
     ) -> None:
         R = check_count("components", components, 1)
@@ -87,10 +90,12 @@ class MixtureAttention(MultiheadAttention):
             )
         function = mixture_attention if not shifted else shifted_mixture_attention
         function = linear_mixture_attention if linear else function
+        if linear and fused is not None:
+            raise ValueError(f"fused is {fused} with linear; expected None")
         super().__init__(*args, attention=function, **options)
         D, like = self.head_dim, self.out_proj.weight
         sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
-        self.components, self.hard, self.linear = R, hard, linear
+        self.components, self.hard, self.linear, self.fused = R, hard, linear, fused
         self.kind = "linear" if linear else "hard" if hard else "soft"
         self.mixture = {} if mixture is None else dict(mixture)
         self.fixed_variances = sigma2
@@ -150,7 +155,7 @@ class MixtureAttention(MultiheadAttention):
         if self.linear:
             k = self._components(k)
         else:
-            own |= {"hard": self.hard}
+            own |= {"hard": self.hard, "fused": False if v is None else self.fused}
             own |= {} if self.shifts is None else {"shifts": self._shifts(k)}
         result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
         if self.training and self.priors is not None:

@@ -37,6 +37,7 @@ from derived_attention.attention.mixture import (
     components_of,
     mixture_attention,
     mixture_attention_reference,
+    runs_kernel,
 )
 from derived_attention.attention.softmax import sdpa
 
@@ -70,7 +71,7 @@ def shifted_mixture_attention_reference(q, k, v, mask, scale, *, shifts, **own) 
 @mechanism
 def shifted_mixture_attention(
     q, k, v, mask, scale, *, shifts, priors=None, variances=None, distance=True,
-    normalized=None, hard=False
+    normalized=None, hard=False, fused=None
 ) -> Tensor:  # fmt: skip
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
@@ -86,7 +87,7 @@ def shifted_mixture_attention(
     ----------
     shifts : Tensor
         As in `shifted_keys`, ``(R, D)`` or ``(H, R, D)``; keys are ``(..., H, M, D)``.
-    priors, normalized, hard
+    priors, normalized, hard, fused
         As in `mixture_attention`.
     variances : float or Tensor, optional
         As in `mixture_attention`. A tensor, unless R = 1, is taken for variances that differ. Then
@@ -102,17 +103,24 @@ def shifted_mixture_attention(
     if shifts.shape[-2] == 1 or not parts.equal:
         own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
         own |= {"normalized": normalized, "hard": hard, "scale": scale, **mask.keywords}
+        own |= {"fused": fused}
         return mixture_attention(q, shifted_keys(k, shifts), v, **own)
+    if fused and not distance:
+        raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
+    if distance and runs_kernel(fused, q, k, v, parts, mask):
+        from derived_attention.kernels import mixture
+
+        return mixture.shifted_mixture(q, k, v, shifts, parts, mask, hard)
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
             return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
         queries, keys = centred(q, k.unsqueeze(-3), parts, mask)
-        tensors = _separate(queries, keys.squeeze(-3), shifts, parts)
+        tensors = separate(queries, keys.squeeze(-3), shifts, parts)
         return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
 
 
-def _separate(
+def separate(
     q: Tensor, k: Tensor, shifts: Tensor, parts: Components
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Make the tensors of `_Shifted`: scale · q, k, u and w."""

@@ -20,8 +20,7 @@ import torch
 
 from derived_attention.kernels import HEAD_DIMS, Launch
 
-# With a function `launches(head_dim, dtype)` each.
-MODULES: tuple[str, ...] = ("mixture", "linear", "splitting")
+MODULES = ("linear", "mixture", "splitting")  # with a function `launches(head_dim, dtype)` each
 
 
 @dataclass(frozen=True)
