@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from derived_attention.kernels import NAMES, Launch, Work, interpreted
 
-WIDEST = 256  # features
+WIDEST = 128  # features: a row of more spills registers
 SEGMENT = 64  # a segment is a multiple of it, and it is one of all blocks
 PROGRAMS = 4  # segments for each multiprocessor, of all heads together
 TILE = {"ROWS": 16, "E": 128}  # states, and entries of each, that `_accumulate` reads at a time
@@ -92,10 +92,10 @@ def values_at_once(F: int, options: Options) -> int:
 
     The sums of a value depend on no other, so that the wrapper can go on with the next ones.
     """
+    if F > WIDEST:
+        return 0
     if options.scalar:
-        return 16 if F <= 128 else 0
-    if F > 128:
-        return 16 if F <= WIDEST else 0
+        return 16
     return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
 
 
@@ -551,7 +551,7 @@ def causal_sums(
     if not width:
         raise ValueError(
             f"q has {q.shape[-1]} features a head; expected no more than registers can hold, "
-            f"{128 if options.scalar else WIDEST} in {options.dtype}"
+            f"{WIDEST}"
         )
     m = min(q.shape[-2], k.shape[-2])
     k, v = k[..., :m, :], v[..., :m, :]
