@@ -92,7 +92,7 @@ def test_masked_keys_take_no_part_and_a_row_without_keys_is_zero(small_blocks):
 
 @pytest.mark.parametrize("N, M", [(1, 1), (1, 40), (40, 1), (17, 16), (64, 33)])
 def test_odd_lengths(small_blocks, N, M):
-    compare(inputs(N, M, D=3, Dv=1), iterations=2, power=3)
+    compare(inputs(N, M, D=3, Dv=2), iterations=2)
 
 
 def test_features_of_several_sizes_are_padded(small_blocks):
@@ -151,13 +151,17 @@ def test_keys_that_are_not_finite_show(small_blocks):
     assert out[0].isfinite().all() and out[1].isnan().all()
 
 
-def test_memory_does_not_grow_with_n_times_m():
-    """What is kept for gradients, and all that the kernels are given, by what is allocated."""
-    N, D, steps = 128, 4, 2
+def test_memory_does_not_grow_with_n_times_m(monkeypatch):
+    """Not even in bytes: so the interpreter counts what it copies."""
+    from derived_attention.kernels import splitting
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(splitting, "blocks", lambda *_: splitting.Blocks(128, 128, 4, 1))
+    N, D, steps = 256, 4, 2
     given = inputs(N, N, D, D)
     with Largest() as largest:
         output_and_gradients(run(lasso_attention, fused=True, iterations=steps), given)
-    assert 0 < largest.numel <= steps * H * N * D < N * N
+    assert 0 < largest.numel <= 8 * steps * H * N * D < N * N
 
 
 def test_a_second_derivative_is_refused():

@@ -35,7 +35,9 @@ from torch.autograd.function import once_differentiable
 from derived_attention.attention.convention import full_precision
 from derived_attention.attention.masks import flat_heads
 from derived_attention.attention.sparse_coding import CHUNK, How, Solver
-from derived_attention.kernels import NAMES, Launch, Work
+from derived_attention.kernels import NAMES, Launch, Work, interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
 
 # --- what the kernels share -----------------------------------------------------------------------
 
@@ -61,6 +63,14 @@ def _load(x, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def _store(x, value, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
     at, here = _here(rows, length, D, BLOCK_D)
     tl.store(x + at, value, mask=here)
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    """A product of tiles and, in its dtype, what is there to add it to."""
+    if INTERPRETED and a.dtype == tl.bfloat16:  # whose bits it would multiply
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @triton.jit
@@ -123,7 +133,7 @@ def _codes(
     for n in range(steps):
         t = _load(T + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
         used |= (tl.abs(w) > 1.0).to(tl.int32) << n
-        w = tl.dot(t, tl.trans(k), w - _clip(w), input_precision=PRECISION, out_dtype=ACC)
+        w = _dot(t, tl.trans(k), w - _clip(w), PRECISION)
         w = _hide(w, own[:, None], j[None, :], CAUSAL, EXCLUDE)
     return w, used
 
@@ -160,7 +170,7 @@ def residual_kernel(
             CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         back = (2 * _clip(w) - w).to(k.dtype)
-        acc = tl.dot(back, k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+        acc = _dot(back, k, acc, PRECISION)
     _store(R + head * N * D, acc, rows, N, D, BLOCK_D)
 
 
@@ -200,7 +210,7 @@ def mix_kernel(
             total = total * shrink + tl.sum(tl.abs(a), 1)
             acc = acc * shrink[:, None]
         v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
-        acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
+        acc = _dot(a.to(v.dtype), v, acc, PRECISION)
     if POWER > 0:
         total = 1 / tl.where(total == 0, 1.0, total)
         acc = acc * total[:, None]
@@ -249,15 +259,16 @@ def query_kernel(
             CAUSAL, EXCLUDE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         v = _load(V + head * M * DV, j, M, DV, BLOCK_V)
-        dw = tl.dot(g, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
+        zero = tl.zeros([BLOCK_N, BLOCK_M], ACC)
+        dw = _dot(g, tl.trans(v), zero, PRECISION)
         dw = _through_power(dw, w, small[:, None], total[:, None], mean[:, None], POWER)
         for back in range(1, steps - last):
             n = steps - back
             dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
-            y = tl.dot(dr, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+            y = _dot(dr, tl.trans(k), zero, PRECISION)
             y = _hide(y, own[:, None], j[None, :], CAUSAL, EXCLUDE)
             dw = tl.where((used >> n) & 1 != 0, dw - y, y)
-        acc = tl.dot(dw.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=ACC)
+        acc = _dot(dw.to(k.dtype), k, acc, PRECISION)
     _store(DT + head * N * D, acc, rows, N, D, BLOCK_D)
 
 
@@ -288,22 +299,23 @@ def key_kernel(
             dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
             used |= (tl.abs(w) > 1.0).to(tl.int32) << n
             u = _clip(w)
-            w = tl.dot(k, tl.trans(t), w - u, input_precision=PRECISION, out_dtype=ACC)
+            w = _dot(k, tl.trans(t), w - u, PRECISION)
             w = _hide(w, own[None, :], j[:, None], CAUSAL, EXCLUDE)
             less = (u - w).to(k.dtype)
-            dk = tl.dot(less, dr, dk, input_precision=PRECISION, out_dtype=ACC)
+            dk = _dot(less, dr, dk, PRECISION)
         small, total, mean = _scales(SCALES, MEAN, head, heads, rows, N, POWER)
         g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
-        dw = tl.dot(v, tl.trans(g), input_precision=PRECISION, out_dtype=ACC)
+        zero = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+        dw = _dot(v, tl.trans(g), zero, PRECISION)
         dw = _through_power(dw, w, small[None, :], total[None, :], mean[None, :], POWER)
         for back in range(1, steps + 1):
             n = steps - back
             t = _load(T + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
             dr = _load(DR + (n * heads + head) * N * D, rows, N, D, BLOCK_D)
-            y = tl.dot(k, tl.trans(dr), input_precision=PRECISION, out_dtype=ACC)
+            y = _dot(k, tl.trans(dr), zero, PRECISION)
             y = _hide(y, own[None, :], j[:, None], CAUSAL, EXCLUDE)
             both = dw - y
-            dk = tl.dot(both.to(k.dtype), t, dk, input_precision=PRECISION, out_dtype=ACC)
+            dk = _dot(both.to(k.dtype), t, dk, PRECISION)
             dw = tl.where((used >> n) & 1 != 0, both, y)
     _store(DK + head * M * D, dk, j, M, D, BLOCK_D)
 
@@ -336,7 +348,7 @@ def value_kernel(
             a = _power(a * small[:, None], POWER) * total[:, None]
         g = _load(G + head * N * DV, rows, N, DV, BLOCK_V)
         a = tl.trans(a.to(g.dtype))
-        acc = tl.dot(a, g, acc, input_precision=PRECISION, out_dtype=ACC)
+        acc = _dot(a, g, acc, PRECISION)
     _store(DVALUES + head * M * DV, acc, j, M, DV, BLOCK_V)
 
 
@@ -353,8 +365,24 @@ class Blocks(NamedTuple):
 
 
 def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
-    """Return how a kernel is launched for tensors of a dtype with those numbers of features."""
-    return Blocks(64, 64, 4, 2)
+    """Return how a kernel is launched for tiles of a dtype, with up to that many features.
+
+    These are the largest of which nothing spills, by `derived_attention.kernels.resources`. One
+    row of an accumulator for a pair of threads, and the other operand of a product, are what
+    registers hold; in float32, which is not for tensor cores, few entries go to each thread.
+    """
+    wide = dim > 64
+    if dtype == torch.bfloat16:
+        return {
+            residual_kernel: Blocks(64, 32 if wide else 64, 4, 2),
+            mix_kernel: Blocks(64, 32 if wide else 64, 4, 2),
+            query_kernel: Blocks(128, 16, 8, 2) if wide else Blocks(64, 32, 4, 2),
+            value_kernel: Blocks(64, 64, 4, 2),
+            key_kernel: Blocks(16 if wide else 32, 64, 4, 2),
+        }[kernel]
+    if kernel is key_kernel:
+        return Blocks(16, 16, 8, 1) if wide else Blocks(32, 32, 8, 1)
+    return Blocks(32, 32, 8 if wide and kernel is not residual_kernel else 4, 1)
 
 
 def padded(dim: int) -> int:
