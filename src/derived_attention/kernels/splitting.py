@@ -67,7 +67,7 @@ def _store(x, value, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total, PRECISION: tl.constexpr):
-    """A product of tiles and, in its dtype, what is there to add it to."""
+    """Return total + a b, in the dtype of the total."""
     if INTERPRETED and a.dtype == tl.bfloat16:  # whose bits it would multiply
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
@@ -367,9 +367,8 @@ class Blocks(NamedTuple):
 def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
     """Return how a kernel is launched for tiles of a dtype, with up to that many features.
 
-    These are the largest of which nothing spills, by `derived_attention.kernels.resources`. One
-    row of an accumulator for a pair of threads, and the other operand of a product, are what
-    registers hold; in float32, which is not for tensor cores, few entries go to each thread.
+    They are such that nothing spills, by `derived_attention.kernels.resources`: in bfloat16 a warp
+    has 16 rows of the sums and of one operand in its registers, and all of the other operand.
     """
     wide = dim > 64
     if dtype == torch.bfloat16:
@@ -382,7 +381,7 @@ def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
         }[kernel]
     if kernel is key_kernel:
         return Blocks(16, 16, 8, 1) if wide else Blocks(32, 32, 8, 1)
-    return Blocks(32, 32, 8 if wide and kernel is not residual_kernel else 4, 1)
+    return Blocks(32, 32, 8 if wide or kernel is residual_kernel else 4, 1)
 
 
 def padded(dim: int) -> int:
