@@ -354,7 +354,7 @@ def lasso_attention(
         They store no codes at all, but make them again for each step: with 5 of them that is twice
         as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
-    fused = _runs_kernels(fused, q, k, v, iterations)
+    fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
     q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
     k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
@@ -372,9 +372,11 @@ def lasso_attention(
         return (out if power else kappa * out).to(dtype)
 
 
-def _runs_kernels(fused: bool | None, q: Tensor, k: Tensor, v: Tensor, iterations: int) -> bool:
+def _runs_kernels(
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty, iterations: int
+) -> bool:
     """Say whether the kernels of `derived_attention.kernels.splitting` are to run."""
-    if not chosen(fused, q, k, v):
+    if not chosen(fused, q, k, v, *(x for x in (lam, rho) if isinstance(x, Tensor))):
         return False
     obstacle = ""
     if iterations > LONGEST:

@@ -416,19 +416,11 @@ class _Run:
         by_key = kernel in (key_kernel, value_kernel)
         length, block = (self.M, "BLOCK_M") if by_key else (self.N, "BLOCK_N")
         size |= {f"BLOCK_{x[-1]}": padded(n) for x, n in features.items()}
-        kernel[(self.heads * triton.cdiv(length, size[block]),)](
-            **given,
-            **features,
-            **size,
-            K=self.k,
-            heads=self.heads,
-            N=self.N,
-            M=self.M,
-            prefix=self.how.prefix,
-            CAUSAL=self.how.is_causal,
-            EXCLUDE=self.how.exclude_self,
-            PRECISION=self.precision,
-        )
+        given |= {"K": self.k, "heads": self.heads, "N": self.N, "M": self.M}
+        given |= {"prefix": self.how.prefix, "PRECISION": self.precision}
+        given |= {"CAUSAL": self.how.is_causal, "EXCLUDE": self.how.exclude_self}
+        with torch.cuda.device_of(self.k):
+            kernel[(self.heads * triton.cdiv(length, size[block]),)](**given, **features, **size)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -503,7 +495,7 @@ class _Coding(torch.autograd.Function):
         with full_precision(g.device):  # autocast may be on again
             run, steps = _Run(how, k, v, g.shape[-2], ctx.dtype), how.iterations
             solve = _solver(how, k, rho, run.N)
-            DR, dq = torch.empty_like(T), 0
+            DR, dq = torch.empty_like(T), torch.zeros_like(T[0], dtype=run.wide)
             given = {"T": T, "G": g.to(run.tile).contiguous(), "steps": steps}
             given |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
             dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -513,7 +505,8 @@ class _Coding(torch.autograd.Function):
                 DT = run.new(*T.shape[1:])
                 run(query_kernel, **given, DT=DT, last=n)
                 dr = solve(DT)
-                DR[n], dq = dr, dq + dr
+                DR[n] = dr
+                dq += dr
             run(key_kernel, **given, DK=dk)
             drho = -sum((t * dr).sum((-2, -1), dtype=run.wide) for t, dr in zip(T, DR, strict=True))
         return None, None, dq, dk, dv, drho
