@@ -498,7 +498,7 @@ class _Coding(torch.autograd.Function):
             DR, dq = torch.empty_like(T), torch.zeros_like(T[0], dtype=run.wide)
             given = {"T": T, "G": g.to(run.tile).contiguous(), "steps": steps}
             given |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
-            dk, dv = torch.empty_like(k), torch.empty_like(v)
+            dk, dv, drho = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(rho)
             run(value_kernel, **given, DVALUES=dv)
             given |= {"V": run.v, "DR": DR}
             for n in range(steps - 1, -1, -1):
@@ -507,8 +507,8 @@ class _Coding(torch.autograd.Function):
                 dr = solve(DT)
                 DR[n] = dr
                 dq += dr
+                drho -= (T[n] * dr).sum((-2, -1))
             run(key_kernel, **given, DK=dk)
-            drho = -sum((t * dr).sum((-2, -1), dtype=run.wide) for t, dr in zip(T, DR, strict=True))
         return None, None, dq, dk, dv, drho
 
 
