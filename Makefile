@@ -54,6 +54,8 @@ experiments: $(VENV)/.ready ## train what the pages have no room for: three hour
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
+	@$(BIN)/python -m benchmarks.side_by_side
+	@$(BIN)/python -m benchmarks.side_by_side cost
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)

@@ -2,7 +2,7 @@
 
 Half an hour on one thread of a CPU. A run that has finished is not repeated: start it again after
 a break, or one experiment at a time. The results go to `derived_attention.recorded`, from where
-chapter 15 reads them, and with them time and memory, of what ``python -m benchmarks`` has measured.
+chapter 15 reads them. What ``python -m benchmarks`` has measured goes there with ``cost`` alone.
 `benchmarks.small` has trained the causal ones on a text.
 
 All have the same model: its width, its four heads, its steps. What they take of their own is what
@@ -155,8 +155,10 @@ def write_costs(folder: Path = FOLDER) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, write it, and print its tables; write all costs."""
-    write_costs()
+    """Write the costs where that is what is asked for; else run, write and print experiments."""
+    if list(sys.argv[1:] if arguments is None else arguments) == ["cost"]:
+        write_costs()
+        return 0
     return command("side_by_side", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 

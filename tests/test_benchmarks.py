@@ -600,7 +600,7 @@ def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
     side_by_side.write_costs(tmp_path)
     (path,) = tmp_path.glob("*_cpu.json")
     committed = (FOLDER / path.name).read_text("utf8")
-    assert path.read_text("utf8") == committed, "run python -m benchmarks.side_by_side"
+    assert path.read_text("utf8") == committed, "run python -m benchmarks.side_by_side cost"
     rows = {(row["arm"], row["causal"]): row for row in json.loads(committed)["rows"]}
     assert {arm for arm, _ in rows} <= {*MECHANISMS} and ("softmax", True) in rows
     for row in rows.values():
