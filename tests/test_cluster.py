@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,34 @@ def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
         with pytest.raises(SystemExit):
             recorded.command("tiny", plans, tmp_path, None, words.split())
         assert message in capsys.readouterr().err
+
+
+ENDLESS = """
+import os, sys, time
+from pathlib import Path
+from derived_attention.experiments import run_grid
+
+def waits(seed):
+    Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(600)
+    return {}
+
+run_grid(waits, [dict(seed=seed) for seed in range(2)], sys.argv[1] + "/store", workers=2)
+"""
+
+
+def test_workers_end_with_a_driver_that_is_killed(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    driver = subprocess.Popen([sys.executable, tmp_path / "endless.py", tmp_path])
+    begun = lambda: [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]  # noqa: E731
+    wait_for(lambda: len(begun()) == 2, 60)
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not any(Path("/proc", str(pid)).exists() for pid in begun()), 20)
+
+
+def wait_for(what, seconds):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -247,6 +247,7 @@ def metrics(kind):
         "number as key": {"a": {1: 2}},
         "no dict": 0.5,
         "argument": {"kind": "again", "a": 1},
+        "time": {"seconds": 1.0},
     }[kind]
 
 
@@ -274,6 +275,7 @@ def test_metrics_survive_the_file(tmp_path):
         ("number as key", TypeError, r"result\['a'\] has the key 1"),
         ("no dict", TypeError, "metrics returned float; expected a dict"),
         ("argument", ValueError, "result has kind, which names an argument"),
+        ("time", ValueError, "result has seconds, which names .* the run's time"),
     ],
 )
 def test_wrong_metrics(tmp_path, kind, error, message):

@@ -386,7 +386,7 @@ def test_a_vision_transformer_keeps_its_weights_and_trains(name):
 
 
 def test_timm_says_what_is_wrong():
-    with pytest.raises(ValueError, match="model is a Linear; expected timm's VisionTransformer"):
+    with pytest.raises(ValueError, match="model is a Linear; without timm's own attention"):
         plugs.equip_timm(nn.Linear(1, 1), "softmax")
     with pytest.raises(ValueError, match="model has 3 tokens before its patches; .* 1 for sh"):
         plugs.equip_timm(vision(reg_tokens=2), "sh")

@@ -8,6 +8,8 @@ left to do is its business alone, so results, keys and files are the same wherev
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -68,12 +70,21 @@ class Processes:
 
     def __init__(self, slots: int) -> None:
         check_count("workers", slots)
-        self.slots = slots
+        self.slots, self._begun = slots, False
 
     def _executor(self) -> Any:
         from joblib.externals.loky import get_reusable_executor  # a new one where the last broke
 
-        return get_reusable_executor(max_workers=self.slots, env={"OMP_NUM_THREADS": "1"})
+        reuse = "auto" if self._begun else False  # a process of before may have older modules
+        self._begun = True
+        return get_reusable_executor(
+            max_workers=self.slots,
+            reuse=reuse,
+            kill_workers=not reuse,
+            env={"OMP_NUM_THREADS": "1"},
+            initializer=_end_with,
+            initargs=(os.getpid(),),
+        )
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Begin ``call(*arguments)`` in a process that has nothing to do."""
@@ -171,13 +182,30 @@ def workers(asked: int | Workers) -> Workers:
     return Here() if asked == 1 else Processes(asked)  # type: ignore[arg-type]
 
 
+def _end_with(driver: int) -> None:
+    """Let this process end when the driver has: killed, it tells nobody."""
+
+    def watch() -> None:
+        while os.getppid() == driver:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _here() -> dict[str, str]:
     """Return what must be the same where a run is made."""
     from derived_attention.experiments import PACKAGE
 
     release = torch.__version__.partition("+")[0]  # a GPU's machine has another build of it
     code = digest(sorted(PACKAGE.texts.items()))
-    return {"profile": current_profile(), "release of PyTorch": release, "package's code": code}
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {
+        "profile": current_profile(),
+        "default dtype": dtype,
+        "release of PyTorch": release,
+        "package's code": code,
+    }
 
 
 def there(wanted: dict[str, str], call: Callable[..., Any], *arguments: Any) -> Any:
@@ -192,10 +220,20 @@ def there(wanted: dict[str, str], call: Callable[..., Any], *arguments: Any) -> 
     os.environ["DERIVED_ATTENTION_PROFILE"] = wanted["profile"]
     os.environ["DERIVED_ATTENTION_PROGRESS"] = "0"  # nobody sees this process's bars
     torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, wanted["default dtype"]))
     found = _here()
     for name in wanted:
         if found[name] != wanted[name]:
             raise RuntimeError(
                 f"the worker's {name} is {found[name]}; expected {wanted[name]}, as the driver's"
             )
-    return call(*arguments)
+    try:
+        return call(*arguments)
+    except Exception as error:
+        from cloudpickle import dumps, loads  # which loky sends with
+
+        try:
+            loads(dumps(error))
+        except Exception:  # it could be sent and not be read, and would end all workers
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise

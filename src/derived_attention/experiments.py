@@ -9,6 +9,7 @@ package, or a module that the function has nothing to do with, changes nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import dis
@@ -107,7 +108,8 @@ def run_grid(
         If a metric has the name of an argument.
     Exception
         What the function raises, with a note which run it was. No run is begun after it, and those
-        that other workers have begun are stored first.
+        that other workers have begun are stored first, but a local worker that dies takes the
+        others' runs with it.
 
     Warns
     -----
@@ -220,7 +222,7 @@ class _Grid:
     def ended(self) -> Iterator[tuple[int, Result]]:
         """Wait for a run to end, no longer than others' may take; store and yield what has."""
         patience = PATIENCE if self.elsewhere else None
-        if not self.busy and self.elsewhere:
+        if not self.busy:  # others make the rest, or there is no slot now
             time.sleep(PATIENCE)
         for future in wait(self.busy, patience, FIRST_COMPLETED).done:
             index = self.busy.pop(future)
@@ -369,16 +371,18 @@ def duration(seconds: float) -> str:
 
 def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key: str) -> Result:
     before, wall, cpu = runtime.counted["steps"], time.perf_counter(), time.process_time()
-    result = function(**config)
+    result = function(**copy.deepcopy(config))
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     if not isinstance(result, Mapping):
         raise TypeError(
             f"{function.__name__} returned {type(result).__name__}; expected a dict of metrics"
         )
     _check_json("result", result)
-    both = sorted(set(config) & set(result))
+    both = sorted({*config, "seconds", "cpu_seconds"} & set(result))
     if both:
-        raise ValueError(f"result has {', '.join(both)}, which names an argument; rename it")
+        raise ValueError(
+            f"result has {', '.join(both)}, which names an argument or the run's time; rename it"
+        )
     cuda = torch.cuda.is_available()
     return {
         "key": key,
@@ -485,7 +489,9 @@ def _identity(function: Callable[..., Any]) -> list[Any]:
         raise TypeError(f"function is {function!r}; expected a function defined by def")
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
-    return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile()]
+    dtype = torch.get_default_dtype()
+    other = [] if dtype == torch.float32 else [str(dtype)]
+    return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile(), *other]
 
 
 class _Trace:

@@ -198,6 +198,7 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
     if not asking:
         kind = type(model).__name__
         raise ValueError(f"model is a {kind}; expected one that asks AttentionInterface")
+    layers = []
     for path, module in asking:
         causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
         cross = not causal and OTHERS.search(path) is not None
@@ -207,6 +208,8 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
         own |= _if_taken(name, causal=causal)
         layer = make_heads(name, H, D, length, **own)
         layer.plugged, layer.cross = name, cross
+        layers.append(layer.train(module.training))
+    for (_, module), layer in zip(asking, layers, strict=True):  # all of them, or none
         module.add_module(CHILD, layer)
     configs: dict[int, Any] = {}  # copies: the rest of a model that this is a part of keeps its own
     for module in model.modules():
@@ -474,7 +477,10 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
 
     found = [path for path, x in model.named_modules() if type(x) is Attention]
     if not found:
-        raise ValueError(f"model is a {type(model).__name__}; expected timm's VisionTransformer")
+        raise ValueError(
+            f"model is a {type(model).__name__} without timm's own attention; expected a "
+            "VisionTransformer that is not equipped yet"
+        )
     first, grid = model.num_prefix_tokens, tuple(model.patch_embed.grid_size)
     known = _if_taken(name, grid=grid, class_token=first > 0)
     if "class_token" in known and first > 1:
