@@ -47,7 +47,7 @@ benchmarks: $(VENV)/.ready ## measure every mechanism and other libraries; what 
 	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.kernels
 
-experiments: $(VENV)/.ready ## train what the pages have no room for: three hours on one core
+experiments: $(VENV)/.ready ## train what the pages have no room for: three and a half hours on one core
 	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.mixtures
 	@$(BIN)/python -m benchmarks.control
