@@ -27,7 +27,7 @@ from derived_attention.attention.masks import Mask
 from derived_attention.kernels import chosen
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
-SEGMENT = 8 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
+SEGMENT = 4 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
 
 FeatureMap = Callable[[Tensor], Tensor]
 FeaturePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and k: φ(q) and φ(k)
@@ -40,8 +40,9 @@ def elu_feature_map(x: Tensor) -> Tensor:
     Written as max(x, 0) + exp(min(x, 0)), because (eˣ − 1) + 1 loses the digits of a small eˣ:
     in float32 all of them below x = −17.
     """
-    positive = x.relu()
-    return (x - positive).exp() + positive  # min(x, 0) = x − max(x, 0): a clamp's gradient is slow
+    positive = x.relu()  # min(x, 0) = x − max(x, 0): a clamp's gradient is slow on a CPU, and so
+    power = (x - positive).to(wide(x)) * math.log2(math.e)  # is exp: 2ˣ takes a third of its time
+    return power.exp2().to(x.dtype) + positive
 
 
 def linear_attention_weights(
@@ -215,7 +216,7 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
 
 def _chunks(x: Tensor, n: int, size: int) -> Tensor:
     """Append rows of zeros to (..., m, ·), up to a multiple of `size` ≥ n, and cut it in chunks."""
-    length = n + -n % size
+    length = max(n + -n % size, size)  # one chunk at least
     if x.shape[-2] < length:
         x = F.pad(x, (0, 0, 0, length - x.shape[-2]))
     return x.unflatten(-2, (length // size, size))
