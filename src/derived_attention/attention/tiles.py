@@ -23,7 +23,7 @@ from derived_attention.attention.blocks import differentiable, in_front, stands_
 from derived_attention.attention.convention import full_precision
 from derived_attention.attention.masks import Mask, cut, flat_heads
 
-ROWS, KEYS = 256, 960  # of a tile
+ROWS, KEYS = 512, 512  # of a tile
 SCORES = 2**19  # in memory at a time: from some of the heads, where sequences are short
 SAFE = 1e18  # a sum of exponentials and its inverse below this have all their digits
 LOG2 = math.log(2)  # powers of 2 take PyTorch less than half the time of those of e
