@@ -94,8 +94,8 @@ class Writer:
         self.blocks(self.app.env.get_and_resolve_doctree(self.doc, self.app.builder))
         self.flush()
         first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
-        on_gpu = any("run.device" in "".join(cell["source"]) for cell in self.cells[first:])
-        source = "".join(line for cell in self.cells[first:] for line in cell["source"])
+        code = [cell for cell in self.cells if cell["cell_type"] == "code"]
+        source = "".join(line for cell in code for line in cell["source"])
         self.cells.insert(
             first, code_cell(set_up(plugs="derived_attention import plugs" in source), {})
         )
@@ -104,7 +104,7 @@ class Writer:
         return {
             "cells": self.cells,
             "metadata": {
-                **({"accelerator": "GPU"} if on_gpu else {}),
+                **({"accelerator": "GPU"} if "run.device" in source else {}),
                 "colab": {"provenance": []},
                 "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
                 "language_info": {"name": "python"},
