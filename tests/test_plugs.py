@@ -386,12 +386,22 @@ def test_a_vision_transformer_keeps_its_weights_and_trains(name):
 
 
 def test_timm_says_what_is_wrong():
-    with pytest.raises(ValueError, match="model is a Linear; without timm's own attention"):
+    with pytest.raises(ValueError, match="model is a Linear without timm's own attention"):
         plugs.equip_timm(nn.Linear(1, 1), "softmax")
     with pytest.raises(ValueError, match="model has 3 tokens before its patches; .* 1 for sh"):
         plugs.equip_timm(vision(reg_tokens=2), "sh")
     model = plugs.equip_timm(vision(reg_tokens=2), "mgk")
     assert model(IMAGES).shape == (B, 5)
+    with pytest.raises(ValueError, match="that is not equipped yet"):
+        plugs.equip_timm(model, "mgk")
+
+
+def test_a_refusal_leaves_nothing_behind():
+    model = make("Bart")
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="luna"):
+        plugs.equip(model, "luna")
+    assert [name for name, _ in model.named_parameters()] == before
 
 
 def test_timm_drops_in_training_only():
