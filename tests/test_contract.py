@@ -347,7 +347,7 @@ def test_no_matrix_of_queries_and_keys_is_stored(name):
         case = Case(name, n=n, m=n, leading=(1, H), d=2, dv=3, **options)
         with Largest() as largest:
             case.results()
-        assert largest.numel < n * n / 2, f"{name}, {list(options)}: {largest.numel}"
+        assert largest.numel <= n * n / 2, f"{name}, {list(options)}: {largest.numel}"
     with Largest() as largest, torch.no_grad():
         Case(name, n=256, m=256, d=2, dv=3).run("reference")
     assert largest.numel >= 256 * 256, "the recorder must see the matrix of the formula"

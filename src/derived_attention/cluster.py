@@ -230,7 +230,7 @@ def there(wanted: dict[str, str], call: Callable[..., Any], *arguments: Any) -> 
     try:
         return call(*arguments)
     except Exception as error:
-        from cloudpickle import dumps, loads  # which loky sends with
+        from joblib.externals.cloudpickle import dumps, loads  # which loky sends with
 
         try:
             loads(dumps(error))
