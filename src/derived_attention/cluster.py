@@ -7,11 +7,13 @@ left to do is its business alone, so results, keys and files are the same wherev
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
@@ -230,10 +232,12 @@ def there(wanted: dict[str, str], call: Callable[..., Any], *arguments: Any) -> 
     try:
         return call(*arguments)
     except Exception as error:
-        from joblib.externals.cloudpickle import dumps, loads  # which loky sends with
+        from joblib.externals.loky.backend.reduction import dump  # as loky sends it
 
         try:
-            loads(dumps(error))
+            sent = io.BytesIO()
+            dump(error, sent)
+            ForkingPickler.loads(sent.getvalue())
         except Exception:  # it could be sent and not be read, and would end all workers
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         raise
