@@ -155,7 +155,7 @@ def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
 
 def test_who_does_not_insist_has_pytorch_s_on_a_cpu(monkeypatch):
     inputs = [x.cpu() for x in qkv(5, 5, 4, 3)]
-    monkeypatch.setattr(module, "fused_sums", None)
+    monkeypatch.setattr(module, "fused_sums", None)  # calling it would raise
     for fused in (None, False):
         linear_attention(*inputs, is_causal=True, fused=fused)
         linear_mixture_attention(

@@ -371,7 +371,7 @@ def duration(seconds: float) -> str:
 
 def _run(function: Callable[..., Mapping[str, Any]], config: dict[str, Any], key: str) -> Result:
     before, wall, cpu = runtime.counted["steps"], time.perf_counter(), time.process_time()
-    result = function(**copy.deepcopy(config))
+    result = function(**copy.deepcopy(config))  # which it may change: the record has what was asked
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     if not isinstance(result, Mapping):
         raise TypeError(
