@@ -1,4 +1,5 @@
 # Two commands: `make book` builds the book, `make test` builds it and runs every test.
+# The environment has what the book needs; `tools` adds what tests and benchmarks need.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,10 +9,15 @@ PAGES  := $(abspath $(HTML))/index.html
 SOURCES := $(shell find book src _ext assets $(wildcard benchmarks) -type f -not -path '*/__pycache__/*' -not -path '*.egg-info*')
 SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITORY_BRANCH) $(BOOK_JUPYTERHUB_URL)
 
+ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
+  echo "There is no $(PYTHON) here. Python 3.11 or newer is needed: make book PYTHON=python3.12" >&2; exit 1; }; \
+  "$(PYTHON)" _ext/environment.py "$(VENV)"
+
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint lab notebooks zip benchmarks experiments full lighthouse clean FORCE
+.PHONY: help book test lint install lab notebooks zip versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := book
@@ -26,15 +32,17 @@ test: lint book ## check everything: style, types, the book with warnings as err
 	@echo "Running the tests: some minutes; each dot is one that has passed."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n auto --dist worksteal
 
-lint: $(VENV)/.ready ## check style and types alone
+lint: tools ## check style and types alone
 	@echo "Checking the style (ruff)."
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "To mend the layout: $(BIN)/ruff format ."; exit 1; }
 	@echo "Checking the types (mypy)."
 	@$(BIN)/mypy --no-error-summary
 
+install: $(VENV)/.ready ## make the environment and no more; TORCH=pip or TORCH=cpu chooses PyTorch's build
+
 lab: $(VENV)/.ready ## open the chapters as notebooks in JupyterLab
-	@$(BIN)/python -m jupyterlab notebooks
+	@$(BIN)/python -m jupyterlab notebooks $(LAB)
 
 notebooks: book ## bring the committed notebooks in step with the pages
 	@rm -f notebooks/*.ipynb
@@ -43,11 +51,20 @@ notebooks: book ## bring the committed notebooks in step with the pages
 zip: book ## pack the book into one archive, for readers without a network
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
 
-benchmarks: $(VENV)/.ready ## measure every mechanism and other libraries; what this machine has results for is not repeated
+versions: ## try the package with the lowest, the locked and the latest versions, on each Python that is here
+	@$(PYTHON) _ext/versions.py $(or $(ONLY),lowest locked latest)
+
+coverage: tools book ## run every test and say which lines of the package none of them reaches
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n auto --dist worksteal --cov --cov-report=term:skip-covered
+
+links: tools book ## try every link of the built pages, those to other sites too
+	@$(BIN)/uv tool run linkchecker --check-extern --no-warnings --file-output=text/utf8/_build/links.log $(HTML)/index.html
+
+benchmarks: tools ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.kernels
 
-experiments: $(VENV)/.ready ## train what the pages have no room for: three and a half hours on one core
+experiments: tools ## train what the pages have no room for: three and a half hours on one core
 	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.mixtures
 	@$(BIN)/python -m benchmarks.control
@@ -63,6 +80,12 @@ full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: mak
 lighthouse: book ## measure how fast the pages are on a phone and on a desktop; needs Chromium
 	@$(BIN)/python _ext/lighthouse.py
 
+lock: ## write constraints.txt anew from pyproject.toml; UPGRADE=1 takes the newest versions
+	@$(PYTHON) _ext/versions.py lock $(if $(UPGRADE),--upgrade)
+
+dist: ## build the package's wheel and its sources for the package index, and check them
+	@$(PYTHON) _ext/versions.py dist
+
 clean: ## remove what was built; the environment and the downloads stay
 	@rm -rf _build
 
@@ -72,9 +95,10 @@ $(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
 
 # Says nothing, and touches nothing, while the environment is as it was left.
 $(VENV)/.ready: FORCE
-	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "There is no $(PYTHON) here. Python 3.11 or newer is needed: make book PYTHON=python3.12" >&2; exit 1; }
-	@"$(PYTHON)" _ext/environment.py "$(VENV)"
+	@$(ENVIRONMENT) build
+
+tools: FORCE
+	@$(ENVIRONMENT) dev
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
 _build/.extensions: $(wildcard _ext/*.*) benchmarks/table.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings

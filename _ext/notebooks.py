@@ -74,7 +74,6 @@ raise RuntimeError(
             "beside this notebook (it is in the page's download menu, and in the folder notebooks/ "
             "of the book's zip) and run this cell again; or run make lab in a checkout."
         )"""
-EPOCH = {"SOURCE_DATE_EPOCH": "315532800"}  # 1980, where a zip's time begins
 SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "topic", "label")
 SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
 
@@ -387,26 +386,18 @@ def write_notebooks(app, error) -> None:
 def write_wheel(folder: Path) -> None:
     """Put the package beside the notebooks, as the wheel that their set-up cell installs.
 
-    It is built from a copy, since setuptools writes into the folder that it builds from, without a
-    network. The same sources make the same bytes.
+    It is built without a network, and the same sources make the same bytes.
     """
     with tempfile.TemporaryDirectory() as name:
-        copy = Path(name)
-        for file in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copyfile(ROOT / file, copy / file)
-        unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / "src", copy / "src", ignore=unwanted, copy_function=shutil.copyfile)
-        build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+        build = f"from hatchling import build; build.build_wheel({name!r})"
         command = [sys.executable, "-c", build]
-        done = subprocess.run(
-            command, cwd=copy, env=os.environ | EPOCH, capture_output=True, text=True
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise ExtensionError(f"the package's wheel cannot be built:\n{done.stderr[-2000:]}")
         for old in folder.glob("*.whl"):
             if old.name != WHEEL:
                 old.unlink()
-        wheel = (copy / WHEEL).read_bytes()
+        wheel = (Path(name) / WHEEL).read_bytes()
         if not (folder / WHEEL).exists() or (folder / WHEEL).read_bytes() != wheel:
             (folder / WHEEL).write_bytes(wheel)
 

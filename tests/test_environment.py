@@ -24,6 +24,8 @@ def project(tmp_path, monkeypatch):
         (root / name).write_text(name)
     monkeypatch.setattr(environment, "ROOT", root)
     monkeypatch.setattr(environment, "LOG", root / "_build" / "install.log")
+    monkeypatch.setattr(environment, "builds", lambda: "cpu")
+    monkeypatch.delenv("TORCH", raising=False)
     monkeypatch.chdir(root)
     started = []
 
@@ -44,23 +46,86 @@ def script(folder, text):
     (folder / "bin" / "python").chmod(0o755)
 
 
-def made():
+def made(extras="build"):
     folder = Path(".venv")
-    assert environment.main(folder) == 0
+    assert environment.main(folder, extras) == 0
     return folder
 
 
+def kinds(commands):
+    """What was run, a word each."""
+    words = {"venv": "venv", "uninstall": "uninstall", "--index-url": "torch", "-e": "pip"}
+    return [next((w for k, w in words.items() if k in command), "npm") for command in commands]
+
+
 def test_an_environment_is_made_once_and_installed_again_when_its_list_changes(project, capsys):
-    folder = made()
-    assert len(project) == 3, "venv, pip, npm"
-    assert re.fullmatch(r"Installing .*GB.*\n  done in \d+ s\n", capsys.readouterr().out)
-    assert environment.main(folder) == 0
-    assert len(project) == 3 and not capsys.readouterr().out
+    made()
+    assert kinds(project) == ["venv", "torch", "pip", "npm"]
+    assert re.fullmatch(r"Installing .* 2 GB.*\n  done in \d+ s\n", capsys.readouterr().out)
+    made()
+    assert len(project) == 4 and not capsys.readouterr().out
     (environment.ROOT / "constraints.txt").write_text("torch==9")
-    assert environment.main(folder) == 0 and len(project) == 5
+    made()
+    assert kinds(project[4:]) == ["torch", "pip", "npm"]
     (environment.ROOT / "node_modules").mkdir()
     (environment.ROOT / "node_modules" / ".package-lock.json").touch()
-    assert environment.main(folder) == 0 and len(project) == 7
+    made()
+    assert len(project) == 10
+
+
+def test_tests_need_more_than_the_book_and_what_is_there_stays(project):
+    made("build")
+    assert ".[build]" in project[2] and "--omit=dev" in project[3]
+    made("dev")
+    assert ".[dev]" in project[5] and "--omit=dev" not in project[6]
+    made("build")
+    assert len(project) == 7, "an environment that has more is good enough"
+    (environment.ROOT / "constraints.txt").write_text("torch==9")
+    made("build")
+    assert ".[dev]" in project[8]
+
+
+def test_a_kernel_s_environment_needs_no_javascript(project):
+    made("book,plugs")
+    assert kinds(project) == ["venv", "torch", "pip"]
+
+
+def test_torch_is_chosen_by_the_machine_or_by_the_reader(project, monkeypatch):
+    made()
+    assert environment.CPU_BUILDS in project[1] and "--no-deps" in project[1]
+    monkeypatch.setattr(environment, "builds", lambda: "pip")
+    made()
+    assert len(project) == 4, "an environment keeps what it was made with"
+    monkeypatch.setenv("TORCH", "pip")
+    made()
+    assert kinds(project[4:]) == ["uninstall", "pip", "npm"]
+    monkeypatch.setenv("TORCH", "https://example.org/whl/xpu")
+    made()
+    assert kinds(project[7:]) == ["uninstall", "torch", "pip", "npm"]
+    assert "https://example.org/whl/xpu" in project[8]
+
+
+def test_a_gpu_is_found_by_its_driver(monkeypatch, tmp_path):
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(environment, "GPU", (str(driver),))
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    assert environment.builds() == "cpu"
+    driver.touch()
+    assert environment.builds() == "pip"
+    driver.unlink()
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "somewhere")
+    assert environment.builds() == "pip"
+
+
+def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
+    project, monkeypatch, capsys
+):
+    run = environment.run
+    fails = environment.CPU_BUILDS
+    monkeypatch.setattr(environment, "run", lambda command: run(command) or int(fails in command))
+    made()
+    assert kinds(project) == ["venv", "torch", "pip", "npm"]
+    assert "pip's own sources are asked. Theirs may be with CUDA" in capsys.readouterr().out
 
 
 def dangle(folder):
@@ -93,7 +158,7 @@ def test_a_broken_environment_is_named_and_made_anew(project, capsys, damage, sa
     made()
     output = capsys.readouterr().out
     assert says in output and "it is made anew" in output
-    assert not (folder / "left").exists() and len(project) == 6
+    assert not (folder / "left").exists() and len(project) == 8
     assert not (folder / ".installing").exists()
 
 
@@ -102,7 +167,7 @@ def test_what_is_not_ours_is_never_removed(project):
         script(Path(folder), "#!/bin/sh\nexit 1\n")
         Path(folder, mark).mkdir()
         with pytest.raises(SystemExit, match="not one of this project"):
-            environment.main(Path(folder))
+            environment.main(Path(folder), "build")
         assert Path(folder, mark).exists() and not project
     target = Path("target")
     script(target, "#!/bin/sh\nexit 1\n")
@@ -116,8 +181,8 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
     script(conda, HEALTHY)
     (conda / "conda-meta").mkdir()
     (conda / ".installing").touch()
-    assert environment.main(conda) == 0
-    assert [command[1:3] for command in project] == [["-m", "pip"], environment.NPM[:2]]
+    assert environment.main(conda, "build") == 0
+    assert kinds(project) == ["torch", "pip", "npm"]
 
 
 @pytest.mark.parametrize(
@@ -129,30 +194,33 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
             "cannot be reached",
         ),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("ERROR: ResolutionImpossible: for help visit", "do not go together"),
+        ("ERROR: No matching distribution found for torch==9", "not to be had for this Python"),
     ],
 )
 def test_a_failed_installation_ends_with_advice_and_is_tried_again(
     project, monkeypatch, capsys, log, advice
 ):
     def fails(command):
-        environment.LOG.write_text(f"first\n{log}\nlast\n")
+        before = "$ torch\nConnection refused, Permission denied\n"  # and went on without
+        environment.LOG.write_text(f"{before}$ pip\nfirst\n{log}\nlast\n")
         return 1
 
     made()
     Path("constraints.txt").write_text("")
     monkeypatch.setattr(environment, "run", fails)
     with pytest.raises(SystemExit, match=advice):
-        environment.main(Path(".venv"))
+        environment.main(Path(".venv"), "build")
     assert log in capsys.readouterr().err
     assert not Path(".venv/.installing").exists(), "what is there is whole: no need to begin anew"
     with pytest.raises(SystemExit, match=advice):
-        environment.main(Path(".venv"))
+        environment.main(Path(".venv"), "build")
 
 
 def test_a_python_without_venv_is_told_how_to_get_it(project, monkeypatch):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="python3-venv"):
-        environment.main(Path(".venv"))
+        environment.main(Path(".venv"), "build")
 
 
 def test_an_old_python_says_so_in_one_sentence(tmp_path):
@@ -168,9 +236,10 @@ def test_a_real_environment_works_and_its_output_goes_to_the_log(tmp_path, monke
         (tmp_path / name).write_text("")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "LOG", tmp_path / "_build" / "install.log")
-    monkeypatch.setattr(environment, "PIP", ["-m", "pip", "--version"])
-    monkeypatch.setattr(environment, "NPM", ["-c", "print('noise')"])
-    assert environment.main(tmp_path / ".venv") == 0
+    monkeypatch.setattr(environment, "PIP", ["-c", "print('noise')"])
+    monkeypatch.setattr(environment, "NPM", ["-c", "print('more noise')"])
+    monkeypatch.setenv("TORCH", "pip")
+    assert environment.main(tmp_path / ".venv", "build") == 0
     assert "noise" in environment.LOG.read_text() and "noise" not in "".join(capfd.readouterr())
     assert environment.examine(tmp_path / ".venv") == (
         f"{sys.version_info.major}.{sys.version_info.minor}",

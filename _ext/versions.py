@@ -1,0 +1,230 @@
+"""Which versions the package works with: written down, and tried from the public index alone.
+
+``python3 versions.py lock`` writes constraints.txt: what pyproject.toml names, resolved for every
+system and Python at once. ``dist`` builds what the index would get. ``stranger`` does with pip what README.md tells a stranger to do, and
+``lowest``, ``locked`` and ``latest`` try the package with those versions, on each Python that can
+be had. None of this machine's settings for pip and uv counts, but for how the index is reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from pathlib import Path
+
+from environment import CPU_BUILDS, TORCH, builds
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "_build" / "versions"
+LOCK = ROOT / "constraints.txt"
+HEADER = """\
+# Versions that `make` and CI test with, written by `make lock`; ranges for everybody else are in
+# pyproject.toml.
+"""
+PYTHONS = ("3.11", "3.12", "3.13")
+RESOLUTIONS = {
+    "lowest": ["--resolution", "lowest-direct"],
+    "locked": ["--constraint", LOCK],
+    "latest": ["--resolution", "highest"],
+}
+# What every mechanism and layer promises, and a chapter that solves, differentiates and plots.
+TESTS = ("contract", "contract_layers", "contract_transforms", "layer", "softmax")
+CHAPTER = "02_duality"
+REACH = ("PIP_CERT", "PIP_PROXY")  # of pip's settings: how the index is reached
+
+
+class Failed(Exception):
+    """A command ended with an error; the text says where to read on."""
+
+
+def settings() -> dict[str, str]:
+    """Return the environment variables of somebody who has set nothing for pip, uv and Python."""
+    own = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV", "CONDA_")
+    kept = {k: v for k, v in os.environ.items() if k in REACH or not k.startswith(own)}
+    nothing = {"XDG_CONFIG_HOME": os.devnull, "XDG_CONFIG_DIRS": os.devnull}
+    if shutil.which("pyenv"):  # its commands python3.12 and the like work for these alone
+        found = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True)
+        nothing["PYENV_VERSION"] = ":".join(reversed(found.stdout.split()))
+    return kept | nothing | {"PIP_CONFIG_FILE": os.devnull, "MPLBACKEND": "agg"}
+
+
+def run(*command, log: str, **options) -> str:
+    """Run a command as a stranger; return what it says, which is in the log, too."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    options = {"cwd": ROOT, "env": settings(), "stdin": subprocess.DEVNULL} | options
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([str(x) for x in command], **both, **options)
+    path = BUILD / f"{log}.log"
+    with open(path, "a", encoding="utf8") as file:
+        file.write(f"$ {' '.join(map(str, command))}\n{done.stdout}\n")
+    if done.returncode:
+        lines = done.stdout.strip().splitlines()[-12:]
+        raise Failed("\n".join([*lines, f"(log: {os.path.relpath(path, ROOT)})"]))
+    return done.stdout
+
+
+def find_uv() -> Path:
+    """Return uv: beside this Python, on the path, or installed into a folder of its own."""
+    beside = Path(sys.executable).with_name("uv")
+    found = beside if beside.exists() else shutil.which("uv")
+    if found:
+        return Path(found)
+    folder = BUILD / "uv"
+    if not (folder / "bin" / "uv").exists():
+        run(sys.executable, "-m", "venv", folder, log="uv")
+        run(folder / "bin" / "python", "-m", "pip", "install", "uv", log="uv")
+    return folder / "bin" / "uv"
+
+
+def lock(output: Path = LOCK, upgrade: bool = False) -> None:
+    """Write the versions that are tested; without `upgrade`, those in `output` stay if they can."""
+    compile_ = [find_uv(), "pip", "compile", "--universal", "--fork-strategy", "fewest"]
+    compile_ += ["--python-version", PYTHONS[0], "--all-extras", "--no-annotate", "--no-header"]
+    compile_ += ["--upgrade"] if upgrade else []
+    run(*compile_, "--quiet", "pyproject.toml", "--output-file", output, log="lock")
+    output.write_text(HEADER + output.read_text("utf8"), "utf8")
+
+
+def dist() -> None:
+    """Build the wheel and the sources, and check what the index will check."""
+    folder = ROOT / "_build" / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    run(find_uv(), "build", "--build-constraints", LOCK, "--out-dir", folder, log="dist")
+    files = sorted(x for x in folder.iterdir() if x.suffix in (".whl", ".gz"))
+    run(find_uv(), "tool", "run", "twine", "check", "--strict", *files, log="dist")
+    print(*(f"{x.relative_to(ROOT)}, {x.stat().st_size / 1e6:.1f} MB" for x in files), sep="\n")
+
+
+# --- a stranger ----------------------------------------------------------------------------------
+
+
+def stranger() -> None:
+    """Resolve everything with pip, install the core from the index, and run README's example."""
+    print("As a stranger, from the public index:", flush=True)
+    folder = BUILD / "stranger"
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", folder, log="stranger")
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--no-input", "-c", LOCK]
+    start = time.time()
+    said = run(*pip, "--dry-run", "--ignore-installed", ".[book,dev]", log="stranger")
+    names = re.search(r"^Would install (.*)$", said, flags=re.M)[1].split()
+    print(
+        f"  pip resolves .[book,dev]: {len(names)} packages, {time.time() - start:.0f} s",
+        flush=True,
+    )
+    start = time.time()
+    if backend():
+        run(*pip, "--no-deps", "--index-url", CPU_BUILDS, TORCH[0], log="stranger")
+    run(*pip, ".", log="stranger")
+    run(python, "-m", "pip", "check", log="stranger")
+    print(f"  the core, {described(python)}: {size(folder)}, {time.time() - start:.0f} s")
+    example(python, "stranger")
+    print("  README's example runs")
+    left = [name for name in ("build", "dist") if (ROOT / name).exists()]
+    if left:
+        raise Failed(f"pip has left {left} in the checkout")
+    shutil.rmtree(folder)
+
+
+def example(python: Path, log: str) -> None:
+    """Run the example in README.md where there is nothing but the installed package."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), flags=re.S)[1]
+    empty = BUILD / "empty"
+    empty.mkdir(exist_ok=True)
+    run(python, "-c", code, log=log, cwd=empty)
+
+
+def backend() -> list[str]:
+    """Return uv's option for PyTorch's builds: those that this machine needs, if they are there."""
+    if (os.environ.get("TORCH") or builds()) != "cpu":
+        return []
+    try:
+        urllib.request.urlopen(CPU_BUILDS + "/torch/", timeout=15).close()
+    except OSError:
+        return []
+    return ["--torch-backend", "cpu"]
+
+
+def described(python: Path) -> str:
+    """Return the versions that decide, as installed."""
+    code = "import numpy, platform, torch; print(platform.python_version(), torch.__version__, "
+    code += "numpy.__version__)"
+    return "Python {}, torch {}, numpy {}".format(*run(python, "-c", code, log="x").split())
+
+
+def size(folder: Path) -> str:
+    """Return the disk that a folder takes."""
+    files = (x.stat().st_size for x in folder.rglob("*") if x.is_file() and not x.is_symlink())
+    return f"{sum(files) / 1e9:.1f} GB"
+
+
+# --- lowest, locked, latest ----------------------------------------------------------------------
+
+
+def trial(resolution: str, python: str) -> str:
+    """Install the package in one way on one Python; return what it does, as a line."""
+    name, uv = f"{resolution}-{python}", [find_uv(), "--no-config"]
+    folder, listed = BUILD / name, BUILD / f"{name}.txt"
+    shutil.rmtree(folder, ignore_errors=True)
+    for old in (listed, BUILD / f"{name}.log"):
+        old.unlink(missing_ok=True)
+    try:
+        run(*uv, "venv", "--python", python, folder, log=name)
+    except Failed:
+        return f"{resolution:8}Python {python}: not to be had here"
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+    dev = dev["optional-dependencies"]["dev"]
+    (BUILD / "tests.in").write_text("\n".join(x for x in dev if x.startswith(("pytest", "hypo"))))
+    start, inside = time.time(), folder / "bin" / "python"
+    # Wheels alone: a version that has none for this Python is not to be had.
+    compile_ = [*uv, "pip", "compile", "--python", inside, "--no-build", *RESOLUTIONS[resolution]]
+    compile_ += [*backend(), "--extra", "book", "pyproject.toml", BUILD / "tests.in"]
+    run(*compile_, "--quiet", "--output-file", listed, log=name)
+    into = [*uv, "pip", "install", "--python", inside, *backend()]
+    run(*into, "--no-build", "-r", listed, log=name)
+    run(*into, "--no-deps", ROOT, log=name)
+    run(*uv, "pip", "check", "--python", inside, log=name)
+    line = f"{resolution:8}{described(inside)}; {size(folder)}, {time.time() - start:.0f} s"
+    example(inside, name)
+    files = [f"tests/test_{x}.py" for x in TESTS]
+    test = [inside, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *files]
+    said = run(*test, log=name, env=settings() | {"OMP_NUM_THREADS": "1"})
+    line += f"; example, {said.strip().splitlines()[-1].strip('= ')}"
+    start = time.time()
+    chapter = ROOT / "notebooks" / f"{CHAPTER}.ipynb"
+    run(inside, "-m", "IPython", "--colors=NoColor", chapter, log=name, cwd=BUILD / "empty")
+    shutil.rmtree(folder)
+    return f"{line}; {CHAPTER}, {time.time() - start:.0f} s"
+
+
+def main() -> int:
+    """Do what the command line says; say what failed, and go on."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    single = {"lock": lambda: lock(upgrade=given.upgrade), "dist": dist, "stranger": stranger}
+    parser.add_argument("what", nargs="+", choices=(*single, *RESOLUTIONS))
+    parser.add_argument("--python", nargs="+", default=PYTHONS, help="of the trials")
+    parser.add_argument("--upgrade", action="store_true", help="lock the newest versions")
+    given, failed = parser.parse_args(), []
+    for what in given.what:
+        for python in ("",) if what in single else given.python:
+            try:
+                if what in single:
+                    single[what]()
+                else:
+                    print(trial(what, python), flush=True)
+            except Failed as error:
+                failed.append(f"{what} {python}".strip())
+                print(f"{failed[-1]} failed:\n{error}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""A stranger's machine: the lock, the builds of PyTorch, what is published, and the workflows.
+
+What needs the network is the public index itself; no setting of this machine's pip or uv counts.
+"""
+
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+import environment  # noqa: E402
+import notebooks  # noqa: E402
+import versions  # noqa: E402
+
+from derived_attention import __version__  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text("utf8"))
+    for path in (ROOT / ".github" / "workflows").glob("*.yml")
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Logs and folders of these tests lie apart from those of `make versions`."""
+    monkeypatch.setattr(versions, "BUILD", tmp_path / "versions")
+
+
+@pytest.fixture
+def online():
+    """Skip where the index cannot be reached at all; what it answers is the test's own matter."""
+    try:
+        versions.run(versions.find_uv(), "--no-config", "pip", "install", "--dry-run", "--target",
+                     versions.BUILD / "x", "--no-deps", "six==1.17.0", log="online")  # fmt: skip
+    except versions.Failed as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(f"NOT TESTED: the package index cannot be reached: {error}")
+
+
+# --- the lock ------------------------------------------------------------------------------------
+
+
+def test_the_lock_is_what_the_public_index_resolves_to(online, tmp_path):
+    copy = tmp_path / "constraints.txt"
+    shutil.copy(versions.LOCK, copy)
+    versions.lock(copy)
+    assert copy.read_text() == versions.LOCK.read_text(), "pyproject.toml has changed: make lock"
+
+
+def test_pins_that_do_not_go_together_are_noticed(online, tmp_path):
+    pins = tmp_path / "pins.txt"
+    pins.write_text(re.sub("(?m)^triton==.*", "triton==3.9.0", versions.LOCK.read_text()))
+    compile_ = [versions.find_uv(), "--no-config", "pip", "compile", "--quiet", "--no-header"]
+    compile_ += ["--extra", "dev", "--constraint", pins, "pyproject.toml", "-o", tmp_path / "out"]
+    compile_ += ["--python-platform", "x86_64-unknown-linux-gnu"]
+    with pytest.raises(versions.Failed, match="triton==3.9.0"):
+        versions.run(*compile_, log="pins")
+
+
+@pytest.mark.parametrize(
+    ("platform", "python"),
+    [
+        ("x86_64-unknown-linux-gnu", "3.11"),
+        ("x86_64-unknown-linux-gnu", "3.13"),
+        ("aarch64-unknown-linux-gnu", "3.13"),
+        ("aarch64-apple-darwin", "3.13"),
+    ],
+)
+def test_every_pinned_version_has_a_wheel_for(platform, python, online, tmp_path):
+    compile_ = [versions.find_uv(), "--no-config", "pip", "compile", "--quiet", "--no-header"]
+    compile_ += ["--python-platform", platform, "--python-version", python, "--no-build"]
+    compile_ += ["--extra", "dev", "--constraint", versions.LOCK, "pyproject.toml"]
+    env = versions.settings() | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}  # what PyTorch is built for
+    versions.run(*compile_, "--output-file", tmp_path / "out.txt", log="wheels", env=env)
+    pins = versions.LOCK.read_text().splitlines()
+    pins = {pin.partition(" ;")[0] for pin in pins}
+    got = re.findall(r"^\S+==\S+", (tmp_path / "out.txt").read_text(), flags=re.M)
+    assert len(got) > 200 and set(got) <= pins
+
+
+def test_no_setting_of_pip_or_uv_reaches_a_stranger(monkeypatch):
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "PYTHONPATH"):
+        monkeypatch.setenv(name, "here")
+    monkeypatch.setenv("PIP_CERT", "certificate")
+    found = versions.settings()
+    assert "here" not in found.values() and found["PIP_CERT"] == "certificate"
+    assert found["PIP_CONFIG_FILE"] == os.devnull
+
+
+def test_the_readme_s_example_is_found_and_runs():
+    versions.BUILD.mkdir()
+    versions.example(Path(sys.executable), "example")
+    assert "MultiheadAttention(128, 8)" in (versions.BUILD / "example.log").read_text()
+
+
+# --- the builds of PyTorch -----------------------------------------------------------------------
+
+
+def wheel(name: str, version: str, needs: str = "") -> bytes:
+    """Return a wheel of an empty module."""
+    from io import BytesIO
+
+    info, data = f"{name}-{version}.dist-info", BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        file.writestr(f"{name}.py", f"__version__ = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
+                      f"Version: {version}\n{needs}\n")  # fmt: skip
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+    return data.getvalue()
+
+
+class Index(http.server.BaseHTTPRequestHandler):
+    """Two package indexes: /cpu has PyTorch's builds for CPUs, /pip has one that wants CUDA."""
+
+    files = {
+        "cpu": {
+            "torch-2.13.0+cpu": wheel("torch", "2.13.0+cpu"),
+            "torchvision-0.28.0+cpu": wheel("torchvision", "0.28.0+cpu"),
+        },
+        "pip": {
+            "torch-2.13.0": wheel("torch", "2.13.0", "Requires-Dist: cuda-toolkit==13.0"),
+            "torchvision-0.28.0": wheel("torchvision", "0.28.0", "Requires-Dist: torch==2.13.0"),
+        },
+    }
+
+    def do_GET(self):
+        index, name = self.path.strip("/").split("/")[:2]
+        files = {f"{key}-py3-none-any.whl": data for key, data in self.files[index].items()}
+        name = name.replace("%2B", "+")
+        page = "".join(f'<a href="/{index}/{x}">{x}</a>' for x in files if x.startswith(f"{name}-"))
+        body = files.get(name, page.encode())
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Type", "text/html" if page else "application/zip")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_the_build_for_cpus_comes_from_its_index_and_stays(tmp_path, monkeypatch, capfd, reachable):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    cpu = f"{url}/cpu" if reachable else "http://127.0.0.1:9/cpu"
+    for name in [x for x in os.environ if x.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "CONFIG_FILE": os.devnull,
+        "INDEX_URL": f"{url}/pip",
+        "RETRIES": "0",
+    }.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setattr(environment, "CPU_BUILDS", cpu)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "LOG", tmp_path / "install.log")
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\ntorchvision==0.28.0\n")
+    venv.create(tmp_path / "venv", with_pip=True, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    environment.install_torch(python, "cpu")
+    rest = environment.run([python, *environment.PIP, "torch>=2.5", "torchvision>=0.20"])
+    server.shutdown()
+    log = (tmp_path / "install.log").read_text()
+    if reachable:
+        assert rest == 0, log
+        code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        assert done.stdout == "2.13.0+cpu 0.28.0+cpu\n" and not capfd.readouterr().out
+    else:
+        assert "pip's own sources are asked" in capfd.readouterr().out
+        assert rest == 1 and "cuda-toolkit" in log, "the build with CUDA"
+
+
+# --- what is published ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the sources, as `make dist` builds them, without a network."""
+    target = tmp_path_factory.mktemp("dist")
+    build = f"from hatchling import build as b; b.build_wheel({str(target)!r}); "
+    build += f"b.build_sdist({str(target)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def test_sources_hold_what_the_wheel_is_made_from_and_make_the_same_wheel(built, tmp_path):
+    (sources,) = built.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = (x for x in tmp_path.iterdir() if x.name.startswith("derived_attention-"))
+    package = ROOT / "src"
+    expected = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
+    expected |= {"pyproject.toml", ".gitignore"}
+    expected |= {
+        x.relative_to(ROOT).as_posix()
+        for x in package.rglob("*")
+        if x.is_file() and "__pycache__" not in x.parts and "egg-info" not in str(x)
+    }
+    assert {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()} == expected
+    build = "from hatchling import build; build.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=root, check=True, capture_output=True)
+    assert (root / notebooks.WHEEL).read_bytes() == (built / notebooks.WHEEL).read_bytes()
+
+
+def test_a_build_leaves_nothing_in_the_checkout(built):
+    assert not [name for name in ("build", "dist", "src/build") if (ROOT / name).exists()]
+
+
+def test_the_version_stands_in_one_place():
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "src/derived_attention/__init__.py"
+    assert __version__ in notebooks.WHEEL
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
+    assert cited["version"] == __version__, "CITATION.cff cites another version"
+    changes = (ROOT / "CHANGELOG.md").read_text("utf8")
+    newest = re.search(r"^## (\S+)(?: \((\S+)\))?$", changes, flags=re.M)
+    assert newest[1] == __version__ and newest[2] == cited["date-released"]
+
+
+# --- elsewhere -----------------------------------------------------------------------------------
+
+
+def steps(workflow):
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def commands():
+    """Everything that workflows, the image and Binder run, with where it stands."""
+    for name, workflow in WORKFLOWS.items():
+        for step in steps(workflow):
+            yield name, step.get("run", "")
+    for name in ("Dockerfile", ".devcontainer/devcontainer.json", ".ci/run", "binder/postBuild"):
+        yield name, (ROOT / name).read_text("utf8")
+
+
+def test_actions_are_named_by_their_commit_and_get_no_more_rights_than_they_need():
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        for step in steps(workflow):
+            if uses := step.get("uses"):
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", uses), f"{name}: {uses}"
+                checkout = uses.startswith("actions/checkout@")
+                assert not checkout or step["with"]["persist-credentials"] is False
+    assert WORKFLOWS["book"]["jobs"]["build"]["permissions"]["pages"] == "read"
+    publish = WORKFLOWS["release"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["if"] == "needs.build.outputs.ours == 'true'"
+
+
+def test_what_others_run_is_what_make_offers():
+    targets = re.search(r"^\.PHONY: (.*) FORCE$", (ROOT / "Makefile").read_text(), flags=re.M)
+    found = set()
+    for place, text in commands():
+        for target in re.findall(r"""(?:^|[\s"&{])make"?,? "?([a-z]+)\b""", text, flags=re.M):
+            assert target in targets[1].split() or target == "git", f"{place}: make {target}"
+            found.add(target)
+    assert {"test", "dist", "zip", "versions", "links", "install", "lab"} <= found | {"test"}
+    assert any("bash .ci/run" in text for place, text in commands() if place == "tests")
+
+
+def test_the_image_and_binder_install_with_the_script_that_make_uses():
+    image = (ROOT / "Dockerfile").read_text("utf8")
+    copied = set(
+        re.findall(r"\S+", " ".join(re.findall(r"^COPY --chown=reader (.*)$", image, re.M)))
+    )
+    needed = {
+        *environment.SOURCES,
+        "Makefile",
+        "_ext/environment.py",
+        "src",
+        "README.md",
+        "LICENSE",
+    }
+    assert needed <= copied, "RUN make install needs them"
+    assert image.index("RUN make install") < image.index("COPY --chown=reader . .")
+    post = (ROOT / "binder" / "postBuild").read_text("utf8")
+    assert f'_ext/environment.py "$NB_PYTHON_PREFIX" {environment.LEVELS[0]}' in post
+    assert os.access(ROOT / "binder" / "postBuild", os.X_OK)
+    conda = yaml.safe_load((ROOT / "binder" / "environment.yml").read_text("utf8"))
+    assert conda["dependencies"] == ["python=3.11", "pip"], "postBuild installs the rest"
