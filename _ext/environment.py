@@ -6,8 +6,8 @@ package.json. It says nothing when all is as it was left: FOLDER/.ready holds wh
 and only an installation writes it. An environment that does not work is made anew if it is one of
 ours; one of conda, or another that the reader has named, is never removed.
 
-PyTorch comes as the machine needs it, since its build with CUDA takes gigabytes more. The variable
-TORCH chooses: "cpu", "pip" (what pip's own sources have: with CUDA, on Linux) or an index's address.
+PyTorch comes as the machine needs it, since its build with CUDA takes 4 GB more. The variable
+TORCH chooses: "cpu", "pip" (what pip's own sources have: with CUDA, on Linux), or an address.
 """
 
 import os

@@ -7,7 +7,6 @@ readers know none of Sphinx's syntax. Outputs and solutions are left out; a set-
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess

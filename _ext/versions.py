@@ -1,9 +1,10 @@
 """Which versions the package works with: written down, and tried from the public index alone.
 
 ``python3 versions.py lock`` writes constraints.txt: what pyproject.toml names, resolved for every
-system and Python at once. ``dist`` builds what the index would get. ``stranger`` does with pip what README.md tells a stranger to do, and
-``lowest``, ``locked`` and ``latest`` try the package with those versions, on each Python that can
-be had. None of this machine's settings for pip and uv counts, but for how the index is reached.
+system and Python at once. ``dist`` builds what the index would get. ``stranger`` does with pip what
+README.md tells a stranger to do, and ``lowest``, ``locked`` and ``latest`` try the package with
+those versions, on each Python that can be had. None of this machine's settings for pip and uv
+counts, but for how the index is reached.
 """
 
 from __future__ import annotations

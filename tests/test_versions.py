@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT / "_ext"))
 import environment  # noqa: E402
 import notebooks  # noqa: E402
 import versions  # noqa: E402
-
 from derived_attention import __version__  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
