@@ -57,6 +57,10 @@ ADVICE = {  # the first that is found in what the failed command said
     r"ResolutionImpossible": TOGETHER,
     r"No space left|ENOSPC": "The disk is full: make room, then run `make` again.",
     r"Permission denied|EACCES|EPERM": "Something cannot be written: is the folder yours?",
+    r"CERTIFICATE_VERIFY_FAILED|SELF_SIGNED_CERT|UNABLE_TO_GET_ISSUER": (
+        "A proxy on the way has a certificate of its own: name its file to pip (PIP_CERT) and to "
+        "Node (NODE_EXTRA_CA_CERTS), then run `make` again."
+    ),
     r"ENOTFOUND|ECONN|ETIMEDOUT|EAI_AGAIN|NewConnectionError|NameResolution|ConnectTimeout|"
     r"ReadTimeout|ProxyError|Connection refused|unreachable|timed out": (
         "A package registry cannot be reached: check the network (a proxy?), then run `make` "
@@ -159,7 +163,7 @@ def builds() -> str:
 def install(folder: Path, extras: str, torch: str) -> None:
     """Install everything, and say how far it is."""
     python, mark = folder / "bin" / "python", folder / ".installing"
-    size = "6 GB" if torch == "pip" and sys.platform == "linux" else "2 GB"
+    size = "7 GB" if torch == "pip" and sys.platform == "linux" else "3 GB"
     say(f"Installing packages into {folder}: some minutes, and some {size} of disk.")
     start = time.time()
     mark.touch()  # after a kill nobody knows which files are whole

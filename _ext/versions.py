@@ -10,6 +10,7 @@ counts, but for how the index is reached.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -93,14 +94,16 @@ def lock(output: Path = LOCK, upgrade: bool = False) -> None:
     output.write_text(HEADER + output.read_text("utf8"), "utf8")
 
 
-def dist() -> None:
-    """Build the wheel and the sources, and check what the index will check."""
+@functools.cache
+def dist() -> list[Path]:
+    """Build the wheel and the sources, and check what the index will check; return both."""
     folder = ROOT / "_build" / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     run(find_uv(), "build", "--build-constraints", LOCK, "--out-dir", folder, log="dist")
     files = sorted(x for x in folder.iterdir() if x.suffix in (".whl", ".gz"))
     run(find_uv(), "tool", "run", "twine", "check", "--strict", *files, log="dist")
     print(*(f"{x.relative_to(ROOT)}, {x.stat().st_size / 1e6:.1f} MB" for x in files), sep="\n")
+    return files
 
 
 # --- a stranger ----------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ def dist() -> None:
 def stranger() -> None:
     """Resolve everything with pip, install the core from the index, and run README's example."""
     print("As a stranger, from the public index:", flush=True)
+    _, sources = dist()
     folder = BUILD / "stranger"
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder, log="stranger")
@@ -124,9 +128,10 @@ def stranger() -> None:
     start = time.time()
     if backend():
         run(*pip, "--no-deps", "--index-url", CPU_BUILDS, TORCH[0], log="stranger")
-    run(*pip, ".", log="stranger")
+    run(*pip, sources, log="stranger")
     run(python, "-m", "pip", "check", log="stranger")
-    print(f"  the core, {described(python)}: {size(folder)}, {time.time() - start:.0f} s")
+    took = f"{size(folder)}, {time.time() - start:.0f} s"
+    print(f"  the core from {sources.name}, {described(python)}: {took}", flush=True)
     example(python, "stranger")
     print("  README's example runs")
     left = [name for name in ("build", "dist") if (ROOT / name).exists()]
@@ -171,7 +176,7 @@ def size(folder: Path) -> str:
 
 
 def trial(resolution: str, python: str) -> str:
-    """Install the package in one way on one Python; return what it does, as a line."""
+    """Install the wheel with one choice of versions on one Python; return what it does, a line."""
     name, uv = f"{resolution}-{python}", [find_uv(), "--no-config"]
     folder, listed = BUILD / name, BUILD / f"{name}.txt"
     shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +196,7 @@ def trial(resolution: str, python: str) -> str:
     run(*compile_, "--quiet", "--output-file", listed, log=name)
     into = [*uv, "pip", "install", "--python", inside, *backend()]
     run(*into, "--no-build", "-r", listed, log=name)
-    run(*into, "--no-deps", ROOT, log=name)
+    run(*into, "--no-deps", dist()[0], log=name)
     run(*uv, "pip", "check", "--python", inside, log=name)
     line = f"{resolution:8}{described(inside)}; {size(folder)}, {time.time() - start:.0f} s"
     example(inside, name)

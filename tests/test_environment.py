@@ -61,7 +61,7 @@ def kinds(commands):
 def test_an_environment_is_made_once_and_installed_again_when_its_list_changes(project, capsys):
     made()
     assert kinds(project) == ["venv", "torch", "pip", "npm"]
-    assert re.fullmatch(r"Installing .* 2 GB.*\n  done in \d+ s\n", capsys.readouterr().out)
+    assert re.fullmatch(r"Installing .* 3 GB.*\n  done in \d+ s\n", capsys.readouterr().out)
     made()
     assert len(project) == 4 and not capsys.readouterr().out
     (environment.ROOT / "constraints.txt").write_text("torch==9")
@@ -194,6 +194,7 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
             "cannot be reached",
         ),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("npm error code SELF_SIGNED_CERT_IN_CHAIN", "certificate of its own"),
         ("ERROR: ResolutionImpossible: for help visit", "do not go together"),
         ("ERROR: No matching distribution found for torch==9", "not to be had for this Python"),
     ],
