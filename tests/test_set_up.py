@@ -136,7 +136,7 @@ def wheels(tmp_path_factory):
 
 def checkout(folder: Path) -> Path:
     """Copy what a checkout has and an installation needs."""
-    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src", folder / "src", ignore=unwanted)
     (folder / "notebooks").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
