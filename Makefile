@@ -60,7 +60,7 @@ coverage: tools book ## run every test and say which lines of the package none o
 links: book ## try every link to other sites; those inside the book are tested
 	@echo "Trying the links: some minutes, by the sites' answers."
 	@$(BIN)/jupyter-book build . --builder linkcheck >_build/links.log 2>&1 \
-	  || { grep -h "broken" _build/linkcheck/output.txt || tail -n 5 _build/links.log; exit 1; }
+	  || { grep -a "broken" _build/links.log || tail -n 5 _build/links.log; exit 1; }
 
 benchmarks: tools ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
