@@ -175,8 +175,13 @@ def check_floating(tensors: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is on device {x.device}; expected {wanted.device}, that of {first}"
             )
-        if x.dtype != wanted.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != wanted.dtype and not autocasts(x.device):
             raise TypeError(f"{name} has dtype {x.dtype}; expected {wanted.dtype}, that of {first}")
+
+
+def autocasts(device: torch.device) -> bool:
+    """Say whether autocast is on for a device; "meta" has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_shape(name: str, x: Tensor, expected: tuple, meaning: str) -> None:

@@ -36,7 +36,7 @@ from derived_attention.attention.checks import (
     check_positive,
     same_tokens,
 )
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.attention.linear import causal_sums, wide
 from derived_attention.attention.masks import Mask, flat_heads
@@ -154,7 +154,7 @@ class Solver:
         before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
         if how.is_causal:
             keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
-            sums = F.pad(_gram(keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+            sums = extend(_gram(keys)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
             P = _inverse(sums + before.unsqueeze(-3))  # (..., n, D, D)
             self.chunks = list(zip(P.unbind(-3), keys.unbind(-3), strict=True))
             return
@@ -227,7 +227,7 @@ def _chunked(x: Tensor, N: int) -> Tensor:
     """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
     C = min(CHUNK, max(N, 1))
     length = max(N, 1) + -N % C
-    return F.pad(x, (0, 0, 0, length - x.shape[-2])).unflatten(-2, (length // C, C))
+    return extend(x, length - x.shape[-2]).unflatten(-2, (length // C, C))
 
 
 # --- ridge ----------------------------------------------------------------------------------------
@@ -349,10 +349,10 @@ def lasso_attention(
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
     fused : bool, optional
-        True: run the Triton kernels of `derived_attention.kernels`, an error where they cannot run;
-        False: never. Left out: on a GPU, for at most 16 iterations, 128 features of q and 128 of v.
-        They store no codes at all, but make them again for each step: with 5 of them that is twice
-        as many products. In bfloat16 they multiply in bfloat16, and add in float32.
+        True: run the Triton kernels of `derived_attention.kernels`, an error where they cannot run,
+        as for more than 16 iterations, or 128 features of q or of v. False, or left out: PyTorch's
+        form. Kernels store no codes at all, but make them again for each step: with 5 of them that
+        is twice as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
@@ -384,9 +384,9 @@ def _runs_kernels(
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] > WIDEST:
             obstacle = f"{name} has {x.shape[-1]} features; expected at most {WIDEST}"
-    if fused and obstacle:
+    if obstacle:
         raise ValueError(f"fused is True, and {obstacle}")
-    return not obstacle and 0 not in (q.numel(), k.numel(), v.numel())
+    return 0 not in (q.numel(), k.numel(), v.numel())
 
 
 def _prepare_lasso(
