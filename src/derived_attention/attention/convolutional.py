@@ -375,6 +375,7 @@ class Conv1DAttention(_ConvolvedAttention):
         `is_causal`.
     """
 
+    shown: tuple[str, ...] = ("causal",)
     refused = ("attn_mask",)
 
     def __init__(

@@ -63,7 +63,7 @@ class MixtureAttention(MultiheadAttention):
         `linear`, which has no Gaussians; for `fused` with `linear`.
     """
 
-    shown = ("kind", "components")
+    shown = ("kind", "components", "fixed_variances", "mixture")
     priors: Tensor | None
 
     def __init__(
