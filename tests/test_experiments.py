@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import linecache
 import math
 import multiprocessing
 import os
@@ -585,3 +586,187 @@ def test_a_data_set_is_compared_by_its_values(tmp_path):
 
     values = [run_grid(make(v), [{"seed": 0}], tmp_path)[0]["mean"] for v in (1.0, 2.0, 1.0)]
     assert values == [1, 2, 1] and len(list(tmp_path.rglob("*.json"))) == 2
+
+
+# --- Modules of the reader's own, beside the page ------------------------------------------------
+
+HELPER = "import json\nFACTOR = 2\n\ndef scale(x):\n    return FACTOR * x\n"
+WAYS = {  # how a page reaches helper.py: what it imports, and what the function says
+    "a module": ("import beside_helper", "beside_helper.scale(seed)"),
+    "a function": ("from beside_helper import scale", "scale(seed)"),
+    "another name": ("import beside_helper as h", "h.FACTOR * seed"),
+    "a partial": (
+        "import functools, beside_helper\nrun = functools.partial(beside_helper.scale, 3)",
+        "run() + seed",
+    ),
+    "a closure": (
+        "from beside_helper import scale\ndef close(f):\n    return lambda x: f(x)\n"
+        "g = close(scale)",
+        "g(seed)",
+    ),
+    "a class": (
+        "import beside_other\nclass Model(beside_other.Base):\n    pass",
+        "Model().value(seed)",
+    ),
+    "in the function": ("", "__import__('math').floor(seed) + own(seed)"),
+    "through another": ("import beside_other", "beside_other.twice(seed)"),
+    "a submodule": ("import beside_package.inner", "beside_package.inner.scale(seed)"),
+    "a relative import": ("from beside_package import outer", "outer.scale(seed)"),
+    "a namespace": ("from beside_space import part", "part.scale(seed)"),
+}
+OTHER = "import beside_helper\n\ndef twice(x):\n    return 2 * beside_helper.scale(x)\n\n"
+OTHER += "class Base:\n    def value(self, x):\n        return beside_helper.scale(x)\n"
+BESIDE = {
+    "beside_helper.py": HELPER,
+    "beside_other.py": OTHER,
+    "beside_package/__init__.py": "",
+    "beside_package/inner.py": "from beside_helper import scale\n",
+    "beside_package/outer.py": "from .inner import scale\n",
+    "beside_space/part.py": "from beside_helper import *\n",
+}
+
+
+class Beside:
+    """A page, and modules beside it that can be edited, as a reader would with a new kernel."""
+
+    def __init__(self, folder):
+        self.folder, self.store = folder, folder / "store"
+        for name, text in BESIDE.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+
+    def edit(self, old, new, name="beside_helper.py"):
+        path = self.folder / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    def forget(self):
+        """Begin as a new kernel does."""
+        for name in [name for name in sys.modules if name.startswith("beside_")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+
+    def load(self, way="a module"):
+        head, body = WAYS[way]
+        local = "    from beside_helper import scale as own\n" if "own(" in body else ""
+        text = f"{head}\n\ndef train_once(seed):\n{local}    return {{'value': {body}}}\n"
+        path = self.folder / "beside_page.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("beside_page", path)
+        module = importlib.util.module_from_spec(spec)
+        linecache.checkcache()
+        exec(compile(text, str(path), "exec"), module.__dict__)
+        return module.train_once
+
+    def run(self, function=None, **how):
+        """Return the value, and whether a run was made for it."""
+        function = self.load() if function is None else function
+        before = len(list(self.store.rglob("*.json")))
+        (result,) = run_grid(function, [{"seed": 3}], self.store, **how)
+        return result["value"], len(list(self.store.rglob("*.json"))) > before
+
+    def again(self, way="a module"):
+        self.forget()
+        return self.run(self.load(way))
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits are quicker than a file's clock
+    beside = Beside(tmp_path)
+    yield beside
+    beside.forget()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_constant_of_a_module_beside_the_page_is_noticed(beside, way):
+    first, made = beside.again(way)
+    assert made and beside.again(way) == (first, False)
+    beside.edit("FACTOR = 2", "FACTOR = 5  # more")
+    changed, made = beside.again(way)
+    assert made and changed != first
+    beside.edit("FACTOR = 5  # more", '"""Say."""\nFACTOR = 2')  # only what is code counts
+    assert beside.again(way) == (first, False)
+
+
+def test_a_module_that_the_function_does_not_reach_is_not_noticed(beside):
+    beside.again()
+    beside.edit("def twice", "X = 1\n\ndef twice", "beside_other.py")
+    assert not beside.again()[1]
+
+
+def test_what_memory_has_counts_where_a_file_was_edited_after_its_import(beside):
+    """Else a result of the old code would lie under the key of the new, and be found for ever."""
+    function = beside.load()
+    assert beside.run(function) == (6, True)
+    beside.edit("FACTOR * x", "FACTOR * x + 1")
+    assert beside.run(function)[0] == 6
+    assert beside.again() == (7, True)
+    importlib.reload(sys.modules["beside_helper"])
+    assert beside.run(beside.load()) == (7, False)
+
+
+def test_the_function_itself_may_be_older_than_its_file(beside):
+    (beside.folder / "beside_tasks.py").write_text("def train(seed):\n    return {'value': seed}\n")
+
+    def train():
+        return importlib.import_module("beside_tasks").train
+
+    assert beside.run(train()) == (3, True)
+    beside.edit("'value': seed", "'value': seed + 1", "beside_tasks.py")
+    assert beside.run(train()) == (3, True)
+    beside.forget()
+    assert beside.run(train()) == (4, True)
+
+
+def test_a_function_of_before_a_reload_is_not_the_one_of_after(beside):
+    function = beside.load("a function")
+    beside.edit("FACTOR * x", "FACTOR * x + 1")
+    importlib.reload(sys.modules["beside_helper"])
+    assert beside.run(function) == (6, True)
+    assert beside.again("a function") == (7, True)
+
+
+def test_a_constant_that_is_set_from_outside_is_noticed(beside, monkeypatch):
+    function = beside.load()
+    assert beside.run(function) == (6, True)
+    monkeypatch.setattr(sys.modules["beside_helper"], "FACTOR", 4)
+    assert beside.run(function) == (12, True)
+    monkeypatch.undo()
+    assert beside.run(function) == (6, False)
+
+
+def test_what_a_module_counts_for_itself_changes_no_key(beside):
+    beside.edit("FACTOR = 2", "FACTOR = 2\ncalls = 0\nseen = []")
+    beside.edit("    return", "    global calls\n    calls += 1\n    seen.append(x)\n    return")
+    function = beside.load()
+    assert beside.run(function) == (6, True)
+    assert beside.run(function) == (6, False)
+
+
+def test_the_package_counts_where_a_module_beside_the_page_reaches_it(beside, monkeypatch):
+    beside.edit("import json", "from derived_attention import claims")
+    beside.again()
+    texts, name = experiments.PACKAGE.texts, "derived_attention.claims"
+    monkeypatch.setitem(texts, name, f"{texts[name]}\nX = 1\n")
+    assert beside.again()[1]
+
+
+def test_compiled_modules_beside_the_page_count_by_their_bytes(beside):
+    import sysconfig
+
+    library = beside.folder / f"beside_fast{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library.write_bytes(b"one")
+    beside.edit("def scale(x):", "def scale(x):\n    if x < 0:\n        import beside_fast")
+    beside.again()
+    library.write_bytes(b"two")
+    assert beside.again()[1]
+
+
+def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before():
+    """What is stored stays found: modules of readers' own are added where there are any."""
+    from derived_attention import tasks
+
+    assert len(experiments._identity(summarise)) == len(experiments._identity(tasks.recall)) == 4

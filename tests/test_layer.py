@@ -14,6 +14,7 @@ from helpers import Largest, cuda
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import derived_attention
 from derived_attention.attention.layer import ALL, KEY, QUERY, MultiheadAttention
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.softmax import attention_weights, softmax_attention
@@ -452,6 +453,46 @@ def test_multi_query_layers_with_their_own_feature_sizes():
 def test_a_layer_prints_its_heads():
     assert "num_heads=3" in repr(MultiheadAttention(E, H))
     assert "kv_heads=1" in repr(MultiheadAttention(E, H, kv_heads=1))
+
+
+def of(kind, **options):
+    return functools.partial(getattr(derived_attention, kind), 8, 2, **options)
+
+
+window = derived_attention.window_attention
+ALIKE = {  # layers with the same parameters that are not the same function
+    "a mechanism": [of("MultiheadAttention", attention=f) for f in (softmax_attention, window)],
+    "its options": [
+        of("MultiheadAttention", attention=functools.partial(window, window=w)) for w in (2, 3)
+    ],
+    "dropout": [of("MultiheadAttention", dropout=p) for p in (0.0, 0.3)],
+    "recentring": [of("NormalizedAttention", center_keys=x) for x in (True, False)],
+    "a base": [
+        of("MultiresolutionAttention", scales=[1, 2], attention=f)
+        for f in (softmax_attention, derived_attention.linear_attention)
+    ],
+    "causality": [of("Conv1DAttention", causal=x) for x in (True, False)],
+    "a feature map": [
+        of("FMMAttention", window=2, feature_maps=(getattr(derived_attention, f),))
+        for f in ("elu_feature_map", "flipped_elu_feature_map")
+    ],
+    "variances": [of("MixtureAttention", variances=x) for x in (2.5, (1.0, 3.0))],
+    "options of a mixture": [of("MixtureAttention", mixture=x) for x in ({}, {"scale": 0.3})],
+    "primal features": [
+        of("PrimalAttention", directions=2, landmarks=4, feature_map=f)
+        for f in (torch.tanh, derived_attention.cosine_feature_map)
+    ],
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_layers_that_differ_have_other_texts(what):
+    """By which `fit` knows a checkpoint of another model, where the parameters do not show it."""
+    one, two, again = (make() for make in (*ALIKE[what], ALIKE[what][0]))
+    assert {k: x.shape for k, x in one.state_dict().items()} == {
+        k: x.shape for k, x in two.state_dict().items()
+    }
+    assert repr(one) != repr(two) and repr(one) == repr(again) and " at 0x" not in repr(one)
 
 
 # --- errors, beside those of `test_contract_layers` ----------------------------------------------

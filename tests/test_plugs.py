@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_all_close, every_causal_mechanism, every_mechanism
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
-from derived_attention import plugs
+from derived_attention import elu_feature_map, flipped_elu_feature_map, linear_attention, plugs
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.mechanisms import MECHANISMS, Entry
 
@@ -186,7 +193,7 @@ def with_projections(name, plug, length, W, b):
         layer = MultiheadAttention(E, H, attention=run)
     else:
         layer = run(E, H, **{x: vars(plug)[x] for x in ("grid", "class_token") if x in vars(plug)})
-    state = {key: x.detach() for key, x in plug.state_dict().items()}
+    state = {key: x.detach() for key, x in plug.state_dict().items() if "_extra_" not in key}
     if "key_weight" in state:
         state["key_bias"] = state["key_weight"] @ b[E : 2 * E]
         state["key_weight"] = state["key_weight"] @ W[E : 2 * E]
@@ -338,6 +345,294 @@ def test_a_registry_entry_says_what_matters_to_a_query(name):
     assert same(one.roll(1, 1), turned) == (entry.alone and not entry.placed)
 
 
+# --- Transformers: to the disk and back ----------------------------------------------------------
+
+
+def output(model):
+    given = {"decoder_input_ids": IDS.flip(0)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(IDS, **given)[0]
+
+
+def saved(model, folder, **how):
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+@every_mechanism
+def test_a_folder_is_loaded_as_what_it_was(name, tmp_path):
+    """And not otherwise: what Transformers alone says names the package and the mechanism."""
+    model = equipped("Bert", name)
+    folder = saved(model, tmp_path / "one")
+    wanted = rf"derived_attention.plugs.load: {name}\("
+    assert re.match(wanted, json.loads((folder / "config.json").read_text())["attn_implementation"])
+    for kind in (transformers.BertModel, transformers.AutoModel):
+        with pytest.raises(ValueError, match=wanted):
+            kind.from_pretrained(folder)
+    one = plugs.load(folder)
+    assert type(one) is transformers.BertModel and not one.training
+    assert torch.equal(output(one), output(model))
+    two = plugs.load(saved(one, tmp_path / "two", max_shard_size="2KB"))
+    assert (tmp_path / "two" / "model.safetensors.index.json").exists()
+    assert two.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in two.state_dict().items())
+    assert torch.equal(output(copy.deepcopy(two)), output(model))
+    half = plugs.load(saved(model.bfloat16(), folder))  # a second time, into the same folder
+    assert {x.dtype for x in half.parameters()} == {torch.bfloat16}
+    assert torch.equal(output(half), output(model))
+    assert plugs.load(folder, dtype=torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("window", {"window": 2}),
+        ("strided", {"stride": 5}),
+        ("conv1d", {"kernel_size": 3}),
+        ("performer", {"features": 3}),
+        ("fmm", {"window": 1, "feature_maps": (flipped_elu_feature_map, elu_feature_map)}),
+        ("fmm", {"window": 0, "feature_maps": [elu_feature_map]}),
+        ("mrs", {"scales": [1, 1, 4, 4]}),
+        ("mrs", {"scales": (1, 2, 2, 2), "attention": linear_attention}),
+        ("mrs", {"scales": (1, 2, 2, 2), "attention": partial(linear_attention, scale=0.3)}),
+        ("mgk", {"components": 3}),
+        ("mgk", {"variances": (1.0, 3.0)}),
+        ("bn", {"beta": 0.3}),
+        ("ridge", {"lam": 0.2}),
+        ("lasso", {"iterations": 2}),
+    ],
+)
+def test_options_travel(name, options, tmp_path):
+    model = disturbed(plugs.equip(make("Llama"), name, N, **options))
+    default = equipped("Llama", name)
+    assert not torch.allclose(output(default), output(model), atol=1e-4)
+    folder = saved(model, tmp_path)
+    one = plugs.load(folder)
+    assert torch.equal(output(one), output(model))
+    with pytest.raises((ValueError, RuntimeError)):  # other options, or other shapes
+        default.load_state_dict(model.state_dict())
+    two = plugs.equip(make("Llama"), name, N, **options)
+    two.load_state_dict(model.state_dict())
+    assert torch.equal(output(two), output(model))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_loaded(family, tmp_path):
+    name = "softmax" if family == "T5" else "mgk"  # T5 adds a bias to scores
+    model = equipped(family, name)
+    one = plugs.load(saved(model, tmp_path))
+    assert type(one) is type(model) and torch.equal(output(one), output(model))
+    assert one.config._attn_implementation == f"derived:{name}"
+    assert one.state_dict().keys() == model.state_dict().keys()
+    one.save_pretrained(tmp_path / "again")
+    assert torch.equal(output(plugs.load(tmp_path / "again")), output(model))
+
+
+def test_parts_are_loaded_as_they_were(tmp_path):
+    for family, parts in {
+        "Bart": {"model.encoder": "luna"},
+        "T5": {"encoder": "mgk", "decoder": "softmax"},
+    }.items():
+        model = make(family)
+        for path, name in parts.items():
+            disturbed(plugs.equip(model.get_submodule(path), name, N))
+        one = plugs.load(saved(model, tmp_path / family))
+        for path in ("", *parts):
+            found, wanted = (
+                x.get_submodule(path).config._attn_implementation for x in (one, model)
+            )
+            assert found == wanted
+        given = {"decoder_input_ids": IDS}
+        if family == "Bart":
+            assert torch.equal(one(IDS, **given)[0], model(IDS, **given)[0])
+        assert one.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_whole_and_another_part_of_it(tmp_path):
+    model = disturbed(plugs.equip(make("Bart"), "linear", N))
+    disturbed(plugs.equip(model.model.encoder, "luna", N))
+    disturbed(plugs.equip(model.model.encoder, "mra", N))  # a second time
+    one = plugs.load(saved(model, tmp_path))
+    assert torch.equal(output(one), output(model))
+    kinds = [part.config._attn_implementation for part in (one, one.model.encoder)]
+    assert kinds == ["derived:linear", "derived:mra"]
+
+
+def test_with_a_head_or_without(tmp_path):
+    model = equipped("Llama", "mgk")
+    bare = plugs.load(saved(model, tmp_path / "head"), transformers.LlamaModel)
+    assert torch.equal(output(bare), model.model(IDS)[0])
+    bare = plugs.load(saved(bare, tmp_path / "bare"))
+    assert type(bare) is transformers.LlamaModel
+    again = plugs.load(tmp_path / "bare", transformers.LlamaForCausalLM)
+    assert torch.equal(output(again.model), output(bare))
+    again.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="derived_attention.plugs.load: mgk"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    encoder = plugs.load(saved(equipped("T5", "mgk"), tmp_path / "T5"), transformers.T5EncoderModel)
+    assert encoder.config._attn_implementation == "derived:mgk"
+    with pytest.raises(ValueError, match="at model.layers.0.self_attn.*; expected the class that"):
+        plugs.load(tmp_path / "head", transformers.BertModel)
+
+
+STRANGER = """
+import sys
+sys.modules["derived_attention"] = None
+import torch
+try:
+    import torchvision
+except RuntimeError:  # as in plugs.mend_torchvision
+    for name in ("nms", "qnms"):
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{name}", schema)
+import transformers
+
+def refused(kind, folder):
+    try:
+        kind.from_pretrained(folder)
+    except ValueError as error:
+        return str(error)
+
+whole, part = sys.argv[1:]
+print(refused(transformers.AutoModel, whole))
+print(refused(transformers.LlamaForCausalLM, whole))
+print(refused(transformers.T5ForConditionalGeneration, part))
+del sys.modules["derived_attention"]
+from derived_attention import plugs
+print(refused(transformers.AutoModel, whole))
+plugs.register()
+print(refused(transformers.AutoModel, whole))
+"""
+
+
+def test_a_stranger_does_not_get_softmax(tmp_path):
+    """Who has not the package gets an error, or where a part alone was equipped, a warning."""
+    whole = saved(plugs.equip(make("Llama"), "window", window=2), tmp_path / "whole")
+    model = make("T5")
+    plugs.equip(model.encoder, "luna", N)
+    part = saved(model, tmp_path / "part")
+    path = str(Path(plugs.__file__).parents[1])
+    program = f"import sys; sys.path.insert(0, {path!r})\n{STRANGER}"
+    command = [sys.executable, "-c", program, whole, part]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *errors, warned, imported, registered = done.stdout.splitlines()
+    assert len(errors) == 2 and warned == "None", done
+    for error in (*errors, imported, registered):
+        assert '"derived_attention.plugs.load: window(window=2)"` is not supported' in error
+    assert re.search(
+        r"SelfAttention.derived_attention.luna._extra_state +. UNEXPECTED", done.stderr
+    )
+
+
+def rewritten(folder, name, change):
+    """The folder, with other records."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    for key in [key for key in state if key.endswith("_extra_state")]:
+        record = json.loads(bytes(state[key].tolist()))
+        change(record)
+        text = json.dumps(record).encode()
+        state.pop(key)
+        key = key.replace(".window.", f".{name}.")
+        state[key] = torch.tensor(list(text), dtype=torch.uint8)
+    save_file(state, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("mgkk", {}, "has the mechanism 'mgkk', which this version of derived_attention has n"),
+        ("window", {"radius": 3}, "options {'radius': 3}, which this version .* no option radius"),
+        (
+            "mgk",
+            {"radius": 3},
+            "mgk with the options {'radius': 3}, which this .* 'radius'",
+        ),
+        (
+            "window",
+            {"window": {"other": "x"}},
+            "the option window was x, which no file",
+        ),
+        ("window", {"window": {"function": "os.system"}}, "the option window was os.system, wh"),
+        (
+            "window",
+            {"window": {"function": "derived_attention.plugs.os"}},
+            "plugs.os, which no f",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_said(name, options, error, tmp_path):
+    folder = saved(plugs.equip(make("Llama"), "window", N), tmp_path)
+    rewritten(folder, name, lambda record: record.update(options=options))
+    with pytest.raises(ValueError, match=error):
+        plugs.load(folder)
+
+
+def test_what_is_no_such_folder_is_said(tmp_path):
+    folder = saved(make("Llama"), tmp_path)
+    with pytest.raises(ValueError, match="folder is .*, where no model.safetensors has an att"):
+        plugs.load(folder)
+    folder = saved(plugs.equip(make("Llama"), "linear"), tmp_path)
+    with pytest.raises(TypeError, match="kind is .*AutoModel.*LlamaForCausalLM.*; expected a cl"):
+        plugs.load(folder, transformers.AutoModel)
+
+
+def test_a_function_of_ones_own_is_for_its_owner_to_give(tmp_path):
+    def square(x):
+        return x.square()
+
+    maps = {"feature_maps": (square,)}
+    model = plugs.equip(make("Llama"), "fmm", N, **maps)
+    with pytest.raises(ValueError, match="feature_maps was .*square, which no file .* equip it"):
+        plugs.load(saved(model, tmp_path))
+    other = plugs.equip(make("Llama"), "fmm", N, **maps)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)  # tied weights
+    assert torch.equal(output(other), output(model))
+
+
+def test_state_dicts_are_of_one_mechanism(tmp_path):
+    """The same shapes are not the same model: a plain one, other options, another mechanism."""
+    model = plugs.equip(make("Llama"), "window", window=2)
+    state = model.state_dict()
+    with pytest.raises(
+        RuntimeError, match=r"Unexpected key.*derived_attention.window._extra_state"
+    ):
+        make("Llama").load_state_dict(state)
+    with pytest.raises(RuntimeError, match="derived_attention.linear._extra_state"):
+        plugs.equip(make("Llama"), "linear").load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key.*derived_attention.window._extra_state"):
+        plugs.equip(make("Llama"), "window").load_state_dict(make("Llama").state_dict())
+    other = plugs.equip(make("Llama"), "window", window=3)
+    with pytest.raises(ValueError, match="window with the options {'window': 2}; expected {'windo"):
+        other.load_state_dict(state)
+    with pytest.raises(
+        TypeError, match="window has no option wide; it has dropout_p, scale, enable_gqa, window"
+    ):
+        plugs.equip(make("Llama"), "window", wide=3)
+    torch.save(state, tmp_path / "state.pt")
+    same = plugs.equip(make("Llama"), "window", window=2)
+    same.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(output(same), output(model))
+
+
+def test_equipped_twice_is_equipped_with_the_last(tmp_path):
+    model = disturbed(plugs.equip(plugs.equip(make("Llama"), "mgk"), "bn", N))
+    assert not any("mgk" in key for key in model.state_dict())
+    assert torch.equal(output(plugs.load(saved(model, tmp_path))), output(model))
+
+
+def test_what_is_trained_by_a_name_alone_is_saved_with_it(tmp_path):
+    plugs.register()
+    model = make("Llama", attn_implementation="derived:linear")
+    assert "attn_implementation" not in json.loads(model.config.to_json_string())
+    trains_one = model.train()(IDS, labels=IDS).loss
+    trains_one.backward()
+    folder = saved(model.eval(), tmp_path)
+    for one in (transformers.LlamaForCausalLM.from_pretrained(folder), plugs.load(folder)):
+        assert torch.equal(output(one), output(model))
+
+
 # --- timm ----------------------------------------------------------------------------------------
 
 
@@ -402,6 +697,27 @@ def test_a_refusal_leaves_nothing_behind():
     with pytest.raises(ValueError, match="luna"):
         plugs.equip(model, "luna")
     assert [name for name, _ in model.named_parameters()] == before
+
+
+@every_mechanism
+def test_what_timm_loads_is_what_was_saved(name, tmp_path):
+    model = disturbed(plugs.equip_timm(vision(), name))
+    save_model(model, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=rf"blocks.0.attn.derived_attention.{name}._extra_state"):
+        load_model(vision(), tmp_path / "model.safetensors")
+    other = plugs.equip_timm(vision(), name)
+    load_model(other, tmp_path / "model.safetensors")
+    assert torch.equal(other(IMAGES), model(IMAGES))
+
+
+def test_timm_refuses_other_options_and_a_plain_model(tmp_path):
+    model = plugs.equip_timm(vision(), "mrs", scales=[1, 1, 1, 2])
+    with pytest.raises(ValueError, match=r"mrs with the options .*'scales': \[1, 1, 1, 2\].*; exp"):
+        plugs.equip_timm(vision(), "mrs").load_state_dict(model.state_dict())
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": E, "num_heads": H, "depth": 2}
+    with pytest.raises(RuntimeError, match="derived_attention.mrs._extra_state"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **sizes)
 
 
 def test_timm_drops_in_training_only():

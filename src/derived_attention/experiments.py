@@ -1,9 +1,11 @@
 """Grids of runs: each result is stored as soon as it is there, and a finished run is not repeated.
 
 A result is found again by a key: what the function is (its source, and the source and values of
-what it reads from its own page), what it was given, the code of this package that it reaches, the
-version of PyTorch, and the profile. Change any of them, and the run is made again. A comment in the
-package, or a module that the function has nothing to do with, changes nothing.
+what it reads from its own page), what it was given, the code that it reaches of this package and of
+modules of your own, the version of PyTorch, and the profile. Change any of them, and the run is
+made again. A comment in the package, or a module that the function has nothing to do with, changes
+nothing. Other installed packages do not count, nor files that are read, nor modules that are
+imported by a name made at run time.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import filelock
 import numpy as np
 import torch
 
-from derived_attention import __version__, cluster, runtime
+from derived_attention import __version__, cluster, own_modules, runtime
 from derived_attention.runtime import (
     cache_dir,
     current_profile,
@@ -66,6 +68,10 @@ def run_grid(
     progress: bool = True,
 ) -> list[Result]:
     """Call ``function(**config)`` for each config of the grid, or read its stored result.
+
+    A stored result is one of the same function: see the head of this module for what counts. A
+    module of your own, beside the page or in a checkout, counts with its code and all that it
+    imports, once it is imported again; a constant in it also when you set it from outside.
 
     In the profile ``full`` it says before it starts how many runs there are to make, and after the
     first one how long that took and what the others will. Stop it when you like, or kill it: what
@@ -490,27 +496,45 @@ def _identity(function: Callable[..., Any]) -> list[Any]:
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
     dtype = torch.get_default_dtype()
-    other = [] if dtype == torch.float32 else [str(dtype)]
+    other: list[Any] = [] if dtype == torch.float32 else [str(dtype)]
+    own = own_modules.closure(trace.named)
+    for name, file in sorted(own.items()):
+        trace.reached |= PACKAGE.imported(file.text)
+        other.append([name, file.digest, _shown(own_modules.changed(name, file))])
     return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile(), *other]
+
+
+def _shown(found: dict[str, Any]) -> dict[str, Any]:
+    """Return values as something `digest` takes: of those that it does not, the type."""
+    shown = {}
+    for name, value in found.items():
+        try:
+            shown[name] = digest(value)
+        except TypeError:
+            shown[name] = type(value).__qualname__
+    return shown
 
 
 class _Trace:
     """Turns a function into what `digest` takes: sources and values of what it reads from its page.
 
     A function or class of another module counts by its name. For one of this package, `reached`
-    gets its module, whose code is part of the key; for PyTorch's, the version is.
+    gets its module, whose code is part of the key; for PyTorch's, the version is. Among `named`,
+    which are all modules that were met, are those of the reader's own.
     """
 
     def __init__(self, page: str) -> None:
         self.page = page
         self.seen: set[int] = set()
         self.reached: set[str] = set()
+        self.named: set[str] = set()
 
     def of(self, value: Any, name: str) -> Any:
         """Return `value`, which the function knows as `name`, as something `digest` takes."""
         value = inspect.unwrap(value) if callable(value) else value
         if isinstance(value, types.ModuleType):
             self.reached |= PACKAGE.modules(value.__name__)
+            self.named.add(value.__name__)
             return ["module", value.__name__]
         if isinstance(value, functools.partial):
             return ["partial", self.of([value.func, value.args, value.keywords], name)]
@@ -537,19 +561,32 @@ class _Trace:
         full_name = f"{value.__module__}.{value.__qualname__}"
         if value.__module__ != self.page or id(value) in self.seen:
             self.reached |= PACKAGE.modules(full_name)
-            return ["named", full_name]
+            return ["named", full_name, *self._elsewhere(value, full_name)]
         self.seen.add(id(value))
-        parts = _class_parts(value) if isinstance(value, type) else _function_parts(value)
-        self.reached |= _imports(parts.get("<source>", ""))
+        if isinstance(value, type):
+            parts = _class_parts(value)
+        else:
+            parts = _function_parts(value)
+            self._follow(value, parts)
         return [full_name, {part: self.of(parts[part], part) for part in parts}]
 
+    def _elsewhere(self, value: Any, full_name: str) -> list[Any]:
+        """Note what is defined in another module; return its code if its file says other code."""
+        if value.__module__ == self.page:
+            return []
+        self.named.add(full_name)
+        found = own_modules.changed_code(value) if own_modules.is_own(value.__module__) else {}
+        return [found] if found else []
 
-def _imports(source: str) -> set[str]:
-    """Return the modules of the package that a function imports in its body."""
-    try:
-        return PACKAGE.imported(textwrap.dedent(source))
-    except SyntaxError:  # a lambda in the middle of a statement, which imports nothing
-        return set()
+    def _follow(self, function: Any, parts: dict[str, Any]) -> None:
+        """Note the modules that a function of this page imports in its body, or names by a dot."""
+        with contextlib.suppress(SyntaxError):  # a lambda in a statement, which imports nothing
+            source = textwrap.dedent(parts["<source>"])
+            self.reached |= PACKAGE.imported(source)
+            self.named |= own_modules.imported(source, function.__globals__.get("__package__"))
+        for part in parts.values():
+            if isinstance(part, types.ModuleType):
+                self.named.update(own_modules.submodules(part, _names(function.__code__)))
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
@@ -565,6 +602,7 @@ def _function_parts(function: Any) -> dict[str, Any]:
     return {
         "<source>": source,
         "<defaults>": [function.__defaults__, function.__kwdefaults__],
+        **({"<code>": changed} if (changed := own_modules.changed_code(function)) else {}),
         **{name: known[name] for name in _globals_read(code) if name in known},
         **{name: cell.cell_contents for name, cell in closure},
     }
@@ -572,11 +610,13 @@ def _function_parts(function: Any) -> dict[str, Any]:
 
 def _globals_read(code: types.CodeType) -> list[str]:
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in reads}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(_globals_read(constant))
-    return sorted(names)
+    parts = [code, *own_modules.codes(code)]
+    return sorted({i.argval for c in parts for i in dis.get_instructions(c) if i.opname in reads})
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return all names in code, also those behind a dot."""
+    return {name for part in [code, *own_modules.codes(code)] for name in part.co_names}
 
 
 def _class_parts(cls: type) -> dict[str, Any]:

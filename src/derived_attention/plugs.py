@@ -8,16 +8,24 @@ the model it is put into: it is trained, moved and saved with it.
 `equip` puts a mechanism into a model of Transformers, `equip_timm` into a vision transformer of
 timm. `torch.nn.TransformerEncoderLayer` needs no plug: any layer of the registry may be its
 ``self_attn``.
+
+On disk a plugged model is no other one. Its state dict has a record for each layer, with the name
+of the mechanism in its key and the options in its value, and the configuration that Transformers
+saves asks for `load`: without it, ``from_pretrained`` raises an error that names both.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
+import json
 import math
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +34,14 @@ from torch import Tensor, nn
 from derived_attention.attention.convention import share_heads
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.masks import Mask, allowed, within
-from derived_attention.attention.mechanisms import MECHANISMS, Entry, get_attention
+from derived_attention.attention.mechanisms import MECHANISMS, PUBLIC, Entry, get_attention
 
-PREFIX = "derived:"  # of the names that Transformers knows them by
+PREFIX = "derived:"  # of the names that Transformers knows them by,
+SAVED = "derived_attention.plugs.load: "  # and of those in files, which it does not know
 LENGTH = 1024  # tokens that sample options are made for, where nobody said another number
 CHILD = "derived_attention"  # of a module that attends: the layer that it was equipped with
 OTHERS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)  # modules that attend others
+CALLED_WITH = ("q", "k", "v", "attn_mask", "is_causal")  # arguments that are no options
 REFUSED = ("softcap", "s_aux", "output_attentions", "cache")  # arguments that no mechanism has
 
 # --- a layer without projections -----------------------------------------------------------------
@@ -66,6 +76,8 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     ------
     ValueError
         For a name that is not in the registry.
+    TypeError
+        For an option that there is not.
     """
     get_attention(name)  # raises for another name
     entry = MECHANISMS[name]
@@ -73,6 +85,9 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     layer: Any
     if entry.layer == Entry.layer:
         common |= {key: options.pop(key) for key in ("device", "dtype") if key in options}
+        known = [x for x in inspect.signature(entry.fast).parameters if x not in CALLED_WITH]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(known)}")
         run = functools.partial(entry.plug(length, H, D), **options)
         layer = MultiheadAttention(H * D, H, attention=run, **common)
     else:
@@ -81,6 +96,88 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     del layer.in_proj_weight
     layer.projected, layer.out_proj = False, _Nothing(like)
     return layer
+
+
+class Record(nn.Module):
+    """What a layer in somebody else's model is: a name, and options. State dicts carry it.
+
+    A state dict without it, of another mechanism or of none, lacks a key. One with other options is
+    refused. As extra state it is no buffer: nothing averages or converts it.
+    """
+
+    def __init__(self, name: str, length: int, options: dict[str, Any], path: str = "") -> None:
+        super().__init__()
+        self.name, self.length, self.path = name, length, path
+        self.options = {key: _encode(x) for key, x in sorted(options.items())}
+
+    def get_extra_state(self) -> Tensor:
+        """Return the record as the bytes of JSON, in a tensor."""
+        text = json.dumps({key: vars(self)[key] for key in ("length", "path", "options")})
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise ValueError if `state` is the record of another layer."""
+        there = _read_record(state)["options"]
+        if there != self.options:
+            raise ValueError(
+                f"the state has {self.name} with the options {there}; expected {self.options}, as "
+                "in the model: other options make another model of the same parameters"
+            )
+
+    def extra_repr(self) -> str:
+        """Show the options."""
+        return ", ".join(f"{key}={x}" for key, x in self.options.items())
+
+
+def _recorded(layer: Any, name: str, H: int, D: int, length: int, path: str, options: Any) -> Any:
+    """Give a layer its record: the options that it has been made with, also those of the sample."""
+    sample = MECHANISMS[name].plug(length, H, D).keywords  # type: ignore[attr-defined]
+    kept = {k: x for k, x in (sample | options).items() if k not in ("length", "device", "dtype")}
+    layer.add_module(name, Record(name, length, kept, path))
+    layer.plugged = name
+    return layer
+
+
+def _read_record(state: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(state.cpu().tolist()))
+
+
+def _encode(value: Any) -> Any:
+    """Return an option as JSON: what it has no word for is a dict of a word and the rest."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        inner = [_encode(x) for x in value]
+        return inner if isinstance(value, list) else {"tuple": inner}
+    if isinstance(value, dict):
+        return {"dict": {key: _encode(x) for key, x in value.items()}}
+    if isinstance(value, functools.partial):
+        return {"partial": [_encode(x) for x in (value.func, value.args, value.keywords)]}
+    name = getattr(value, "__qualname__", None)
+    return {"function": f"{value.__module__}.{name}"} if name else {"other": repr(value)}
+
+
+def _decode(name: str, value: Any) -> Any:
+    """Return the option `name` that `_encode` has made JSON of; of functions, our public ones."""
+    if isinstance(value, list):
+        return [_decode(name, x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    kind, inner = next(iter(value.items()))
+    if kind == "tuple":
+        return tuple(_decode(name, inner))
+    if kind == "dict":
+        return {key: _decode(name, x) for key, x in inner.items()}
+    if kind == "partial":
+        function, args, keywords = (_decode(name, x) for x in inner)
+        return functools.partial(function, *args, **keywords)
+    module, _, attribute = inner.rpartition(".")
+    if kind == "function" and PUBLIC.get(attribute) == module:
+        return getattr(importlib.import_module(module), attribute)
+    raise ValueError(
+        f"the option {name} was {inner}, which no file holds; expected to get it from you: build "
+        "the model, equip it with the same options, and call load_state_dict"
+    )
 
 
 def _has_state(layer: nn.Module) -> bool:
@@ -157,7 +254,8 @@ def register() -> None:
 
     After it, ``attn_implementation="derived:linear"`` is a mechanism with the sample options of the
     registry for 1024 tokens. One that learns something needs a place for it: `equip`. Masks are
-    registered too, as without them Transformers makes none, and padding is attended.
+    registered too, as without them Transformers makes none, and padding is attended. A model that
+    is trained so is saved with the name, and can be loaded after `register`.
     """
     import transformers  # here, as timm below: each takes seconds, and one may do without the other
 
@@ -198,28 +296,160 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
     if not asking:
         kind = type(model).__name__
         raise ValueError(f"model is a {kind}; expected one that asks AttentionInterface")
-    layers = []
-    for path, module in asking:
-        causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
-        cross = not causal and OTHERS.search(path) is not None
-        _check_kind(name, causal, cross)
-        like = next(module.parameters())
-        own = options | {"device": like.device, "dtype": like.dtype}
-        own |= _if_taken(name, causal=causal)
-        layer = make_heads(name, H, D, length, **own)
-        layer.plugged, layer.cross = name, cross
-        layers.append(layer.train(module.training))
+    layers = [_layer_for(module, path, name, length, options) for path, module in asking]
     for (_, module), layer in zip(asking, layers, strict=True):  # all of them, or none
         module.add_module(CHILD, layer)
-    configs: dict[int, Any] = {}  # copies: the rest of a model that this is a part of keeps its own
+    _say(model, layers[0])
+    return model
+
+
+def _layer_for(module: Any, path: str, name: str, length: int, options: dict[str, Any]) -> Any:
+    """Make the layer for a module that attends, which lies at `path` in what is equipped."""
+    causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
+    cross = not causal and OTHERS.search(path) is not None
+    _check_kind(name, causal, cross)
+    like = next(module.parameters())
+    own = options | _if_taken(name, causal=causal)
+    layer = make_heads(name, H, D, length, device=like.device, dtype=like.dtype, **own)
+    layer.cross = cross
+    return _recorded(layer, name, H, D, length, path, own).train(module.training)
+
+
+def _say(model: Any, layer: Any) -> None:
+    """Let the configurations of a model ask for a layer: in memory by name, on disk for `load`.
+
+    They are copies: the rest of a model that this is a part of keeps its own.
+    """
+    name = layer.plugged
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
         if hasattr(config, "_attn_implementation"):
             if id(config) not in configs:
                 configs[id(config)] = copy.deepcopy(config)
                 configs[id(config)]._attn_implementation = PREFIX + name
+                text = f"{SAVED}{name}({layer.get_submodule(name).extra_repr()})"
+                configs[id(config)].attn_implementation = text
             module.config = configs[id(config)]
+
+
+def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
+    """Load a model of Transformers that was equipped and saved by its ``save_pretrained``.
+
+    Parameters
+    ----------
+    folder : path
+        Where it is, with the weights in safetensors, in one file or several.
+    kind : class, optional
+        Such as ``transformers.LlamaForCausalLM``; the one that was saved where it is left out.
+    given
+        Arguments of ``from_pretrained``, such as `dtype` and `device_map`.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        Equipped as it was, in evaluation mode.
+
+    Raises
+    ------
+    ValueError
+        For a folder without such a model, a mechanism or option that this version does not have,
+        an option that no file holds (a function that is not of this package), and what `equip`
+        refuses.
+    TypeError
+        If `kind` is no class of models.
+
+    Examples
+    --------
+    >>> plugs.equip(model, "window", window=8).save_pretrained("mine")  # doctest: +SKIP
+    >>> model = plugs.load("mine")  # doctest: +SKIP
+    """
+    import transformers
+
+    register()
+    records, states = _read_plugs(Path(folder))
+    config = getattr(kind, "config_class", transformers.AutoConfig).from_pretrained(folder)
+    if not records and not str(config._attn_implementation).startswith(PREFIX):
+        raise ValueError(
+            f"folder is {folder}, where no model.safetensors has an attention of {CHILD}; expected "
+            "one that save_pretrained of an equipped model has made"
+        )
+    if kind is None:
+        kind = getattr(transformers, next(iter(config.architectures or []), ""), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise TypeError(
+            f"kind is {kind!r}, and {folder} was saved by {config.architectures}; expected a class "
+            "of models, such as transformers.LlamaForCausalLM"
+        )
+    if records:
+        config._attn_implementation = None
+    kept = [*(kind._keys_to_ignore_on_load_unexpected or ()), rf"\.{CHILD}\."]
+    quiet: Any = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": kept})
+    model = quiet.from_pretrained(folder, config=config, **given)
+    model.__class__ = kind
+    parts = {}
+    for path, saved in _places(model, records, folder).items():
+        name, record = records[saved]
+        inner = path if saved == record["path"] else record["path"]  # in what was equipped
+        module = model.get_submodule(path)
+        options = {key: _decode(key, x) for key, x in record["options"].items()}
+        try:
+            layer = _layer_for(module, inner, name, record["length"], options)
+            layer.load_state_dict(states[saved])
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{folder} has {name} with the options {record['options']}, which this version of "
+                f"{CHILD} does not take: {error}"
+            ) from error
+        module.add_module(CHILD, layer)
+        parts[path.removesuffix(inner).rstrip(".")] = layer
+    for part in sorted(parts, key=len):  # an encoder may be equipped with another than the whole
+        _say(model.get_submodule(part), parts[part])
     return model
+
+
+def _read_plugs(folder: Path) -> tuple[dict[str, tuple[str, dict]], dict[str, dict[str, Tensor]]]:
+    """Return names and records of the plugs in a folder, and their state dicts, by their places."""
+    from safetensors import safe_open
+
+    records: dict[str, tuple[str, dict]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is no dict)
+                path, found, inner = key.partition(f".{CHILD}.")
+                if found:
+                    states.setdefault(path, {})[inner] = tensors.get_tensor(key)
+                    name, is_record, _ = inner.rpartition("._extra_state")
+                    if is_record:
+                        records[path] = name, _read_record(states[path][inner])
+    for name, _ in records.values():
+        if name not in MECHANISMS:
+            raise ValueError(
+                f"{folder} has the mechanism {name!r}, which this version of {CHILD} has not; it "
+                f"has {', '.join(MECHANISMS)}"
+            )
+    return records, states
+
+
+def _places(model: Any, records: dict[str, Any], folder: Any) -> dict[str, str]:
+    """Return for each module that attends the place that it was saved from.
+
+    A model without a head has its modules one step higher than one that has it, or the reverse.
+    """
+    asking = [path for path, x in model.named_modules() if _asks(x)]
+    found = {}
+    for path in asking:
+        alike = [x for x in records if f".{x}".endswith(f".{path}") or path.endswith(f".{x}")]
+        if path in records or len(alike) == 1:
+            found[path] = path if path in records else alike[0]
+    lost = sorted(records.keys() - set(found.values()))
+    if lost and len(found) < len(asking):
+        raise ValueError(
+            f"{folder} has attention of {CHILD} at {', '.join(lost)}, where a "
+            f"{type(model).__name__} has none; expected the class that was saved"
+        )
+    return found
 
 
 def _asks(module: nn.Module) -> bool:
@@ -306,6 +536,9 @@ def _attention_forward(
     _check_kind(name, causal, cross)
     if layer is None or layer.plugged != name:
         layer = _shared(name, H, D, causal)
+        config: Any = getattr(module, "config", None)
+        if module.training and getattr(config, "_attn_implementation", None) == PREFIX + name:
+            config.attn_implementation = PREFIX + name  # what is trained with it is saved with it
     if getattr(layer, "causal", causal) != causal:
         raise ValueError(
             f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "
@@ -489,7 +722,9 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
         attn = model.get_submodule(path)
         like = {"device": attn.qkv.weight.device, "dtype": attn.qkv.weight.dtype}
         length = first + math.prod(grid)
-        layer = make_heads(name, attn.num_heads, attn.head_dim, length, **known | options, **like)
+        H, D, own = attn.num_heads, attn.head_dim, known | options
+        layer = make_heads(name, H, D, length, **own, **like)
+        _recorded(layer, name, H, D, length, "", own)
         parent, _, last = path.rpartition(".")
         setattr(
             model.get_submodule(parent), last, TimmAttention(attn, name, layer).train(attn.training)

@@ -75,12 +75,7 @@ class Sources:
 
     def imported(self, source: str) -> set[str]:
         """Return the modules that `source` imports directly, anywhere in it."""
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import):
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        names = (name for level, name in imports(source) if not level)
         return set().union(*map(self.modules, names))
 
     def dependencies(self, modules: Iterable[str]) -> set[str]:
@@ -114,6 +109,19 @@ class Sources:
             words = set(re.findall(r"\w+", f"{source} {state}"))
             state.append(sorted(look for look in self.looks.items() if look[0] in words))
         return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+@cache
+def imports(source: str) -> tuple[tuple[int, str], ...]:
+    """Return what `source` imports, anywhere in it: ``from .a import b`` is (1, "a.b")."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            first = f"{node.module}." if node.module else ""
+            found += [(node.level, f"{first}{alias.name}") for alias in node.names]
+    return tuple(found)
 
 
 @cache

@@ -329,7 +329,7 @@ def _check_places(
 class _ConvolvedAttention(MultiheadAttention):
     """What Attention-Conv1D and -Conv2D have in common: filters for each head."""
 
-    shown = ("filters", "shared")
+    shown: tuple[str, ...] = ("filters", "shared")
     because = "a convolved token holds its neighbours, and is the same for every query"
     mixes = True
     causal, sides = False, 1
@@ -375,6 +375,7 @@ class Conv1DAttention(_ConvolvedAttention):
         `is_causal`.
     """
 
+    shown = ("causal",)
     refused = ("attn_mask",)
 
     def __init__(
@@ -402,7 +403,7 @@ class Conv1DAttention(_ConvolvedAttention):
 class _OnGrid(MultiheadAttention):
     """A layer whose tokens lie on a grid, after a class token if there is one."""
 
-    shown = ("grid", "class_token")
+    shown: tuple[str, ...] = ("grid", "class_token")
     mixes = True
 
     def __init__(

@@ -489,7 +489,7 @@ class FMMAttention(MultiheadAttention):
         As in `fmm_attention`; a module's parameters become the layer's.
     """
 
-    shown = ("window",)
+    shown = ("window", "feature_maps")
 
     def __init__(
         self,

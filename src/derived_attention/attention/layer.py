@@ -11,6 +11,7 @@ heads. Its forward pass is written once. A layer of another kind overrides one o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -102,7 +103,11 @@ class MultiheadAttention(nn.Module):
     # forward by its own fused softmax attention, whatever the mechanism is.
     _qkv_same_embed_dim = False
 
-    shown: tuple[str, ...] = ("num_heads", "kv_heads")  # attributes that `extra_repr` tells
+    shown: tuple[str, ...] = (
+        "num_heads",
+        "kv_heads",
+        "attention",
+    )  # attributes that `extra_repr` tells
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
     weighs = True  # whether there are attention weights to return: what it computes is A V
@@ -322,8 +327,9 @@ class MultiheadAttention(nn.Module):
         """Show what the parameters do not; a checkpoint tells two layers apart by this text."""
         kinds = reversed(type(self).__mro__)
         names = [name for kind in kinds for name in vars(kind).get("shown", ())]
+        names += ["dropout"] if self.projected and self.dropout else []
         names += [] if self.projected else ["projected"]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return ", ".join(f"{name}={_text(getattr(self, name))}" for name in names)
 
     # --- the steps, for layers of other kinds to override ----------------------------------------
 
@@ -426,6 +432,19 @@ class MultiheadAttention(nn.Module):
             return self.attend(run, q, k, v, mask), None
         A = F.dropout(self.attend(run, q, k, None, mask), drop)
         return A @ v, A  # (B, H', N, M) @ (B, H', M, D)
+
+
+def _text(value: Any) -> str:
+    """Return an option as text, the same in every process: of functions the names."""
+    if isinstance(value, functools.partial):
+        given = [_text(x) for x in value.args]
+        given += [f"{key}={_text(x)}" for key, x in value.keywords.items()]
+        return f"{_text(value.func)}({', '.join(given)})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, nn.Module):  # it is a part of the layer, and shown as one
+        return type(value).__name__
+    return getattr(value, "__qualname__", None) or str(value)
 
 
 def _beyond(lengths: list[int], x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class MixtureAttention(MultiheadAttention):
         `linear`, which has no Gaussians.
     """
 
-    shown = ("kind", "components")
+    shown = ("kind", "components", "fixed_variances", "mixture")
     priors: Tensor | None
 
     def __init__(

@@ -258,7 +258,7 @@ class NormalizedAttention(MultiheadAttention):
         As in `normalized_attention`.
     """
 
-    shown = ("betas", "eps", "attention")
+    shown = ("betas", "eps", "center_keys")
 
     def __init__(
         self,

@@ -449,7 +449,7 @@ class PrimalAttention(MultiheadAttention):
         `ksvd_objectives`, so that `derived_attention.training.Regularised` can add it to a loss.
     """
 
-    shown = ("directions", "landmarks", "data_dependent", "sampling")
+    shown = ("directions", "landmarks", "data_dependent", "sampling", "feature_map")
     weighs = False
     sketch: Tensor | None
 
