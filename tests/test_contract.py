@@ -30,6 +30,7 @@ from helpers import (
     every_mechanism_with_weights,
     relative_errors,
     takes_no_bias,
+    written_as_numbers,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -211,6 +212,20 @@ def test_masks_over_keys(name):
         case = Case(name, attn_mask=mask)
         moved = case.copied(lambda key, x, h=hidden: x + 5 * h if key in ("k", "v") else x)
         assert_all_close([moved.run()], [case.run()], 1e-10, f"{name}, what {mask.dtype} hides")
+
+
+@every_mechanism
+def test_who_is_absent_may_be_written_as_any_large_negative_number(name):
+    """As Transformers does, and others: it is in no statistic, filter or pool."""
+    m = keys_of(name)
+    keep = boolean(B, 1, 1, m)
+    keep[1] = False
+    for mask in [keep] + [boolean(N, m)] * MECHANISMS[name].any_mask:
+        for form in FORMS:
+            exact = Case(name, attn_mask=mask).results(form)
+            for numbers in written_as_numbers(mask):
+                what = f"{name}, {form}, {numbers.dtype}, {numbers.min()}"
+                assert_all_close(Case(name, attn_mask=numbers).results(form), exact, 1e-10, what)
 
 
 @every_mechanism

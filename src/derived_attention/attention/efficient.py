@@ -70,9 +70,10 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: finite or -inf; there is no score of one key to
-        add it to, so e to its power, as a share of the largest such power, multiplies the key and
-        its value. So 0 and -inf mean what True and False do, and what is masked is in no sum.
+        True where a key may be attended. Floating: finite or -inf, as which -8192 and below count;
+        there is no score of one key to add it to, so e to its power, as a share of the largest
+        such power, multiplies the key and its value. So 0 and -inf mean what True and False do,
+        and what is masked is in no sum.
     is_causal : bool
         False: a sum of keys holds the future of all of them but one.
     key_projection : Tensor

@@ -288,7 +288,7 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there. Floating: 0 or -inf.
+        True where a key is there. Floating: 0 or -inf, as which -8192 and below count.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
@@ -391,7 +391,8 @@ def lasso_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there; else it takes no part. Floating: 0 or -inf.
+        True where a key is there; else it takes no part. Floating: 0 or -inf, as which
+        -8192 and below count.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
