@@ -98,6 +98,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
+def written_as_numbers(keep):
+    """The masks, 0 where `keep` is True, that libraries write in each dtype to say it is False."""
+    for dtype in DTYPES:
+        least = torch.finfo(dtype).min
+        for number in (-math.inf, least, -1e30, -1e9, -1e4):
+            if number >= least or number == -math.inf:
+                yield torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, number)
+
+
 def additive(mask, bias=0.0):
     """The floating mask of a boolean one, as nn.TransformerEncoderLayer makes it."""
     return torch.zeros(mask.shape, dtype=torch.float64).add(bias).masked_fill(~mask, -math.inf)

@@ -30,6 +30,7 @@ from helpers import (
     every_mechanism_with_weights,
     relative_errors,
     takes_no_bias,
+    written_as_numbers,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,6 +215,20 @@ def test_masks_over_keys(name):
 
 
 @every_mechanism
+def test_who_is_absent_may_be_written_as_any_large_negative_number(name):
+    """As Transformers does, and others: it is in no statistic, filter or pool."""
+    m = keys_of(name)
+    keep = boolean(B, 1, 1, m)
+    keep[1] = False
+    for mask in [keep] + [boolean(N, m)] * MECHANISMS[name].any_mask:
+        for form in FORMS:
+            exact = Case(name, attn_mask=mask).results(form)
+            for numbers in written_as_numbers(mask):
+                what = f"{name}, {form}, {numbers.dtype}, {numbers.min()}"
+                assert_all_close(Case(name, attn_mask=numbers).results(form), exact, 1e-10, what)
+
+
+@every_mechanism
 def test_masks_that_differ_between_queries_are_taken_or_refused(name):
     m = keys_of(name)
     keeps = [boolean(N, m), boolean(B, 1, N, m), boolean(B, H, N, m), boolean(1, 1, N, 1)]
@@ -264,7 +279,7 @@ def test_causal_attention_sees_no_future_bit_for_bit(name):
         for t in range(last) if last < 10 else {0, 15, min(64, last - 1), min(127, last - 1)}:
             what = f"{name}, {n}, {m}, {dtype}, {t}"
             past, future = (..., slice(t + 1), slice(None)), (..., slice(t + 1, None), slice(None))
-            for size in (5, 1e4):  # a huge future moves no bit either
+            for size in (5, 1e4, 1e7):  # a huge future moves no bit either
                 changed = disturbed(case, t, size).run()
                 assert torch.equal(out[past], changed[past]), what
                 assert not torch.equal(out[future], changed[future]), what

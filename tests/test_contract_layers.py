@@ -17,6 +17,7 @@ from helpers import (
     every_mechanism_with_weights,
     relative_errors,
     takes_no_bias,
+    written_as_numbers,
 )
 from torch import nn
 
@@ -97,8 +98,9 @@ def test_layer_is_saved_copied_and_moved(name):
 @every_mechanism
 def test_layer_takes_padding_as_absence(name):
     layer, x = make_layer(name), sequences()
-    out, added = output(layer, x, GONE), torch.zeros(B, N).double().masked_fill(GONE, -math.inf)
-    assert_all_close([output(layer, x, added)[~GONE]], [out[~GONE]], 1e-10, "floating")
+    out = output(layer, x, GONE)
+    for added in written_as_numbers(~GONE):
+        assert_all_close([output(layer, x, added)], [out], 1e-10, f"{added.dtype}, {added.min()}")
     y = x + 5 * GONE[..., None]
     for need_weights in (False, True):
         assert_all_close([layer(y, y, y, GONE, need_weights)[0][~GONE]], [out[~GONE]], 1e-10)

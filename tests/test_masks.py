@@ -17,6 +17,7 @@ from derived_attention.attention.masks import (
     flat_heads,
     masked_softmax,
     open_dead_rows,
+    settled,
     within,
 )
 
@@ -60,6 +61,21 @@ def test_no_kernel_meets_a_row_of_nothing():
     assert opened.tolist() == [[0, NO], [0, 0]] and alive.tolist() == [[T], [F]]
     large = torch.tensor([[1e5, 0.0]])  # more than float16 holds: not +inf, which is NaN later
     assert open_dead_rows(large, torch.float16)[0].tolist() == [[65504, 0]]
+
+
+def test_numbers_far_below_zero_say_that_nobody_is_there():
+    bias = torch.tensor([[0.0, -8191.0, -8192.0], [3.0, -1e30, NO]], requires_grad=True)
+    assert settled(bias).tolist() == [[0, -8191, NO], [3, NO, NO]]
+    assert allowed(bias).tolist() == [[T, T, F], [T, F, F]]
+    for same in (torch.tensor([T, F]), torch.tensor([1.0, -8191, NO]), bias[:, :0]):
+        assert settled(same) is same, "a large mask that holds none is not copied"
+    wide = torch.zeros(1, 4).expand(3, 4)
+    assert settled(wide) is wide
+    (slope,) = torch.autograd.grad(settled(bias).exp().sum(), bias)
+    assert slope[0].tolist() == [1, 0, 0] and bool(slope.isfinite().all())
+    x = torch.zeros(1, 2, 4)
+    mask = Mask.of_layer(None, torch.tensor([[0.0, -1e30]]), False, x, x, 1)
+    assert mask.given.tolist() == [[[[0, NO]]]] and mask.keys.tolist() == [[[T, F]]]
 
 
 def test_masks_are_restricted_to_a_pattern():

@@ -6,9 +6,11 @@ import functools
 import itertools
 import math
 
+import cases
 import pytest
 import torch
-from helpers import B, H, assert_all_close, boolean, output_and_gradients
+from cases import Case, added, assert_forms_agree
+from helpers import B, H, Largest, assert_all_close, boolean, output_and_gradients
 from helpers import qkv as any_qkv
 
 from derived_attention.attention.layer import MultiheadAttention
@@ -26,35 +28,49 @@ qkv = functools.partial(any_qkv, n=N, m=M)
 FORMS = mra_attention, mra_attention_reference
 
 
-def pair_by_pair(q, k, v, block, kept, sparse, keep, asked, bias=None):
+def kept_of(mass, kept, over):
+    """The best blocks of keys for each block of queries, of masses {queries: {keys: mass}}."""
+    if over == "rows":
+        return {at: sorted(row, key=row.get, reverse=True)[:kept] for at, row in mass.items()}
+    top = {at: max(row.values(), default=0) for at, row in mass.items()}
+    pairs = [(m - top[at], at, J) for at, row in mass.items() for J, m in row.items()]
+    best = sorted(pairs, reverse=True)[: kept * len(mass)]
+    return {at: [J for _, i, J in best if i == at] for at in mass}
+
+
+def pair_by_pair(q, k, v, block, kept, over, sparse, keep, asked, bias=None):
     """The equations of one head, one query and one key after the other, as in no fast code."""
     q = q / math.sqrt(q.shape[-1])
     bias = torch.zeros(len(k), dtype=q.dtype) if bias is None else bias
     there = torch.arange(len(k))[keep].tolist()
     blocks = sorted({j // block for j in there})
-    out = []
-    for i in range(len(q)):
-        mates = [t for t in range(len(q)) if t // block == i // block and asked[t]]
-        q_bar = sum(q[t] for t in mates) / max(len(mates), 1) if mates else 0 * q[i]
-        pooled, mass = {}, {}
+    out, pooled, mass = [], {}, {}
+    for at in sorted({i // block for i in range(len(q))}):
+        mates = [t for t in range(len(q)) if t // block == at and asked[t]]
+        q_bar = sum(q[t] for t in mates) / max(len(mates), 1) if mates else 0 * q[0]
         for J in blocks:
             own = [j for j in there if j // block == J]
             total = sum(bias[j].exp() for j in own)
             k_bar = sum(bias[j].exp() * k[j] for j in own) / total
-            pooled[J] = q_bar @ k_bar
-            mass[J] = float((pooled[J] + total.log()).detach())
-        best = sorted(blocks, key=mass.get, reverse=True)[:kept]
+            pooled[at, J] = q_bar @ k_bar
+            if mates:
+                mass.setdefault(at, {})[J] = float((pooled[at, J] + total.log()).detach())
+    choice = kept_of(mass, kept, over)
+    for i in range(len(q)):
+        at = i // block
+        best = choice.get(at, [])
         rows = [j for j in there if j // block in best or not sparse]
         scores = [
-            (q[i] @ k[j] if j // block in best else pooled[j // block]) + bias[j] for j in rows
+            (q[i] @ k[j] if j // block in best else pooled[at, j // block]) + bias[j] for j in rows
         ]
         weights = torch.stack(scores).softmax(0) if rows else None
         out.append(weights @ v[rows] if rows else 0 * v.sum(0) + 0 * q.sum())
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("over", ["rows", "map"])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_both_forms_are_the_equations(sparse):
+def test_both_forms_are_the_equations(sparse, over):
     padded = torch.arange(N) < 14  # some queries of a block are padding, and a whole block
     for block, kept, m in [(4, 2, M), (4, 2, 24), (1, 3, 7), (5, 1, M), (32, 1, M), (10, 2, 3)]:
         everyone = torch.ones(m, dtype=torch.bool)
@@ -63,7 +79,7 @@ def test_both_forms_are_the_equations(sparse):
         masks = [(everyone, None), (gone, None), (gone, torch.linspace(-3, 3, m).double())]
         for (keep, bias), asked in itertools.product(masks, (padded | True, padded)):
             given = keep if bias is None else bias.masked_fill(~keep, -math.inf)
-            own = {"block": block, "kept": kept, "sparse": sparse}
+            own = {"block": block, "kept": kept, "over": over, "sparse": sparse}
 
             def naive(*qkv, own=own, rest=(keep, asked, bias)):
                 heads = zip(*qkv, strict=True)
@@ -82,8 +98,9 @@ def test_all_blocks_kept_are_softmax_attention():
     for form in FORMS:
         for options in ({"kept": 6}, {"kept": 10**6}, {"block": 23, "kept": 1}, {"block": 10**6}):
             for mask in (None, boolean(M), torch.linspace(-3, 3, M, dtype=torch.float64)):
-                for sparse in (False, True):
-                    own = {"block": BLOCK, "sparse": sparse, "attn_mask": mask, **options}
+                for sparse, over in itertools.product((False, True), ("rows", "map")):
+                    own = {"block": BLOCK, "sparse": sparse, "over": over, **options}
+                    own["attn_mask"] = mask
                     ours = output_and_gradients(form, qkv(), **own)
                     theirs = output_and_gradients(softmax_attention, qkv(), attn_mask=mask)
                     assert_all_close(ours, theirs, 1e-12, f"{form.__name__}, {own}")
@@ -103,6 +120,44 @@ def test_the_blocks_of_largest_pooled_score_are_kept():
     pooled = q.unflatten(-2, (5, BLOCK)).mean(-2) @ k.unflatten(-2, (6, BLOCK)).mean(-2).mT
     threshold = pooled.topk(KEPT, -1).values[..., -1:]
     assert torch.equal(exact.all(-1).all(-1), pooled >= threshold)
+
+
+def test_over_the_map_blocks_go_where_many_are_almost_the_best():
+    """The choice of Zeng's code: of pooled scores less the largest of their row."""
+    differ = 0
+    for seed in range(50):
+        q, k, _ = qkv((H,), n=20, m=24, seed=seed)
+        A = mra_attention_weights(q, k, block=BLOCK, kept=KEPT, over="map", sparse=True)
+        found = A.unflatten(-1, (6, BLOCK)).unflatten(-3, (5, BLOCK)).transpose(-2, -3) > 0
+        found = found.all(-1).all(-1)  # (H, 5, 6)
+        pooled = q.unflatten(-2, (5, BLOCK)).mean(-2) @ k.unflatten(-2, (6, BLOCK)).mean(-2).mT
+        pooled = pooled / math.sqrt(q.shape[-1])
+        near = (pooled - pooled.amax(-1, keepdim=True)).flatten(-2)
+        threshold = near.topk(5 * KEPT, -1).values[..., -1:]
+        assert torch.equal(found.flatten(-2), near >= threshold)
+        assert bool(found.any(-1).all()), "each row keeps its best"
+        ours = mra_attention_weights(q, k, block=BLOCK, kept=KEPT, sparse=True)
+        differ += not torch.equal(ours > 0, A > 0)
+    assert differ > 40
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_over_the_map_as_all_that_is_promised_of_rows(sparse):
+    """What the contract holds for the registry's options, for this one."""
+    own = {"over": "map", "sparse": sparse, "kept": 2, "block": 4}
+    for mask in (None, boolean(cases.M), boolean(2, 1, 1, cases.M), added("mra", boolean(cases.M))):
+        assert_forms_agree("mra", f"{mask}", attn_mask=mask, **own)
+    case = Case("mra", **own)
+    torch._dynamo.reset()
+    compiled = torch.compile(mra_attention, fullgraph=True, backend="aot_eager")
+    assert_all_close(case.results(compiled), case.results(), 1e-10)
+    x = [torch.stack([x.detach(), x.detach().flip(-2)]) for x in list(case.tensors.values())[:3]]
+    mapped = torch.vmap(functools.partial(mra_attention, **own))(*x)
+    loop = torch.stack([mra_attention(*each, **own) for each in zip(*x, strict=True)])
+    assert_all_close([mapped], [loop], 1e-12)
+    with Largest() as largest:
+        Case("mra", n=1024, m=1024, leading=(1, H), d=2, dv=3, **own).results()
+    assert largest.numel <= 1024**2 / 2
 
 
 def test_a_short_block_counts_for_the_keys_it_has():
@@ -166,10 +221,11 @@ def test_far_blocks_of_any_size_do_not_overflow():
 # --- in a layer, errors --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("over", ["rows", "map"])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_layer_leaves_padded_queries_out_of_pooled_queries(sparse):
+def test_layer_leaves_padded_queries_out_of_pooled_queries(sparse, over):
     torch.manual_seed(0)
-    own = {"block": 4, "kept": 2, "sparse": sparse, "dtype": torch.float64}
+    own = {"block": 4, "kept": 2, "over": over, "sparse": sparse, "dtype": torch.float64}
     layer = MRAAttention(12, 3, **own)
     coarse = multiresolution_layer(MRAAttention)(12, 3, scales=[1, 2, 3], **own)
     x = torch.randn(1, 30, 12, dtype=torch.float64)
@@ -187,7 +243,7 @@ def test_layer_leaves_padded_queries_out_of_pooled_queries(sparse):
 
 def test_layer_says_what_it_is_and_what_it_refuses():
     layer, x = MRAAttention(12, 3, block=8, kept=2, sparse=True), torch.randn(2, 9, 12)
-    assert "block=8, kept=2, sparse=True" in repr(layer)
+    assert "block=8, kept=2, over=rows, sparse=True" in repr(layer)
     with pytest.raises(ValueError, match="is_causal is given; expected False: the pooled query"):
         layer(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="attn_mask is given; expected None"):
@@ -199,6 +255,7 @@ BAD = [
     ({"block": 2.0}, TypeError, "block is of type float"),
     ({"kept": 0}, ValueError, "kept is 0; expected a whole number, at least 1"),
     ({"kept": True}, TypeError, "kept is of type bool"),
+    ({"over": "columns"}, ValueError, "over is 'columns'; expected 'rows' or 'map'"),
     ({"sparse": 1}, TypeError, "sparse is 1; expected True or False"),
     ({"query_mask": [True]}, TypeError, "query_mask is of type list"),
     (

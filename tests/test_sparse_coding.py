@@ -103,6 +103,21 @@ def test_ridge_is_a_regression_of_values_on_keys():
         torch.testing.assert_close(causal[i : i + 1], seen)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("own", [{}, {"exclude_self": True}, {"prefix": 4}])
+def test_ridge_in_float32_is_exact_however_long_keys_are(own, causal):
+    """A query has parts in directions where no key lies: they are in no sum that has to cancel."""
+    how = dict(is_causal=causal, **own)
+    for n in (20, 90):  # fewer keys than features, and more than a chunk
+        for length in (1, 10, 100, 1000):
+            q, k, v = qkv((2,), n=n, m=n + own.get("prefix", 0), d=32, dtype=torch.float32)
+            given = [q, (length * k).detach().requires_grad_(), v]
+            wide = [x.detach().double().requires_grad_() for x in given]
+            exact = output_and_gradients(ridge_attention_reference, wide, **how)
+            errors = relative_errors(output_and_gradients(ridge_attention, given, **how), exact)
+            assert max(errors) < (1e-5 if length == 1000 else 1e-6), (n, length, errors)
+
+
 # --- atoms ----------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from derived_attention.attention.checks import (
     check_probability,
     check_qkv,
 )
-from derived_attention.attention.masks import Mask
+from derived_attention.attention.masks import Mask, settled
 
 # What help() and the API page say of every mechanism; its own docstring has what it adds.
 PARAMETERS = {
@@ -34,7 +34,8 @@ PARAMETERS = {
     float32, float64, bfloat16, float16. B, N and M may be 0; with no key the result is 0.""",
     "attn_mask": """attn_mask : Tensor, optional
     Broadcastable to ``(..., H, N, M)``. Boolean: True where a query may attend. Floating: added
-    to the scores, finite or -inf; if it requires a gradient, PyTorch may store the matrix.""",
+    to the scores, finite or -inf; -8192 or below, such as ``torch.finfo(dtype).min``, counts as
+    -inf. If it requires a gradient, PyTorch may store the matrix.""",
     "dropout_p": """dropout_p : float
     Probability of dropping a weight. Above 0 the (N, M) matrix is stored, and a mechanism
     without a formula for it is asked for A with the identity in the place of V.""",
@@ -50,7 +51,8 @@ COMPONENTS = """q, k, v : Tensor
     ``(..., H, R, M, D)``: R ≥ 1 components for each token, which are masked together."""
 PER_KEY = """attn_mask : Tensor, optional
     A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean: True
-    where a key may be attended. Floating: added to the scores, finite or -inf."""
+    where a key may be attended. Floating: added to the scores, finite or -inf; -8192 or below,
+    such as ``torch.finfo(dtype).min``, counts as -inf."""
 REST = """
 Returns
 -------
@@ -149,7 +151,8 @@ def prepare(
     """Check what all mechanisms have in common; return the mask, and the scale as a float."""
     check_qkv(q, k, v, components)
     check_mask(attn_mask, q, k, is_causal)
-    return Mask(attn_mask, is_causal), None if scale is None else check_positive("scale", scale)
+    mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
+    return mask, None if scale is None else check_positive("scale", scale)
 
 
 def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Tensor:

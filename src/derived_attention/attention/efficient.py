@@ -19,18 +19,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism, check_count, check_parameter
+from derived_attention.attention.checks import Mechanism, check_count, check_parameter, may_look_at
 from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
+    CHUNK,
+    SEGMENT,
     FeatureMap,
-    causal_average,
     elu_feature_map,
     linear_attention,
     linear_attention_reference,
@@ -69,9 +70,10 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: finite or -inf; there is no score of one key to
-        add it to, so e to its power, as a share of the largest such power, multiplies the key and
-        its value. So 0 and -inf mean what True and False do, and what is masked is in no sum.
+        True where a key may be attended. Floating: finite or -inf, as which -8192 and below count;
+        there is no score of one key to add it to, so e to its power, as a share of the largest
+        such power, multiplies the key and its value. So 0 and -inf mean what True and False do,
+        and what is masked is in no sum.
     is_causal : bool
         False: a sum of keys holds the future of all of them but one.
     key_projection : Tensor
@@ -201,9 +203,9 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
 
     A factor of each query divides out, and so does one of each feature, taken from the keys and put
     on the queries. It is that of the largest key, so that no sum of weights is below 1. Where
-    `is_causal` there is none, as it may not know what comes: in float32, keys longer than about
-    13 ⁴√D count for nothing, and a row is zeros that has no other. And √R φ(k)_r is cut at e⁵⁹,
-    which a key reaches that all but equals w_r ⁴√D, if ‖w_r‖² is above 118.
+    `is_causal` it is the largest so far, as a query may not know what comes. Keys may grow by any
+    factor: where features of some grow by e⁴⁴ within 64 positions, twice as much work is done for
+    256 of them, and for all where data cannot be looked at, as under ``torch.compile``.
 
     Parameters
     ----------
@@ -212,7 +214,7 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     """
     W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
-        return causal_average(functools.partial(_both_features, W, scale), q, k, v)
+        return _causal(q, k, v, W, scale)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
         parts = [
@@ -221,11 +223,114 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
         return torch.cat(parts, -2).to(q.dtype)
 
 
-def _both_features(W: Tensor, scale: float, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return features of q and k; keys know neither of each other nor of any largest one."""
-    logarithms = _logarithms(k, W, scale)
-    most = 2 / 3 * math.log(torch.finfo(logarithms.dtype).max)  # leaves room for a long sum
-    return _query_features(q, W, scale, W.new_zeros(len(W), 1)), logarithms.clamp(max=most).exp_()
+class _Sums(NamedTuple):
+    """What queries have of all keys before a chunk: Σ_j φ(k_j)_r exp(−c_r) [v_j, 1], and c."""
+
+    sums: Tensor  # (..., R, Dv + 1)
+    top: Tensor  # (..., 1, R): the largest log √R φ(k_j)_r so far
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
+    """Walk over the positions in segments, and carry `_Sums` from one to the next."""
+    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
+    ends = [*range(SEGMENT, N, segment_length(q)), N]
+    starts = [0, *ends[:-1]]
+    rows, past, outputs = math.sqrt(scale) * W.to(wide(q)), None, []
+
+    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
+        sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
+        return x[..., :n, :].split(sizes, -2)
+
+    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
+        with full_precision(q.device):
+            n, values = q_s.shape[-2], with_ones(v_s, rows.dtype)
+            a, logs = q_s.to(rows.dtype) @ rows.mT, _logarithms(k_s, W, scale)
+            a, logs, values = _chunks(a, n), _chunks(logs, n, -math.inf), _chunks(values, n)
+            sums, past = _causal_segment(a, logs, values, past)
+            outputs.append(sums[..., :n, :])
+    return torch.cat(outputs, -2).to(q.dtype)
+
+
+def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
+    """Append rows to (..., m, ·), m ≤ n; cut it in chunks (..., n / C, C, ·), C a power of 2."""
+    size = CHUNK
+    while size > 1 and size // 2 >= n:
+        size //= 2
+    length = max(n + -n % size, size)
+    return extend(x, length - x.shape[-2], value=fill).unflatten(-2, (-1, size))
+
+
+def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
+    """Averages (..., n, Dv) for logarithms of queries a, of keys, and values, all in chunks.
+
+    A feature is taken relative to the largest one among the keys before the chunk, or to the first
+    key: no later one has a part in a query's numbers. Where a later key is larger by more than
+    half of what a float holds, `_by_halves` has no such limit, and twice the work.
+    """
+    top = logs.detach().amax(-2)  # (..., m, R)
+    first = logs[..., 0, :1, :].detach() if past is None else past.top
+    low = torch.finfo(logs.dtype).min / 4  # not -inf, as -inf - -inf is NaN
+    tops = torch.cat([first, top], -2).cummax(-2).values.clamp(min=low).unsqueeze(-2)
+    before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
+    room = math.log(torch.finfo(logs.dtype).max) / 2
+    slow = None
+    if not may_look_at(logs) or bool((after - before > room).any()):
+        states, end = _states((logs - after).exp_().mT @ v, before, after, past)
+        slow = ratio(_by_halves(a, logs, v, before, states))
+        if not may_look_at(logs):
+            return slow.flatten(-3, -2), end
+    relative = logs - before
+    K = relative.exp_() if slow is None else relative.clamp(max=room).exp_()
+    Q, _ = _powers(a + before)
+    states, sooner = _states((K.mT @ v) * (before - after).mT.exp(), before, after, past)
+    fast = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
+    if slow is None:
+        return fast, sooner
+    late = (relative > room).any(-1).flatten(-2).cumsum(-1) > 0  # and all that follow
+    return torch.where(late.unsqueeze(-1), slow.flatten(-3, -2), fast), end
+
+
+def _states(own: Tensor, before: Tensor, after: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
+    """Add up what chunks have: sums before each, (..., m, R, Dv + 1), and after the last."""
+    state = torch.zeros_like(own[..., 0, :, :]) if past is None else past.sums
+    shrink, states = (before - after).mT.exp(), []
+    for sums, factor in zip(own.unbind(-3), shrink.unbind(-3), strict=True):
+        states.append(state)
+        state = factor * state + sums
+    return torch.stack(states, -3), _Sums(state, after[..., -1, :, :])
+
+
+def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e to the power of x − t, in place, and the largest t of each row, or near -inf."""
+    t = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min / 4)
+    return x.sub_(t).exp_(), t
+
+
+def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tensor) -> Tensor:
+    """Return sums (..., m, C, Dv + 1) up to a factor of each query, for keys of any length.
+
+    A query has itself, the keys before its chunk, and for each power of 2 up to C, if it is in
+    the second half of a block of that many, the keys of the first half. Features of those are
+    taken relative to the largest among them, all of which are in its past.
+    """
+    Q, t = _powers(a + logs)
+    sums, tops = [Q.sum(-1, keepdim=True) * v], [t]
+    Q, t = _powers(a + before)
+    sums, tops = [*sums, Q @ states], [*tops, t]
+    half = 1
+    while half < a.shape[-2]:
+        ours, theirs, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, logs, v))
+        low, keys = torch.finfo(a.dtype).min / 4, theirs[..., 0, :, :]
+        most = keys.detach().amax(-2, keepdim=True).clamp(min=low)
+        Q, t = _powers(ours[..., 1, :, :] + most)
+        part = (Q @ (keys - most).exp_().mT) @ values[..., 0, :, :]
+        nothing = torch.zeros_like(part), torch.full_like(t, low)  # for the first halves
+        sums.append(torch.stack([nothing[0], part], -3).flatten(-4, -2))
+        tops.append(torch.stack([nothing[1], t], -3).flatten(-4, -2))
+        half *= 2
+    most = functools.reduce(torch.maximum, tops)
+    parts = [(t - most).exp() * part for t, part in zip(tops, sums, strict=True)]
+    return functools.reduce(torch.add, parts)
 
 
 def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:

@@ -225,7 +225,8 @@ class MultiheadAttention(nn.Module):
             ``(B, N, embed_dim)``, ``(B, M, kdim)``, ``(B, M, vdim)``, or all three without B, or
             nested.
         key_padding_mask : Tensor, optional
-            ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added.
+            ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added,
+            and padding where it is -8192 or below: -inf, or ``torch.finfo(dtype).min``.
         need_weights, average_attn_weights : bool
             Whether to return the weights as well, and their mean over the heads. True, PyTorch's
             default, stores (N, M) matrices. Another mechanism than softmax is asked for its A with

@@ -86,10 +86,10 @@ def linear_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating, finite or -inf: e to its power multiplies the
-        kernel φ(q_i)ᵀφ(k_j), as adding it to the scores multiplies softmax's exp(q_i·k_j/√D); so
-        0 and -inf mean what True and False do. Where padding comes last, ``is_causal`` alone keeps
-        it from all that is not.
+        True where a key may be attended. Floating, finite or -inf, as which -8192 and below
+        count: e to its power multiplies the kernel φ(q_i)ᵀφ(k_j), as adding it to the scores
+        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. Where
+        padding comes last, ``is_causal`` alone keeps it from all that is not.
     scale : float, optional
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
         softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.

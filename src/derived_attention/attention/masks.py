@@ -3,6 +3,10 @@
 A mask is boolean, True where query i may attend key j, or floating and added to the scores. A query
 that may attend nothing, a dead row, gets zeros: softmax of a row of -∞ would be 0/0, and kernels
 disagree on what that is.
+
+Libraries also write a large negative number where nobody is: ``torch.finfo(dtype).min``, -1e30,
+-1e4. Here a number of `ABSENT` or below says that, as -inf does, for every mechanism alike: it is
+no bias, and its key is in no statistic, pool or filter.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ from derived_attention.attention.checks import (
     check_mask_kind,
     check_mask_values,
     check_shape,
+    may_look_at,
     same_tokens,
 )
+
+ABSENT = -(2.0**13)  # -8192 is a number of every dtype, and e to its power is 0 in all of them
 
 
 def causal_mask(N: int, M: int, device: torch.device | str | None = None) -> Tensor:
@@ -62,7 +69,20 @@ def narrowed(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def allowed(attn_mask: Tensor) -> Tensor:
     """Turn a mask into True where a key may be attended."""
-    return attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > ABSENT
+
+
+def settled(attn_mask: Tensor) -> Tensor:
+    """Return a mask with -inf for every number of `ABSENT` or below; itself, where none is finite.
+
+    To see that, it waits for a GPU, as the check of a floating mask does.
+    """
+    if attn_mask.dtype == torch.bool:
+        return attn_mask
+    absent = attn_mask <= ABSENT
+    if may_look_at(attn_mask) and not bool((absent & (attn_mask != -math.inf)).any()):
+        return attn_mask
+    return attn_mask.masked_fill(absent, -math.inf)
 
 
 def within(keep: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -109,10 +129,10 @@ class Mask:
         if attn_mask is not None:
             two = isinstance(attn_mask, Tensor) and attn_mask.dim() == 2
             shape = (N, M) if two else (math.prod(batch) * num_heads, N, M)
-            _check("attn_mask", attn_mask, query, shape)
+            attn_mask = _checked("attn_mask", attn_mask, query, shape)
             closed.append(attn_mask if two else attn_mask.reshape(*batch, num_heads, N, M))
         if key_padding_mask is not None:
-            _check("key_padding_mask", key_padding_mask, query, (*batch, M))
+            key_padding_mask = _checked("key_padding_mask", key_padding_mask, query, (*batch, M))
             closed.append(key_padding_mask[..., None, None, :])  # (B, 1, 1, M)
         if is_causal and closed:
             closed.append(~causal_mask(N, M, query.device))
@@ -223,10 +243,11 @@ def shared_offset(k: Tensor, mask: Mask) -> Tensor:
     return share.unsqueeze(-2).to(k.dtype) @ k
 
 
-def _check(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> None:
+def _checked(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     check_mask_kind(name, mask, query.device)
     check_shape(name, mask, shape, "(N, M) or (B·H, N, M) for attn_mask, (B, M) for padding")
     check_mask_values(name, mask)
+    return settled(mask)
 
 
 def _open(closed: list[Tensor]) -> Tensor | None:

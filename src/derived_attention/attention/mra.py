@@ -8,9 +8,13 @@ The equation of this module, with queries and keys in blocks I and J of b steps,
 
 where q̄_I and k̄_J are the means of their blocks: the scores have two resolutions, 1 and b. Kept are
 the blocks with the largest Σ_{j ∈ J} exp(q̄_I·k̄_J/√D): their pooled score decides, and how many keys
-they have. Zeng et al. (2022) choose over the whole matrix, so that padded queries, or one row's
-large scores, may take blocks from the others. Here each block of queries has its own `kept` blocks:
-what other rows hold moves no choice, and all rows are equal work.
+they have.
+
+There are two ways to keep `kept` blocks for each of the n = ⌈N/b⌉ blocks of queries. Ours,
+``over="rows"``: each has its own `kept` best. What other rows hold moves no choice, and all rows
+are equal work. That of the code of Zeng et al. (2022), ``over="map"``: the n `kept` best of the
+whole map, by the pooled score less the largest one of its row. So each row keeps its best block,
+and the others go to rows that have many almost as good.
 
 `mra_attention_reference` fills the (N, M) matrix of scores. `mra_attention` computes the kept
 blocks, and lets all others of a row of blocks be one more key: they have the same weights for each
@@ -24,6 +28,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention.checks import (
@@ -45,6 +50,7 @@ from derived_attention.attention.masks import (
 from derived_attention.attention.pooling import windows
 from derived_attention.attention.softmax import sdpa
 
+OVER = ("rows", "map")  # what the best blocks are chosen over
 SCORES = 2**19  # about as many of them at a time on a CPU, for its cache
 LATER = (
     "the pooled query of a block holds its later queries, which would move its coarse scores and "
@@ -57,7 +63,9 @@ class Coarse(NamedTuple):
 
     scores: Tensor  # (..., N/b, M/b): q̄_I·k̄_J/√D
     mass: Tensor  # (..., N/b, M/b): the logarithm of what block J weighs by its pooled score
-    picks: Tensor  # (..., N/b, kept): the blocks of largest mass
+    # (..., n, kept) or (..., n kept): the blocks kept, as places in a map that is written as one
+    # row; what is past its end is none.
+    picks: Tensor
     logs: Tensor | None  # (..., M/b, b): of how often each key counts; None where all count once
 
 
@@ -73,6 +81,7 @@ def mra_attention_weights(
     scale: float | None = None,
     block: int = 32,
     kept: int = 4,
+    over: str = "rows",
     sparse: bool = False,
     query_mask: Tensor | None = None,
 ) -> Tensor:
@@ -81,11 +90,11 @@ def mra_attention_weights(
     Arguments and errors are those of `mra_attention`.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
-    _check(mask, q, block, kept, sparse, query_mask)
+    _check(mask, q, block, kept, over, sparse, query_mask)
     with full_precision(q.device):
         Q, K = _scaled(q, scale), k.to(wide(q))
-        coarse = _coarse(Q, K, mask, query_mask, block, kept)
-        exact = torch.zeros_like(coarse.scores, dtype=torch.bool).scatter(-1, coarse.picks, True)
+        coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
+        exact = _put(torch.zeros_like(coarse.scores, dtype=torch.bool), coarse.picks, True)
         exact, elsewhere = (_spread(x, Q, K, block) for x in (exact, coarse.scores))  # (..., N, M)
         scores = torch.where(exact, Q @ K.mT, elsewhere)
         given = within(exact, mask.given) if sparse else mask.given
@@ -94,10 +103,11 @@ def mra_attention_weights(
 
 @mechanism(weights=mra_attention_weights)
 def mra_attention_reference(
-    q, k, v, mask, scale, *, block=32, kept=4, sparse=False, query_mask=None
+    q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
 ) -> Tensor:
     """H = A V with the whole matrix A of `mra_attention_weights` in memory."""
-    own: dict[str, Any] = dict(block=block, kept=kept, sparse=sparse, query_mask=query_mask)
+    own: dict[str, Any] = dict(block=block, kept=kept, over=over, sparse=sparse)
+    own["query_mask"] = query_mask
     A = mra_attention_weights(q.to(wide(q)), k.to(wide(k)), **mask.keywords, scale=scale, **own)
     with full_precision(q.device):
         return (A.to(wide(q)) @ v.to(wide(q))).to(q.dtype)
@@ -114,11 +124,11 @@ def _spread(x: Tensor, Q: Tensor, K: Tensor, block: int) -> Tensor:
 
 @mechanism(weights=mra_attention_weights, per_key=True)
 def mra_attention(
-    q, k, v, mask, scale, *, block=32, kept=4, sparse=False, query_mask=None
+    q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
 ) -> Tensor:
     """MRA-2 [Zeng2022]: O(N kept b) exact scores, and the (N/b, M/b) pooled ones.
 
-    Every block of queries attends its `kept` blocks of keys exactly. All others are one more key to
+    Every block of queries attends some blocks of keys exactly. All others are one more key to
     it, with the sum of their weights and the mean of their values; MRA-2-s, ``sparse=True``, leaves
     them out. Where `kept` is the number of blocks or more, this is `softmax_attention`. The choice
     of blocks is a constant to the gradient. Sums are in float32 at least, under autocast too.
@@ -130,29 +140,35 @@ def mra_attention(
     block : int
         b, the length of a block, at least 1. The last block may be shorter.
     kept : int
-        Blocks of keys that each block of queries attends exactly, at least 1. A masked key is left
-        out of its pooled key, and a block weighs as much as its keys that are there; with a
-        floating mask m, key j counts exp(m_j) times.
+        Blocks of keys that each block of queries attends exactly, at least 1; the mean number of
+        them with ``over="map"``. A masked key is left out of its pooled key, and a block weighs as
+        much as its keys that are there; with a floating mask m, key j counts exp(m_j) times.
+    over : str
+        ``"rows"``: each block of queries has its own `kept` best blocks, whatever the others hold.
+        ``"map"``, as in the code of [Zeng2022]: of all pairs of blocks those n `kept`, of n blocks
+        of queries, whose pooled score is nearest to the largest of its row; so each has one at
+        least. As many exact scores, but rows have to be put together: half as much time again.
     sparse : bool
         Whether to leave out all other blocks.
     query_mask : Tensor, optional
         Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
         left out of the pooled query of its block.
     """
-    _check(mask, q, block, kept, sparse, query_mask)
+    _check(mask, q, block, kept, over, sparse, query_mask)
     M = k.shape[-2]
     if q.numel() == 0 or kept * block >= M:
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
         Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-        coarse = _coarse(Q, K, mask, query_mask, block, kept)
+        coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
         far, u = _far(coarse, _pooled(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
         if coarse.logs is not None:
             parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
         heads = _heads_at_a_time(q, kept * block)
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
-        H = torch.cat([_attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
+        attend = _attend if over == "rows" else _attend_pairs
+        H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
     H = H.flatten(-3, -2)[..., : q.shape[-2], :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
@@ -166,26 +182,59 @@ def _attend(
     One softmax over both: with the largest of all exponents for t, ``h_i = (Σ_j exp(s_ij − t) v_j +
     exp(far − t) u) / (Σ_j exp(s_ij − t) + exp(far − t))``, or 0 where nothing may be attended.
     """
-    scores = Q @ _take(K, picks).mT  # (heads, N/b, b, kept b)
-    scores = scores if logs is None else scores + _take(logs, picks).mT
+    picks = picks % K.shape[1]
+    scores = Q @ _take(K, picks).flatten(-3, -2).mT  # (heads, N/b, b, kept b)
+    scores = scores if logs is None else scores + _take(logs, picks).flatten(-3, -2).mT
     top = scores.detach().amax(-1, keepdim=True).maximum(far.detach())
     top = top.masked_fill(top == -math.inf, 0)
     near, rest = (scores - top).exp_(), (far - top).exp()
     total = near.sum(-1, keepdim=True) + rest
-    return (near @ _take(V, picks) + rest * u) / total.masked_fill(total == 0, 1)
+    mixed = near @ _take(V, picks).flatten(-3, -2)
+    return (mixed + rest * u) / total.masked_fill(total == 0, 1)
+
+
+def _attend_pairs(
+    Q: Tensor, K: Tensor, V: Tensor, picks: Tensor, far: Tensor, u: Tensor,
+    logs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Do what `_attend` does for pairs of blocks (heads, n kept), of which rows have any number."""
+    (heads, n, b, _), m = Q.shape, K.shape[1]
+    none, picks = (picks == n * m)[..., None, None], picks.clamp(max=n * m - 1)
+    ours, theirs = picks // m, picks % m
+    scores = (_take(Q, ours) @ _take(K, theirs).mT).masked_fill(none, -math.inf)
+    scores = scores if logs is None else scores + _take(logs, theirs).mT  # (heads, n kept, b, b)
+    most = scores.detach().amax(-1)  # (heads, n kept, b)
+    top = far.detach().squeeze(-1).expand(heads, n, b)
+    top = top.scatter_reduce(1, ours.unsqueeze(-1).expand_as(most), most, "amax")
+    top = top.masked_fill(top == -math.inf, 0).unsqueeze(-1)  # (heads, n, b, 1)
+    near, rest = (scores - _take(top, ours)).exp_(), (far - top).exp()
+    parts = near @ F.pad(_take(V, theirs), (0, 1), value=1.0)  # (heads, n kept, b, Dv + 1)
+    rows = (ours + torch.arange(heads, device=Q.device)[:, None] * n).flatten()
+    found = F.pad(u, (0, 1), value=1.0) * rest  # (heads, n, b, Dv + 1)
+    sums = found.flatten(0, 1).index_add(0, rows, parts.flatten(0, 1)).view_as(found)
+    mixed, total = sums.split([u.shape[-1], 1], -1)
+    return mixed / total.masked_fill(total == 0, 1)
 
 
 def _take(x: Tensor, picks: Tensor) -> Tensor:
-    """Return the blocks (heads, n, kept b, D) of (heads, M/b, b, D) that are picked."""
+    """Return the blocks (heads, ..., b, D) of (heads, M/b, b, D) that are picked (heads, ...)."""
     heads, blocks, b, D = x.shape
-    rows = picks + torch.arange(heads, device=x.device)[:, None, None] * blocks
+    first = torch.arange(heads, device=x.device) * blocks
+    rows = picks + first.view(-1, *[1] * (picks.dim() - 1))
     found = x.reshape(heads * blocks, b * D).index_select(0, rows.flatten())
-    return found.view(heads, picks.shape[1], picks.shape[2] * b, D)
+    return found.view(*picks.shape, b, D)
+
+
+def _put(x: Tensor, picks: Tensor, value: Any) -> Tensor:
+    """Return a map (..., N/b, M/b) with a value in the places that are picked."""
+    places = picks.flatten(-2) if picks.dim() == x.dim() else picks
+    row = torch.cat([x.flatten(-2), x.flatten(-2)[..., :1]], -1)  # and a place past the end
+    return row.scatter(-1, places, value)[..., :-1].unflatten(-1, x.shape[-2:])
 
 
 def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
     """Make one key of all other blocks: its score (..., N/b, 1, 1), its value (..., N/b, 1, Dv)."""
-    others = coarse.mass.scatter(-1, coarse.picks, -math.inf)
+    others = _put(coarse.mass, coarse.picks, -math.inf)
     others = torch.full_like(others, -math.inf) if sparse else others
     return _log_sum(others)[..., None, None], (_shares(others) @ values).unsqueeze(-2)
 
@@ -199,15 +248,29 @@ def _heads_at_a_time(q: Tensor, keys: int) -> int:
 
 
 def _coarse(
-    Q: Tensor, K: Tensor, mask: Mask, query_mask: Tensor | None, block: int, kept: int
+    Q: Tensor, K: Tensor, mask: Mask, query_mask: Tensor | None, block: int, kept: int, over: str
 ) -> Coarse:
-    """Score pooled queries against pooled keys, and pick the `kept` best of each row."""
+    """Score pooled queries against pooled keys, and pick the best: of each row, or of the map."""
     logs = _logs(mask, K, block)
     queries = Mask(None if query_mask is None else query_mask.unsqueeze(-2))
-    scores = _pooled(Q, _logs(queries, Q, block), block) @ _pooled(K, logs, block).mT
+    query_logs = _logs(queries, Q, block)
+    scores = _pooled(Q, query_logs, block) @ _pooled(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
-    picks = mass.detach().topk(min(kept, mass.shape[-1])).indices
-    return Coarse(scores, mass, picks, logs)
+    found, (n, m) = mass.detach(), mass.shape[-2:]
+    if over == "rows":
+        places = m * torch.arange(n, device=Q.device)[:, None]
+        return Coarse(scores, mass, found.topk(min(kept, m)).indices + places, logs)
+    top = found.amax(-1, keepdim=True)
+    found = found - top.masked_fill(top == -math.inf, 0)
+    count = min(kept, m) * n
+    if query_logs is None:
+        return Coarse(scores, mass, found.flatten(-2).topk(count).indices, logs)
+    there = (_log_sum(query_logs) > -math.inf).expand(mass.shape[:-1])
+    found = found.masked_fill(~there.unsqueeze(-1), -math.inf)  # no queries, nothing to keep
+    picks = found.flatten(-2).topk(count).indices
+    rank = torch.arange(count, device=Q.device)
+    beyond = rank >= min(kept, m) * there.sum(-1, keepdim=True)
+    return Coarse(scores, mass, picks.masked_fill(beyond, n * m), logs)
 
 
 def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
@@ -247,16 +310,22 @@ def _scaled(q: Tensor, scale: float | None) -> Tensor:
 
 
 def _check(
-    mask: Mask, q: Tensor, block: int, kept: int, sparse: bool, query_mask: Tensor | None
+    mask: Mask, q: Tensor, block: int, kept: int, over: str, sparse: bool, query_mask: Tensor | None
 ) -> None:
     check_count("block", block, 1)
     check_count("kept", kept, 1)
+    _check_over(over)
     check_flag("sparse", sparse)
     if mask.is_causal:
         raise ValueError(f"is_causal is True; expected False: {LATER}")
     mask.per_key()
     if query_mask is not None:
         _check_queries(query_mask, q)
+
+
+def _check_over(over: str) -> None:
+    if over not in OVER:
+        raise ValueError(f"over is {over!r}; expected 'rows' or 'map'")
 
 
 def _check_queries(query_mask: Tensor, q: Tensor) -> None:
@@ -284,11 +353,11 @@ class MRAAttention(MultiheadAttention):
 
     Parameters
     ----------
-    block, kept, sparse
+    block, kept, over, sparse
         As in `mra_attention`.
     """
 
-    shown = ("block", "kept", "sparse")
+    shown = ("block", "kept", "over", "sparse")
     refused = ("attn_mask", "is_causal")
     because = LATER
 
@@ -297,18 +366,21 @@ class MRAAttention(MultiheadAttention):
         *args: Any,
         block: int = 32,
         kept: int = 4,
+        over: str = "rows",
         sparse: bool = False,
         attention: Mechanism = mra_attention,
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
         self.block, self.kept = check_count("block", block, 1), check_count("kept", kept, 1)
+        _check_over(over)
         check_flag("sparse", sparse)
-        self.sparse = sparse
+        self.over, self.sparse = over, sparse
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Say how long blocks are, and how many are kept."""
-        return functools.partial(base, block=self.block, kept=self.kept, sparse=self.sparse)
+        """Say how long blocks are, how many are kept, and of which."""
+        own = {"block": self.block, "kept": self.kept, "over": self.over, "sparse": self.sparse}
+        return functools.partial(base, **own)
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Say which queries are padding."""

@@ -141,10 +141,10 @@ def multiresolution_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: 0 or -inf. A key that may not be attended is
-        left out of its pooled key, and a pooled key with none left is masked. Any mask where all
-        scales are 1. Queries that are padding are pooled with those beside them; the layer knows
-        them, and leaves them out.
+        True where a key may be attended. Floating: 0 or -inf, as which -8192 and below count. A
+        key that may not be attended is left out of its pooled key, and a pooled key with none left
+        is masked. Any mask where all scales are 1. Queries that are padding are pooled with those
+        beside them; the layer knows them, and leaves them out.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where

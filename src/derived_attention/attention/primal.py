@@ -255,8 +255,8 @@ def primal_attention(
         ``(..., H, M, p)``, with p the number of features. M = N unless `cross`.
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there. Floating: 0 or -inf. A key that is not there is in no row of
-        f(V), and its score r is 0.
+        True where a key is there. Floating: 0 or -inf, as which -8192 and below count. A key that
+        is not there is in no row of f(V), and its score r is 0.
     dropout_p : float
         Probability of dropping a score: they stand in the place of weights.
     is_causal : bool

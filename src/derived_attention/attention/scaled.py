@@ -120,9 +120,9 @@ def scaled_heads_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: 0 or -inf. A key that may not be attended is
-        left out of its pooled key, and a pooled key with none left is masked. Any mask where all
-        scales are 1.
+        True where a key may be attended. Floating: 0 or -inf, as which -8192 and below count. A
+        key that may not be attended is left out of its pooled key, and a pooled key with none left
+        is masked. Any mask where all scales are 1.
     is_causal : bool
         True only where all scales are 1: a pooled key holds the future of all its steps but one.
     scales : sequence of int

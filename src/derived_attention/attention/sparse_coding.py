@@ -38,12 +38,14 @@ from derived_attention.attention.checks import (
 )
 from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
-from derived_attention.attention.linear import causal_sums, wide
+from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads
 from derived_attention.attention.scaled import check_no_bias
 from derived_attention.kernels import chosen
 
 CHUNK = 128  # queries whose codes are in memory at a time
+RIDGE = 64  # queries of causal ridge that look back to the same keys
+NOISE = 4 * CHUNK * torch.finfo(torch.float64).eps  # what Cholesky's rounding errors stay below
 LONGEST = 16  # steps that kernels are for: each makes all before it again
 WIDEST = 128  # features of a query or a value that they have blocks for
 CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
@@ -137,40 +139,83 @@ def _diagonal(rho: Tensor, D: int) -> Tensor:
     return rho[..., None, None] * torch.eye(D, dtype=rho.dtype, device=rho.device)
 
 
+class Past(NamedTuple):
+    """The keys of causal queries in chunks of C, and what comes before each, in double precision.
+
+    Let L Lᵀ = Σ_j k_j k_jᵀ + ρ I over the keys before a chunk, M = L⁻¹, and K̃ = K_c Mᵀ its own
+    keys, whitened. Then G_i = L (I + Σ_{j ≤ i} k̃_j k̃_jᵀ) Lᵀ. Let F Fᵀ = I + K̃ K̃ᵀ and E = F⁻¹ K̃: the
+    leading part of F belongs to the leading keys, so that G_i⁻¹ = Mᵀ (I − E_{≤i}ᵀ E_{≤i}) M.
+    """
+
+    keys: Tensor  # (..., n, C, D), with rows of zeros where they end
+    M: Tensor  # (..., n, D, D)
+    lost: Tensor  # (..., n, 1, 1): where ρ is lost beside the keys before, or they are not finite
+
+    def factor(self) -> tuple[Tensor, Tensor]:
+        """Return K̃, and F, both of all chunks."""
+        white = self.keys @ self.M.mT
+        return white, _factor(white)
+
+
+def _past(k: Tensor, rho: Tensor, N: int, how: How, size: int) -> Past:
+    """Cut keys (..., M, D), and look back from each chunk of that size."""
+    first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :]
+    keys = _chunked(rest[..., :N, :], N, size).double()
+    G = _sums_before(_gram(keys), _gram(first) + _diagonal(rho.double(), k.shape[-1]))
+    return Past(keys, *_whitening(G))
+
+
+def _sums_before(sums: Tensor, first: Tensor) -> Tensor:
+    """Add up the sums (..., n, ·, ·) of chunks before each chunk, and what is before the first."""
+    return extend(sums[..., :-1, :, :], 0, -3, before=1).cumsum(-3) + first.unsqueeze(-3)
+
+
+def _factor(white: Tensor) -> Tensor:
+    """F with F Fᵀ = I + K̃ K̃ᵀ, for whitened keys (..., C, D).
+
+    A key so long that 1 is lost beside k̃·k̃, in double precision, gets as much in its place as
+    keeps F: a relative change of 10⁻¹³, of that key alone. So the rows before it are what they are.
+    """
+    S = white @ white.mT
+    floor = (NOISE * S.detach().diagonal(0, -2, -1)).clamp(min=1)
+    S.diagonal(0, -2, -1).add_(floor)
+    return torch.linalg.cholesky_ex(S).L
+
+
+def _whitening(G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return L⁻¹ where L Lᵀ = G, and where there is none (..., 1, 1), with finite numbers there.
+
+    There the caller says NaN, and raises no error: so one sequence does not end a batch, and on a
+    GPU nobody waits to hear of it. Gradients of the others stay what they are.
+    """
+    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    lost = torch.linalg.cholesky_ex(G.detach()).info.ne(0)[..., None, None]
+    L = torch.linalg.cholesky_ex(torch.where(lost, eye, G)).L
+    return torch.linalg.solve_triangular(L, eye, upper=False), lost
+
+
 class Solver:
     """t_i = G_i⁻¹ r_i, G_i = Σ_j k_j k_jᵀ + ρ I over the atoms of query i: G_i⁻¹ is symmetric.
 
     Where all queries have all keys there is one G, inverted by its Cholesky factor. `exclude_self`
     takes k_i k_iᵀ from it, and by Sherman and Morrison G_i⁻¹ = G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with
-    g_i = G⁻¹ k_i. Causal: a chunk of queries has P = G⁻¹ of the keys before it, a Cholesky factor
-    L Lᵀ = I + K_c P K_cᵀ of those inside, and E = L⁻¹ K_c. The leading part of L belongs to the
-    leading keys, so that G_i⁻¹ = P − P E_{≤i}ᵀ E_{≤i} P.
+    g_i = G⁻¹ k_i. Causal, it is that of `Past`, chunk by chunk.
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
         self.how, self.dtype = how, k.dtype
-        first, rest = k[..., : how.prefix, :], k[..., how.prefix :, :]
-        # In double precision, else ρ would be lost beside keys of length 10³.
-        before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
         if how.is_causal:
-            keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
-            sums = extend(_gram(keys)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
-            P = _inverse(sums + before.unsqueeze(-3))  # (..., n, D, D)
-            self.chunks = list(zip(P.unbind(-3), keys.unbind(-3), strict=True))
+            self.past = _past(k, rho, N, how, CHUNK)
             return
-        P = _inverse(before + _gram(rest))
+        # In double precision, else ρ would be lost beside keys of length 10³.
+        M, lost = _whitening(_gram(k) + _diagonal(rho.double(), k.shape[-1]))
+        P = (M.mT @ M).masked_fill(lost, math.nan)
         self.P = P.to(self.dtype)  # (..., D, D)
         if how.exclude_self:
+            rest = k[..., how.prefix :, :]
             g = rest.double() @ P  # (..., N, D)
             shrunk = 1 - (rest * g).sum(-1, keepdim=True)
             self.own, self.g = rest, (g / shrunk).to(self.dtype)
-
-    def __call__(self, R: Tensor) -> Tensor:
-        """Solve for all queries."""
-        if not self.how.is_causal:
-            return self.part(..., ALL)(R)
-        parts = R.split(CHUNK, -2)
-        return torch.cat([self._chunk(..., c)(part) for c, part in enumerate(parts)], -2)
 
     def part(self, heads: Any, rows: slice) -> Solve:
         """Return what solves for some queries of some heads; causal: for one chunk."""
@@ -188,17 +233,15 @@ class Solver:
         return solve
 
     def _chunk(self, heads: Any, c: int) -> Solve:
-        P, keys = (x[heads].double() for x in self.chunks[c])
-        inside = keys @ P @ keys.mT
-        inside.diagonal(0, -2, -1).add_(1)
-        L, keys = _cholesky(inside, keys)
-        E = torch.linalg.solve_triangular(L, keys, upper=False)
-        P, E, EP = (x.to(self.dtype) for x in (P, E, E @ P))
+        past = Past(*(x[..., c, :, :][heads] for x in self.past))
+        white, factor = past.factor()
+        EM = torch.linalg.solve_triangular(factor, white, upper=False) @ past.M
+        P, EM = (x.to(self.dtype) for x in (past.M.mT @ past.M, EM))
 
         def solve(R: Tensor) -> Tensor:
-            T, n = R @ P, R.shape[-2]
-            earlier = (T @ E[..., :n, :].mT).tril(-int(self.how.exclude_self))
-            return T - earlier @ EP[..., :n, :]
+            E = EM[..., : R.shape[-2], :]
+            T = R @ P - (R @ E.mT).tril(-int(self.how.exclude_self)) @ E
+            return T.masked_fill(past.lost, math.nan)
 
         return solve
 
@@ -208,24 +251,9 @@ def _gram(k: Tensor) -> Tensor:
     return k.mT @ k
 
 
-def _inverse(G: Tensor) -> Tensor:
-    L, eye = _cholesky(G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device))
-    return torch.cholesky_solve(eye, L)  # cholesky_inverse has a wrong jvp
-
-
-def _cholesky(G: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return L with L Lᵀ = G, and the right-hand side of an equation to be solved with it.
-
-    That is NaN, and there is no error, where keys are not finite or ρ is lost beside them: so one
-    sequence does not end a batch, and on a GPU nobody waits to hear of it.
-    """
-    L, info = torch.linalg.cholesky_ex(G)
-    return L, right.masked_fill(info.ne(0)[..., None, None], math.nan)
-
-
-def _chunked(x: Tensor, N: int) -> Tensor:
+def _chunked(x: Tensor, N: int, size: int) -> Tensor:
     """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
-    C = min(CHUNK, max(N, 1))
+    C = min(size, max(N, 1))
     length = max(N, 1) + -N % C
     return extend(x, length - x.shape[-2]).unflatten(-2, (length // C, C))
 
@@ -252,13 +280,15 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
 
     It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
     a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
-    regression of each query is that on the keys before and at it. Sums are in float32 at least.
+    regression of each query is that on the keys before and at it. W is found in double precision,
+    and causal or without the own key so is everything. A query gets NaN where λ is lost beside its
+    keys all the same, about 10⁷ √λ long.
 
     Parameters
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there. Floating: 0 or -inf.
+        True where a key is there. Floating: 0 or -inf, as which -8192 and below count.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
@@ -271,20 +301,52 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
+    lam = _number("lam", lam, q)
     with full_precision(q.device):
-        # Causal: each row of T is a small difference.
-        Q, K = (q.double(), k.double()) if mask.is_causal else (q, k)
-        T = Solver(K, _number("lam", lam, q), q.shape[-2], how)(Q).to(q.dtype)  # (..., N, D)
         if mask.is_causal:
-            out = T @ (k[..., :prefix, :].mT @ v[..., :prefix, :])
-            rest = (x[..., prefix:, :] for x in (k, v))
-            out = out + causal_sums(lambda t, k: (t, k), T, *rest)
-        else:
-            out = T @ (k.mT @ v)
-        if exclude_self:
-            own, values = k[..., prefix:, :], v[..., prefix:, :]
-            out = out - (own * T).sum(-1, keepdim=True) * values
-        return out.to(dtype)
+            return _causal_ridge(how, q, k, v, lam).to(dtype)
+        return _ridge(how, q, k, v, lam).to(dtype)
+
+
+def _ridge(how: How, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """o_i = Wᵀq_i, W = G⁻¹ KᵀV; with `exclude_self` less what the i-th key has in it.
+
+    That is (q_i·g_i) (v_i − Wᵀk_i) / (1 − k_i·g_i), g_i = G⁻¹ k_i, by the formula of Sherman and
+    Morrison: what a regression without a point misses there is what it misses with it, over
+    1 − k_i·g_i. W is in double precision, and so is what is left of terms that nearly cancel.
+    """
+    K, V = k.double(), v.double()
+    M, lost = _whitening(_gram(K) + _diagonal(lam.double(), k.shape[-1]))
+    W = (M.mT @ (M @ (K.mT @ V))).masked_fill(lost, math.nan)  # (..., D, Dv)
+    if not how.exclude_self:
+        return q @ W.to(q.dtype)
+    q, own, values = q.double(), K[..., how.prefix :, :], V[..., how.prefix :, :]
+    white = own @ M.mT
+    share = ((q @ M.mT) * white).sum(-1, keepdim=True) / (1 - white.square().sum(-1, keepdim=True))
+    return q @ W - share * (values - own @ W)
+
+
+def _causal_ridge(how: How, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """Predict from all chunks before, and correct by what the keys of the chunk tell: see `Past`.
+
+    With W = Mᵀ M Σ_j k_j v_jᵀ over the keys before, it is o_i = Wᵀq_i + Σ_{j ≤ i} (q̃_i·e_j) r_j
+    where q̃_i = M q_i and R = F⁻¹ (V_c − K_c W). Nothing cancels there, as it would in a sum of
+    (t_i·k_j) v_j: directions of q_i in which no key lies make t_i large, and have no part in it.
+    """
+    N, P = q.shape[-2], how.prefix
+    q, k, v = q.double(), k.double(), v.double()  # once: gradients of k may nearly cancel, too
+    past = _past(k, lam, N, how, RIDGE)
+    queries, values = (_chunked(x, N, RIDGE) for x in (q, v[..., P:, :][..., :N, :]))
+    first = k[..., :P, :].mT @ v[..., :P, :]
+    W = past.M.mT @ (past.M @ _sums_before(past.keys.mT @ values, first))  # (..., n, D, Dv)
+    white, factor = past.factor()
+    news = torch.cat([white, values - past.keys @ W], -1)
+    E, R = torch.linalg.solve_triangular(factor, news, upper=False).split(
+        [white.shape[-1], v.shape[-1]], -1
+    )
+    A = (queries @ past.M.mT @ E.mT).tril(-int(how.exclude_self))  # (..., n, C, C)
+    out = (queries @ W + A @ R).masked_fill(past.lost, math.nan)
+    return out.flatten(-3, -2)[..., :N, :]
 
 
 # --- lasso ----------------------------------------------------------------------------------------
@@ -329,7 +391,8 @@ def lasso_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there; else it takes no part. Floating: 0 or -inf.
+        True where a key is there; else it takes no part. Floating: 0 or -inf, as which
+        -8192 and below count.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
