@@ -175,10 +175,12 @@ def _spec(name: str) -> Any:
     """Find a module as an import would, and import nothing, not even the packages around it."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__spec__", None)
-    parent = name.rpartition(".")[0]
+    parent, _, last = name.rpartition(".")
     if not parent:
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         return next((x for find in finders if find and (x := find(name, None)) is not None), None)
+    if parent in sys.modules and last in vars(sys.modules[parent]):
+        return None  # a name in it that is no module
     spaces = []  # the path finder among those would look up the package, and it is not imported
     for folder in getattr(_spec(parent), "submodule_search_locations", None) or ():
         finder = pkgutil.get_importer(folder)
