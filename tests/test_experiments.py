@@ -612,7 +612,8 @@ WAYS = {  # how a page reaches helper.py: what it imports, and what the function
     "through another": ("import beside_other", "beside_other.twice(seed)"),
     "a submodule": ("import beside_package.inner", "beside_package.inner.scale(seed)"),
     "a relative import": ("from beside_package import outer", "outer.scale(seed)"),
-    "a namespace": ("from beside_space import part", "part.scale(seed)"),
+    "a namespace": ("from beside_space.inner import part", "part.scale(seed)"),
+    "a namespace in the function": ("", "own(seed)"),
 }
 OTHER = "import beside_helper\n\ndef twice(x):\n    return 2 * beside_helper.scale(x)\n\n"
 OTHER += "class Base:\n    def value(self, x):\n        return beside_helper.scale(x)\n"
@@ -622,7 +623,7 @@ BESIDE = {
     "beside_package/__init__.py": "",
     "beside_package/inner.py": "from beside_helper import scale\n",
     "beside_package/outer.py": "from .inner import scale\n",
-    "beside_space/part.py": "from beside_helper import *\n",
+    "beside_space/inner/part.py": "from beside_helper import *\n",
 }
 
 
@@ -632,7 +633,7 @@ class Beside:
     def __init__(self, folder):
         self.folder, self.store = folder, folder / "store"
         for name, text in BESIDE.items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
 
     def edit(self, old, new, name="beside_helper.py"):
@@ -648,7 +649,8 @@ class Beside:
 
     def load(self, way="a module"):
         head, body = WAYS[way]
-        local = "    from beside_helper import scale as own\n" if "own(" in body else ""
+        place = "beside_space.inner.part" if "namespace" in way else "beside_helper"
+        local = f"    from {place} import scale as own\n" if "own(" in body else ""
         text = f"{head}\n\ndef train_once(seed):\n{local}    return {{'value': {body}}}\n"
         path = self.folder / "beside_page.py"
         path.write_text(text)
@@ -763,6 +765,13 @@ def test_compiled_modules_beside_the_page_count_by_their_bytes(beside):
     beside.again()
     library.write_bytes(b"two")
     assert beside.again()[1]
+
+
+def test_a_module_with_a_very_long_expression_counts(beside):
+    beside.edit("import json", f"import json\nLONG = lambda: {' + '.join(['FACTOR'] * 700)}")
+    beside.again()
+    beside.edit("FACTOR = 2", "FACTOR = 3")
+    assert beside.again() == (9, True)
 
 
 def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before():

@@ -477,7 +477,9 @@ ALIKE = {  # layers with the same parameters that are not the same function
         for f in ("elu_feature_map", "flipped_elu_feature_map")
     ],
     "variances": [of("MixtureAttention", variances=x) for x in (2.5, (1.0, 3.0))],
-    "options of a mixture": [of("MixtureAttention", mixture=x) for x in ({}, {"scale": 0.3})],
+    "options of a mixture": [
+        of("MixtureAttention", mixture=x) for x in ({}, {"normalized": False})
+    ],
     "primal features": [
         of("PrimalAttention", directions=2, landmarks=4, feature_map=f)
         for f in (torch.tanh, derived_attention.cosine_feature_map)

@@ -8,10 +8,13 @@ files, through their imports, and where this process has something else than the
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
+import pkgutil
 import sys
 import sysconfig
 import types
@@ -137,7 +140,8 @@ def _read(path: str, mtime: int, size: int) -> File:
         whole = compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):  # nobody can have imported it
         return File(path, digest)
-    digest = hashlib.sha256(code(text).encode()).hexdigest()
+    with contextlib.suppress(RecursionError):  # an expression that is too deep for it: all counts
+        digest = hashlib.sha256(code(text).encode()).hexdigest()
     marks: dict[str, set[str]] = {}
     for inner in codes(whole):
         marks.setdefault(inner.co_qualname, set()).add(_mark(inner))
@@ -171,13 +175,24 @@ def _spec(name: str) -> Any:
     """Find a module as an import would, and import nothing, not even the packages around it."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__spec__", None)
-    parent, path = name.rpartition(".")[0], None
-    if parent:
-        path = getattr(_spec(parent), "submodule_search_locations", None)
-        if path is None:
-            return None
-    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    return next((x for find in finders if find and (x := find(name, path)) is not None), None)
+    parent, _, last = name.rpartition(".")
+    if not parent:
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        return next((x for find in finders if find and (x := find(name, None)) is not None), None)
+    if parent in sys.modules and last in vars(sys.modules[parent]):
+        return None  # a name in it that is no module
+    spaces = []  # the path finder among those would look up the package, and it is not imported
+    for folder in getattr(_spec(parent), "submodule_search_locations", None) or ():
+        finder = pkgutil.get_importer(folder)
+        spec = None if finder is None else finder.find_spec(name, None)
+        if spec is not None and spec.loader is not None:
+            return spec
+        spaces += [] if spec is None else spec.submodule_search_locations or []
+    if not spaces:
+        return None
+    space = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    space.submodule_search_locations = spaces
+    return space
 
 
 def _absolute(package: str, level: int, name: str) -> str:
