@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+POOLED = "the steps of a pooled key have no score of their own to add to"
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Mechanism = Callable[..., Any]  # (q, k, v, attn_mask, ...) to H; for a model also a class of layers
 
@@ -83,26 +84,6 @@ def may_look_at(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def same_tokens(a: Tensor, b: Tensor) -> bool:
-    """Say whether two arguments are one tensor, or views of the same numbers.
-
-    Hooks, checkpointing and ``torch.func`` hand on what was one tensor as several.
-    """
-    if torch.compiler.is_compiling():
-        return a is b
-    wraps = torch._C._functorch
-    while a is not b and all(map(wraps.is_functorch_wrapped_tensor, (a, b))):
-        if wraps.maybe_get_bdim(a) != wraps.maybe_get_bdim(b):
-            return False
-        a, b = wraps.get_unwrapped(a), wraps.get_unwrapped(b)
-    if a is b:
-        return True
-    if any(x.is_nested or not has_data(x) for x in (a, b)):
-        return False
-    alike = a.shape == b.shape and a.stride() == b.stride()
-    return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()
-
-
 def has_data(x: Tensor) -> bool:
     """Say whether a tensor has numbers: not on "meta", not a fake one, not one in a transform."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -118,6 +99,16 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     if mask.dtype != torch.bool and may_look_at(mask) and not bool((mask < math.inf).all()):
         bad = "NaN" if bool(mask.isnan().any()) else "+inf"
         raise ValueError(f"{name} contains {bad}; expected finite numbers or -inf")
+
+
+def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
+    """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
+    if mask.dtype == torch.bool or not may_look_at(mask):
+        return
+    if not bool(((mask == 0) | (mask == -math.inf)).all()):
+        raise ValueError(
+            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
+        )
 
 
 def check_count(name: str, value: int, least: int) -> int:

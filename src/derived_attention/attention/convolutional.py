@@ -94,7 +94,7 @@ def _before(s: int, causal: bool = False) -> int:
     return s - 1 if causal else (s - 1) // 2
 
 
-@mechanism
+@mechanism(alone=False)
 def conv1d_attention_reference(
     q, k, v, mask, scale, *, weight, key_weight=None, attention=softmax_attention_reference
 ) -> Tensor:
@@ -105,7 +105,7 @@ def conv1d_attention_reference(
     return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
 
 
-@mechanism
+@mechanism(alone=False)
 def conv2d_attention_reference(
     q, k, v, mask, scale, *, weight, key_weight=None, grid, class_token=False,
     attention=softmax_attention_reference
@@ -138,7 +138,7 @@ def _blank(x: Tensor, present: Tensor | None) -> Tensor:
 # --- the same, as a sum of shifted copies --------------------------------------------------------
 
 
-@mechanism
+@mechanism(per_key=True, alone=False)
 def conv1d_attention(
     q, k, v, mask, scale, *, weight, key_weight=None, attention=softmax_attention
 ) -> Tensor:
@@ -169,7 +169,7 @@ def conv1d_attention(
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
-@mechanism
+@mechanism(per_key=True, alone=False)
 def conv2d_attention(
     q, k, v, mask, scale, *, weight, key_weight=None, grid, class_token=False,
     attention=softmax_attention
@@ -332,6 +332,7 @@ class _ConvolvedAttention(MultiheadAttention):
     shown = ("filters", "shared")
     because = "a convolved token holds its neighbours, and is the same for every query"
     mixes = True
+    alone = False
     causal, sides = False, 1
 
     def __init__(self, *args: Any, kernel_size: int, shared: bool, **options: Any) -> None:
@@ -361,8 +362,8 @@ class Conv1DAttention(_ConvolvedAttention):
 
     It adds the filters ``weight`` (H, s), and ``key_weight`` where keys have their own. A filter
     starts as the identity, so that the layer starts as softmax attention. Padded keys count as 0 in
-    a convolution, and padded queries where `query` and `key` are one tensor. The forward pass takes
-    no `attn_mask`; padding goes into `key_padding_mask`.
+    a convolution, and padded queries do. The forward pass takes no `attn_mask`; padding goes into
+    `key_padding_mask`.
 
     Parameters
     ----------
@@ -473,6 +474,7 @@ class CvTAttention(_OnGrid):
 
     refused = ("key_padding_mask", "attn_mask", "is_causal")
     because = _ConvolvedAttention.because
+    alone = False
 
     def __init__(
         self, *args: Any, kernel_size: int = 3, kv_stride: int = 1, **options: Any

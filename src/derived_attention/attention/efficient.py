@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -317,13 +317,22 @@ def fmm_attention(
 
 def _fmm(band, linear, q, k, v, mask, scale, window, near, far, feature_maps) -> Tensor:
     """Blend a softmax of a band and linear attentions, in float32 at least."""
-    maps = list(feature_maps)
-    if not maps:
-        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    maps = _check_maps(feature_maps)
     w_near, w_far = (_blend(name, w, q) for name, w in (("near", near), ("far", far)))
     own = {**mask.keywords, "scale": scale}
     H = w_near * band(q, k, v, window=window, **own)
     return (H + w_far * sum(linear(q, k, v, feature_map=m, **own) for m in maps)).to(q.dtype)
+
+
+def _check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
+    """Check for a sequence of functions, not empty, and return it."""
+    if isinstance(feature_maps, str) or not isinstance(feature_maps, Iterable):
+        found = f"feature_maps is {feature_maps!r}"
+        raise TypeError(f"{found}; expected a sequence of functions from (..., D)")
+    maps = tuple(feature_maps)
+    if not maps:
+        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    return maps
 
 
 def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
@@ -500,8 +509,9 @@ class FMMAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         check_count("window", window, 0)
+        maps = _check_maps(feature_maps)
         super().__init__(*args, attention=attention, **options)
-        self.window, self.feature_maps = window, tuple(feature_maps)
+        self.window, self.feature_maps = window, maps
         self.learned_maps = nn.ModuleList(m for m in self.feature_maps if isinstance(m, nn.Module))
         self.near, self.far = (
             nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads)) for _ in range(2)

@@ -92,7 +92,7 @@ def mra_attention_weights(
         return masked_softmax(scores, given).to(q.dtype)
 
 
-@mechanism(weights=mra_attention_weights)
+@mechanism(weights=mra_attention_weights, alone=False)
 def mra_attention_reference(
     q, k, v, mask, scale, *, block=32, kept=4, sparse=False, query_mask=None
 ) -> Tensor:
@@ -112,7 +112,7 @@ def _spread(x: Tensor, Q: Tensor, K: Tensor, block: int) -> Tensor:
 # --- the same by blocks --------------------------------------------------------------------------
 
 
-@mechanism(weights=mra_attention_weights, per_key=True)
+@mechanism(weights=mra_attention_weights, per_key=True, alone=False)
 def mra_attention(
     q, k, v, mask, scale, *, block=32, kept=4, sparse=False, query_mask=None
 ) -> Tensor:
@@ -278,9 +278,8 @@ def _check_queries(query_mask: Tensor, q: Tensor) -> None:
 class MRAAttention(MultiheadAttention):
     """MRA-2 in H heads, with the interface and the parameters of `MultiheadAttention`.
 
-    Padded keys are left out of pooled keys, and padded queries of pooled queries where `query` and
-    `key` are one tensor. The forward pass takes neither `attn_mask` nor `is_causal`; padding goes
-    into `key_padding_mask`.
+    Padded keys are left out of pooled keys, and padded queries of pooled queries. The forward pass
+    takes neither `attn_mask` nor `is_causal`; padding goes into `key_padding_mask`.
 
     Parameters
     ----------

@@ -24,15 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_flag
-from derived_attention.attention.convention import mechanism
+from derived_attention.attention.checks import Mechanism, check_callable, check_flag, check_no_bias
+from derived_attention.attention.convention import is_per_key, mechanism
 from derived_attention.attention.filters import BOXCAR, Filter, check_levels, get_filter, is_boxcar
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
 from derived_attention.attention.pooling import Pooling, keep_first, pool_pairs
 from derived_attention.attention.scaled import (
     averages,
-    check_no_bias,
     check_scale_list,
     deal_out,
     head_groups,
@@ -73,10 +72,38 @@ def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -
     return j <= i[:, None]
 
 
+def _ended_keys(
+    base: Mechanism, queries: int, keys: int, s: int, t: int, device: torch.device
+) -> tuple[Mechanism, Tensor | None]:
+    """Return a causal mechanism for windows of other scales, and the mask it needs, if any."""
+    if is_per_key(base):
+        return functools.partial(_in_step, base, s, t), None
+    return base, _ended_mask(queries, keys, s, t, device)
+
+
+def _in_step(
+    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """Attend with query i among the keys j t ≤ i s, by a base that knows j ≤ i alone.
+
+    Query i takes the place ⌊i s / t⌋, that of its last key. At most ⌈t / s⌉ queries have the same
+    one: they are dealt out to as many sequences, with another query's result where there is none.
+    """
+    i = torch.arange(q.shape[-2], device=q.device)
+    place = i * s // t
+    lane = i - (place * t + s - 1) // s  # i less the first with this place
+    source = i.new_zeros(-(-t // s), k.shape[-2])
+    source[lane, place] = i
+    lanes = len(source)
+    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., M, D), as heads stay the third from last
+    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
+    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
+
+
 # --- the formula: head by head, window by window -------------------------------------------------
 
 
-@mechanism
+@mechanism(alone=False)
 def multiresolution_attention_reference(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
     attention=softmax_attention_reference
@@ -121,7 +148,7 @@ def _spans(N: int, s: int, class_token: bool, causal: bool) -> list[slice]:
 # --- the same, one call for all heads of two scales ----------------------------------------------
 
 
-@mechanism
+@mechanism(alone=False)
 def multiresolution_attention(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
     attention=softmax_attention
@@ -168,10 +195,11 @@ def multiresolution_attention(
             given = None if given is None else given.unsqueeze(-2)
         if s > 1:
             q_h = lay.down(q_h, s, None)[0](q_h)  # (..., H', N', D)
+        run = attention
         if s != t and mask.is_causal:
-            given = _ended_mask(q_h.shape[-2], k_h.shape[-2], s, t, q.device)
+            run, given = _ended_keys(attention, q_h.shape[-2], k_h.shape[-2], s, t, q.device)
         own = {"is_causal": mask.is_causal and given is None, "scale": scale}
-        H = attention(q_h, k_h, v_h, attn_mask=given, **own)
+        H = run(q_h, k_h, v_h, attn_mask=given, **own)
         outputs.append(H if s == 1 else lay.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
@@ -242,10 +270,10 @@ class MultiresolutionAttention(MultiheadAttention):
     """MrsHA in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
-    joins the heads before it repeats their results. Padded keys are left out of the windows, and
-    padded queries where `query` and `key` are one tensor. The attention weights it returns are
-    those of the steps. Where a scale is above 1 the forward pass takes no `attn_mask`; padding goes
-    into `key_padding_mask`.
+    joins the heads before it repeats their results. Padded keys and queries are left out of the
+    windows. The attention weights it returns are those of the steps. Where a scale is above 1 the
+    forward pass takes no `attn_mask`; padding goes into `key_padding_mask`. With ``cross=True`` the
+    scales of queries are 1, and those of keys anything.
 
     Parameters
     ----------
@@ -274,6 +302,9 @@ class MultiresolutionAttention(MultiheadAttention):
         self.key_scales = tuple(t for _, t in self.pairs)
         check_flag("class_token", class_token)
         check_filters(filters, self.pairs, class_token, False)
+        if max(self.scales) > 1:
+            self.mix_queries()
+        self.any_mask = self.any_mask and max(self.key_scales) == 1
         self.filters, self.class_token = filters, class_token
         self.filter = filters if is_boxcar(filters) else getattr(filters, "name", "of its own")
 
@@ -290,7 +321,8 @@ class MultiresolutionAttention(MultiheadAttention):
         if max(map(max, self.pairs)) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
-        there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
+        known = (None, None) if mask.causal else (mask.keys, mask.queries)  # padding comes last
+        there, queries = (None if x is None else x.squeeze(-2) for x in known)
         for (s, t), heads in head_groups(self.pairs).items():
             if s == t == 1:
                 yield Group(heads, key, value, mask, self.attention, query=query)
@@ -302,26 +334,19 @@ class MultiresolutionAttention(MultiheadAttention):
                 pooled = down(query)  # (B, N', embed_dim)
                 up = functools.partial(_up, lay, s, query.shape[-2])
             spread = functools.partial(_spread, pool, key, up)
-            seen = _windows_mask(mask.causal, here, s, t, pooled, keys)
+            base, given = self.attention, None if here is None else here[..., None, None, :]
+            if mask.causal and s != t:
+                length = pooled.shape[-2], keys.shape[-2]
+                base, given = _ended_keys(base, *length, s, t, keys.device)
+            seen = Mask(given, mask.causal and given is None)
             seen.keys, seen.queries = (
                 None if x is None else x.unsqueeze(-2) for x in (here, asked)
             )
-            yield Group(heads, keys, values, seen, self.attention, spread, pooled, up)
+            yield Group(heads, keys, values, seen, base, spread, pooled, up)
 
 
 def _up(lay: Filter, s: int, N: int, y: Tensor) -> Tensor:
     return lay.up(y, s, N)
-
-
-def _windows_mask(
-    causal: bool, here: Tensor | None, s: int, t: int, queries: Tensor, keys: Tensor
-) -> Mask:
-    """Mask windows, of which `here` (B, M') are there."""
-    given = None if here is None else here[..., None, None, :]  # (B, 1, 1, M')
-    if not causal or (s == t and here is None):
-        return Mask(given, causal)
-    ended = _ended_mask(queries.shape[-2], keys.shape[-2], s, t, keys.device)
-    return Mask(ended if given is None else ended & given)
 
 
 def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor:

@@ -191,8 +191,7 @@ def pool_pairs(
     Returns both, (..., N_h, ·), which of the windows have a step that is there, and the map.
     """
     pool, present = pooling(key, scale, present)
-    keys = pool(key)
-    return keys, keys if value is key else pool(value), present, pool
+    return pool(key), pool(value), present, pool
 
 
 def keep_first(

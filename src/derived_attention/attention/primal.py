@@ -29,7 +29,7 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
-    same_tokens,
+    check_no_bias,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
@@ -42,7 +42,6 @@ from derived_attention.attention.linear import (
     wide,
 )
 from derived_attention.attention.masks import Mask
-from derived_attention.attention.scaled import check_no_bias
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
 SAMPLINGS = ("even", "random")
@@ -428,8 +427,8 @@ class PrimalAttention(MultiheadAttention):
     as in the paper. It adds the parameters ``W_e`` and ``W_r`` (H, n, s), which start with
     orthonormal directions in each head, and ``W_o`` (H, D, 2 s).
 
-    It has no attention weights: what `need_weights` asks for is None. `dropout` drops scores. Where
-    `query` and `key` are not one tensor it is cross-attention, as in `primal_attention`.
+    It has no attention weights: what `need_weights` asks for is None. `dropout` drops scores. With
+    ``cross=True`` it is cross-attention, as in `primal_attention`.
 
     Parameters
     ----------
@@ -499,8 +498,8 @@ class PrimalAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Say whether r belongs to the queries, or to another sequence."""
-        cross = not (mask.same or same_tokens(query, key))
-        yield Group(slice(None), key, value, mask, functools.partial(self.attention, cross=cross))
+        base = functools.partial(self.attention, cross=mask.cross)
+        yield Group(slice(None), key, value, mask, base)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Hand on the weights of these heads."""
@@ -532,6 +531,8 @@ class PrimalAttention(MultiheadAttention):
         e, r, used = kept
         W_e: Tensor = self.W_e
         W_r: Tensor = self.W_r
+        if used is not None and mask.keys is not None:  # causal forms do not know of padding
+            used = torch.arange(used.shape[-1], device=e.device) < mask.keys.sum(-1, keepdim=True)
         if used is not None:
             W_e, W_r = (W * used.unsqueeze(-1) for W in (W_e, W_r))
         return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)

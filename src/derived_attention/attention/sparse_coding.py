@@ -32,15 +32,14 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
+    check_no_bias,
     check_parameter,
     check_positive,
-    same_tokens,
 )
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.attention.linear import causal_sums, wide
 from derived_attention.attention.masks import Mask, flat_heads
-from derived_attention.attention.scaled import check_no_bias
 from derived_attention.kernels import chosen
 
 CHUNK = 128  # queries whose codes are in memory at a time
@@ -582,9 +581,8 @@ class RidgeAttention(MultiheadAttention):
     """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
-    the features. Then a query of self-attention would explain itself, and its own key is left out:
-    that is where `query` and `key`, or `query` and the dictionary, are one tensor. A compiler sees
-    no more than names: there, hand on the tensor itself and no view of it.
+    the features. Then a query of self-attention would explain itself, and its own key is left out;
+    with ``cross=True`` it is not.
 
     Parameters
     ----------
@@ -616,6 +614,7 @@ class RidgeAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
+        self.paired = not self.projected  # that is, its own key is left out
         if dictionary not in ("key", "value"):
             raise ValueError(f"dictionary is {dictionary!r}; expected 'key' or 'value'")
         self.lam, self.dictionary = check_positive("lam", lam), dictionary
@@ -633,13 +632,11 @@ class RidgeAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
-        R, itself = self.random_tokens, same_tokens(query, key)
-        if self.dictionary == "value":
-            key, itself = value, itself or same_tokens(query, value)
+        R, key = self.random_tokens, value if self.dictionary == "value" else key
         if self.tokens is not None:
             tokens = torch.randn_like(self.tokens) if self.training else self.tokens
             key, value, mask = _before(tokens, key), _before(tokens, value), _after(mask, R)
-        own = {"exclude_self": itself and not self.projected, "prefix": R}
+        own = {"exclude_self": self.paired and not mask.cross, "prefix": R}
         base = functools.partial(self.attention, **own)
         yield Group(ALL, key, value, mask, base, lambda A: A[..., R:])
 
