@@ -84,6 +84,26 @@ def may_look_at(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def is_symbolic(*sizes: int) -> bool:
+    """Say whether a size stands for many: ``torch.export`` hands on a dynamic dimension so.
+
+    Then what is cut into so many pieces, or compared with a number, would hold for this size alone.
+    """
+    return any(isinstance(n, torch.SymInt) for n in sizes)
+
+
+def cut_any_length(x: Tensor, size: int, count: int, fill: float = 0.0, before: int = 0) -> Tensor:
+    """Cut (..., n, D) into (..., count, size, D), with `fill` before and after, if n `is_symbolic`.
+
+    By places, as views ask whether n is divisible.
+    """
+    at = torch.arange(count, device=x.device)[:, None] * size - before
+    at = at + torch.arange(size, device=x.device)
+    n = x.shape[-2]
+    there = ((at >= 0) & (at < n)).unsqueeze(-1)
+    return x[..., at.clamp(min=0).minimum(at.new_full((), n - 1)), :].masked_fill(~there, fill)
+
+
 def has_data(x: Tensor) -> bool:
     """Say whether a tensor has numbers: not on "meta", not a fake one, not one in a transform."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -113,7 +133,7 @@ def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
 
 def check_count(name: str, value: int, least: int) -> int:
     """Check that `value` is a whole Python number, at least `least`, and return it."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {_kind(value)}; expected a whole number")
     if value < least:
         raise ValueError(f"{name} is {value}; expected a whole number, at least {least}")

@@ -33,6 +33,7 @@ from derived_attention.attention.checks import (
     check_count,
     check_flag,
     check_floating,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
@@ -267,8 +268,10 @@ def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Ten
     """View the places i of y, (..., ·, D), for which i + offset is one of x, and these of x."""
     for at, o in enumerate(offset, -1 - len(offset)):
         n = x.shape[at]
-        length = max(0, n - abs(o))
-        y, x = y.narrow(at, min(max(0, -o), n), length), x.narrow(at, min(max(0, o), n), length)
+        least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
+        length = most(0, n - abs(o))
+        to, source = least(max(0, -o), n), least(max(0, o), n)
+        y, x = y.narrow(at, to, length), x.narrow(at, source, length)
     return y, x
 
 
@@ -316,6 +319,10 @@ def _check_places(
         raise ValueError(f"is_causal is {is_causal}; expected False: a grid has no past")
     N = rows * columns + class_token
     for name, x in tokens.items():
+        if is_symbolic(x.shape[-2]):
+            raise ValueError(
+                f"{name} has a dynamic length; expected {N} tokens, as many as its grid has places"
+            )
         if x.shape[-2] != N:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid {rows} x "

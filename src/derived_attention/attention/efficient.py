@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism, check_count, check_parameter
+from derived_attention.attention.checks import Mechanism, check_count, check_parameter, is_symbolic
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
@@ -35,7 +35,7 @@ from derived_attention.attention.linear import (
     linear_attention,
     linear_attention_reference,
     ratio,
-    segment_length,
+    segments,
     wide,
     with_ones,
 )
@@ -104,7 +104,11 @@ def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, 
     if value_projection is not None:
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
-    return E[:, :M].to(wide(q)), G[:, :M].to(wide(q))
+    E, G = E.to(wide(q)), G.to(wide(q))
+    if is_symbolic(M):  # a slice would ask if it is all of them
+        kept = torch.arange(M, device=E.device)
+        return E.index_select(1, kept), G.index_select(1, kept)
+    return E[:, :M], G[:, :M]
 
 
 def _shares(mask: Mask, dtype: torch.dtype) -> Tensor | None:
@@ -210,14 +214,16 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        return performer_attention_reference(
+            q, k, v, is_causal=True, scale=scale, projection=projection
+        )
     W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
         return causal_average(functools.partial(_both_features, W, scale), q, k, v)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
-        parts = [
-            ratio(_query_features(x, W, scale, top) @ S) for x in q.split(segment_length(q), -2)
-        ]
+        parts = [ratio(_query_features(x, W, scale, top) @ S) for x in segments(q)]
         return torch.cat(parts, -2).to(q.dtype)
 
 
@@ -244,11 +250,11 @@ def _key_sums(
 
     Segment by segment, with the largest logarithm so far as c: where it grows, sums are scaled.
     """
-    M, size = k.shape[-2], segment_length(k)
+    M, size = k.shape[-2], segments(k)[0].shape[-2]
     column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
     top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
     sums, c = top.new_zeros(()), top
-    for i, (k_s, v_s) in enumerate(zip(k.split(size, -2), v.split(size, -2), strict=True)):
+    for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
         here = None if column is None else column[..., i * size : (i + 1) * size, :]
         logarithms = _masked(_logarithms(k_s, W, scale), here)
         most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top

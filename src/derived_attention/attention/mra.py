@@ -30,6 +30,7 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Heads, MultiheadAttention
@@ -141,7 +142,7 @@ def mra_attention(
     """
     _check(mask, q, block, kept, sparse, query_mask)
     M = k.shape[-2]
-    if q.numel() == 0 or kept * block >= M:
+    if not is_symbolic(q.shape[-2], M) and (q.numel() == 0 or kept * block >= M):
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
         Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
@@ -153,7 +154,8 @@ def mra_attention(
         heads = _heads_at_a_time(q, kept * block)
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         H = torch.cat([_attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
-    H = H.flatten(-3, -2)[..., : q.shape[-2], :]
+    N, H = q.shape[-2], H.flatten(-3, -2)
+    H = H.index_select(-2, torch.arange(N, device=H.device)) if is_symbolic(N) else H[..., :N, :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
@@ -192,7 +194,9 @@ def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
 
 def _heads_at_a_time(q: Tensor, keys: int) -> int:
     """Count the heads whose exact scores stay in the cache of a CPU; elsewhere all of them."""
-    return max(1, SCORES // (q.shape[-2] * keys)) if q.device.type == "cpu" else q.numel()
+    if q.device.type != "cpu" or is_symbolic(q.shape[-2]):
+        return math.prod(q.shape[:-2]) or 1
+    return max(1, SCORES // (q.shape[-2] * keys))
 
 
 # --- what they share: the resolution of blocks ---------------------------------------------------
@@ -206,7 +210,8 @@ def _coarse(
     queries = Mask(None if query_mask is None else query_mask.unsqueeze(-2))
     scores = _pooled(Q, _logs(queries, Q, block), block) @ _pooled(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
-    picks = mass.detach().topk(min(kept, mass.shape[-1])).indices
+    blocks = mass.shape[-1]
+    picks = mass.detach().topk(kept if is_symbolic(blocks) else min(kept, blocks)).indices
     return Coarse(scores, mass, picks, logs)
 
 
@@ -214,7 +219,7 @@ def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
     """Logarithms (..., L/b, b) of how often each step counts; None where all count once."""
     L, given = x.shape[-2], mask.per_key()
     if given is None:
-        if L % block == 0:
+        if not is_symbolic(L) and L % block == 0:
             return None
         given = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if given.dtype == torch.bool:

@@ -24,10 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import Mechanism, check_callable, check_flag, check_no_bias
+from derived_attention.attention.checks import (
+    Mechanism,
+    check_callable,
+    check_flag,
+    check_no_bias,
+    cut_any_length,
+    is_symbolic,
+)
 from derived_attention.attention.convention import is_per_key, mechanism
 from derived_attention.attention.filters import BOXCAR, Filter, check_levels, get_filter, is_boxcar
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
+from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, allowed
 from derived_attention.attention.pooling import Pooling, keep_first, pool_pairs
 from derived_attention.attention.scaled import (
@@ -59,11 +67,20 @@ def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
 
 def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     """Pool the first step, and the windows after it that end where a group of queries begins."""
+    if is_symbolic(x.shape[-2]):
+        return functools.partial(_ended_means, scale), None
     windows = -(-x.shape[-2] // scale)
     used = 1 + (windows - 1) * scale if windows else 0
     cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
     pool, here = keep_first(down, x[..., :used, :], scale, cut)
     return lambda y: pool(y[..., :used, :]), here
+
+
+def _ended_means(scale: int, y: Tensor) -> Tensor:
+    """Average those windows of (..., n, D), where n is not known: the first one has one step."""
+    cut = cut_any_length(y, scale, (y.shape[-2] - 1) // scale + 1, before=scale - 1)
+    steps = torch.arange(cut.shape[-3], device=y.device).clamp(max=1) * (scale - 1) + 1
+    return (cut.sum(-2, dtype=wide(y)) / steps.unsqueeze(-1)).to(y.dtype)
 
 
 def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -> Tensor:

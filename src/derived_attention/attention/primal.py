@@ -30,6 +30,7 @@ from derived_attention.attention.checks import (
     check_count,
     check_flag,
     check_no_bias,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
@@ -38,7 +39,7 @@ from derived_attention.attention.linear import (
     apply_feature_map,
     causal_sums,
     features,
-    segment_length,
+    segments,
     wide,
 )
 from derived_attention.attention.masks import Mask
@@ -126,7 +127,7 @@ def _project(
 ) -> Tensor:
     """Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
     parts = []
-    for x_s in x.split(segment_length(x), -2):
+    for x_s in segments(x):
         phi = apply_feature_map(feature_map, x_s if scale is None else scale * x_s)
         _check_width(phi, W.shape[-2], data_dependent)
         with full_precision(x.device):
@@ -185,14 +186,15 @@ def landmarks(
         x = x if there is None else x * there.unsqueeze(-1)
         return sketch[..., :M].to(x.dtype) @ x, None
     place = torch.arange(n, device=x.device)
-    if there is None:
+    if there is None and not is_symbolic(M):
         if M <= n:
             return x, place < M
         if sampling == "even":  # as below, without a sort
             return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
+    if there is None:
         there = torch.ones(M, dtype=torch.bool, device=x.device)
     count = there.sum(-1, keepdim=True)  # (..., 1)
-    used, n = place < count, min(n, M)  # (..., n)
+    used, n = place < count, n if is_symbolic(M) else min(n, M)  # (..., n)
     if sampling == "random":
         drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
         late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last

@@ -35,6 +35,7 @@ from derived_attention.attention.checks import (
     check_no_bias,
     check_parameter,
     check_positive,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
@@ -267,6 +268,9 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     """
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        own = {"lam": lam, "exclude_self": exclude_self, "prefix": prefix}
+        return ridge_attention_reference(q, k, v, is_causal=True, scale=scale, **own)
     how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
@@ -353,6 +357,10 @@ def lasso_attention(
         They store no codes at all, but make them again for each step: with 5 of them that is twice
         as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        own = dict(lam=lam, rho=rho, iterations=iterations, exclude_self=exclude_self, power=power)
+        own |= dict(prefix=prefix, residuals=residuals, scale=scale)
+        return lasso_attention_reference(q, k, v, **mask.keywords, **own)
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
     q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
