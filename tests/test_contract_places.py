@@ -27,6 +27,7 @@ from derived_attention.attention.multiresolution import (
     multiresolution_attention,
     multiresolution_layer,
 )
+from derived_attention.attention.normalized import NormalizedAttention
 from derived_attention.attention.primal import PrimalAttention, ksvd_objectives
 from derived_attention.models import Config, DecoderLayer, make_attention
 
@@ -241,6 +242,35 @@ def test_a_function_that_mixes_queries_is_refused_as_its_layer_is():
             super().__init__()
 
     assert isinstance(make_attention(Own, 8, 4, cross=True), Own)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_function_is_told_which_queries_are_padding(name):
+    """Not only its layer: what mixes queries has a mask for them, and the frame hands it on."""
+    entry = MECHANISMS[name]
+    own = entry.options(N, H, E // H)
+    own = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in own.items()}
+    run = functools.partial(entry.fast, **own)
+    gone = torch.arange(N) >= torch.tensor([N - 4, N])[:, None]  # ends inside a window
+    x = sequences()
+    y = x + 5 * gone[..., None]
+    for kind in (MultiheadAttention, NormalizedAttention):
+        center = {} if kind is MultiheadAttention else {"center_keys": True}
+        layer = kind(E, H, attention=run, dtype=torch.float64, **center)
+        for need_weights in (False, True):
+            out, other = (layer(z, z, z, gone, need_weights)[0][~gone] for z in (x, y))
+            assert_all_close([out], [other], 1e-12, f"{name}, {kind.__name__}")
+        known = layer(x, x, x, gone, need_weights=False, query_padding_mask=~gone)[0]
+        assert not torch.allclose(known[~gone], out)
+    q, k, v = torch.randn(3, B, H, N, E // H, generator=torch.Generator().manual_seed(0)).double()
+    for mask in (~gone[:, None], torch.rand(B, H, N) < 0.6):
+        fast, formula = (form(q, k, v, query_mask=mask, **own) for form in (run, entry.reference))
+        there = mask.expand(B, H, N)
+        assert_all_close([fast[there]], [formula[there]], 1e-12, name)
+    with pytest.raises(TypeError, match="query_mask has dtype torch.float32; expected"):
+        run(q, k, v, query_mask=torch.zeros(N))
+    with pytest.raises(ValueError, match=r"query_mask has shape \(5,\); expected one that"):
+        run(q, k, v, query_mask=torch.ones(5).bool())
 
 
 # --- padded and causal ---------------------------------------------------------------------------

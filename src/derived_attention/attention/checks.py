@@ -131,6 +131,22 @@ def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
         )
 
 
+def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
+    """Check for None, or a boolean mask that is False where a query of q (..., N, D) is padding."""
+    if query_mask is None:
+        return
+    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
+        kind = type(query_mask).__name__
+        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
+        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
+    sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
+    matched = zip(reversed(sizes), reversed(queries), strict=False)
+    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
+        raise ValueError(
+            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
+        )
+
+
 def check_count(name: str, value: int, least: int) -> int:
     """Check that `value` is a whole Python number, at least `least`, and return it."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

@@ -202,6 +202,7 @@ class MultiheadAttention(nn.Module):
         asks, parts = takes(attention, "cross"), list(parts_of(attention))
         self.attention = functools.partial(attention, cross=True) if asks and cross else attention
         self.cross, self.paired = cross, self.paired or asks
+        self.asks = takes(attention, "query_mask")
         self.any_mask = self.any_mask and not is_per_key(attention)
         if not all(getattr(f, "alone", True) for f in (self, *parts)):
             self.mix_queries()
@@ -481,9 +482,16 @@ class MultiheadAttention(nn.Module):
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Return H (B, H', N, D); A (B, H', N, M) where v is None."""
+        run = self.told(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
         return run(q, k, v, **mask.keywords)
+
+    def told(self, run: Mechanism, mask: Mask) -> Mechanism:
+        """Say which queries are padding to a function that mixes them."""
+        if mask.queries is None or not self.asks:
+            return run
+        return functools.partial(run, query_mask=mask.queries)
 
     # --- what they share -------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
+    check_query_mask,
     is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
@@ -260,21 +261,7 @@ def _check(
     if mask.is_causal:
         raise ValueError(f"is_causal is True; expected False: {LATER}")
     mask.per_key()
-    if query_mask is not None:
-        _check_queries(query_mask, q)
-
-
-def _check_queries(query_mask: Tensor, q: Tensor) -> None:
-    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
-        kind = type(query_mask).__name__
-        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
-        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
-    sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
-    matched = zip(reversed(sizes), reversed(queries), strict=False)
-    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
-        raise ValueError(
-            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
-        )
+    check_query_mask(query_mask, q)
 
 
 # --- the layer -----------------------------------------------------------------------------------
@@ -313,8 +300,3 @@ class MRAAttention(MultiheadAttention):
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Say how long blocks are, and how many are kept."""
         return functools.partial(base, block=self.block, kept=self.kept, sparse=self.sparse)
-
-    def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
-        """Say which queries are padding."""
-        run = functools.partial(run, query_mask=mask.queries)
-        return super().attend(run, q, k, v, mask)

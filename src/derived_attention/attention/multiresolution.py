@@ -29,6 +29,7 @@ from derived_attention.attention.checks import (
     check_callable,
     check_flag,
     check_no_bias,
+    check_query_mask,
     cut_any_length,
     is_symbolic,
 )
@@ -68,7 +69,7 @@ def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
 def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     """Pool the first step, and the windows after it that end where a group of queries begins."""
     if is_symbolic(x.shape[-2]):
-        return functools.partial(_ended_means, scale), None
+        return _ended_means(x, scale, present)
     windows = -(-x.shape[-2] // scale)
     used = 1 + (windows - 1) * scale if windows else 0
     cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
@@ -76,11 +77,21 @@ def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     return lambda y: pool(y[..., :used, :]), here
 
 
-def _ended_means(scale: int, y: Tensor) -> Tensor:
-    """Average those windows of (..., n, D), where n is not known: the first one has one step."""
-    cut = cut_any_length(y, scale, (y.shape[-2] - 1) // scale + 1, before=scale - 1)
-    steps = torch.arange(cut.shape[-3], device=y.device).clamp(max=1) * (scale - 1) + 1
-    return (cut.sum(-2, dtype=wide(y)) / steps.unsqueeze(-1)).to(y.dtype)
+def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool to the averages of these windows of x (..., n, D), where n is not known."""
+    there = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
+
+    def total(y: Tensor) -> Tensor:
+        count = (y.shape[-2] - 1) // scale + 1
+        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
+
+    steps = total(there.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
+
+    def pool(y: Tensor) -> Tensor:
+        found = y.to(wide(y)).masked_fill(~there.unsqueeze(-1), 0)
+        return (total(found) / steps.clamp(min=1)).to(y.dtype)
+
+    return pool, None if present is None else (steps > 0).squeeze(-1)
 
 
 def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -> Tensor:
@@ -123,9 +134,12 @@ def _in_step(
 @mechanism(alone=False)
 def multiresolution_attention_reference(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    attention=softmax_attention_reference
+    query_mask=None, attention=softmax_attention_reference
 ) -> Tensor:  # fmt: skip
     """MrsHA as it is written, with boxcar filters."""
+    check_query_mask(query_mask, q)
+    asked = torch.ones_like(q[..., 0], dtype=torch.bool)  # (..., H, N)
+    asked = asked if query_mask is None else asked & query_mask
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     if not is_boxcar(filters):
         raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
@@ -139,7 +153,7 @@ def multiresolution_attention_reference(
             there = torch.ones_like(k_h[..., 0], dtype=torch.bool)  # (..., M)
             there = there if given is None else allowed(given)[..., 0, :]
             own, others = _spans(N, s, class_token, causal), _spans(M, t, class_token, causal)
-            q_h = averages(q_h, torch.ones_like(q_h[..., 0], dtype=torch.bool), own)
+            q_h = averages(q_h, asked[..., h, :], own)
             k_h, v_h = (averages(x, there, others) for x in (k_h, v_h))  # (..., M', D)
             given = torch.stack([there[..., span].any(-1) for span in others], -1)[..., None, :]
             if causal:
@@ -168,7 +182,7 @@ def _spans(N: int, s: int, class_token: bool, causal: bool) -> list[slice]:
 @mechanism(alone=False)
 def multiresolution_attention(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    attention=softmax_attention
+    query_mask=None, attention=softmax_attention
 ) -> Tensor:  # fmt: skip
     """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
 
@@ -181,8 +195,7 @@ def multiresolution_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: 0 or -inf. A key that may not be attended is
         left out of its pooled key, and a pooled key with none left is masked. Any mask where all
-        scales are 1. Queries that are padding are pooled with those beside them; the layer knows
-        them, and leaves them out.
+        scales are 1.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where
@@ -196,12 +209,17 @@ def multiresolution_attention(
         ``pywt.Wavelet("db2")``: see `wavelet_filter`.
     class_token : bool
         Whether the first query, key and value stay as they are, and the windows start after them.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
+        left out of its pooled query.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     lay = check_filters(filters, pairs, class_token, mask.is_causal)
     check_callable("attention", attention)
+    check_query_mask(query_mask, q)
+    asked = None if query_mask is None else query_mask.expand(q.shape[:-1])  # (..., H, N)
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
     for (s, t), heads in groups.items():
         q_h, k_h, v_h, given = pick(q, heads), pick(k, heads), pick(v, heads), mask.given
@@ -211,7 +229,8 @@ def multiresolution_attention(
             k_h, v_h, given, _ = pool_pairs(lay.down, k_h, v_h, t, Mask(given).present(k.shape[-2]))
             given = None if given is None else given.unsqueeze(-2)
         if s > 1:
-            q_h = lay.down(q_h, s, None)[0](q_h)  # (..., H', N', D)
+            there = None if asked is None else pick(asked, heads, at=-2)
+            q_h = lay.down(q_h, s, there)[0](q_h)  # (..., H', N', D)
         run = attention
         if s != t and mask.is_causal:
             run, given = _ended_keys(attention, q_h.shape[-2], k_h.shape[-2], s, t, q.device)
