@@ -389,3 +389,27 @@ def test_replicas_use_their_own_parameters(name):
     x = sequences()
     assert torch.equal(output(replica(layer), x), output(twice, x))
     assert not torch.equal(output(twice, x), output(layer, x))
+
+
+POOLING = ("sh", "bn_sh", "mrs", "mra")  # PyTorch cannot prove that lengths fit, and asks when run
+SHORTEST, LONGEST = 20, 300
+
+
+@every_mechanism
+@pytest.mark.filterwarnings("ignore")
+def test_layer_is_exported_with_any_length(name):
+    own = {"length": LONGEST} if name == "linformer" else {}
+    for options in causality_of(name, {}):
+        own |= {"causal": "is_causal" in options} if name == "conv1d" else {}
+        model = Alone(make_layer(name, **own), **options)
+        sizes = {"x": {1: torch.export.Dim("n", min=SHORTEST, max=LONGEST)}}
+        how = {"prefer_deferred_runtime_asserts_over_guards": name in POOLING}
+        x = torch.randn(2, 100, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        if name == "conv2d":
+            with pytest.raises(ValueError, match="query has a dynamic length; expected 21 tokens"):
+                torch.export.export(model, (x,), dynamic_shapes=sizes, **how)
+            continue
+        exported = torch.export.export(model, (x,), dynamic_shapes=sizes, **how).module()
+        for n in (SHORTEST, 21, 64, 65, 100, 131, LONGEST):
+            y = torch.cat([x, x.flip(1), x + 1], 1)[:, :n]
+            assert_all_close([exported(y)], [model(y)], 1e-9, f"{name}, {list(options)}, {n}")

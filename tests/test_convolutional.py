@@ -510,16 +510,19 @@ def test_padding_first_and_causal():
     torch.testing.assert_close(out[:, 4:], alone, rtol=1e-11, atol=1e-11)
 
 
-def test_cross_attention_leaves_the_queries_alone():
-    """The padding is that of the keys; queries of the same length have their own."""
+def test_queries_may_have_a_padding_of_their_own():
     layer = randomised(Conv1DAttention(E, HEADS, **DOUBLE))
     x, padding = layer_inputs()
-    query = x.flip(1)
-    out, _ = layer(query, x, x, key_padding_mask=padding, need_weights=False)
+    query, gone = x.flip(1), padding.flip(1)
+    how = {"key_padding_mask": padding, "need_weights": False}
     q, k, v = projected(layer, query, x, x)
-    h = conv1d_attention(q, k, v, attn_mask=~padding[:, None, None], weight=layer.weight)
-    expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+    for said in ({}, {"query_padding_mask": gone}, {"query_padding_mask": additive(~gone)}):
+        out, _ = layer(query, x, x, **how, **said)
+        blank = (gone if said else padding)[:, None, :, None]
+        own = {"attn_mask": ~padding[:, None, None], "weight": layer.weight}
+        h = conv1d_attention(q.masked_fill(blank, 0), k, v, **own)
+        expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_causal_layer_with_padding_sees_no_future():
@@ -531,17 +534,20 @@ def test_causal_layer_with_padding_sees_no_future():
         assert bool((slope[:, t + 1 :] == 0).all()) and bool((slope[:, : t + 1] != 0).any())
 
 
-def test_cross_attention_of_other_widths():
+def test_other_widths_are_self_attention_still():
     layer = randomised(Conv1DAttention(E, HEADS, bias=False, kdim=6, vdim=9))
     for batch in ((), (B,)):
         query, key, value = (
-            x.float() for x in tensors((*batch, 5, E), (*batch, T, 6), (*batch, T, 9))
+            x.float() for x in tensors((*batch, T, E), (*batch, T, 6), (*batch, T, 9))
         )
         padding = (torch.arange(T) > 6).expand(*batch, T)
         out, A = layer(query, key, value, key_padding_mask=padding)
-        assert out.shape == (*batch, 5, E) and A.shape == (*batch, 5, T)
-        short, _ = layer(query, key[..., :7, :], value[..., :7, :])
-        torch.testing.assert_close(short, out)
+        assert out.shape == (*batch, T, E) and A.shape == (*batch, T, T)
+        short, _ = layer(query[..., :7, :], key[..., :7, :], value[..., :7, :])
+        torch.testing.assert_close(short, out[..., :7, :])
+        match = "expected as many keys as queries, as this is self-attention; what mixes queries"
+        with pytest.raises(ValueError, match=match):
+            layer(query[..., :5, :], key, value)
 
 
 @pytest.mark.parametrize("name", ["2D, class token", *CVT])
@@ -749,7 +755,5 @@ def test_bad_forward_is_named():
             with pytest.raises(ValueError, match="is_causal is False; expected True"):
                 Conv1DAttention(E, HEADS, causal=True)(x, x, x)
         else:
-            for argument, query in (("query", x[:, 1:]), ("key", x)):
-                match = f"{argument} has shape .* tokens, for the grid"
-                with pytest.raises(ValueError, match=match):
-                    layer(query, x[:, 1:], x[:, 1:])
+            with pytest.raises(ValueError, match="query has shape .* tokens, for the grid"):
+                layer(x[:, 1:], x[:, 1:], x[:, 1:])

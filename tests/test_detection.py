@@ -236,7 +236,7 @@ def test_queries_and_keys_have_positions_and_values_have_not():
     (q, k, v), (dq, dk, dv), (cq, ck, cv) = seen
     tokens, positions = model._tokens(images(side=24))
     layer = model.encoder[0]
-    assert q is k and dq is dk  # one tensor: a layer can tell that this is self-attention
+    assert torch.equal(q, k) and torch.equal(dq, dk)
     torch.testing.assert_close(v, layer.norm1(tokens))
     torch.testing.assert_close(q - v, positions.expand_as(q))
     torch.testing.assert_close(positions, 2 * grid_positions(3, 3, 8))

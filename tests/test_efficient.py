@@ -405,6 +405,8 @@ WRONG = [
     (performer_attention, {"projection": W.long()}, "projection is of dtype torch.int64"),
     (fmm_attention, NEAR | {"near": 0.5}, "near is of type float"),
     (fmm_attention, NEAR | {"feature_maps": ("elu",)}, "feature_map is 'elu'"),
+    (fmm_attention, NEAR | {"feature_maps": None}, "feature_maps is None; expected a sequence"),
+    (fmm_attention, NEAR | {"feature_maps": "elu"}, "feature_maps is 'elu'; expected a sequence"),
     (luna_attention, {"packed": [0.0]}, "packed is of type list"),
 ]
 

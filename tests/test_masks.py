@@ -119,9 +119,9 @@ def test_factors_of_a_kernel_never_overflow():
     assert each.factor(torch.float32, per_key=False).tolist() == [[1, 0], [0, 1]]
 
 
-def of_layer(attn_mask=None, padding=None, is_causal=False, same=True, batch=(2,)):
+def of_layer(attn_mask=None, padding=None, is_causal=False, batch=(2,), **own):
     x = torch.zeros(*batch, 3, 4)
-    return Mask.of_layer(attn_mask, padding, is_causal, x, x if same else x.clone(), 2)
+    return Mask.of_layer(attn_mask, padding, is_causal, x, x, 2, **own)
 
 
 def test_masks_of_a_layer_are_turned_around_and_merged():
@@ -148,7 +148,11 @@ def test_a_layer_knows_who_is_there():
     for mask in (padding, torch.zeros(2, 3).masked_fill(padding, NO)):
         assert torch.equal(of_layer(padding=mask).keys, ~padding[:, None])
         assert torch.equal(of_layer(padding=mask).queries, ~padding[:, None])
-        assert of_layer(padding=mask, same=False).queries is None
+        assert of_layer(padding=mask, cross=True).queries is None
+        for cross in (False, True):
+            both = of_layer(padding=mask, query_padding_mask=mask.flip(1), cross=cross)
+            assert torch.equal(both.queries, ~padding.flip(1)[:, None])
+            assert torch.equal(both.keys, ~padding[:, None])
         assert torch.equal(of_layer(padding=mask).present(3), ~padding[:, None])
     assert of_layer().keys is None
 

@@ -176,7 +176,7 @@ def test_em_of_cross_attention_counts_all_queries():
     x, padding = inputs_for_layer()
     memory = inputs_for_layer(1)[0]
     for given in ({"key_padding_mask": padding}, {"is_causal": True}):
-        layer = MixtureAttention(E, HEADS, priors="em", shifted=True)
+        layer = MixtureAttention(E, HEADS, priors="em", shifted=True, cross=True)
         q, k, _ = layer.heads(x, memory, memory)
         mask = {"attn_mask": ~padding[:, None, None]} if "is_causal" not in given else given
         expected = em_priors(q, k, **mask)
@@ -235,7 +235,7 @@ def repeat(x, rows, groups):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_mixtures_are_repeated_mixtures(kind):
     for groups in (1, 2):
-        made = {"dtype": torch.float64, **KINDS[kind]}
+        made = {"dtype": torch.float64, **KINDS[kind], "cross": True}
         shared = noisy(MixtureAttention(WIDTH, SHARED, kv_heads=groups, **made))
         whole = MixtureAttention(WIDTH, SHARED, **made).eval()
         theirs = {}

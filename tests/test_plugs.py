@@ -731,9 +731,9 @@ def test_timm_drops_in_training_only():
 # --- PyTorch -------------------------------------------------------------------------------------
 
 
-def own_layer(name, causal=False):
+def own_layer(name, causal=False, **own):
     """Its layer, with parameters that are not those it starts with."""
-    own = {"causal": True} if causal and name == "conv1d" else {}
+    own |= {"causal": True} if causal and name == "conv1d" else {}
     layer = MECHANISMS[name].make_layer(E, H, N, **own)
     with torch.no_grad():
         for p in layer.parameters():
@@ -786,7 +786,7 @@ def test_pytorchs_encoder_is_causal(name):
 def test_pytorchs_decoder(name):
     layers = {"self_attn": own_layer(name, causal=True)}
     if MECHANISMS[name].alone and not MECHANISMS[name].placed:
-        layers["multihead_attn"] = own_layer(name)
+        layers["multihead_attn"] = own_layer(name, cross=True)
     model, gone = pytorchs("Decoder", name, **layers).eval(), ~PADDING["right"]
     target = X[:, :5].flip(0)
     out = model(target, X, tgt_is_causal=True, memory_key_padding_mask=gone)

@@ -17,7 +17,7 @@ from kinds import KINDS, classifier, translator, writer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.layer import ALL, KEY, QUERY, VALUE
+from derived_attention.attention.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
 from derived_attention.attention.linear import elu_feature_map
 from derived_attention.attention.masks import Mask
 from derived_attention.attention.primal import (
@@ -242,15 +242,23 @@ def test_cross_attention_brings_the_mean_of_r_to_the_queries():
 
 
 def test_layer_knows_whether_queries_and_keys_are_one_sequence():
-    layer, x, y = layer_of(), x_of(B, 9, E), x_of(B, 5, E)
+    layer, own = layer_of(cross=True), layer_of()
+    own.load_state_dict(layer.state_dict())
+    x, y = x_of(B, 9, E), x_of(B, 5, E)
     heads = [layer.project(part, z, ALL) for part, z in ((QUERY, x), (KEY, y), (VALUE, y))]
-    own = {key: getattr(layer, key) for key in ("W_e", "W_r", "W_o")}
-    out = primal_attention(*heads, **own, cross=True)
+    weights = {key: getattr(layer, key) for key in ("W_e", "W_r", "W_o")}
+    out = primal_attention(*heads, **weights, cross=True)
     expected = layer.out_proj(out.transpose(1, 2).flatten(2))
     assert_all_close([layer(x, y, y)[0]], [expected], 1e-12)
-    as_long = layer(x, x.clone(), x)[0]  # the same numbers, but another tensor
-    assert not torch.allclose(as_long, layer(x, x, x)[0])
+    assert not torch.allclose(layer(x, x, x)[0], own(x, x, x)[0])
     assert layer(x, x, x)[1] is None
+    with pytest.raises(ValueError, match="5, 12.*9 queries; expected as many keys .* cross=True"):
+        own(x, y, y)
+    run = functools.partial(primal_attention, **{k: w.detach() for k, w in weights.items()})
+    plain = MultiheadAttention(E, H, attention=run, cross=True, dtype=torch.float64)
+    assert plain(x, y, y, need_weights=False)[0].shape == x.shape
+    with pytest.raises(ValueError, match="9 queries; expected as many keys"):
+        MultiheadAttention(E, H, attention=run, dtype=torch.float64)(x, y, y)
 
 
 # --- the layer ------------------------------------------------------------------------------------

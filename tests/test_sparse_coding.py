@@ -252,7 +252,11 @@ def test_without_projections_a_layer_has_no_parameters():
     other = X.flip(1) + 1
     k = other.unflatten(-1, (H, -1)).transpose(1, 2)
     cross = lasso_attention(heads, k, k, **how | {"exclude_self": False})
-    torch.testing.assert_close(lasso(X, other, other)[0], cross.transpose(1, 2).flatten(2))
+    how = {key: x for key, x in how.items() if key != "exclude_self"}
+    declared = LassoAttention(E, H, **how, **BARE, cross=True)
+    torch.testing.assert_close(declared(X, other, other)[0], cross.transpose(1, 2).flatten(2))
+    with pytest.raises(ValueError, match="expected as many keys as queries, as this is self-att"):
+        lasso(X, other[:, 1:], other[:, 1:])
     for own in ({"kdim": 4}, {"head_dim": 2}, {"kv_heads": 1}):
         with pytest.raises(ValueError, match="projected is False; expected kdim, vdim, head_dim"):
             LassoAttention(E, H, **own, **BARE)

@@ -199,7 +199,7 @@ class MemoryLayer(PreNormLayer):
 
     def _attend(self, x: Tensor, positions: Tensor) -> Tensor:
         y = self.norm1(x)
-        q = y + positions  # queries and keys are one tensor, which some layers can tell
+        q = y + positions
         mixed, _ = self.attention(q, q, y, need_weights=False)
         return scale_path(x, self.path_dropout, self.training) + self.dropout(mixed)
 
@@ -216,7 +216,7 @@ class QueryLayer(MemoryLayer):
         cross_path_dropout: str | None,
     ) -> None:
         super().__init__(config, attention, path_dropout)
-        self.cross = make_attention(cross, config.dim, config.heads)
+        self.cross = make_attention(cross, config.dim, config.heads, cross=True)
         self.norm3 = nn.LayerNorm(config.dim)
         self.cross_path_dropout = cross_path_dropout
 

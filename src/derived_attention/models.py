@@ -15,6 +15,10 @@ replaces the layer.*
   ``functools.partial`` sets keywords of its own.
 - A class (a subclass of ``nn.Module``, or a partial of one) is called as ``attention(dim, heads)``
   for each layer, and has the ``forward`` of ``nn.MultiheadAttention(batch_first=True)``.
+
+Where a decoder attends what an encoder has read, layers of this package are declared to be
+cross-attention, as `MultiheadAttention` describes: a class is called with ``cross=True`` as well,
+if it has such an argument. So what mixes queries along their length is refused there.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.checks import Mechanism, check_flag, check_positive
+from derived_attention.attention.convention import takes
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import check_series, check_tokens
@@ -89,11 +94,12 @@ def is_layer(attention: Mechanism, name: str = "attention") -> bool:
     return isinstance(target, type) and issubclass(target, nn.Module)
 
 
-def make_attention(attention: Mechanism, dim: int, heads: int) -> nn.Module:
+def make_attention(attention: Mechanism, dim: int, heads: int, *, cross: bool = False) -> nn.Module:
     """Build one attention layer by the rule at the top of this module; else raise TypeError."""
     if is_layer(attention):
-        return attention(dim, heads)
-    return MultiheadAttention(dim, heads, attention=attention)
+        declared = {"cross": True} if cross and takes(attention, "cross") else {}
+        return attention(dim, heads, **declared)
+    return MultiheadAttention(dim, heads, attention=attention, cross=cross)
 
 
 class EncoderLayer(nn.Module):
@@ -162,7 +168,7 @@ class DecoderLayer(CausalLayer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.cross = make_attention(config.attention, config.dim, config.heads)
+        self.cross = make_attention(config.attention, config.dim, config.heads, cross=True)
         self.norm3 = nn.LayerNorm(config.dim)
 
     def forward(  # type: ignore[override]

@@ -199,7 +199,7 @@ def _attend(
         if mask is not None and not cross and mask.dtype == torch.bool:
             own.keys = mask.any(-2).any(1, keepdim=True)  # (B, 1, M)
             own.queries = own.keys[..., M - N :]
-        own.same = not cross
+        own.cross = cross
         return layer.run(*x, own)[0]
     if causal and N < M and not MECHANISMS[name].alone:
         raise ValueError(
@@ -218,7 +218,7 @@ def _run(layer: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, cross: bool)
     if causal and before > 0 and N:
         q = torch.cat([q[:, :1].expand(-1, before, -1), q], 1)
     mask = Mask(None, causal)
-    mask.same = not cross
+    mask.cross = cross
     return layer.run(q, k, v, mask)[0][:, -N:] if N else q
 
 

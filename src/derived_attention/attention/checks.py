@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+POOLED = "the steps of a pooled key have no score of their own to add to"
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Mechanism = Callable[..., Any]  # (q, k, v, attn_mask, ...) to H; for a model also a class of layers
 
@@ -83,24 +84,24 @@ def may_look_at(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def same_tokens(a: Tensor, b: Tensor) -> bool:
-    """Say whether two arguments are one tensor, or views of the same numbers.
+def is_symbolic(*sizes: int) -> bool:
+    """Say whether a size stands for many: ``torch.export`` hands on a dynamic dimension so.
 
-    Hooks, checkpointing and ``torch.func`` hand on what was one tensor as several.
+    Then what is cut into so many pieces, or compared with a number, would hold for this size alone.
     """
-    if torch.compiler.is_compiling():
-        return a is b
-    wraps = torch._C._functorch
-    while a is not b and all(map(wraps.is_functorch_wrapped_tensor, (a, b))):
-        if wraps.maybe_get_bdim(a) != wraps.maybe_get_bdim(b):
-            return False
-        a, b = wraps.get_unwrapped(a), wraps.get_unwrapped(b)
-    if a is b:
-        return True
-    if any(x.is_nested or not has_data(x) for x in (a, b)):
-        return False
-    alike = a.shape == b.shape and a.stride() == b.stride()
-    return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()
+    return any(isinstance(n, torch.SymInt) for n in sizes)
+
+
+def cut_any_length(x: Tensor, size: int, count: int, fill: float = 0.0, before: int = 0) -> Tensor:
+    """Cut (..., n, D) into (..., count, size, D), with `fill` before and after, if n `is_symbolic`.
+
+    By places, as views ask whether n is divisible.
+    """
+    at = torch.arange(count, device=x.device)[:, None] * size - before
+    at = at + torch.arange(size, device=x.device)
+    n = x.shape[-2]
+    there = ((at >= 0) & (at < n)).unsqueeze(-1)
+    return x[..., at.clamp(min=0).minimum(at.new_full((), n - 1)), :].masked_fill(~there, fill)
 
 
 def has_data(x: Tensor) -> bool:
@@ -120,9 +121,35 @@ def check_mask_values(name: str, mask: Tensor) -> None:
         raise ValueError(f"{name} contains {bad}; expected finite numbers or -inf")
 
 
+def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
+    """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
+    if mask.dtype == torch.bool or not may_look_at(mask):
+        return
+    if not bool(((mask == 0) | (mask == -math.inf)).all()):
+        raise ValueError(
+            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
+        )
+
+
+def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
+    """Check for None, or a boolean mask that is False where a query of q (..., N, D) is padding."""
+    if query_mask is None:
+        return
+    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
+        kind = type(query_mask).__name__
+        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
+        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
+    sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
+    matched = zip(reversed(sizes), reversed(queries), strict=False)
+    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
+        raise ValueError(
+            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
+        )
+
+
 def check_count(name: str, value: int, least: int) -> int:
     """Check that `value` is a whole Python number, at least `least`, and return it."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {_kind(value)}; expected a whole number")
     if value < least:
         raise ValueError(f"{name} is {value}; expected a whole number, at least {least}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def mechanism(
     components: bool = False,
     per_key: bool = False,
     drops: bool = False,
+    alone: bool = True,
 ) -> Mechanism:
     """Give `form` the arguments that `softmax_attention` describes, and those of its own.
 
@@ -96,10 +98,12 @@ def mechanism(
         Whether keys are ``(..., R, M, D)``, and whether a mask has to be one over keys.
     drops : bool
         Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
+    alone : bool
+        Whether what a query gets depends on no other query.
     """
     if form is None:
         how: dict[str, Any] = {"weights": weights, "components": components}
-        how |= {"per_key": per_key, "drops": drops}
+        how |= {"per_key": per_key, "drops": drops, "alone": alone}
         return functools.partial(mechanism, **how)
 
     @functools.wraps(form)
@@ -134,6 +138,7 @@ def mechanism(
         return form(q, k, v, mask, scale, **own)
 
     attend.weights = weights  # type: ignore[attr-defined]
+    attend.per_key, attend.alone = per_key, alone  # type: ignore[attr-defined]
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -162,6 +167,29 @@ def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Te
         return direct(q, k, **options)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
+    """Yield the functions that a mechanism is made of: under its options, and among them."""
+    while isinstance(attention, functools.partial):
+        inner = attention.keywords.get("attention")
+        if callable(inner):
+            yield from parts_of(inner)
+        attention = attention.func
+    yield attention
+
+
+def is_per_key(attention: Mechanism) -> bool:
+    """Say whether a mechanism takes masks over keys only."""
+    return any(getattr(part, "per_key", False) for part in parts_of(attention))
+
+
+def takes(function: Mechanism, name: str) -> bool:
+    """Say whether a function, or a class, has an argument of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some built-in functions do not tell
+        return False
 
 
 def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:

@@ -33,6 +33,8 @@ from derived_attention.attention.checks import (
     check_count,
     check_flag,
     check_floating,
+    check_query_mask,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
@@ -94,25 +96,26 @@ def _before(s: int, causal: bool = False) -> int:
     return s - 1 if causal else (s - 1) // 2
 
 
-@mechanism
+@mechanism(alone=False)
 def conv1d_attention_reference(
-    q, k, v, mask, scale, *, weight, key_weight=None, attention=softmax_attention_reference
-) -> Tensor:
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None,
+    attention=softmax_attention_reference
+) -> Tensor:  # fmt: skip
     """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
-    w, w_k, k = _filters(q, k, mask, 1, weight, key_weight)
+    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
     C = mixing_matrix_1d(w, q.shape[-2], mask.is_causal)  # (H or 1, N, N)
     C_k = mixing_matrix_1d(w_k, k.shape[-2], mask.is_causal)  # (H or 1, M, M)
     return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
 
 
-@mechanism
+@mechanism(alone=False)
 def conv2d_attention_reference(
-    q, k, v, mask, scale, *, weight, key_weight=None, grid, class_token=False,
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
     attention=softmax_attention_reference
 ) -> Tensor:  # fmt: skip
     """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
     _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    w, w_k, k = _filters(q, k, mask, 2, weight, key_weight)
+    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
     C, C_k = (mixing_matrix_2d(x, grid, class_token) for x in (w, w_k))  # (H or 1, N, N)
     return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
 
@@ -123,11 +126,13 @@ def _multiply(C: Tensor, x: Tensor) -> Tensor:
         return (C.to(wide(x)) @ x.to(wide(x))).to(x.dtype).view_as(x)
 
 
-def _filters(q, k, mask, sides, weight, key_weight) -> tuple[Tensor, Tensor, Tensor]:
-    """Check the filters; return those of queries and keys, and the keys without masked ones."""
+def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
+    """Check the filters; return those of queries and keys, and both without what is not there."""
+    """Check the filters; return those of queries and keys, and both without what is not there."""
+    check_query_mask(query_mask, q)
     weight = _per_head("weight", weight, q, sides)
     key_weight = weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
-    return weight, key_weight, _blank(k, mask.present(k.shape[-2]))
+    return weight, key_weight, _blank(q, query_mask), _blank(k, mask.present(k.shape[-2]))
 
 
 def _blank(x: Tensor, present: Tensor | None) -> Tensor:
@@ -138,9 +143,9 @@ def _blank(x: Tensor, present: Tensor | None) -> Tensor:
 # --- the same, as a sum of shifted copies --------------------------------------------------------
 
 
-@mechanism
+@mechanism(per_key=True, alone=False)
 def conv1d_attention(
-    q, k, v, mask, scale, *, weight, key_weight=None, attention=softmax_attention
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, attention=softmax_attention
 ) -> Tensor:
     """Attention-Conv1D, eq. 45 of [Nguyen2023]: s additions for each query and key, then attention.
 
@@ -148,8 +153,7 @@ def conv1d_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. A key that
-        may not be attended counts as 0 in the convolution of its neighbours. What stands in padded
-        queries reaches the queries next to them: set them to 0, as `Conv1DAttention` does.
+        may not be attended counts as 0 in the convolution of its neighbours.
     is_causal : bool
         Query i attends keys j ≤ i, and the filter ends at the position itself. The padding on both
         sides, as eq. 45 has it, would show queries and keys what comes after them.
@@ -159,19 +163,22 @@ def conv1d_attention(
     key_weight : Tensor, optional
         Filter of the keys, ``(s',)`` or ``(H, s')``, if it is another one. The derivation of eq. 45
         has one for both, since one feature map is applied to training and to new inputs.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then counts
+        as 0 in the convolution of its neighbours.
     attention : callable
         What to do with the convolved queries and keys: `softmax_attention` or another mechanism
         with its calling convention.
     """
     check_callable("attention", attention)
-    w, w_k, k = _filters(q, k, mask, 1, weight, key_weight)
+    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
     q, k = _convolve(q, w, mask.is_causal), _convolve(k, w_k, mask.is_causal)
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
-@mechanism
+@mechanism(per_key=True, alone=False)
 def conv2d_attention(
-    q, k, v, mask, scale, *, weight, key_weight=None, grid, class_token=False,
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
     attention=softmax_attention
 ) -> Tensor:  # fmt: skip
     """Attention-Conv2D, eq. 43 of [Nguyen2023], for tokens that lie on a grid, row by row.
@@ -187,12 +194,12 @@ def conv2d_attention(
         Rows N_H and columns N_W, with N = N_H N_W.
     class_token : bool
         Whether one more token comes first, N = 1 + N_H N_W, which is not convolved.
-    attention : callable
+    query_mask, attention
         As in `conv1d_attention`.
     """
     check_callable("attention", attention)
     _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    w, w_k, k = _filters(q, k, mask, 2, weight, key_weight)
+    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
     q, k = (_convolve_grid(*xw, grid, class_token) for xw in ((q, w), (k, w_k)))
     return attention(q, k, v, scale=scale, **mask.keywords)
 
@@ -267,8 +274,10 @@ def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Ten
     """View the places i of y, (..., ·, D), for which i + offset is one of x, and these of x."""
     for at, o in enumerate(offset, -1 - len(offset)):
         n = x.shape[at]
-        length = max(0, n - abs(o))
-        y, x = y.narrow(at, min(max(0, -o), n), length), x.narrow(at, min(max(0, o), n), length)
+        least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
+        length = most(0, n - abs(o))
+        to, source = least(max(0, -o), n), least(max(0, o), n)
+        y, x = y.narrow(at, to, length), x.narrow(at, source, length)
     return y, x
 
 
@@ -316,6 +325,10 @@ def _check_places(
         raise ValueError(f"is_causal is {is_causal}; expected False: a grid has no past")
     N = rows * columns + class_token
     for name, x in tokens.items():
+        if is_symbolic(x.shape[-2]):
+            raise ValueError(
+                f"{name} has a dynamic length; expected {N} tokens, as many as its grid has places"
+            )
         if x.shape[-2] != N:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid {rows} x "
@@ -332,6 +345,7 @@ class _ConvolvedAttention(MultiheadAttention):
     shown: tuple[str, ...] = ("filters", "shared")
     because = "a convolved token holds its neighbours, and is the same for every query"
     mixes = True
+    alone = False
     causal, sides = False, 1
 
     def __init__(self, *args: Any, kernel_size: int, shared: bool, **options: Any) -> None:
@@ -361,8 +375,8 @@ class Conv1DAttention(_ConvolvedAttention):
 
     It adds the filters ``weight`` (H, s), and ``key_weight`` where keys have their own. A filter
     starts as the identity, so that the layer starts as softmax attention. Padded keys count as 0 in
-    a convolution, and padded queries where `query` and `key` are one tensor. The forward pass takes
-    no `attn_mask`; padding goes into `key_padding_mask`.
+    a convolution, and padded queries do. The forward pass takes no `attn_mask`; padding goes into
+    `key_padding_mask`.
 
     Parameters
     ----------
@@ -474,6 +488,7 @@ class CvTAttention(_OnGrid):
 
     refused = ("key_padding_mask", "attn_mask", "is_causal")
     because = _ConvolvedAttention.because
+    alone = False
 
     def __init__(
         self, *args: Any, kernel_size: int = 3, kv_stride: int = 1, **options: Any

@@ -18,25 +18,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism, check_count, check_parameter, may_look_at
+from derived_attention.attention.checks import (
+    Mechanism,
+    check_count,
+    check_parameter,
+    is_symbolic,
+    may_look_at,
+)
 from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     CHUNK,
-    SEGMENT,
     FeatureMap,
     elu_feature_map,
     linear_attention,
     linear_attention_reference,
     ratio,
     segment_length,
+    segments,
     wide,
     with_ones,
 )
@@ -106,7 +112,11 @@ def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, 
     if value_projection is not None:
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
-    return E[:, :M].to(wide(q)), G[:, :M].to(wide(q))
+    E, G = E.to(wide(q)), G.to(wide(q))
+    if is_symbolic(M):  # a slice would ask if it is all of them
+        kept = torch.arange(M, device=E.device)
+        return E.index_select(1, kept), G.index_select(1, kept)
+    return E[:, :M], G[:, :M]
 
 
 def _shares(mask: Mask, dtype: torch.dtype) -> Tensor | None:
@@ -212,14 +222,16 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        return performer_attention_reference(
+            q, k, v, is_causal=True, scale=scale, projection=projection
+        )
     W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
         return _causal(q, k, v, W, scale)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
-        parts = [
-            ratio(_query_features(x, W, scale, top) @ S) for x in q.split(segment_length(q), -2)
-        ]
+        parts = [ratio(_query_features(x, W, scale, top) @ S) for x in segments(q)]
         return torch.cat(parts, -2).to(q.dtype)
 
 
@@ -233,15 +245,16 @@ class _Sums(NamedTuple):
 def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
     """Walk over the positions in segments, and carry `_Sums` from one to the next."""
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
-    ends = [*range(SEGMENT, N, segment_length(q)), N]
+    length = segment_length(q)
+    ends = [*range(length, N, length), N]
     starts = [0, *ends[:-1]]
     rows, past, outputs = math.sqrt(scale) * W.to(wide(q)), None, []
 
-    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
+    def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
         sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
         return x[..., :n, :].split(sizes, -2)
 
-    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
+    for q_s, k_s, v_s in zip(parts(q, N), parts(k, M), parts(v, M), strict=True):
         with full_precision(q.device):
             n, values = q_s.shape[-2], with_ones(v_s, rows.dtype)
             a, logs = q_s.to(rows.dtype) @ rows.mT, _logarithms(k_s, W, scale)
@@ -349,11 +362,11 @@ def _key_sums(
 
     Segment by segment, with the largest logarithm so far as c: where it grows, sums are scaled.
     """
-    M, size = k.shape[-2], segment_length(k)
+    M, size = k.shape[-2], segments(k)[0].shape[-2]
     column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
     top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
     sums, c = top.new_zeros(()), top
-    for i, (k_s, v_s) in enumerate(zip(k.split(size, -2), v.split(size, -2), strict=True)):
+    for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
         here = None if column is None else column[..., i * size : (i + 1) * size, :]
         logarithms = _masked(_logarithms(k_s, W, scale), here)
         most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top
@@ -422,13 +435,22 @@ def fmm_attention(
 
 def _fmm(band, linear, q, k, v, mask, scale, window, near, far, feature_maps) -> Tensor:
     """Blend a softmax of a band and linear attentions, in float32 at least."""
-    maps = list(feature_maps)
-    if not maps:
-        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    maps = _check_maps(feature_maps)
     w_near, w_far = (_blend(name, w, q) for name, w in (("near", near), ("far", far)))
     own = {**mask.keywords, "scale": scale}
     H = w_near * band(q, k, v, window=window, **own)
     return (H + w_far * sum(linear(q, k, v, feature_map=m, **own) for m in maps)).to(q.dtype)
+
+
+def _check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
+    """Check for a sequence of functions, not empty, and return it."""
+    if isinstance(feature_maps, str) or not isinstance(feature_maps, Iterable):
+        found = f"feature_maps is {feature_maps!r}"
+        raise TypeError(f"{found}; expected a sequence of functions from (..., D)")
+    maps = tuple(feature_maps)
+    if not maps:
+        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    return maps
 
 
 def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
@@ -605,8 +627,9 @@ class FMMAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         check_count("window", window, 0)
+        maps = _check_maps(feature_maps)
         super().__init__(*args, attention=attention, **options)
-        self.window, self.feature_maps = window, tuple(feature_maps)
+        self.window, self.feature_maps = window, maps
         self.learned_maps = nn.ModuleList(m for m in self.feature_maps if isinstance(m, nn.Module))
         self.near, self.far = (
             nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads)) for _ in range(2)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_count, check_shape
+from derived_attention.attention.checks import check_count, check_shape, is_symbolic
 from derived_attention.attention.pooling import Pooling, average_pooling
 
 
@@ -34,6 +34,8 @@ def get_filter(filters: Any) -> Filter:
 
 
 def _repeat(x: Tensor, scale: int, N: int) -> Tensor:
+    if is_symbolic(N):
+        return x.index_select(-2, torch.arange(N, device=x.device) // scale)
     s = min(scale, N) or 1
     return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
 

@@ -7,6 +7,10 @@ heads. Its forward pass is written once. A layer of another kind overrides one o
 - `project` turns a sequence into heads: several keys a token, if they are mixtures;
 - `mechanism` gives the function that heads run its learned parameters;
 - `attend` runs it.
+
+Whether a layer attends its own sequence is declared when it is made, by `cross`, and never guessed.
+No tensor tells: compilers, hooks, checkpointing and ``torch.func`` hand on what was one tensor as
+several. `MultiheadAttention` says what follows from it.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from derived_attention.attention.checks import (
     check_count,
     check_flag,
     check_floating,
+    check_no_bias,
     check_probability,
     check_shape,
 )
-from derived_attention.attention.convention import weights_of
+from derived_attention.attention.convention import is_per_key, parts_of, takes, weights_of
 from derived_attention.attention.masks import Mask
 from derived_attention.attention.softmax import softmax_attention
 
@@ -64,8 +69,15 @@ class MultiheadAttention(nn.Module):
     - ``is_causal=True`` needs no `attn_mask`, and where there is one, both hold;
     - sequences are batch first, and arguments after `bias` are keywords;
     - there is no `add_bias_kv` and no `add_zero_attn`;
+    - a layer is declared to be self-attention or cross-attention, by `cross`;
     - nested tensors are padded for a while: ``nn.TransformerEncoder`` makes them in evaluation;
     - an error names the argument; a mask with NaN or +inf is one.
+
+    ``torch.export`` takes a dynamic length with every mechanism but those whose tokens lie on a
+    grid, Attention-Conv2D and CvT. The shortest one it may be is above all scales, and MRA-2's kept
+    blocks; where a mechanism pools, PyTorch cannot prove what holds for every length, and has to be
+    told ``prefer_deferred_runtime_asserts_over_guards=True``. What walks over a sequence of known
+    length, as sparse patterns, mixtures, causal Performer, ridge and the lasso do, stores a matrix.
 
     Parameters
     ----------
@@ -91,12 +103,22 @@ class MultiheadAttention(nn.Module):
     projected : bool
         False: there are no projections and no parameters. Head h is the h-th slice of the features,
         and so is its output; `bias` has no meaning, and sizes cannot differ from `embed_dim`.
+    cross : bool
+        False: self-attention, query i and key i belong to one token. So what is padding among the
+        keys is padding among the queries, Primal-Attention adds to a query its own key's score, and
+        sparse coding without projections leaves a query's own key out. True: cross-attention, the
+        queries are another sequence's, and none of this holds. Nothing else decides: which objects
+        `query` and `key` are, or what they hold, makes no difference. Many mechanisms give the same
+        numbers either way, and then no declaration is needed, as in
+        ``nn.TransformerDecoderLayer.multihead_attn``; one that does not wants as many keys as
+        queries, unless `cross`. Where queries are pooled or convolved together, True is an error,
+        as each of them would show the others what comes after them.
 
     Raises
     ------
     TypeError, ValueError
         For a size that does not fit, a `dropout` outside [0, 1], `batch_first=False`, an
-        `attention` that cannot be called.
+        `attention` that cannot be called, `cross` where queries are mixed.
     """
 
     # nn.TransformerEncoderLayer reads this name: False keeps it from replacing, in evaluation, our
@@ -113,6 +135,9 @@ class MultiheadAttention(nn.Module):
     weighs = True  # whether there are attention weights to return: what it computes is A V
     out_proj: Any  # Linear, or Identity
     mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
+    alone = True  # whether what a query gets depends on no other query
+    any_mask = True  # whether masks may differ between queries, if the function takes them
+    paired = False  # whether cross-attention is something else, so that one has to declare it
     bare = True  # whether it may be without projections; a kind of layer has to say so itself
 
     def __init_subclass__(cls) -> None:
@@ -139,6 +164,7 @@ class MultiheadAttention(nn.Module):
         head_dim: int | None = None,
         kv_heads: int | None = None,
         projected: bool = True,
+        cross: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -164,8 +190,8 @@ class MultiheadAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.batch_first = batch_first
-        self.attention = attention
         self.head_dim, self.kv_heads = D, groups
+        self._declare(cross, attention)
 
         self.projected = projected
         self.in_proj_bias: nn.Parameter | None = None
@@ -173,6 +199,33 @@ class MultiheadAttention(nn.Module):
             self._make_projections(bias, {"device": device, "dtype": dtype})
         else:
             self.out_proj = nn.Identity()
+
+    def _declare(self, cross: bool, attention: Mechanism) -> None:
+        """Settle what the layer attends, from what was said of it and what its function does."""
+        check_flag("cross", cross)
+        asks, parts = takes(attention, "cross"), list(parts_of(attention))
+        self.attention = functools.partial(attention, cross=True) if asks and cross else attention
+        self.cross, self.paired = cross, self.paired or asks
+        self.asks = takes(attention, "query_mask")
+        self.any_mask = self.any_mask and not is_per_key(attention)
+        if not all(getattr(f, "alone", True) for f in (self, *parts)):
+            self.mix_queries()
+
+    def mix_queries(self) -> None:
+        """Say that queries are pooled or convolved together, and refuse to attend another sequence.
+
+        Raises
+        ------
+        ValueError
+            With ``cross=True``.
+        """
+        self.alone, self.any_mask, self.paired = False, False, True
+        if self.cross:
+            raise ValueError(
+                f"cross is True; expected False: {type(self).__name__} mixes queries along their "
+                "length, and each would show the others what comes after them, as in a decoder; "
+                "expected a mechanism that takes each query for itself, or query scales of 1"
+            )
 
     def _check_projected(self, projected: bool, sizes: tuple, embed_dim: int) -> None:
         check_flag("projected", projected)
@@ -216,6 +269,8 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from `query` to `key` and `value`.
 
@@ -227,6 +282,9 @@ class MultiheadAttention(nn.Module):
         key_padding_mask : Tensor, optional
             ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added,
             and padding where it is -8192 or below: -inf, or ``torch.finfo(dtype).min``.
+            With `is_causal` padding is as if it were not there, on whichever side it stands, and
+            what stands in its place is W_O of zeros; but where `attn_mask` is given too, or masks
+            may differ between queries, it is only not attended.
         need_weights, average_attn_weights : bool
             Whether to return the weights as well, and their mean over the heads. True, PyTorch's
             default, stores (N, M) matrices. Another mechanism than softmax is asked for its A with
@@ -236,6 +294,10 @@ class MultiheadAttention(nn.Module):
             opposite of `softmax_attention`. Floating: added to the scores.
         is_causal : bool
             Query i attends keys j ≤ i only.
+        query_padding_mask : Tensor, optional
+            ``(B, N)``. True, or -inf, where a query is padding: it takes no part in what is made of
+            several queries. Left out, it is `key_padding_mask` in self-attention, and in
+            cross-attention all queries are there.
 
         Returns
         -------
@@ -249,11 +311,11 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, what it was and what was expected.
         """
-        given = (query, key, value)
-        how = (need_weights, attn_mask, average_attn_weights, is_causal)
+        given, padding = (query, key, value), (key_padding_mask, query_padding_mask)
+        how: tuple[Any, ...] = (need_weights, attn_mask, average_attn_weights, is_causal)
         if any(isinstance(x, Tensor) and x.is_nested for x in given):
-            return self._forward_nested(given, key_padding_mask, how)
-        return self._forward(given, key_padding_mask, None, *how)
+            return self._forward_nested(given, padding, how)
+        return self._forward(given, *padding, *how)
 
     def _forward(
         self,
@@ -265,16 +327,54 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as `forward` says, and know which queries are padding where that is known."""
+        """Attend, as `forward` says."""
         query, key, value = given
         need_weights = need_weights and self.weighs
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         self.check(query, key, value, **masks, is_causal=is_causal, need_weights=need_weights)
-        mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, query, key, self.num_heads)
-        if query_padding_mask is not None:
-            mask.queries = ~query_padding_mask.unsqueeze(-2)  # (B, 1, N)
-        output, A = self.run(query, key, value, mask, need_weights)
+        own: dict[str, Any] = {"query_padding_mask": query_padding_mask, "cross": self.cross}
+        sizes = query, key, self.num_heads
+        mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, *sizes, **own)
+        if is_causal and key_padding_mask is not None and attn_mask is None and not self.any_mask:
+            check_no_bias(
+                "key_padding_mask", key_padding_mask, "causal, there is nothing to add to"
+            )
+            output, A = self._run_without_padding(given, mask, need_weights)
+        else:
+            output, A = self.run(query, key, value, mask, need_weights)
         return output, A if A is None or not average_attn_weights else A.mean(-3)
+
+    def _run_without_padding(
+        self, given: tuple[Tensor, Tensor, Tensor], mask: Mask, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend causally as if padding were not there: move it to the end, where no query looks.
+
+        So it may stand anywhere, and forms that are causal without any mask can run. What it holds
+        becomes 0, as NaN would be seen where it is multiplied by 0.
+        """
+        N, M = given[0].shape[-2], given[1].shape[-2]
+        if self.cross or N != M:
+            raise ValueError(
+                f"key_padding_mask is given with is_causal=True for {N} queries and {M} keys, and "
+                f"cross={self.cross}; expected self-attention: where queries are not those of the "
+                "keys, this mechanism cannot leave keys out of the past"
+            )
+        assert mask.keys is not None
+        there = mask.keys.mT  # (B, N, 1)
+        order = (~there).to(torch.uint8).sort(stable=True, dim=-2).indices
+        back = order.argsort(-2)
+        query, key, value = (_moved(x.masked_fill(~there, 0), order) for x in given)
+        moved = Mask(None, True)
+        moved.keys = _moved(there, order).mT
+        moved.queries = None if mask.queries is None else _moved(mask.queries.mT, order).mT
+        output, A = self.run(query, key, value, moved, need_weights)
+        bias = self.out_proj.bias if self.projected else None
+        nothing = output.new_zeros(()) if bias is None else bias.to(output.dtype)
+        output = torch.where(there, _moved(output, back), nothing)
+        if A is None:
+            return output, None
+        there, back = (x.unsqueeze(-3).expand(A.shape[:-1] + (1,)) for x in (there, back))
+        return output, _moved(_moved(A, back).mT, back).mT.masked_fill(~there, 0)
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, need_weights: bool = False
@@ -302,22 +402,24 @@ class MultiheadAttention(nn.Module):
         return output, in_order(maps, self._order(groups)) if need_weights else None
 
     def _forward_nested(
-        self, given: tuple[Any, Any, Any], key_padding_mask: Tensor | None, how: tuple
+        self, given: tuple[Any, Any, Any], padding: tuple[Tensor | None, ...], how: tuple
     ) -> tuple[Tensor, Tensor | None]:
         """Pad nested query, key and value, attend, and cut the output to the queries again."""
         for name, x in zip(("query", "key", "value"), given, strict=True):
             if not (isinstance(x, Tensor) and x.is_nested):
                 raise TypeError(f"{name} is not nested; expected all of query, key, value to be")
-        if key_padding_mask is not None:
-            raise ValueError(
-                "key_padding_mask is given with nested tensors; expected None: their lengths say "
-                "what is padding"
-            )
+        for name, mask in zip(("key", "query"), padding, strict=True):
+            if mask is not None:
+                raise ValueError(
+                    f"{name}_padding_mask is given with nested tensors; expected None: their "
+                    "lengths say what is padding"
+                )
         queries, keys, values = ([len(row) for row in x.unbind()] for x in given)
         if values != keys:
             raise ValueError("value has other lengths than key; expected one value for each key")
-        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in given}
-        q, k, v = (padded[id(x)] for x in given)  # self-attention stays so
+        if self.paired and not self.cross and queries != keys:
+            raise ValueError(f"key has other lengths than query; {self._paired()}")
+        q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in given)
         output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *how)
         rows = [x[:length] for x, length in zip(output, queries, strict=True)]
         if given[0].layout == torch.jagged:
@@ -330,6 +432,7 @@ class MultiheadAttention(nn.Module):
         names = [name for kind in kinds for name in vars(kind).get("shown", ())]
         names += ["dropout"] if self.projected and self.dropout else []
         names += [] if self.projected else ["projected"]
+        names += ["cross"] if self.cross else []
         return ", ".join(f"{name}={_text(getattr(self, name))}" for name in names)
 
     # --- the steps, for layers of other kinds to override ----------------------------------------
@@ -351,6 +454,15 @@ class MultiheadAttention(nn.Module):
         check_shape("key", key, (*batch, M, self.kdim), "the batch of query, and kdim features")
         meaning = "batch and length of key, vdim features"
         check_shape("value", value, (*batch, M, self.vdim), meaning)
+        if self.paired and not self.cross and M != N:
+            found = f"key has shape {tuple(key.shape)}, and there are {N} queries"
+            raise ValueError(f"{found}; {self._paired()}")
+
+    def _paired(self) -> str:
+        """Say what is expected of self-attention."""
+        other = "for cross-attention say cross=True when you make the layer"
+        other = other if self.alone else "what mixes queries along their length is nothing else"
+        return f"expected as many keys as queries, as this is self-attention; {other}"
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Mix `key` and `value` along their length: yield all heads, in groups that attend alike.
@@ -376,9 +488,16 @@ class MultiheadAttention(nn.Module):
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Return H (B, H', N, D); A (B, H', N, M) where v is None."""
+        run = self.told(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
         return run(q, k, v, **mask.keywords)
+
+    def told(self, run: Mechanism, mask: Mask) -> Mechanism:
+        """Say which queries are padding to a function that mixes them."""
+        if mask.queries is None or not self.asks:
+            return run
+        return functools.partial(run, query_mask=mask.queries)
 
     # --- what they share -------------------------------------------------------------------------
 
@@ -433,6 +552,11 @@ class MultiheadAttention(nn.Module):
             return self.attend(run, q, k, v, mask), None
         A = F.dropout(self.attend(run, q, k, None, mask), drop)
         return A @ v, A  # (B, H', N, M) @ (B, H', M, D)
+
+
+def _moved(x: Tensor, order: Tensor) -> Tensor:
+    """Put the steps of x (..., N, E) into an order (..., N, 1)."""
+    return x.gather(-2, order.expand(*order.shape[:-1], x.shape[-1]))
 
 
 def _text(value: Any) -> str:

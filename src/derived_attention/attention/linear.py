@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import FLOATING, check_callable, check_shape
+from derived_attention.attention.checks import (
+    FLOATING,
+    check_callable,
+    check_shape,
+    cut_any_length,
+    is_symbolic,
+)
 from derived_attention.attention.convention import extend, full_precision, mechanism, prepare
 from derived_attention.attention.masks import Mask
 from derived_attention.kernels import chosen
@@ -149,6 +155,8 @@ def causal_sums(
     of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
     is kept of its sums, while they are in the cache.
     """
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        return _sums_of_any_length(pair, q, k, v, begin, end)
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     starts = range(0, max(N, 1), length)
@@ -165,6 +173,34 @@ def causal_sums(
             sums, state = _causal_segment(phi_q, phi_k, begin(v_s, phi_k.dtype), state)
             outputs.append(sums if end is None else end(sums))
     return torch.cat(outputs, -2)
+
+
+def _sums_of_any_length(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any, end: Any
+) -> Tensor:
+    """Return what `causal_sums` does for a length that is not known: all chunks at once."""
+    N, M, phi = q.shape[-2], k.shape[-2], pair(q, k)
+    with full_precision(q.device):
+        parts = (*phi, begin(v, phi[1].dtype))
+        if _same_size(N, M):
+            count = N // CHUNK + 3  # more than needed, as one would be another case to a compiler
+            q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
+            before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
+            sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
+            sums = sums.index_select(-2, torch.arange(N, device=q.device))
+        else:  # cross-attention: with the matrix
+            sums = (parts[0] @ parts[1].mT).tril() @ parts[2]
+        return sums if end is None else end(sums)
+
+
+def _same_size(n: Any, m: Any) -> bool:
+    """Say whether two sizes that are not known are one."""
+    return is_symbolic(n) and is_symbolic(m) and n.node.expr == m.node.expr
+
+
+def segments(x: Tensor) -> tuple[Tensor, ...]:
+    """Cut x (..., n, ·) into segments; where n is not known, all of it is one."""
+    return (x,) if is_symbolic(x.shape[-2]) else x.split(segment_length(x), -2)
 
 
 def segment_length(x: Tensor) -> int:

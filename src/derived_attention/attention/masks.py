@@ -23,7 +23,6 @@ from derived_attention.attention.checks import (
     check_mask_values,
     check_shape,
     may_look_at,
-    same_tokens,
 )
 
 ABSENT = -(2.0**13)  # -8192 is a number of every dtype, and e to its power is 0 in all of them
@@ -106,7 +105,7 @@ class Mask:
         self.causal = is_causal  # whether or not something was given
         self.keys: Tensor | None = None  # (B, 1, M): which are there, where a layer was told
         self.queries: Tensor | None = None  # (B, 1, N)
-        self.same = False  # whether queries and keys are known to be of the same tokens
+        self.cross = False  # whether queries and keys are of different sequences
 
     @classmethod
     def of_layer(
@@ -117,12 +116,16 @@ class Mask:
         query: Tensor,
         key: Tensor,
         num_heads: int,
+        *,
+        query_padding_mask: Tensor | None = None,
+        cross: bool = False,
     ) -> Mask:
         """Check and merge a layer's masks, which are True where one may not attend.
 
         Their shapes are those of ``nn.MultiheadAttention``: `attn_mask` is ``(N, M)`` or
-        ``(B·H, N, M)``, `key_padding_mask` is ``(B, M)``; without a batch ``(H, N, M)`` and
-        ``(M,)``. Where `query` and `key` are one tensor, padded keys are padded queries too.
+        ``(B·H, N, M)``, `key_padding_mask` is ``(B, M)`` and `query_padding_mask` ``(B, N)``;
+        without a batch ``(H, N, M)``, ``(M,)`` and ``(N,)``. In self-attention padded keys are
+        padded queries too, where nothing else is said of these.
         """
         *batch, N, M = *query.shape[:-1], key.shape[-2]
         closed = []
@@ -134,15 +137,18 @@ class Mask:
         if key_padding_mask is not None:
             key_padding_mask = _checked("key_padding_mask", key_padding_mask, query, (*batch, M))
             closed.append(key_padding_mask[..., None, None, :])  # (B, 1, 1, M)
+        if query_padding_mask is not None:
+            sizes = (*batch, N)
+            query_padding_mask = _checked("query_padding_mask", query_padding_mask, query, sizes)
         if is_causal and closed:
             closed.append(~causal_mask(N, M, query.device))
         result = cls(_open(closed), is_causal and not closed)
-        result.causal = is_causal
-        if key_padding_mask is not None:
-            boolean = key_padding_mask.dtype == torch.bool
-            there = ~key_padding_mask if boolean else allowed(key_padding_mask)
-            result.keys = there.unsqueeze(-2)  # (B, 1, M)
-            result.queries = result.keys if same_tokens(query, key) else None
+        result.causal, result.cross = is_causal, cross
+        result.keys = _there(key_padding_mask)
+        paired = not cross and N == M
+        result.queries = result.keys if paired else None
+        if query_padding_mask is not None:
+            result.queries = _there(query_padding_mask)
         return result
 
     @property
@@ -245,9 +251,17 @@ def shared_offset(k: Tensor, mask: Mask) -> Tensor:
 
 def _checked(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     check_mask_kind(name, mask, query.device)
-    check_shape(name, mask, shape, "(N, M) or (B·H, N, M) for attn_mask, (B, M) for padding")
+    check_shape(name, mask, shape, "(N, M) or (B·H, N, M) for attn_mask, (B, length) for padding")
     check_mask_values(name, mask)
     return settled(mask)
+
+
+def _there(padding: Tensor | None) -> Tensor | None:
+    """Return (B, 1, M), True where a token is there, of (B, M), which says what is padding."""
+    if padding is None:
+        return None
+    there = ~padding if padding.dtype == torch.bool else allowed(padding)
+    return there.unsqueeze(-2)
 
 
 def _open(closed: list[Tensor]) -> Tensor | None:

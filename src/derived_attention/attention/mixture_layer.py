@@ -45,8 +45,8 @@ class MixtureAttention(MultiheadAttention):
     priors : {"fixed", "learned", "em"}
         π is 1/R; or the softmax of the parameter ``prior_logits`` (H, R); or the buffer
         ``priors`` (H, R), and each forward pass in training mode ends with a step of `em_priors`
-        on its queries. Padded ones do not count where `query` and `key` are one tensor. All start
-        at 1/R. Not under activation checkpointing, which runs a forward pass twice.
+        on its queries. Padded ones do not count. All start at 1/R. Not under activation
+        checkpointing, which runs a forward pass twice.
     variances : float or sequence of float, optional
         σ², one for all components or one for each; √D where left out.
     learn_variances : bool
@@ -92,6 +92,7 @@ class MixtureAttention(MultiheadAttention):
         function = mixture_attention if not shifted else shifted_mixture_attention
         function = linear_mixture_attention if linear else function
         super().__init__(*args, attention=function, **options)
+        self.paired |= priors == "em"
         D, like = self.head_dim, self.out_proj.weight
         sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
         self.components, self.hard, self.linear, self.fused = R, hard, linear, fused

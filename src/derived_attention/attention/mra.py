@@ -35,6 +35,8 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
+    check_query_mask,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Heads, MultiheadAttention
@@ -101,7 +103,7 @@ def mra_attention_weights(
         return masked_softmax(scores, given).to(q.dtype)
 
 
-@mechanism(weights=mra_attention_weights)
+@mechanism(weights=mra_attention_weights, alone=False)
 def mra_attention_reference(
     q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
 ) -> Tensor:
@@ -122,7 +124,7 @@ def _spread(x: Tensor, Q: Tensor, K: Tensor, block: int) -> Tensor:
 # --- the same by blocks --------------------------------------------------------------------------
 
 
-@mechanism(weights=mra_attention_weights, per_key=True)
+@mechanism(weights=mra_attention_weights, per_key=True, alone=False)
 def mra_attention(
     q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
 ) -> Tensor:
@@ -156,7 +158,7 @@ def mra_attention(
     """
     _check(mask, q, block, kept, over, sparse, query_mask)
     M = k.shape[-2]
-    if q.numel() == 0 or kept * block >= M:
+    if not is_symbolic(q.shape[-2], M) and (q.numel() == 0 or kept * block >= M):
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
         Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
@@ -169,7 +171,8 @@ def mra_attention(
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         attend = _attend if over == "rows" else _attend_pairs
         H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
-    H = H.flatten(-3, -2)[..., : q.shape[-2], :]
+    N, H = q.shape[-2], H.flatten(-3, -2)
+    H = H.index_select(-2, torch.arange(N, device=H.device)) if is_symbolic(N) else H[..., :N, :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
@@ -241,7 +244,9 @@ def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
 
 def _heads_at_a_time(q: Tensor, keys: int) -> int:
     """Count the heads whose exact scores stay in the cache of a CPU; elsewhere all of them."""
-    return max(1, SCORES // (q.shape[-2] * keys)) if q.device.type == "cpu" else q.numel()
+    if q.device.type != "cpu" or is_symbolic(q.shape[-2]):
+        return math.prod(q.shape[:-2]) or 1
+    return max(1, SCORES // (q.shape[-2] * keys))
 
 
 # --- what they share: the resolution of blocks ---------------------------------------------------
@@ -257,19 +262,20 @@ def _coarse(
     scores = _pooled(Q, query_logs, block) @ _pooled(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
     found, (n, m) = mass.detach(), mass.shape[-2:]
+    each = kept if is_symbolic(m) else min(kept, m)
     if over == "rows":
         places = m * torch.arange(n, device=Q.device)[:, None]
-        return Coarse(scores, mass, found.topk(min(kept, m)).indices + places, logs)
+        return Coarse(scores, mass, found.topk(each).indices + places, logs)
     top = found.amax(-1, keepdim=True)
     found = found - top.masked_fill(top == -math.inf, 0)
-    count = min(kept, m) * n
+    count = each * n
     if query_logs is None:
         return Coarse(scores, mass, found.flatten(-2).topk(count).indices, logs)
     there = (_log_sum(query_logs) > -math.inf).expand(mass.shape[:-1])
     found = found.masked_fill(~there.unsqueeze(-1), -math.inf)  # no queries, nothing to keep
     picks = found.flatten(-2).topk(count).indices
     rank = torch.arange(count, device=Q.device)
-    beyond = rank >= min(kept, m) * there.sum(-1, keepdim=True)
+    beyond = rank >= each * there.sum(-1, keepdim=True)
     return Coarse(scores, mass, picks.masked_fill(beyond, n * m), logs)
 
 
@@ -277,7 +283,7 @@ def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
     """Logarithms (..., L/b, b) of how often each step counts; None where all count once."""
     L, given = x.shape[-2], mask.per_key()
     if given is None:
-        if L % block == 0:
+        if not is_symbolic(L) and L % block == 0:
             return None
         given = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if given.dtype == torch.bool:
@@ -319,26 +325,12 @@ def _check(
     if mask.is_causal:
         raise ValueError(f"is_causal is True; expected False: {LATER}")
     mask.per_key()
-    if query_mask is not None:
-        _check_queries(query_mask, q)
+    check_query_mask(query_mask, q)
 
 
 def _check_over(over: str) -> None:
     if over not in OVER:
         raise ValueError(f"over is {over!r}; expected 'rows' or 'map'")
-
-
-def _check_queries(query_mask: Tensor, q: Tensor) -> None:
-    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
-        kind = type(query_mask).__name__
-        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
-        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
-    sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
-    matched = zip(reversed(sizes), reversed(queries), strict=False)
-    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
-        raise ValueError(
-            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
-        )
 
 
 # --- the layer -----------------------------------------------------------------------------------
@@ -347,9 +339,8 @@ def _check_queries(query_mask: Tensor, q: Tensor) -> None:
 class MRAAttention(MultiheadAttention):
     """MRA-2 in H heads, with the interface and the parameters of `MultiheadAttention`.
 
-    Padded keys are left out of pooled keys, and padded queries of pooled queries where `query` and
-    `key` are one tensor. The forward pass takes neither `attn_mask` nor `is_causal`; padding goes
-    into `key_padding_mask`.
+    Padded keys are left out of pooled keys, and padded queries of pooled queries. The forward pass
+    takes neither `attn_mask` nor `is_causal`; padding goes into `key_padding_mask`.
 
     Parameters
     ----------
@@ -381,8 +372,3 @@ class MRAAttention(MultiheadAttention):
         """Say how long blocks are, how many are kept, and of which."""
         own = {"block": self.block, "kept": self.kept, "over": self.over, "sparse": self.sparse}
         return functools.partial(base, **own)
-
-    def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
-        """Say which queries are padding."""
-        run = functools.partial(run, query_mask=mask.queries)
-        return super().attend(run, q, k, v, mask)

@@ -24,8 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.attention.checks import check_callable, check_flag
-from derived_attention.attention.convention import mechanism
+from derived_attention.attention.checks import (
+    Mechanism,
+    check_callable,
+    check_flag,
+    check_no_bias,
+    check_query_mask,
+    cut_any_length,
+    is_symbolic,
+)
+from derived_attention.attention.convention import is_per_key, mechanism
 from derived_attention.attention.filters import (
     BOXCAR,
     Filter,
@@ -34,11 +42,11 @@ from derived_attention.attention.filters import (
     wavelet_filter,
 )
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
+from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, allowed
 from derived_attention.attention.pooling import Pooling, keep_first, pool_pairs
 from derived_attention.attention.scaled import (
     averages,
-    check_no_bias,
     check_scale_list,
     deal_out,
     head_groups,
@@ -66,11 +74,30 @@ def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
 
 def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     """Pool the first step, and the windows after it that end where a group of queries begins."""
+    if is_symbolic(x.shape[-2]):
+        return _ended_means(x, scale, present)
     windows = -(-x.shape[-2] // scale)
     used = 1 + (windows - 1) * scale if windows else 0
     cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
     pool, here = keep_first(down, x[..., :used, :], scale, cut)
     return lambda y: pool(y[..., :used, :]), here
+
+
+def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool to the averages of these windows of x (..., n, D), where n is not known."""
+    there = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
+
+    def total(y: Tensor) -> Tensor:
+        count = (y.shape[-2] - 1) // scale + 1
+        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
+
+    steps = total(there.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
+
+    def pool(y: Tensor) -> Tensor:
+        found = y.to(wide(y)).masked_fill(~there.unsqueeze(-1), 0)
+        return (total(found) / steps.clamp(min=1)).to(y.dtype)
+
+    return pool, None if present is None else (steps > 0).squeeze(-1)
 
 
 def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -> Tensor:
@@ -79,15 +106,46 @@ def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -
     return j <= i[:, None]
 
 
+def _ended_keys(
+    base: Mechanism, queries: int, keys: int, s: int, t: int, device: torch.device
+) -> tuple[Mechanism, Tensor | None]:
+    """Return a causal mechanism for windows of other scales, and the mask it needs, if any."""
+    if is_per_key(base):
+        return functools.partial(_in_step, base, s, t), None
+    return base, _ended_mask(queries, keys, s, t, device)
+
+
+def _in_step(
+    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """Attend with query i among the keys j t ≤ i s, by a base that knows j ≤ i alone.
+
+    Query i takes the place ⌊i s / t⌋, that of its last key. At most ⌈t / s⌉ queries have the same
+    one: they are dealt out to as many sequences, with another query's result where there is none.
+    """
+    i = torch.arange(q.shape[-2], device=q.device)
+    place = i * s // t
+    lane = i - (place * t + s - 1) // s  # i less the first with this place
+    source = i.new_zeros(-(-t // s), k.shape[-2])
+    source[lane, place] = i
+    lanes = len(source)
+    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., M, D), as heads stay the third from last
+    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
+    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
+
+
 # --- the formula: head by head, window by window -------------------------------------------------
 
 
-@mechanism
+@mechanism(alone=False)
 def multiresolution_attention_reference(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    attention=softmax_attention_reference
+    query_mask=None, attention=softmax_attention_reference
 ) -> Tensor:  # fmt: skip
     """MrsHA as it is written, with boxcar filters."""
+    check_query_mask(query_mask, q)
+    asked = torch.ones_like(q[..., 0], dtype=torch.bool)  # (..., H, N)
+    asked = asked if query_mask is None else asked & query_mask
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     if not is_boxcar(filters):
         raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
@@ -101,7 +159,7 @@ def multiresolution_attention_reference(
             there = torch.ones_like(k_h[..., 0], dtype=torch.bool)  # (..., M)
             there = there if given is None else allowed(given)[..., 0, :]
             own, others = _spans(N, s, class_token, causal), _spans(M, t, class_token, causal)
-            q_h = averages(q_h, torch.ones_like(q_h[..., 0], dtype=torch.bool), own)
+            q_h = averages(q_h, asked[..., h, :], own)
             k_h, v_h = (averages(x, there, others) for x in (k_h, v_h))  # (..., M', D)
             given = torch.stack([there[..., span].any(-1) for span in others], -1)[..., None, :]
             if causal:
@@ -127,10 +185,10 @@ def _spans(N: int, s: int, class_token: bool, causal: bool) -> list[slice]:
 # --- the same, one call for all heads of two scales ----------------------------------------------
 
 
-@mechanism
+@mechanism(alone=False)
 def multiresolution_attention(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    attention=softmax_attention
+    query_mask=None, attention=softmax_attention
 ) -> Tensor:  # fmt: skip
     """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
 
@@ -143,8 +201,7 @@ def multiresolution_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: 0 or -inf, as which -8192 and below count. A
         key that may not be attended is left out of its pooled key, and a pooled key with none left
-        is masked. Any mask where all scales are 1. Queries that are padding are pooled with those
-        beside them; the layer knows them, and leaves them out.
+        is masked. Any mask where all scales are 1.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where
@@ -158,12 +215,17 @@ def multiresolution_attention(
         ``pywt.Wavelet("db2")``: see `wavelet_filter`.
     class_token : bool
         Whether the first query, key and value stay as they are, and the windows start after them.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
+        left out of its pooled query.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     lay = check_filters(filters, pairs, class_token, mask.is_causal)
     check_callable("attention", attention)
+    check_query_mask(query_mask, q)
+    asked = None if query_mask is None else query_mask.expand(q.shape[:-1])  # (..., H, N)
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
     for (s, t), heads in groups.items():
         q_h, k_h, v_h, given = pick(q, heads), pick(k, heads), pick(v, heads), mask.given
@@ -173,11 +235,13 @@ def multiresolution_attention(
             k_h, v_h, given, _ = pool_pairs(lay.down, k_h, v_h, t, Mask(given).present(k.shape[-2]))
             given = None if given is None else given.unsqueeze(-2)
         if s > 1:
-            q_h = lay.down(q_h, s, None)[0](q_h)  # (..., H', N', D)
+            there = None if asked is None else pick(asked, heads, at=-2)
+            q_h = lay.down(q_h, s, there)[0](q_h)  # (..., H', N', D)
+        run = attention
         if s != t and mask.is_causal:
-            given = _ended_mask(q_h.shape[-2], k_h.shape[-2], s, t, q.device)
+            run, given = _ended_keys(attention, q_h.shape[-2], k_h.shape[-2], s, t, q.device)
         own = {"is_causal": mask.is_causal and given is None, "scale": scale}
-        H = attention(q_h, k_h, v_h, attn_mask=given, **own)
+        H = run(q_h, k_h, v_h, attn_mask=given, **own)
         outputs.append(H if s == 1 else lay.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
@@ -253,10 +317,10 @@ class MultiresolutionAttention(MultiheadAttention):
     """MrsHA in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
-    joins the heads before it repeats their results. Padded keys are left out of the windows, and
-    padded queries where `query` and `key` are one tensor. The attention weights it returns are
-    those of the steps. Where a scale is above 1 the forward pass takes no `attn_mask`; padding goes
-    into `key_padding_mask`.
+    joins the heads before it repeats their results. Padded keys and queries are left out of the
+    windows. The attention weights it returns are those of the steps. Where a scale is above 1 the
+    forward pass takes no `attn_mask`; padding goes into `key_padding_mask`. With ``cross=True`` the
+    scales of queries are 1, and those of keys anything.
 
     Parameters
     ----------
@@ -285,6 +349,9 @@ class MultiresolutionAttention(MultiheadAttention):
         self.key_scales = tuple(t for _, t in self.pairs)
         check_flag("class_token", class_token)
         check_filters(filters, self.pairs, class_token, False)
+        if max(self.scales) > 1:
+            self.mix_queries()
+        self.any_mask = self.any_mask and max(self.key_scales) == 1
         self.filters, self.class_token = filters, class_token
         self.filter = filters if is_boxcar(filters) else getattr(filters, "name", "of its own")
 
@@ -301,7 +368,8 @@ class MultiresolutionAttention(MultiheadAttention):
         if _pools(self.pairs) and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
-        there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))
+        known = (None, None) if mask.causal else (mask.keys, mask.queries)  # padding comes last
+        there, queries = (None if x is None else x.squeeze(-2) for x in known)
         for (s, t), heads in head_groups(self.pairs).items():
             if s == t == 1:
                 yield Group(heads, key, value, mask, self.attention, query=query)
@@ -313,26 +381,19 @@ class MultiresolutionAttention(MultiheadAttention):
                 pooled = down(query)  # (B, N', embed_dim)
                 up = functools.partial(_up, lay, s, query.shape[-2])
             spread = functools.partial(_spread, pool, key, up)
-            seen = _windows_mask(mask.causal, here, s, t, pooled, keys)
+            base, given = self.attention, None if here is None else here[..., None, None, :]
+            if mask.causal and s != t:
+                length = pooled.shape[-2], keys.shape[-2]
+                base, given = _ended_keys(base, *length, s, t, keys.device)
+            seen = Mask(given, mask.causal and given is None)
             seen.keys, seen.queries = (
                 None if x is None else x.unsqueeze(-2) for x in (here, asked)
             )
-            yield Group(heads, keys, values, seen, self.attention, spread, pooled, up)
+            yield Group(heads, keys, values, seen, base, spread, pooled, up)
 
 
 def _up(lay: Filter, s: int, N: int, y: Tensor) -> Tensor:
     return lay.up(y, s, N)
-
-
-def _windows_mask(
-    causal: bool, here: Tensor | None, s: int, t: int, queries: Tensor, keys: Tensor
-) -> Mask:
-    """Mask windows, of which `here` (B, M') are there."""
-    given = None if here is None else here[..., None, None, :]  # (B, 1, 1, M')
-    if not causal or (s == t and here is None):
-        return Mask(given, causal)
-    ended = _ended_mask(queries.shape[-2], keys.shape[-2], s, t, keys.device)
-    return Mask(ended if given is None else ended & given)
 
 
 def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor:

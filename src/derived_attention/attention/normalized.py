@@ -286,6 +286,11 @@ class NormalizedAttention(MultiheadAttention):
         own = {"eps": self.eps, "attention": base, "center_keys": self.center_keys}
         return functools.partial(normalized_attention, beta=self._beta(heads), **own)
 
+    def told(self, run: Mechanism, mask: Mask) -> Mechanism:
+        """Say it to what is given the normalised queries."""
+        base = super().told(run.keywords["attention"], mask)  # type: ignore[attr-defined]
+        return functools.partial(run, attention=base)
+
     def _beta(self, heads: Heads) -> float | Tensor:
         """Return β of some heads; what is fixed is made of numbers, which no move can lose."""
         if self.beta is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from derived_attention.attention.checks import cut_any_length, is_symbolic
 from derived_attention.attention.convention import extend, full_precision
 
 # A pooling looks at the keys, at their scale, and at which of them are there (None: all), and
@@ -31,7 +32,7 @@ def average_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool
     ``(..., ⌈M/s⌉)``, or None. The last window may be shorter than the others.
     """
     M = x.shape[-2]
-    if present is None and M % scale == 0:
+    if present is None and not is_symbolic(M) and M % scale == 0:
         return lambda y: windows(y, scale).mean(-2), None
     there = torch.ones(M, dtype=torch.bool, device=x.device) if present is None else present
     count = windows(there[..., None], scale).sum(-2)  # (..., M/s, 1)
@@ -124,8 +125,11 @@ def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
 
     A scale above M is M: one window, and nothing to fill.
     """
-    scale = min(scale, x.shape[-2] or scale)
-    missing = -x.shape[-2] % scale
+    M = x.shape[-2]
+    if is_symbolic(M):
+        return cut_any_length(x, scale, (M - 1) // scale + 1, fill)
+    scale = min(scale, M or scale)
+    missing = -M % scale
     if missing:
         x = extend(x, missing, value=fill)
     return x.unflatten(-2, (x.shape[-2] // scale, scale))
@@ -190,8 +194,7 @@ def pool_pairs(
     Returns both, (..., N_h, ·), which of the windows have a step that is there, and the map.
     """
     pool, present = pooling(key, scale, present)
-    keys = pool(key)
-    return keys, keys if value is key else pool(value), present, pool
+    return pool(key), pool(value), present, pool
 
 
 def keep_first(

@@ -29,7 +29,8 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
-    same_tokens,
+    check_no_bias,
+    is_symbolic,
 )
 from derived_attention.attention.convention import full_precision, mechanism, prepare
 from derived_attention.attention.layer import Group, Heads, MultiheadAttention, pick
@@ -38,11 +39,10 @@ from derived_attention.attention.linear import (
     apply_feature_map,
     causal_sums,
     features,
-    segment_length,
+    segments,
     wide,
 )
 from derived_attention.attention.masks import Mask
-from derived_attention.attention.scaled import check_no_bias
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
 SAMPLINGS = ("even", "random")
@@ -127,7 +127,7 @@ def _project(
 ) -> Tensor:
     """Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
     parts = []
-    for x_s in x.split(segment_length(x), -2):
+    for x_s in segments(x):
         phi = apply_feature_map(feature_map, x_s if scale is None else scale * x_s)
         _check_width(phi, W.shape[-2], data_dependent)
         with full_precision(x.device):
@@ -186,14 +186,15 @@ def landmarks(
         x = x if there is None else x * there.unsqueeze(-1)
         return sketch[..., :M].to(x.dtype) @ x, None
     place = torch.arange(n, device=x.device)
-    if there is None:
+    if there is None and not is_symbolic(M):
         if M <= n:
             return x, place < M
         if sampling == "even":  # as below, without a sort
             return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
+    if there is None:
         there = torch.ones(M, dtype=torch.bool, device=x.device)
     count = there.sum(-1, keepdim=True)  # (..., 1)
-    used, n = place < count, min(n, M)  # (..., n)
+    used, n = place < count, n if is_symbolic(M) else min(n, M)  # (..., n)
     if sampling == "random":
         drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
         late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
@@ -428,8 +429,8 @@ class PrimalAttention(MultiheadAttention):
     as in the paper. It adds the parameters ``W_e`` and ``W_r`` (H, n, s), which start with
     orthonormal directions in each head, and ``W_o`` (H, D, 2 s).
 
-    It has no attention weights: what `need_weights` asks for is None. `dropout` drops scores. Where
-    `query` and `key` are not one tensor it is cross-attention, as in `primal_attention`.
+    It has no attention weights: what `need_weights` asks for is None. `dropout` drops scores. With
+    ``cross=True`` it is cross-attention, as in `primal_attention`.
 
     Parameters
     ----------
@@ -499,8 +500,8 @@ class PrimalAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Say whether r belongs to the queries, or to another sequence."""
-        cross = not (mask.same or same_tokens(query, key))
-        yield Group(slice(None), key, value, mask, functools.partial(self.attention, cross=cross))
+        base = functools.partial(self.attention, cross=mask.cross)
+        yield Group(slice(None), key, value, mask, base)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Hand on the weights of these heads."""
@@ -532,6 +533,8 @@ class PrimalAttention(MultiheadAttention):
         e, r, used = kept
         W_e: Tensor = self.W_e
         W_r: Tensor = self.W_r
+        if used is not None and mask.keys is not None:  # causal forms do not know of padding
+            used = torch.arange(used.shape[-1], device=e.device) < mask.keys.sum(-1, keepdim=True)
         if used is not None:
             W_e, W_r = (W * used.unsqueeze(-1) for W in (W_e, W_r))
         return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)

@@ -17,7 +17,6 @@ for averages, which commute with an affine projection, and less work.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from derived_attention.attention.checks import (
     check_callable,
     check_count,
     check_flag,
-    may_look_at,
+    check_no_bias,
 )
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
@@ -224,7 +223,6 @@ def _attend_aligned(
 # --- checks --------------------------------------------------------------------------------------
 
 HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
-POOLED = "the steps of a pooled key have no score of their own to add to"
 
 
 def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
@@ -280,16 +278,6 @@ def check_positions(
         raise ValueError(
             f"k has shape {tuple(k.shape)}; expected as many keys as queries where positional is "
             f"True: {q.shape[-2]}"
-        )
-
-
-def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
-    """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
-    if mask.dtype == torch.bool or not may_look_at(mask):
-        return
-    if not bool(((mask == 0) | (mask == -math.inf)).all()):
-        raise ValueError(
-            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
         )
 
 

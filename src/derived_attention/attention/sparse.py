@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from derived_attention.attention.blocks import stands_for_many
-from derived_attention.attention.checks import check_count
+from derived_attention.attention.checks import check_count, is_symbolic
 from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads, masked_softmax, within
@@ -140,6 +140,8 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
         Keys on each side, at least 0.
     """
     check_count("window", window, 0)
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        return window_attention_reference(q, k, v, **mask.keywords, scale=scale, window=window)
     column = _key_column(mask, k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
         return sdpa(q, k, v, Mask(), scale)
@@ -199,10 +201,10 @@ def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
 
 def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
     """Attend to near keys and to far ones: the summaries of blocks, or a column if there is 0."""
-    column = _key_column(mask, k.shape[-2])
+    column, lengths = _key_column(mask, k.shape[-2]), (q.shape[-2], k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
         return sdpa(q, k, v, Mask(), scale)
-    size = min(stride, max(q.shape[-2], k.shape[-2]))
+    size = stride if is_symbolic(*lengths) else min(stride, max(lengths))
     groups = _Groups(size, min(summary, size), mask.is_causal, column is not None)
     Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
     if column is not None:  # one more feature of the key, and 1 is that of the query
@@ -212,7 +214,7 @@ def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
         column = column.to(K.dtype).clamp(min=lowest).expand(*K.shape[:-1], 1)
         Q, K = torch.cat([Q, torch.ones_like(Q[..., :1])], -1), torch.cat([K, column], -1)
     with full_precision(q.device):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_symbolic(q.shape[-2], k.shape[-2]):
             return groups.whole(Q, K, V).to(q.dtype)
         return _InGroups.apply(groups, Q, K, V).to(q.dtype)
 

@@ -32,15 +32,15 @@ from derived_attention.attention.checks import (
     Mechanism,
     check_count,
     check_flag,
+    check_no_bias,
     check_parameter,
     check_positive,
-    same_tokens,
+    is_symbolic,
 )
 from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads
-from derived_attention.attention.scaled import check_no_bias
 from derived_attention.kernels import chosen
 
 CHUNK = 128  # queries whose codes are in memory at a time
@@ -298,6 +298,9 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     """
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        own = {"lam": lam, "exclude_self": exclude_self, "prefix": prefix}
+        return ridge_attention_reference(q, k, v, is_causal=True, scale=scale, **own)
     how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = _prepare(q, k, v, mask, scale, how)
     k = k * present.unsqueeze(-1)
@@ -417,6 +420,10 @@ def lasso_attention(
         form. Kernels store no codes at all, but make them again for each step: with 5 of them that
         is twice as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        own = dict(lam=lam, rho=rho, iterations=iterations, exclude_self=exclude_self, power=power)
+        own |= dict(prefix=prefix, residuals=residuals, scale=scale)
+        return lasso_attention_reference(q, k, v, **mask.keywords, **own)
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
     q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
@@ -645,9 +652,8 @@ class RidgeAttention(MultiheadAttention):
     """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
-    the features. Then a query of self-attention would explain itself, and its own key is left out:
-    that is where `query` and `key`, or `query` and the dictionary, are one tensor. A compiler sees
-    no more than names: there, hand on the tensor itself and no view of it.
+    the features. Then a query of self-attention would explain itself, and its own key is left out;
+    with ``cross=True`` it is not.
 
     Parameters
     ----------
@@ -679,6 +685,7 @@ class RidgeAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
+        self.paired = not self.projected  # that is, its own key is left out
         if dictionary not in ("key", "value"):
             raise ValueError(f"dictionary is {dictionary!r}; expected 'key' or 'value'")
         self.lam, self.dictionary = check_positive("lam", lam), dictionary
@@ -696,13 +703,11 @@ class RidgeAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
-        R, itself = self.random_tokens, same_tokens(query, key)
-        if self.dictionary == "value":
-            key, itself = value, itself or same_tokens(query, value)
+        R, key = self.random_tokens, value if self.dictionary == "value" else key
         if self.tokens is not None:
             tokens = torch.randn_like(self.tokens) if self.training else self.tokens
             key, value, mask = _before(tokens, key), _before(tokens, value), _after(mask, R)
-        own = {"exclude_self": itself and not self.projected, "prefix": R}
+        own = {"exclude_self": self.paired and not mask.cross, "prefix": R}
         base = functools.partial(self.attention, **own)
         yield Group(ALL, key, value, mask, base, lambda A: A[..., R:])
 
