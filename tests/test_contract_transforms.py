@@ -333,11 +333,15 @@ def test_layer_takes_nested_tensors(name):
         A, expected = layer(nested, nested, nested)[1], layer(x, x, x, GONE)[1]
         if MECHANISMS[name].weights:
             torch.testing.assert_close(A[~GONE], expected[~GONE])
-    if not MECHANISMS[name].square:
-        other = torch.nested.nested_tensor([x[0, :7], x[1, :9]], layout=torch.jagged)
-        out = layer(nested, other, other, need_weights=False)[0].unbind()[0]
-        alone = layer(x[0, : N - 5], x[0, :7], x[0, :7], need_weights=False)[0]
+    other = torch.nested.nested_tensor([x[0, :7], x[1, :9]], layout=torch.jagged)
+    if MECHANISMS[name].alone:
+        cross = make_layer(name, torch.float32, heads=4, cross=True)
+        out = cross(nested, other, other, need_weights=False)[0].unbind()[0]
+        alone = cross(x[0, : N - 5], x[0, :7], x[0, :7], need_weights=False)[0]
         torch.testing.assert_close(out, alone)
+    if layer.paired:
+        with pytest.raises(ValueError, match="key has other lengths than query; expected as many"):
+            layer(nested, other, other)
     with pytest.raises(ValueError, match="key_padding_mask is given with nested tensors"):
         layer(nested, nested, nested, GONE)
     with pytest.raises(TypeError, match="value is not nested; expected all of"):

@@ -11,7 +11,6 @@ from torch import nn
 
 from derived_attention import measure
 from derived_attention.attention import linear
-from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.linear import (
     CHUNK,
     SEGMENT,
@@ -253,13 +252,6 @@ def test_compiles_for_lengths_that_change():
         inputs = qkv((), n=n, m=n)
         out = linear_attention(*inputs, is_causal=True)
         torch.testing.assert_close(compiled(*inputs, is_causal=True), out)
-
-
-def test_a_layer_refuses_causality_and_padding_together():
-    layer, x = MultiheadAttention(12, 3, attention=linear_attention), torch.zeros(2, 6, 12)
-    padding = torch.arange(6) >= torch.tensor([[4], [6]])
-    with pytest.raises(ValueError, match="for causality alone say is_causal=True"):
-        layer(x, x, x, padding, need_weights=False, is_causal=True)
 
 
 # --- errors of feature maps ----------------------------------------------------------------------
