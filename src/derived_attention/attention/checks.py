@@ -54,13 +54,20 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool =
     check_mask_kind("attn_mask", attn_mask, q.device)
     scores = (*q.shape[:-1], k.shape[-2])
     sizes = tuple(attn_mask.shape)
-    matched = zip(reversed(sizes), reversed(scores), strict=False)
-    if len(sizes) > len(scores) or any(have not in (1, want) for have, want in matched):
+    if not broadcasts(sizes, scores):
         raise ValueError(
             f"attn_mask has shape {sizes}; expected one that broadcasts to the scores' "
             f"shape (..., N, M) = {scores}"
         )
     check_mask_values("attn_mask", attn_mask)
+
+
+def broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Say whether a tensor of some sizes broadcasts to a shape."""
+    if len(sizes) > len(shape):
+        return False
+    matched = zip(sizes, shape[len(shape) - len(sizes) :], strict=True)
+    return all([have in (1, want) for have, want in matched])  # of a list: old compilers trace it
 
 
 def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
@@ -140,8 +147,7 @@ def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
         kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
         raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
     sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
-    matched = zip(reversed(sizes), reversed(queries), strict=False)
-    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
+    if not broadcasts(sizes, queries):
         raise ValueError(
             f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
         )

@@ -157,8 +157,9 @@ class MixtureAttention(MultiheadAttention):
         if self.linear:
             k = self._components(k)
         else:
-            own |= {"hard": self.hard}
-            own |= {} if self.shifts is None else {"shifts": self._shifts(k)}
+            own["hard"] = self.hard
+            if self.shifts is not None:
+                own["shifts"] = self._shifts(k)
         result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
         if self.training and self.priors is not None:
             refuse_recomputation()
