@@ -234,6 +234,17 @@ def test_autocast_leaves_sums_in_float32(form):
         torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_sums_stay_in_float32_where_autocast_comes_later(form):
+    torch._dynamo.reset()
+    compiled = torch.compile(form, fullgraph=True, backend="eager")
+    inputs = qkv(dtype=torch.float32)
+    exact = compiled(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = compiled(*inputs)
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_grows_with_the_length_and_not_its_square(causal):
     def peak(form, n):

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derived_attention.attention.controls import identity_attention, uniform_attention
+from derived_attention.attention.convention import extend
 from derived_attention.attention.masks import Mask, causal_mask
 from derived_attention.attention.softmax import (
     _fused_widths,
@@ -275,6 +276,45 @@ def test_widths_for_kernels():
     assert _fused_widths(64, 40, "cpu") == (64, 64) == _fused_widths(40, 64, "cpu")
     assert _fused_widths(64, 64, "cuda") == (64, 64)
     assert _fused_widths(33, 4, "cuda") == (40, 8)
+
+
+@pytest.mark.parametrize(
+    ("leading", "n", "m"), [((0, H), N, M), ((B, 0), N, M), ((B, H), 0, M), ((B, H), N, 0)]
+)
+@pytest.mark.parametrize("kind", ["none", "causal", "boolean", "float"])
+def test_pytorch_s_kernel_never_sees_an_empty_tensor(leading, n, m, kind, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)  # PyTorch 2.9 ends the process
+    mask = torch.arange(n)[:, None] > torch.arange(m)
+    given = {"none": {}, "causal": {"is_causal": True}, "boolean": {"attn_mask": mask}}
+    given["float"] = {"attn_mask": torch.zeros(n, m).masked_fill(mask, -math.inf)}
+    inputs = qkv(leading, n, m)
+    out, *slopes = output_and_gradients(softmax_attention, inputs, **given[kind])
+    assert out.shape == (*leading, n, DV) and not out.any()
+    assert all(a.shape == b.shape and not a.any() for a, b in zip(slopes, inputs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dim", "after", "before", "value"), [(-1, 1, 0, 1.0), (-2, 3, 2, 0.0), (-2, -2, 1, 0.5)]
+)
+def test_extended_tensors_are_padded_ones(dim, after, before, value):
+    x = tensors((2, 3, 4))[0]
+    padded = F.pad(x, (0, 0) * (-dim - 1) + (before, after), value=value)
+    assert torch.equal(extend(x, after, dim, value, before), padded)
+
+
+def test_no_width_may_be_extended():
+    x = torch.zeros(2, 5, 0, requires_grad=True)
+    for how in ({"dim": -1}, {}, {"dim": -3, "before": 1}):
+        (slope,) = torch.autograd.grad(extend(x, 1, **how).sum(), x)
+        assert slope.shape == x.shape
+
+
+def test_meta_tensors_have_no_autocast():
+    q, k, v = (x.to("meta") for x in qkv())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert softmax_attention(q, k, v).device.type == "meta"
+        with pytest.raises(TypeError, match="k has dtype torch.float16"):
+            softmax_attention(q, k.half(), v)
 
 
 def test_sdpa_default_scale_ignores_the_padding():

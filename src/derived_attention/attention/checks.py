@@ -53,13 +53,20 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool =
     check_mask_kind("attn_mask", attn_mask, q.device)
     scores = (*q.shape[:-1], k.shape[-2])
     sizes = tuple(attn_mask.shape)
-    matched = zip(reversed(sizes), reversed(scores), strict=False)
-    if len(sizes) > len(scores) or any(have not in (1, want) for have, want in matched):
+    if not broadcasts(sizes, scores):
         raise ValueError(
             f"attn_mask has shape {sizes}; expected one that broadcasts to the scores' "
             f"shape (..., N, M) = {scores}"
         )
     check_mask_values("attn_mask", attn_mask)
+
+
+def broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Say whether a tensor of some sizes broadcasts to a shape."""
+    if len(sizes) > len(shape):
+        return False
+    matched = zip(sizes, shape[len(shape) - len(sizes) :], strict=True)
+    return all([have in (1, want) for have, want in matched])  # of a list: old compilers trace it
 
 
 def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
@@ -175,8 +182,13 @@ def check_floating(tensors: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is on device {x.device}; expected {wanted.device}, that of {first}"
             )
-        if x.dtype != wanted.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != wanted.dtype and not autocasts(x.device):
             raise TypeError(f"{name} has dtype {x.dtype}; expected {wanted.dtype}, that of {first}")
+
+
+def autocasts(device: torch.device) -> bool:
+    """Say whether autocast is on for a device; "meta" has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_shape(name: str, x: Tensor, expected: tuple, meaning: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from derived_attention.attention.checks import (
     Mechanism,
+    autocasts,
     check_flag,
     check_mask,
     check_positive,
@@ -170,9 +171,25 @@ def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
     return x if G == H else x.repeat_interleave(H // G, at)
 
 
+def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
+    """Put so many slices of one number behind x in a dimension, and before it; below 0, drop some.
+
+    ``F.pad`` does it, too, but in some releases of PyTorch not for empty tensors, and with a copy
+    for a gradient.
+    """
+
+    def slices(count: int) -> list[Tensor]:
+        shape = list(x.shape)
+        shape[dim] = count
+        return [x.new_full(shape, value)] if count > 0 else []
+
+    kept = x.narrow(dim, 0, x.shape[dim] + after) if after < 0 else x
+    return torch.cat([*slices(before), kept, *slices(after)], dim)
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """Switch autocast off for a while, so that float32 sums stay in float32."""
-    if not torch.amp.is_autocast_available(device.type):  # "meta" has none to switch off
+    if not autocasts(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from derived_attention.attention.checks import Mechanism, check_count, check_parameter
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     FeatureMap,
@@ -178,7 +178,7 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
     with full_precision(x.device):
         x, W = x.to(wide(x)), math.sqrt(scale) * W.to(wide(x))
         squares = x.square().sum(-1, keepdim=True)
-        return torch.cat([x, -scale / 2 * squares], -1) @ F.pad(W, (0, 1), value=1.0).mT
+        return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
 
 @mechanism
@@ -233,7 +233,7 @@ def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor
     with full_precision(q.device):
         W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
         rows = torch.cat([W, shift.to(W.dtype)], -1)  # (..., R, D + 1)
-        logarithms = F.pad(q.to(wide(q)), (0, 1), value=1.0) @ rows.mT
+        logarithms = extend(q.to(wide(q)), 1, -1, 1.0) @ rows.mT
         return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
 
 

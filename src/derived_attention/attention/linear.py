@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention.checks import FLOATING, check_callable, check_shape
-from derived_attention.attention.convention import full_precision, mechanism, prepare
+from derived_attention.attention.convention import extend, full_precision, mechanism, prepare
 from derived_attention.attention.masks import Mask
 from derived_attention.kernels import chosen
 
@@ -218,13 +217,13 @@ def _chunks(x: Tensor, n: int, size: int) -> Tensor:
     """Append rows of zeros to (..., m, ·), up to a multiple of `size` ≥ n, and cut it in chunks."""
     length = max(n + -n % size, size)  # one chunk at least
     if x.shape[-2] < length:
-        x = F.pad(x, (0, 0, 0, length - x.shape[-2]))
+        x = extend(x, length - x.shape[-2])
     return x.unflatten(-2, (length // size, size))
 
 
 def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
-    return F.pad(v.to(dtype), (0, 1), value=1.0)
+    return extend(v.to(dtype), 1, -1, 1.0)
 
 
 def ratio(sums: Tensor) -> Tensor:

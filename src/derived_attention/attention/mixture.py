@@ -36,6 +36,7 @@ from derived_attention.attention.blocks import (
     spread_product,
 )
 from derived_attention.attention.checks import (
+    autocasts,
     check_flag,
     check_mask_kind,
     check_parameter,
@@ -516,10 +517,9 @@ def components_of(
 
 def autocast_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of q, or the one that autocast would have in its place."""
-    kind, dtype = q.device.type, q.dtype
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
-    return dtype
+    if q.dtype == torch.float64 or not autocasts(q.device):
+        return q.dtype
+    return torch.get_autocast_dtype(q.device.type)
 
 
 def runs_kernel(

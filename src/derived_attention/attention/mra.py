@@ -28,6 +28,7 @@ from torch import Tensor
 
 from derived_attention.attention.checks import (
     Mechanism,
+    broadcasts,
     check_count,
     check_flag,
 )
@@ -265,8 +266,7 @@ def _check_queries(query_mask: Tensor, q: Tensor) -> None:
         kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
         raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
     sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
-    matched = zip(reversed(sizes), reversed(queries), strict=False)
-    if len(sizes) > len(queries) or any(have not in (1, want) for have, want in matched):
+    if not broadcasts(sizes, queries):
         raise ValueError(
             f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
         )

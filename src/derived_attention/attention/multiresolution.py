@@ -26,7 +26,13 @@ from torch import Tensor
 
 from derived_attention.attention.checks import check_callable, check_flag
 from derived_attention.attention.convention import mechanism
-from derived_attention.attention.filters import BOXCAR, Filter, check_levels, get_filter, is_boxcar
+from derived_attention.attention.filters import (
+    BOXCAR,
+    Filter,
+    check_levels,
+    is_boxcar,
+    wavelet_filter,
+)
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.masks import Mask, allowed
 from derived_attention.attention.pooling import Pooling, keep_first, pool_pairs
@@ -191,12 +197,17 @@ def check_scales(
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
     pairs = check_pairs(scales, key_scales, q.shape[-3])
     check_flag("class_token", class_token)
-    if max(map(max, pairs)) > 1:
+    if _pools(pairs):
         mask.per_key()
         if mask.given is not None:
             check_no_bias("attn_mask", mask.given)
         check_ends(class_token, mask.is_causal)
     return pairs
+
+
+def _pools(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Say whether some head has windows of more than one step."""
+    return max([max(pair) for pair in pairs]) > 1  # of a list: what old compilers can trace
 
 
 def check_pairs(
@@ -222,9 +233,9 @@ def check_filters(
     filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
 ) -> Filter:
     """Return a filter with its windows laid on the sequence."""
-    found = get_filter(filters)
-    if found is BOXCAR:
+    if is_boxcar(filters):
         return _laid(BOXCAR, class_token, is_causal)
+    found = wavelet_filter(filters)
     for s in {s for pair in pairs for s in pair}:
         check_levels(s)
     if is_causal:
@@ -280,14 +291,14 @@ class MultiresolutionAttention(MultiheadAttention):
     def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
         """Check, too, for masks that cannot be pooled."""
         super().check(query, key, value, **given)
-        if max(map(max, self.pairs)) > 1:
+        if _pools(self.pairs):
             refuse(given, ("attn_mask",), self.because)
             check_ends(self.class_token, given["is_causal"])
             check_filters(self.filters, self.pairs, self.class_token, given["is_causal"])
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Pool queries, keys and values for the heads of each pair of scales."""
-        if max(map(max, self.pairs)) > 1 and mask.given is not None:
+        if _pools(self.pairs) and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
         there, queries = (None if x is None else x.squeeze(-2) for x in (mask.keys, mask.queries))

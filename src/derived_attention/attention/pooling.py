@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.attention.convention import full_precision
+from derived_attention.attention.convention import extend, full_precision
 
 # A pooling looks at the keys, at their scale, and at which of them are there (None: all), and
 # returns the map (..., M, ·) -> (..., N_h, ·) for keys, values and weights, and the same mask for
@@ -128,7 +127,7 @@ def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
     scale = min(scale, x.shape[-2] or scale)
     missing = -x.shape[-2] % scale
     if missing:
-        x = F.pad(x, (0, 0, 0, missing), value=fill)
+        x = extend(x, missing, value=fill)
     return x.unflatten(-2, (x.shape[-2] // scale, scale))
 
 

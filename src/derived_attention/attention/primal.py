@@ -508,7 +508,7 @@ class PrimalAttention(MultiheadAttention):
         own: dict[str, Any] = {"W_e": W_e, "W_r": W_r, "W_o": W_o}
         if self.data_dependent:
             random = self.training and self.sampling == "random"
-            own |= {"sampling": "random" if random else "even", "sketch": self.sketch}
+            own.update(sampling="random" if random else "even", sketch=self.sketch)
         how = {"data_dependent": self.data_dependent, "feature_map": self.feature_map}
         return functools.partial(base, **own, **how)
 

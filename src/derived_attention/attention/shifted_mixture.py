@@ -102,8 +102,7 @@ def shifted_mixture_attention(
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:
         own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
-        own |= {"normalized": normalized, "hard": hard, "scale": scale, **mask.keywords}
-        own |= {"fused": fused}
+        own.update(normalized=normalized, hard=hard, fused=fused, scale=scale, **mask.keywords)
         return mixture_attention(q, shifted_keys(k, shifts), v, **own)
     if fused and not distance:
         raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.attention.convention import mechanism, prepare
+from derived_attention.attention.convention import extend, mechanism, prepare
 from derived_attention.attention.masks import Mask
 
 
@@ -66,6 +66,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
     when Dv ≠ D, when inputs are not four-dimensional. So this function copies, pads with zero
     columns (which change no score) and reshapes first.
     """
+    if q.numel() == 0 or k.numel() == 0:  # without heads PyTorch 2.9 ends the process
+        return mask.softmax(q @ k.mT) @ v
     Dv = v.shape[-1]
     width, value_width = _fused_widths(q.shape[-1], Dv, q.device.type)
     attn_mask, alive = mask.opened(q.dtype)
@@ -94,7 +96,7 @@ def _fused_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
 def widen(x: Tensor, width: int) -> Tensor:
     """Append zero columns up to `width` and make the last stride 1."""
     if x.shape[-1] < width:
-        x = F.pad(x, (0, width - x.shape[-1]))
+        x = extend(x, width - x.shape[-1], -1)
     # clone, because contiguous() leaves the odd stride of a dimension of size 1 as it is
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 

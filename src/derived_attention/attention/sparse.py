@@ -23,12 +23,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention.blocks import stands_for_many
 from derived_attention.attention.checks import check_count
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads, masked_softmax, within
 from derived_attention.attention.softmax import sdpa
@@ -250,7 +249,7 @@ class _Groups(NamedTuple):
     def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
         """Cut x (n, D) into blocks, padded to so many, after others of zeros."""
         n = rows * self.size - x.shape[0]
-        x = F.pad(x, (0, 0, before * self.size, n))
+        x = extend(x, n, before=before * self.size)
         return x.unflatten(0, (before + rows, self.size))
 
     def near(self, x: Tensor, start: int, rows: int) -> Tensor:
@@ -449,7 +448,7 @@ def _blocks(x: Tensor, size: int, rows: int) -> Tensor:
     """Cut (..., L, D) into (..., rows, size, D), after dropping rows or appending rows of zeros."""
     missing = rows * size - x.shape[-2]
     if missing:
-        x = F.pad(x, (0, 0, 0, missing))
+        x = extend(x, missing)
     return x.unflatten(-2, (rows, size))
 
 
@@ -459,7 +458,7 @@ def _stretches(x: Tensor, *, size: int, before: int, width: int, rows: int) -> T
     Zeros stand where x ends. A view of one padded copy: the overlaps are stored once.
     """
     after = (rows - 1) * size + width - before - x.shape[-2]
-    return F.pad(x, (0, 0, before, after)).unfold(-2, width, size).mT
+    return extend(x, after, before=before).unfold(-2, width, size).mT
 
 
 def _positions(rows: int, size: int, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ from derived_attention.attention.checks import (
     check_positive,
     same_tokens,
 )
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, mechanism
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.attention.linear import causal_sums, wide
 from derived_attention.attention.masks import Mask, flat_heads
@@ -154,7 +154,7 @@ class Solver:
         before = _gram(first) + _diagonal(rho.double(), k.shape[-1])
         if how.is_causal:
             keys = _chunked(rest[..., :N, :], N)  # (..., n, C, D)
-            sums = F.pad(_gram(keys)[..., :-1, :, :], (0, 0, 0, 0, 1, 0)).cumsum(-3)
+            sums = extend(_gram(keys)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
             P = _inverse(sums + before.unsqueeze(-3))  # (..., n, D, D)
             self.chunks = list(zip(P.unbind(-3), keys.unbind(-3), strict=True))
             return
@@ -227,7 +227,7 @@ def _chunked(x: Tensor, N: int) -> Tensor:
     """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), with zeros where it ends."""
     C = min(CHUNK, max(N, 1))
     length = max(N, 1) + -N % C
-    return F.pad(x, (0, 0, 0, length - x.shape[-2])).unflatten(-2, (length // C, C))
+    return extend(x, length - x.shape[-2]).unflatten(-2, (length // C, C))
 
 
 # --- ridge ----------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention.blocks import differentiable, in_front, stands_for_many
-from derived_attention.attention.convention import full_precision
+from derived_attention.attention.convention import extend, full_precision
 from derived_attention.attention.masks import Mask, cut, flat_heads
 
 ROWS, KEYS = 512, 512  # of a tile
@@ -52,7 +51,7 @@ class _Tiled(torch.autograd.Function):
         out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 1)
         closed = _Closed(attn_mask, is_causal, v)
         for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(q, k, v, out, logs):
-            k_h, v_h = F.pad(k_h, (0, 1), value=1.0), F.pad(v_h, (0, 1), value=1.0)
+            k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
             for rows in _cuts(0, q.shape[-2], ROWS):
                 given = q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows
                 out_h[:, rows], logs_h[:, rows] = _average(*given)
@@ -84,7 +83,7 @@ class _Tiled(torch.autograd.Function):
                 q, k, v, with_logs, grad, dq, dk, dv
             ):
                 dq_h, dk_h, dv_h = sums
-                k_h, v_h = F.pad(k_h, (0, 1), value=1.0), F.pad(v_h, (0, 1), value=1.0)
+                k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
                 for rows in _cuts(0, q.shape[-2], ROWS):
                     _spread(q_h, k_h, v_h, l_h, g_h, dq_h, dk_h, dv_h, closed, heads, rows, far)
         return None, None, dv, dmask, dq, dk
@@ -156,7 +155,7 @@ def _average(
     """Return h (b, C, Dv) and l (b, C, 1) of q / log 2 (b, C, E), where k and v end in ones."""
     tiles = _cuts(0, closed.seen(rows), KEYS)
     beside, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
-    with_feature = F.pad(q, (0, 1))
+    with_feature = extend(q, 1, -1)
     for keys in tiles:
         s = _scores(with_feature, k, closed, heads, rows, keys)
         if beside is None:
