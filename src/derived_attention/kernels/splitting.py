@@ -367,8 +367,9 @@ class Blocks(NamedTuple):
 def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
     """Return how a kernel is launched for tiles of a dtype, with up to that many features.
 
-    They are such that nothing spills, by `derived_attention.kernels.resources`: in bfloat16 a warp
-    has 16 rows of the sums and of one operand in its registers, and all of the other operand.
+    They are such that at most a few numbers spill, by `derived_attention.kernels.resources`: in
+    bfloat16 a warp has 16 rows of the sums and of one operand in its registers, and all of the
+    other operand.
     """
     wide = dim > 64
     if dtype == torch.bfloat16:
