@@ -26,7 +26,8 @@ def calls_of(
     calls = {baseline: run.call(beside.fast, tensors, beside.options(length, dim))}
     for name, peer in peers.items():
         given = tokens_first(tensors) if peer.tokens_first else tensors
-        calls[ours(peer)] = run.call(peer.ours.fast, tensors, peer.ours.options(length, dim))
+        own = run.options_of(peer.ours, "fast", length, dim, tensors[0].device.type)
+        calls[ours(peer)] = run.call(peer.ours.fast, tensors, own)
         calls[name] = run.call(peer.form, given, peer.options_at(length, dim))
     return calls
 

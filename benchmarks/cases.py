@@ -48,7 +48,7 @@ class Case:
     against_reference : int, optional
         An N at which to time the fast form beside the reference, too.
     kernel : bool
-        Whether a GPU runs a kernel of ours, which ``fused=False`` leaves to PyTorch.
+        Whether there is a kernel of ours for a GPU, which ``fused=True`` runs.
     """
 
     label: str
@@ -112,8 +112,9 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
-# Which of `derived_attention.kernels` a GPU runs: the module, the kind of its work, and what that
-# has to know beside the sizes. Without a kind, the module counts in each mode, kernel by kernel.
+# Which of `derived_attention.kernels` a GPU can run: the module, the kind of its work, and what
+# that has to know beside the sizes. Without a kind, the module counts in each mode, kernel by
+# kernel.
 KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "mgk": ("mixture", "mgk", {}),
     "mgk_causal": ("mixture", "mgk", {"is_causal": True}),

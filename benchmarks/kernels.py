@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import run
 from benchmarks.cases import CASES, HEADS, KERNEL_OF
 from benchmarks.table import KERNELS, MODES, load_kernels
-from derived_attention.kernels import HEAD_DIMS, Work
+from derived_attention.kernels import HEAD_DIMS, Work, available
 from derived_attention.kernels.resources import MODULES
 
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -128,8 +128,8 @@ def computed() -> Mapping[str, Any]:
 
 def main() -> int:
     """Compile, count and write ``benchmarks/results/kernels.json``."""
-    if run.version_of("triton") is None:
-        print("There is no Triton here, so there is nothing to compile.")
+    if not available():
+        print("There is no Triton here that compiles the kernels.")
         return 0
     data, before = computed(), load_kernels()
     if data | {"date": ""} != before | {"date": ""}:

@@ -73,6 +73,12 @@ def call(form: Mechanism, tensors: Sequence[Tensor], options: Mapping[str, Any])
     return lambda: torch.autograd.grad(form(q, k, v, **options), leaves, gradient)
 
 
+def options_of(case: Case, form: str, length: int, dim: int, device: str) -> dict[str, Any]:
+    """Return the options of a form of a case, with the kernel where a GPU has one of ours."""
+    fused = form == "fast" and case.kernel and device == "cuda"
+    return case.options(length, dim) | ({"fused": True} if fused else {})
+
+
 # --- time ----------------------------------------------------------------------------------------
 
 
@@ -121,16 +127,19 @@ def time_cases(
     """Time cases with their baseline, at one length and in one dtype and mode: a row for each.
 
     A ratio is taken within each round, so that a slow minute of the machine cancels. What does not
-    fit into a GPU's memory has no row. Where a GPU runs a kernel of ours, the form without it
-    takes part, too.
+    fit into a GPU's memory has no row. Where a GPU has a kernel of ours, it is timed with it, and
+    the form without it takes part, too.
     """
     tensors = inputs(length, dtype, device, mode != MODES[0], dim)
     cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
-    calls = {n: call(case.fast, tensors, case.options(length, dim)) for n, case in cases.items()}
+    calls = {
+        name: call(case.fast, tensors, options_of(case, "fast", length, dim, device))
+        for name, case in cases.items()
+    }
     if device == "cuda":
         for name in names:
             if cases[name].kernel:
-                options = cases[name].options(length, dim) | {"fused": False}
+                options = cases[name].options(length, dim)
                 calls[name + UNFUSED] = call(cases[name].fast, tensors, options)
         calls = {name: fn for name, fn in calls.items() if fits(name, fn)}
     taken = time_rounds(calls, rounds, device)
@@ -175,8 +184,10 @@ def time_reference(case: Case, mode: str, rounds: int, device: str) -> dict[str,
     """Time the fast form of a case beside its reference, in float32."""
     length = case.against_reference or 1
     tensors = inputs(length, torch.float32, device, training=mode != MODES[0])
-    options = case.options(length)
-    calls = {form: call(getattr(case, form), tensors, options) for form in ("fast", "reference")}
+    calls = {
+        form: call(getattr(case, form), tensors, options_of(case, form, length, DIM, device))
+        for form in ("fast", "reference")
+    }
     taken = time_rounds(calls, rounds, device)
     ratio = quartiles(taken["reference"] / taken["fast"])
     return {"length": length, "mode": mode, "ratio": ratio}
@@ -202,7 +213,7 @@ def weigh(case: Case, form: str, mode: str, longest: int, device: str) -> dict[s
     lengths, sizes = [length, 2 * length], []
     for n in lengths:
         tensors = inputs(n, DTYPES[device][0], device, training=mode != MODES[0])
-        fn = call(getattr(case, form), tensors, case.options(n))
+        fn = call(getattr(case, form), tensors, options_of(case, form, n, DIM, device))
         sizes.append(peak_bytes(fn, device=device))
     return {"form": form, "mode": mode, "lengths": lengths, "bytes": sizes}
 
@@ -290,7 +301,10 @@ def settings(
         "D": dims[0] if len(dims) == 1 else list(dims),
         "lengths": list(lengths),
         "dtypes": [dtype_name(dtype) for dtype in DTYPES[device]],
-        "options": {name: plain(x) for name, x in case.options(max(lengths)).items()},
+        "options": {
+            name: plain(x)
+            for name, x in options_of(case, "fast", max(lengths), DIM, device).items()
+        },
     }
 
 

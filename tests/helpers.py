@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from derived_attention import kernels
 from derived_attention.attention.mechanisms import MECHANISMS
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -24,6 +25,9 @@ B, H, N, M, D, DV = 2, 3, 5, 7, 8, 6
 cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="NOT TESTED: this machine has no CUDA device"
 )
+
+NO_TRITON = "NO TRITON HERE THAT KERNELS ARE TESTED ON: THEY ARE NOT TESTED"
+needs_triton = pytest.mark.skipif(not kernels.available(), reason=NO_TRITON)
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
 every_mechanism_with_weights = pytest.mark.parametrize(

@@ -1,17 +1,71 @@
 """Who runs a kernel, and what the compiler makes of all of them without a GPU."""
 
+import importlib.machinery
+import os
+import subprocess
+import sys
+import types
+
 import pytest
 import torch
+from cases import Case, causality_of
+from helpers import every_mechanism, needs_triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from derived_attention import kernels
 
 Q = torch.zeros(1, 2, 4, 8)
 
 
-def test_nobody_s_choice_is_the_tensors():
+@pytest.fixture
+def old_triton(monkeypatch):
+    """As if nothing that kernels need were in Triton."""
+    old = types.ModuleType("triton")
+    old.__version__, old.__spec__ = "3.2.0", importlib.machinery.ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", old)
+    kernels.available.cache_clear()
+    yield
+    kernels.available.cache_clear()
+
+
+@needs_triton
+def test_nobody_has_a_kernel_who_does_not_insist():
     assert kernels.interpreted() is not torch.cuda.is_available()
-    assert not kernels.chosen(None, Q) and not kernels.chosen(False, Q), "not by the interpreter"
+    with FakeTensorMode():
+        on_a_gpu = torch.empty(1, 2, 4, 8, device="cuda")
+    for q in (Q, on_a_gpu):
+        assert kernels.chosen(None, q) is False and kernels.chosen(False, q) is False
     assert kernels.chosen(True, Q) is True
+
+
+@every_mechanism
+def test_nobody_needs_triton_who_does_not_insist(name, old_triton):
+    for options in causality_of(name, {}):
+        Case(name, **options).results()
+    assert not kernels.available() and not kernels.interpreted()
+    with pytest.raises(ValueError, match="fused is True, and there is no Triton"):
+        kernels.chosen(True, Q)
+
+
+@needs_triton
+def test_kernels_are_interpreted_where_triton_says_so():
+    code = "from derived_attention.kernels import interpreted; print(interpreted())"
+    given = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    for own, said in (({}, "False"), ({"TRITON_INTERPRET": "1"}, "True")):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=given | own, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == said
+
+
+@needs_triton
+def test_a_triton_that_kernels_are_not_tested_on_is_none(monkeypatch):
+    kernels.available.cache_clear()
+    monkeypatch.setattr("triton.__version__", "3.4.0")
+    assert not kernels.available()
+    kernels.available.cache_clear()
+    monkeypatch.setattr("triton.__version__", "3.10.1+git0")
+    assert kernels.available()
+    kernels.available.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", [1, "yes"])
@@ -20,6 +74,7 @@ def test_fused_is_a_flag_or_nothing(wrong):
         kernels.chosen(wrong, Q)
 
 
+@needs_triton
 @pytest.mark.parametrize(
     ("what", "found"),
     [("interpreted", "q is on cpu"), ("available", "no Triton")],

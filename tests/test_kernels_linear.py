@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_all_close, output_and_gradients, relative_errors, tensors
+from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_errors, tensors
 
 from derived_attention import kernels
 from derived_attention.attention import linear as module
+from derived_attention.attention import mixture
 from derived_attention.attention.linear import linear_attention, linear_attention_reference
 from derived_attention.attention.mixture import (
     linear_mixture_attention,
     linear_mixture_attention_reference,
 )
+from derived_attention.attention.mixture_layer import MixtureAttention
 
-triton = pytest.importorskip("triton")
+if not kernels.available():
+    pytest.skip(NO_TRITON, allow_module_level=True)
 from derived_attention.kernels import linear  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,14 +156,27 @@ def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
 # --- who runs them -------------------------------------------------------------------------------
 
 
-def test_who_does_not_insist_has_pytorch_s_on_a_cpu(monkeypatch):
-    inputs = [x.cpu() for x in qkv(5, 5, 4, 3)]
+def test_who_does_not_insist_has_pytorch_s(monkeypatch):
+    inputs = qkv(5, 5, 4, 3)
     monkeypatch.setattr(module, "fused_sums", None)  # calling it would raise
     for fused in (None, False):
         linear_attention(*inputs, is_causal=True, fused=fused)
         linear_mixture_attention(
             inputs[0], inputs[1].unsqueeze(-3), inputs[2], is_causal=True, fused=fused
         )
+
+
+def test_the_layer_hands_it_on(monkeypatch):
+    seen, run = [], mixture.fused_sums
+    monkeypatch.setattr(mixture, "fused_sums", lambda *a, **o: (seen.append(a), run(*a, **o))[1])
+    x, found = torch.linspace(-1, 1, 40, device=DEVICE).view(1, 5, 8), []
+    for fused in (True, None):
+        torch.manual_seed(0)
+        layer = MixtureAttention(8, 2, linear=True, fused=fused, batch_first=True).to(DEVICE)
+        found.append(layer(x, x, x, is_causal=True, need_weights=False)[0])
+        assert layer(x, x, x, is_causal=True)[1].shape == (1, 5, 5), "weights have another way"
+    torch.testing.assert_close(*found)
+    assert len(seen) == 1
 
 
 def test_who_insists_hears_what_kernels_cannot_do(monkeypatch):

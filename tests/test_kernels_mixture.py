@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from helpers import (
+    NO_TRITON,
     Largest,
     additive,
     assert_all_close,
@@ -29,7 +30,10 @@ from derived_attention.attention.shifted_mixture import (
     shifted_mixture_attention,
     shifted_mixture_attention_reference,
 )
-from derived_attention.kernels import mixture as module
+
+if not kernels.available():
+    pytest.skip(NO_TRITON, allow_module_level=True)
+from derived_attention.kernels import mixture as module  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, TOL = (torch.float32, 1e-4) if torch.cuda.is_available() else (torch.float64, 1e-10)
@@ -255,12 +259,13 @@ def test_who_insists_hears_what_the_kernel_does_not_know(monkeypatch):
         shifted_mixture_attention(q, k, v, shifts=b, fused=True)
 
 
-def test_who_refuses_gets_no_kernel(monkeypatch):
+def test_who_refuses_or_says_nothing_gets_no_kernel(monkeypatch):
     monkeypatch.delattr(module, "mixture")
     monkeypatch.delattr(module, "shifted_mixture")
     q, k, v, b = qkvb(n=3, m=3, d=4, dv=4)
-    shifted_mixture_attention(q, k, v, shifts=b, fused=False)
-    mixture_attention(*qkv(n=3, m=3), fused=False)
+    for refused in ({"fused": False}, {}):
+        shifted_mixture_attention(q, k, v, shifts=b, **refused)
+        mixture_attention(*qkv(n=3, m=3), **refused)
     with pytest.raises(AttributeError, match="mixture"):
         mixture_attention(*qkv(n=3, m=3), fused=True)
 

@@ -99,17 +99,17 @@ def linear_attention(
         non-negative. A module with parameters does too. Default elu + 1.
     fused : bool, optional
         True: run the Triton kernel of `derived_attention.kernels`, an error where it cannot run, as
-        without `is_causal`: there PyTorch's two products are the best there are. False: never. Left
-        out: on a GPU.
+        without `is_causal`: there PyTorch's two products are the best there are. False, or left
+        out: PyTorch's form.
     """
     check_fused_is_causal(fused, mask)
     pair = functools.partial(features, feature_map, scale=scale)
-    if mask.is_causal:
-        if feature_map is not elu_feature_map:
-            return causal_average(pair, q, k, v, fused)
-        if fused_sums_know(fused, q.shape[-1], q, k, v):
+    if chosen(fused, q, k, v):
+        if feature_map is elu_feature_map:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
-        return causal_average(pair, q, k, v, False)
+        return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
+    if mask.is_causal:
+        return causal_average(pair, q, k, v)
     factor = mask.factor(wide(q))
     phi_q, phi_k = pair(q, k)
     if factor is not None:
@@ -128,15 +128,6 @@ def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
         )
 
 
-def fused_sums_know(fused: bool | None, width: int, *tensors: Tensor) -> bool:
-    """Say whether the Triton kernel is to sum, for heads with that many features."""
-    if not chosen(fused, *tensors):
-        return False
-    from derived_attention.kernels import linear
-
-    return fused is True or linear.fits(width, tensors[0].dtype)  # what insists is told
-
-
 def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     """Run `derived_attention.kernels.linear.causal_sums`."""
     from derived_attention.kernels import linear
@@ -144,14 +135,8 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     return linear.causal_sums(*tensors, **options)
 
 
-def causal_average(
-    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, fused: bool | None = None
-) -> Tensor:
+def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
-    if chosen(fused, q, k, v):
-        phi_q, phi_k = pair(q, k)
-        if fused_sums_know(fused, phi_q.shape[-1], q, k, v):
-            return fused_sums(phi_q, phi_k, v, normalize=True, dtype=q.dtype)
     return causal_sums(pair, q, k, v, with_ones, ratio).to(q.dtype)
 
 
@@ -164,10 +149,6 @@ def causal_sums(
     of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
     is kept of its sums, while they are in the cache.
     """
-    if end is None and chosen(None, q, k, v):
-        phi_q, phi_k = pair(q, k)
-        if fused_sums_know(None, phi_q.shape[-1], phi_q):
-            return fused_sums(phi_q, phi_k, v)
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     starts = range(0, max(N, 1), length)

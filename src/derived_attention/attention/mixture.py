@@ -50,7 +50,6 @@ from derived_attention.attention.linear import (
     elu_feature_map,
     features,
     fused_sums,
-    fused_sums_know,
     linear_attention,
     normalized_kernel,
     wide,
@@ -114,10 +113,10 @@ def mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One product of weights and values for all components: on a CPU tile by tile (`tiles`), on a GPU
-    in the kernels of `derived_attention.kernels.mixture`. Elsewhere one softmax attention on R M
-    keys; but the causal form, since a triangle fits no repeated keys, and the hard form compute
-    some rows of scores at a time, and again in the backward pass.
+    One product of weights and values for all components: on a CPU tile by tile (`tiles`), and in
+    the kernels of `derived_attention.kernels.mixture`. Elsewhere one softmax attention on R M keys;
+    but the causal form, since a triangle fits no repeated keys, and the hard form compute some rows
+    of scores at a time, and again in the backward pass.
 
     Parameters
     ----------
@@ -140,9 +139,9 @@ def mixture_attention(
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     fused : bool, optional
-        True: run the Triton kernel of `derived_attention.kernels`, an error where it cannot run;
-        False: never. Left out: on a GPU, unless `attn_mask` requires a gradient, or q or v has
-        more than 256 features.
+        True: run the Triton kernel of `derived_attention.kernels`, an error where it cannot run,
+        as where `attn_mask` requires a gradient, or q or v has more than 256 features. False, or
+        left out: PyTorch's form.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     if runs_kernel(fused, q, k, v, parts, mask):
@@ -380,13 +379,12 @@ def linear_mixture_attention(
     check_fused_is_causal(fused, mask)
     pi = _per_component("priors", priors, q, k).to(wide(q))
     pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
-    elu = mask.is_causal and feature_map is elu_feature_map
-    if elu and fused_sums_know(fused, q.shape[-1], q, k, v):  # mixes features as it loads the keys
+    if chosen(fused, q, k, v) and feature_map is elu_feature_map:  # mixes them as it loads the keys
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
     with full_precision(q.device):
         mixed = (pi * phi_k).sum(-3)
-        own = {"feature_map": lambda x: x, "fused": False if elu else fused, **mask.keywords}
+        own = {"feature_map": lambda x: x, "fused": fused, **mask.keywords}
         return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **own).to(q.dtype)
 
 
@@ -534,9 +532,9 @@ def runs_kernel(
         obstacle = f"q or v has {wide} features; expected at most {WIDEST}"
     if mask.given is not None and mask.given.requires_grad:
         obstacle = "attn_mask requires a gradient; expected one that does not"
-    if fused and obstacle:
+    if obstacle:
         raise ValueError(f"fused is True, and {obstacle}")
-    return not obstacle
+    return True
 
 
 def _per_component(name: str, value: Tensor | None, q: Tensor, k: Tensor) -> Tensor:

@@ -54,13 +54,14 @@ class MixtureAttention(MultiheadAttention):
     mixture : dict, optional
         Other keywords of the function: `distance`, `normalized`, `feature_map`.
     fused : bool, optional
-        As in `mixture_attention`; calls that want weights are never fused.
+        As in `mixture_attention`, or with `linear` in `linear_mixture_attention`; calls that want
+        weights are never fused.
 
     Raises
     ------
     TypeError, ValueError
         For a size, a variance or a name that is not as above; for `hard`, variances or "em" with
-        `linear`, which has no Gaussians; for `fused` with `linear`.
+        `linear`, which has no Gaussians.
     """
 
     shown = ("kind", "components")
@@ -90,8 +91,6 @@ class MixtureAttention(MultiheadAttention):
             )
         function = mixture_attention if not shifted else shifted_mixture_attention
         function = linear_mixture_attention if linear else function
-        if linear and fused is not None:
-            raise ValueError(f"fused is {fused} with linear; expected None")
         super().__init__(*args, attention=function, **options)
         D, like = self.head_dim, self.out_proj.weight
         sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
@@ -152,11 +151,14 @@ class MixtureAttention(MultiheadAttention):
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Attend to mixtures, and in training mode let EM take a step."""
         own = {**mask.keywords, **self.keywords()}
+        if self.fused is not None:
+            own["fused"] = False if v is None else self.fused
         if self.linear:
             k = self._components(k)
         else:
-            own |= {"hard": self.hard, "fused": False if v is None else self.fused}
-            own |= {} if self.shifts is None else {"shifts": self._shifts(k)}
+            own["hard"] = self.hard
+            if self.shifts is not None:
+                own["shifts"] = self._shifts(k)
         result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
         if self.training and self.priors is not None:
             refuse_recomputation()

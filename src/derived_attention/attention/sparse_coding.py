@@ -349,10 +349,10 @@ def lasso_attention(
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
     fused : bool, optional
-        True: run the Triton kernels of `derived_attention.kernels`, an error where they cannot run;
-        False: never. Left out: on a GPU, for at most 16 iterations, 128 features of q and 128 of v.
-        They store no codes at all, but make them again for each step: with 5 of them that is twice
-        as many products. In bfloat16 they multiply in bfloat16, and add in float32.
+        True: run the Triton kernels of `derived_attention.kernels`, an error where they cannot run,
+        as for more than 16 iterations, or 128 features of q or of v. False, or left out: PyTorch's
+        form. Kernels store no codes at all, but make them again for each step: with 5 of them that
+        is twice as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
@@ -384,9 +384,9 @@ def _runs_kernels(
     for name, x in (("q", q), ("v", v)):
         if x.shape[-1] > WIDEST:
             obstacle = f"{name} has {x.shape[-1]} features; expected at most {WIDEST}"
-    if fused and obstacle:
+    if obstacle:
         raise ValueError(f"fused is True, and {obstacle}")
-    return not obstacle and 0 not in (q.numel(), k.numel(), v.numel())
+    return 0 not in (q.numel(), k.numel(), v.numel())
 
 
 def _prepare_lasso(

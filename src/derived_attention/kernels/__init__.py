@@ -1,10 +1,10 @@
 """Triton kernels behind the functions of `derived_attention.attention`: what a GPU runs.
 
 A kernel is there where PyTorch's own would read more, or compute more, than the mechanism needs. A
-mechanism that has one takes ``fused``: None runs it where the tensors are on a GPU that Triton
-compiles for, True insists, and False leaves it to PyTorch. Without a GPU, ``TRITON_INTERPRET=1``
-runs kernels on the CPU one program at a time, which is how the tests check them; and `resources`
-compiles them ahead of time.
+mechanism that has one takes ``fused``: True runs the kernel, or raises where it cannot run; False,
+and None where it is left out, run PyTorch's form. None of them has run on a GPU yet, so that nobody
+gets one who has not asked for it. Without a GPU, ``TRITON_INTERPRET=1`` runs kernels on the CPU one
+program at a time, which is how the tests check them; and `resources` compiles them ahead of time.
 
 Modules here import Triton, which comes with PyTorch's builds for CUDA: import them where `chosen`
 has said yes.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
+OLDEST = (3, 5)  # Triton: before it the interpreter has no products of float64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -52,40 +52,46 @@ class Work:
 
 @functools.cache
 def available() -> bool:
-    """Say whether there is a Triton."""
-    return find_spec("triton") is not None
+    """Say whether there is a Triton that kernels are tested on."""
+    try:
+        import triton
+    except ImportError:  # some need setuptools, and do not say so
+        return False
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= OLDEST
 
 
 def interpreted() -> bool:
-    """Say whether kernels run in Triton's interpreter, so also on the CPU."""
+    """Say whether kernels run in Triton's interpreter, so also on the CPU.
+
+    What Triton makes of a function says so in every version; where it keeps the setting has moved.
+    """
     if not available():
         return False
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    def kernel() -> None: ...
+
+    return not isinstance(triton.jit(kernel), triton.JITFunction)
 
 
 def chosen(fused: bool | None, *tensors: Tensor) -> bool:
     """Say whether a mechanism is to run its kernel on `tensors`, which have one dtype and device.
 
-    Where nobody insists, it is not under ``torch.compile`` or a transform of ``torch.func``, which
-    cannot look into a kernel.
+    It is where somebody insists, and nowhere else.
 
     Raises
     ------
     TypeError
         If `fused` is neither None nor a bool.
     ValueError
-        If it is True, and the kernel cannot run.
+        If it is True, and the kernel cannot run; under ``torch.compile`` and in a transform of
+        ``torch.func``, too, which cannot look into a kernel.
     """
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
-    if fused is False:
-        return False
-    obstacle = _obstacle(tensors)
-    if fused and obstacle:
-        raise ValueError(f"fused is True, and {obstacle}; None leaves the choice to the function")
-    return not obstacle and (fused is True or tensors[0].is_cuda)
+    if fused and (obstacle := _obstacle(tensors)):
+        raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
+    return fused is True
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:
@@ -96,7 +102,7 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
         return "a transform of torch.func is at work"
     if not available():
-        return "there is no Triton here"
+        return f"there is no Triton {'.'.join(map(str, OLDEST))} or newer here"
     if interpreted():
         return ""
     if not q.is_cuda:

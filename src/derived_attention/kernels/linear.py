@@ -79,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(F: int, V: int, options: Options) -> Blocks:
-    """Choose sizes for F features and V values, powers of two: none that spill registers."""
+    """Choose sizes for F features and V values, powers of two, such that registers hold them."""
     if options.product == torch.float64:  # in the interpreter alone: few and large steps
         return Blocks(32, 32, 8, 8, 1)
     if options.product == torch.float32:
@@ -97,11 +97,6 @@ def values_at_once(F: int, options: Options) -> int:
     if options.scalar:
         return 16
     return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
-
-
-def fits(F: int, dtype: torch.dtype) -> bool:
-    """Say whether registers hold the state of heads with F features, and at least some values."""
-    return values_at_once(F, Options(1.0, False, False, dtype)) > 0
 
 
 def _padded(size: int) -> int:
