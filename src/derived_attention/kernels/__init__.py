@@ -1,4 +1,4 @@
-"""Triton kernels behind the functions of `derived_attention.attention`: what a GPU runs.
+"""Triton kernels behind the functions of `derived_attention.attention`: what a GPU can run.
 
 A kernel is there where PyTorch's own would read more, or compute more, than the mechanism needs. A
 mechanism that has one takes ``fused``: True runs the kernel, or raises where it cannot run; False,

@@ -1,4 +1,4 @@
-"""Lasso attention with no (N, M) matrix in memory: what a GPU runs for `lasso_attention`.
+"""Lasso attention with no (N, M) matrix in memory: what `fused=True` runs on a GPU.
 
 A step of `derived_attention.attention.sparse_coding`, with κ = 1 and c(w) = clip(w, ±1), is ::
 
