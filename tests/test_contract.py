@@ -310,6 +310,36 @@ def test_every_dtype_is_as_exact_as_it_can_be(name):
             assert max(errors[1:]) < 16 * eps, f"{name}, {form}, {dtype}: {errors}"
 
 
+SPREADS = [(dtype, std) for dtype in DTYPES if dtype != torch.float64 for std in (1, 4, 12)]
+SPREADS.append((torch.float32, 30))
+
+
+@every_mechanism
+@pytest.mark.parametrize(("dtype", "std"), SPREADS, ids=lambda x: str(x).removeprefix("torch."))
+def test_queries_and_keys_of_any_spread(name, dtype, std):
+    """Errors are what one rounding of the arguments would make, up to a factor; no row is lost."""
+    eps = torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    for options in causality_of(name, {}):
+        case = Case(name, n=64, m=64, leading=(1, H), d=32, dv=32, dtype=dtype, **options)
+        case = case.copied(lambda key, x: std * x if key in ("q", "k") else x)
+        exact = case.copied(lambda key, x: x.double())
+        near = exact.copied(
+            lambda key, x: x * (1 + eps * (torch.rand(x.shape, generator=generator) - 0.5))
+        )
+        exact, results, what = exact.results("reference"), case.results(), f"{name}, {options}"
+        assert all(bool(x.isfinite().all()) for x in results), what
+        assert torch.equal(results[0].any(-1), exact[0].any(-1)), what
+        moved = relative_errors(near.results("reference"), exact)
+        errors = [
+            e / (eps + m) for e, m in zip(relative_errors(results, exact), moved, strict=True)
+        ]
+        # In float32 rounding errors of sums are not much less than those of the arguments, and
+        # weights near 0 and 1, of which gradients are made, lose most.
+        most = (32, 4000) if dtype == torch.float32 else (1, 2)
+        assert errors[0] < most[0] and max(errors[1:4]) < most[1], f"{what}: {errors}"
+
+
 @every_mechanism
 def test_autocast(name):
     for options in ({}, {"attn_mask": added(name, boolean(keys_of(name)), torch.float32)}):

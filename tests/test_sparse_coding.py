@@ -35,6 +35,7 @@ from derived_attention import (
     soft_threshold,
 )
 from derived_attention.attention.convention import weights_of
+from derived_attention.attention.mechanisms import MECHANISMS
 from derived_attention.attention.splitting import admm, printed_admm
 
 EXACT = dict(solver="CLARABEL", tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1e-14)
@@ -105,16 +106,18 @@ def test_ridge_is_a_regression_of_values_on_keys():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("own", [{}, {"exclude_self": True}, {"prefix": 4}])
-def test_ridge_in_float32_is_exact_however_long_keys_are(own, causal):
+@pytest.mark.parametrize("name", ["ridge", "lasso"])
+def test_float32_is_exact_however_long_keys_are(name, own, causal):
     """A query has parts in directions where no key lies: they are in no sum that has to cancel."""
-    how = dict(is_causal=causal, **own)
-    for n in (20, 90):  # fewer keys than features, and more than a chunk
-        for length in (1, 10, 100, 1000):
+    how, entry = dict(is_causal=causal, **own), MECHANISMS[name]
+    for n in (20, 150):  # fewer keys than features, and more than a chunk
+        for length in (1, 10, 100, 1000)[: 3 if name == "lasso" else 4]:
             q, k, v = qkv((2,), n=n, m=n + own.get("prefix", 0), d=32, dtype=torch.float32)
+            q = (length * q if name == "lasso" else q).detach().requires_grad_()  # else codes are 0
             given = [q, (length * k).detach().requires_grad_(), v]
             wide = [x.detach().double().requires_grad_() for x in given]
-            exact = output_and_gradients(ridge_attention_reference, wide, **how)
-            errors = relative_errors(output_and_gradients(ridge_attention, given, **how), exact)
+            exact = output_and_gradients(entry.reference, wide, **how)
+            errors = relative_errors(output_and_gradients(entry.fast, given, **how), exact)
             assert max(errors) < (1e-5 if length == 1000 else 1e-6), (n, length, errors)
 
 

@@ -269,8 +269,10 @@ def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
     size = CHUNK
     while size > 1 and size // 2 >= n:
         size //= 2
-    length = max(n + -n % size, size)
-    return extend(x, length - x.shape[-2], value=fill).unflatten(-2, (-1, size))
+    missing = max(n + -n % size, size) - x.shape[-2]
+    if missing:  # else it would be copied
+        x = extend(x, missing, value=fill)
+    return x.unflatten(-2, (-1, size))
 
 
 def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
@@ -292,9 +294,9 @@ def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> t
         slow = ratio(_by_halves(a, logs, v, before, states))
         if not may_look_at(logs):
             return slow.flatten(-3, -2), end
-    relative = logs - before
-    K = relative.exp_() if slow is None else relative.clamp(max=room).exp_()
-    Q, _ = _powers(a + before)
+    relative = logs - before if slow is not None else logs.sub_(before)  # not needed again
+    K = relative.clamp(max=room).exp_() if slow is not None else relative.exp_()
+    Q, _ = _powers(a + before if slow is not None else a.add_(before))
     states, sooner = _states((K.mT @ v) * (before - after).mT.exp(), before, after, past)
     fast = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
     if slow is None:

@@ -70,8 +70,9 @@ def normalized_attention(
     floating mask excludes where it is -inf. A mask that is the same for all queries (padding) costs
     nothing; another one costs two products with it. The causal form uses running sums; the printed
     μ, over all keys, would show a query its future. For half precision, statistics are computed in
-    float32. In float16, gradients overflow where keys are so alike that 1/(σ² + ε) nears 10⁵: take
-    an `eps` of 10⁻³ or more there.
+    float32; and with `eps` everything is, where queries have statistics of their own: those of two
+    or three keys make numbers that half precision, and autocast, would lose. In float16, gradients
+    overflow where keys are so alike that 1/(σ² + ε) nears 10⁵: take an `eps` of 10⁻³ or more there.
 
     Parameters
     ----------
@@ -95,6 +96,16 @@ def normalized_attention(
     center_keys = _check_center_keys(attention, center_keys, mask)
     if k.shape[-2] == 0:  # no statistics, and nothing to attend
         return attention(q, k, v, scale=scale, **mask.keywords)
+    each = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
+    if eps is not None and each:
+        dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
+        with full_precision(q.device):
+            return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
+    return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
+
+
+def _attend(q, k, v, mask, scale, beta, eps, attention, center_keys) -> Tensor:
+    """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
         k = _normalize(k, mean, variance, None, beta, eps)

@@ -203,28 +203,26 @@ class Solver:
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, how: How) -> None:
-        self.how, self.dtype = how, k.dtype
+        self.how = how
         if how.is_causal:
             self.past = _past(k, rho, N, how, CHUNK)
             return
         # In double precision, else ρ would be lost beside keys of length 10³.
         M, lost = _whitening(_gram(k) + _diagonal(rho.double(), k.shape[-1]))
-        P = (M.mT @ M).masked_fill(lost, math.nan)
-        self.P = P.to(self.dtype)  # (..., D, D)
+        self.P = (M.mT @ M).masked_fill(lost, math.nan)  # (..., D, D)
         if how.exclude_self:
-            rest = k[..., how.prefix :, :]
-            g = rest.double() @ P  # (..., N, D)
-            shrunk = 1 - (rest * g).sum(-1, keepdim=True)
-            self.own, self.g = rest, (g / shrunk).to(self.dtype)
+            self.own = k[..., how.prefix :, :].double()
+            g = self.own @ self.P  # (..., N, D)
+            self.g = g / (1 - (self.own * g).sum(-1, keepdim=True))
 
-    def part(self, heads: Any, rows: slice) -> Solve:
+    def part(self, heads: Any, rows: slice, dtype: torch.dtype) -> Solve:
         """Return what solves for some queries of some heads; causal: for one chunk."""
         if self.how.is_causal:
-            return self._chunk(heads, rows.start // CHUNK)
-        P = self.P[heads]
+            return self._chunk(heads, rows.start // CHUNK, dtype)
+        P = self.P[heads].to(dtype)
         if not self.how.exclude_self:
             return lambda R: R @ P
-        own, g = (x[heads][..., rows, :] for x in (self.own, self.g))
+        own, g = (x[heads][..., rows, :].to(dtype) for x in (self.own, self.g))
 
         def solve(R: Tensor) -> Tensor:
             T = R @ P
@@ -232,11 +230,11 @@ class Solver:
 
         return solve
 
-    def _chunk(self, heads: Any, c: int) -> Solve:
+    def _chunk(self, heads: Any, c: int, dtype: torch.dtype) -> Solve:
         past = Past(*(x[..., c, :, :][heads] for x in self.past))
         white, factor = past.factor()
         EM = torch.linalg.solve_triangular(factor, white, upper=False) @ past.M
-        P, EM = (x.to(self.dtype) for x in (past.M.mT @ past.M, EM))
+        P, EM = (x.to(dtype) for x in (past.M.mT @ past.M, EM))
 
         def solve(R: Tensor) -> Tensor:
             E = EM[..., : R.shape[-2], :]
@@ -484,6 +482,16 @@ def _blocks(how: How, q: Tensor, k: Tensor) -> Iterator[Block]:
             yield Block(slice(h, h + some), slice(a, end), how.seen(end, M))
 
 
+def _precision(how: How, rows: slice, k: Tensor) -> torch.dtype:
+    """Return double precision where a query may have a part in which no key lies.
+
+    As it has where there are fewer keys than features. There t is as large as that part over ρ, and
+    K t, without it, is what is left of large numbers.
+    """
+    before = how.prefix + rows.start if how.is_causal else k.shape[-2]
+    return torch.float64 if before < 2 * k.shape[-1] else k.dtype
+
+
 def _steps(
     how: How, q: Tensor, k: Tensor, solve: Solve, block: Block, free: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -526,11 +534,16 @@ class _Coding(torch.autograd.Function):
         q, k, v = ours
         free = not torch.compiler.is_compiling()  # a traced graph may want gradients
         solver = Solver(k, flat_heads(rho, leading), q.shape[-2], how)
+        kinds = {k.dtype: [q, k, v]}
         for block in _blocks(how, q, k):
             heads, rows, m = block
-            w, _ = _last(_steps(how, q, k, solver.part(heads, rows), block, free))
+            dtype = _precision(how, rows, k)
+            if dtype not in kinds:
+                kinds[dtype] = [x.to(dtype) for x in (q, k, v)]
+            Q, K, V = kinds[dtype]
+            w, _ = _last(_steps(how, Q, K, solver.part(heads, rows, dtype), block, free))
             z = F.softshrink(w, 1.0)
-            flat[heads, rows] = signed_power(z, how.power) @ v[heads, :m]
+            flat[heads, rows] = (signed_power(z, how.power) @ V[heads, :m]).to(q.dtype)
         return out
 
     @staticmethod
@@ -555,9 +568,19 @@ class _Coding(torch.autograd.Function):
         dout = flat_heads(grad, leading)
         with full_precision(grad.device):  # autocast may be on again
             solver = Solver(k, rho, q.shape[-2], how)
+            kinds = {k.dtype: ([q, k, v], flat)}
             for block in _blocks(how, q, k):
-                solve = solver.part(block.heads, block.rows)
-                _spread(how, q, k, v, solve, block, dout[block.heads, block.rows], *flat)
+                dtype = _precision(how, block.rows, k)
+                if dtype not in kinds:
+                    sums = [torch.zeros_like(x, dtype=dtype) for x in flat]
+                    kinds[dtype] = [x.to(dtype) for x in (q, k, v)], sums
+                (Q, K, V), sums = kinds[dtype]
+                solve = solver.part(block.heads, block.rows, dtype)
+                g = dout[block.heads, block.rows].to(dtype)
+                _spread(how, Q, K, V, solve, block, g, *sums)
+            for _, sums in list(kinds.values())[1:]:
+                for x, y in zip(flat, sums, strict=True):
+                    x += y
         return None, *found
 
     @staticmethod
@@ -613,8 +636,11 @@ def _whole(how: How, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
     for a in range(0, q.shape[-2], CHUNK):
         end = min(a + CHUNK, q.shape[-2])
         block = Block(ALL, slice(a, end), how.seen(end, k.shape[-2]))
-        w, _ = _last(_steps(how, Q, K, solver.part(ALL, block.rows), block))
-        parts.append(signed_power(F.softshrink(w, 1.0), how.power) @ V[:, : block.m])
+        dtype = _precision(how, block.rows, K)
+        solve = solver.part(ALL, block.rows, dtype)
+        w, _ = _last(_steps(how, Q.to(dtype), K.to(dtype), solve, block))
+        mixed = signed_power(F.softshrink(w, 1.0), how.power) @ V[:, : block.m].to(dtype)
+        parts.append(mixed.to(q.dtype))
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -629,7 +655,7 @@ def _residuals(how: How, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Ten
     found = q.new_zeros(2, len(Q), N, how.iterations)
     for block in _blocks(how, Q, K):
         u = z = Q.new_zeros(())
-        solve = solver.part(block.heads, block.rows)
+        solve = solver.part(block.heads, block.rows, Q.dtype)
         for n, (w, _) in enumerate(_steps(how, Q, K, solve, block)):
             u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
             dual = flat[block.heads, None] * (z - old_z).norm(dim=-1)

@@ -434,12 +434,13 @@ def _solver(how: How, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tens
     """Return what solves for all queries; causal: with the factors of each chunk made once."""
     solver = Solver(k, rho, N, how)
     if not how.is_causal:
-        return solver.part(slice(None), slice(None))
-    parts = [solver.part(slice(None), slice(a, a + CHUNK)) for a in range(0, N, CHUNK)]
+        return solver.part(slice(None), slice(None), k.dtype)
+    chunks = (slice(a, a + CHUNK) for a in range(0, N, CHUNK))
+    parts = [solver.part(slice(None), chunk, k.dtype) for chunk in chunks]
 
     def solve(R: Tensor) -> Tensor:
-        chunks = zip(parts, R.split(CHUNK, -2), strict=True)
-        return torch.cat([part(chunk) for part, chunk in chunks], -2)
+        pairs = zip(parts, R.split(CHUNK, -2), strict=True)
+        return torch.cat([part(rows) for part, rows in pairs], -2)
 
     return solve
 
