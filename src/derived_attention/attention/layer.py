@@ -73,8 +73,8 @@ class MultiheadAttention(nn.Module):
     - nested tensors are padded for a while: ``nn.TransformerEncoder`` makes them in evaluation;
     - an error names the argument; a mask with NaN or +inf is one.
 
-    ``torch.export`` takes a dynamic length with every mechanism but those whose tokens lie on a
-    grid, Attention-Conv2D and CvT. The shortest one it may be is above all scales, and MRA-2's kept
+    From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism but those
+    whose tokens lie on a grid, Attention-Conv2D and CvT. The shortest one it may be is above all scales, and MRA-2's kept
     blocks; where a mechanism pools, PyTorch cannot prove what holds for every length, and has to be
     told ``prefer_deferred_runtime_asserts_over_guards=True``. What walks over a sequence of known
     length, as sparse patterns, mixtures, causal Performer, ridge and the lasso do, stores a matrix.
