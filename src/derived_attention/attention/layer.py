@@ -74,10 +74,11 @@ class MultiheadAttention(nn.Module):
     - an error names the argument; a mask with NaN or +inf is one.
 
     From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism but those
-    whose tokens lie on a grid, Attention-Conv2D and CvT. The shortest one it may be is above all scales, and MRA-2's kept
-    blocks; where a mechanism pools, PyTorch cannot prove what holds for every length, and has to be
-    told ``prefer_deferred_runtime_asserts_over_guards=True``. What walks over a sequence of known
-    length, as sparse patterns, mixtures, causal Performer, ridge and the lasso do, stores a matrix.
+    whose tokens lie on a grid, Attention-Conv2D and CvT. The shortest one it may be is above all
+    scales, and MRA-2's kept blocks; where a mechanism pools, PyTorch cannot prove what holds for
+    every length, and has to be told ``prefer_deferred_runtime_asserts_over_guards=True``. What
+    walks over a sequence of known length, as sparse patterns, mixtures, causal Performer, ridge and
+    the lasso do, stores a matrix.
 
     Parameters
     ----------
@@ -125,11 +126,8 @@ class MultiheadAttention(nn.Module):
     # forward by its own fused softmax attention, whatever the mechanism is.
     _qkv_same_embed_dim = False
 
-    shown: tuple[str, ...] = (
-        "num_heads",
-        "kv_heads",
-        "attention",
-    )  # attributes that `extra_repr` tells
+    # Attributes that `extra_repr` tells.
+    shown: tuple[str, ...] = ("num_heads", "kv_heads", "attention")
     refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
     because = ""  # and why
     weighs = True  # whether there are attention weights to return: what it computes is A V
