@@ -7,9 +7,10 @@ ENV TORCH=$TORCH PIP_NO_CACHE_DIR=1
 RUN apt-get update \
  && apt-get install -y --no-install-recommends git make \
  && rm -rf /var/lib/apt/lists/* \
- && useradd --create-home reader
+ && useradd --create-home reader \
+ && install --directory --owner=reader /srv/derived-attention
 USER reader
-WORKDIR /home/reader/derived-attention
+WORKDIR /srv/derived-attention
 # What the environment is made from comes first, so that a changed page does not install it again.
 COPY --chown=reader Makefile pyproject.toml constraints.txt package.json package-lock.json README.md LICENSE ./
 COPY --chown=reader _ext/environment.py _ext/
