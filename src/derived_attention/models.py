@@ -276,7 +276,9 @@ class SeriesRegressor(SeriesClassifier):
     """The same encoder with one output: a number for each time series, in the target's units.
 
     The last linear map gives z, and the result is ``mean + sd · z``: with the mean and the standard
-    deviation of the training targets, the network itself works on standardised targets.
+    deviation of the training targets, the network itself works on standardised targets. They and
+    the result are float32 at least, also where the network runs in half precision: a number such as
+    1995 ± 10 has no digits left there.
 
     Parameters
     ----------
@@ -312,7 +314,17 @@ class SeriesRegressor(SeriesClassifier):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return numbers (B,) for `x` (B, T, C); `padding` (B, T) is True where padded."""
-        return self.mean + self.sd * super().forward(x, padding).squeeze(1)
+        return self.mean + self.sd * at_least_float32(super().forward(x, padding).squeeze(1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeriesRegressor:
+        """Move or cast the model, but never the target's mean and deviation to half precision."""
+        kept = {"mean": self.mean, "sd": self.sd}
+        super()._apply(fn, recurse)
+        for name, value in kept.items():
+            moved = getattr(self, name)
+            if moved.dtype.itemsize < 4:
+                setattr(self, name, at_least_float32(value.to(moved.device)))
+        return self
 
 
 class PooledClassifier(Encoder):
@@ -465,13 +477,13 @@ class TableTransformer(Encoder):
     config : Config
     target : (float, float), optional
         Mean and standard deviation of training answers that are numbers: what the model says is
-        ``mean + sd · z``, as in `SeriesRegressor`.
+        ``mean + sd · z``, in float32 at least, as in `SeriesRegressor`.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, a wrong shape or type, a code that is none, or any
-        `padding`: a table has none.
+        For a wrong size; in the forward pass, a wrong shape or type, a code that is none, a type
+        too short for the codes, as bfloat16 is above 256, or any `padding`: a table has none.
 
     Examples
     --------
@@ -518,7 +530,7 @@ class TableTransformer(Encoder):
             h = layer(h, None)  # (B, 1 + T, dim)
         z = self.head(self.norm(h[:, 0]).relu())
         mean, sd = self.target
-        return z if self.classes else mean + sd * z.squeeze(1)
+        return z if self.classes else mean + sd * at_least_float32(z.squeeze(1))
 
     def extra_repr(self) -> str:
         """Show what the layers do not; a checkpoint tells two models apart by this text."""
@@ -528,13 +540,21 @@ class TableTransformer(Encoder):
         check_series(x, None, steps=self.length, channels=1)
         if padding is not None:
             raise ValueError("padding is given; expected None, as a table has no padding")
-        numbers, codes = x[:, : self.numbers], x[:, self.numbers :, 0].long()
-        most = torch.tensor(self.categories, device=x.device)
-        if ((codes < 0) | (codes >= most)).any():
+        if max(self.categories, default=0) - 1 > 2 / torch.finfo(x.dtype).eps:
+            found = f"x is {x.dtype}, and a column has {max(self.categories)} codes"
+            raise ValueError(f"{found}; expected float32, which has all of them")
+        numbers, given = x[:, : self.numbers], x[:, self.numbers :, 0]
+        codes, most = given.long(), torch.tensor(self.categories, device=x.device)
+        if ((codes < 0) | (codes >= most) | (codes != given)).any():
             raise ValueError(f"x holds a code that is none; expected codes below {self.categories}")
         found = nn.functional.embedding(codes + self.first, self.codes)  # (B, categories, dim)
         h = torch.cat([numbers * self.scales, found], 1) + self.biases  # (B, T, dim)
         return self.dropout(with_first(self.class_token[0], h))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x, in float32 if it is of a shorter type."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def with_first(token: Tensor, h: Tensor) -> Tensor:
