@@ -295,3 +295,16 @@ def test_codes_that_a_type_cannot_write_are_refused():
     for code in (0.5, float("nan")):
         with pytest.raises(ValueError, match="x holds a code that is none"):
             run(model, torch.full((2, 1, 1), code))
+
+
+@pytest.mark.parametrize(
+    "place", [p for p, (*_, given) in PLACES.items() if any(x.is_floating_point() for x in given)]
+)
+def test_inputs_of_another_type_than_the_model_are_refused(place):
+    """By name; autocast casts them."""
+    model, given = make(place, "softmax").float(), PLACES[place][2]
+    with pytest.raises(TypeError, match=r"\w+ has dtype torch.float64; expected torch.float32"):
+        run(model, *given)
+    single = [x.float() if x.is_floating_point() else x for x in given]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(model, *single).isfinite().all()

@@ -32,12 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism, check_flag, check_positive
+from derived_attention.attention.checks import Mechanism, check_flag, check_floating, check_positive
 from derived_attention.attention.convention import takes
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import check_series, check_tokens
 from derived_attention.runtime import check_count, evaluating
+
+WEIGHTS = "the model's weights"  # in an error, where an input is of another type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +270,7 @@ class SeriesClassifier(Encoder):
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, padding, steps=self.length, channels=self.channels)
+        check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) * math.sqrt(self.positions.shape[1])  # (B, T, dim)
         return self.dropout(h + self.positions)
 
@@ -318,12 +321,10 @@ class SeriesRegressor(SeriesClassifier):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeriesRegressor:
         """Move or cast the model, but never the target's mean and deviation to half precision."""
-        kept = {"mean": self.mean, "sd": self.sd}
+        mean, sd = self.mean, self.sd
         super()._apply(fn, recurse)
-        for name, value in kept.items():
-            moved = getattr(self, name)
-            if moved.dtype.itemsize < 4:
-                setattr(self, name, at_least_float32(value.to(moved.device)))
+        if self.mean.dtype.itemsize < 4:
+            self.mean, self.sd = (at_least_float32(x.to(self.mean.device)) for x in (mean, sd))
         return self
 
 
@@ -418,6 +419,7 @@ class VisionTransformer(PooledClassifier):
         check_series(x, None, steps=self.length, channels=self.channels)
         if padding is not None:
             raise ValueError("padding is given; expected None, as an image has no padding")
+        check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) + self.positions  # (B, T, dim)
         return self.dropout(h if self.class_token is None else with_first(self.class_token, h))
 
@@ -540,9 +542,10 @@ class TableTransformer(Encoder):
         check_series(x, None, steps=self.length, channels=1)
         if padding is not None:
             raise ValueError("padding is given; expected None, as a table has no padding")
+        check_floating({WEIGHTS: self.scales, "x": x})
         if max(self.categories, default=0) - 1 > 2 / torch.finfo(x.dtype).eps:
-            found = f"x is {x.dtype}, and a column has {max(self.categories)} codes"
-            raise ValueError(f"{found}; expected float32, which has all of them")
+            what = f"x is {x.dtype}, and a column has {max(self.categories)} codes"
+            raise ValueError(f"{what}; expected float32, by autocast where half is wanted")
         numbers, given = x[:, : self.numbers], x[:, self.numbers :, 0]
         codes, most = given.long(), torch.tensor(self.categories, device=x.device)
         if ((codes < 0) | (codes >= most) | (codes != given)).any():
@@ -725,6 +728,10 @@ class DecisionTransformer(Encoder):
         self, returns: Tensor, states: Tensor, actions: Tensor, times: Tensor
     ) -> Tensor:
         self.check_steps(returns, states, actions, times)
+        given = {"returns": returns, "states": states} | (
+            {} if self.discrete else {"actions": actions}
+        )
+        check_floating({WEIGHTS: self.times, **given})
         hoped = returns / self.scale if self.conditioned else torch.zeros_like(returns)
         parts = (
             self.embed_return(hoped[..., None]),
