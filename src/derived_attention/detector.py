@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism
+from derived_attention.attention.checks import Mechanism, check_floating
 from derived_attention.data.detection import check_images
 from derived_attention.models import (
+    WEIGHTS,
     Config,
     PreNormLayer,
     check_sizes,
@@ -174,6 +175,7 @@ class DetectionTransformer(nn.Module):
 
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         check_images("images", images)
+        check_floating({WEIGHTS: self.asked, "images": images})
         x = self.stem(images.contiguous(memory_format=torch.channels_last))  # as convolutions like
         rows, columns = x.shape[2:]
         return x.flatten(2).mT, SCALE * grid_positions(rows, columns, self.config.dim).to(x)

@@ -32,12 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.checks import Mechanism, check_flag, check_positive
+from derived_attention.attention.checks import Mechanism, check_flag, check_floating, check_positive
 from derived_attention.attention.convention import takes
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.softmax import softmax_attention
 from derived_attention.data.series import check_series, check_tokens
 from derived_attention.runtime import check_count, evaluating
+
+WEIGHTS = "the model's weights"  # in an error, where an input is of another type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +270,7 @@ class SeriesClassifier(Encoder):
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, padding, steps=self.length, channels=self.channels)
+        check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) * math.sqrt(self.positions.shape[1])  # (B, T, dim)
         return self.dropout(h + self.positions)
 
@@ -276,7 +279,9 @@ class SeriesRegressor(SeriesClassifier):
     """The same encoder with one output: a number for each time series, in the target's units.
 
     The last linear map gives z, and the result is ``mean + sd · z``: with the mean and the standard
-    deviation of the training targets, the network itself works on standardised targets.
+    deviation of the training targets, the network itself works on standardised targets. They and
+    the result are float32 at least, also where the network runs in half precision: a number such as
+    1995 ± 10 has no digits left there.
 
     Parameters
     ----------
@@ -312,7 +317,15 @@ class SeriesRegressor(SeriesClassifier):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return numbers (B,) for `x` (B, T, C); `padding` (B, T) is True where padded."""
-        return self.mean + self.sd * super().forward(x, padding).squeeze(1)
+        return self.mean + self.sd * at_least_float32(super().forward(x, padding).squeeze(1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeriesRegressor:
+        """Move or cast the model, but never the target's mean and deviation to half precision."""
+        mean, sd = self.mean, self.sd
+        super()._apply(fn, recurse)
+        if self.mean.dtype.itemsize < 4:
+            self.mean, self.sd = (at_least_float32(x.to(self.mean.device)) for x in (mean, sd))
+        return self
 
 
 class PooledClassifier(Encoder):
@@ -406,6 +419,7 @@ class VisionTransformer(PooledClassifier):
         check_series(x, None, steps=self.length, channels=self.channels)
         if padding is not None:
             raise ValueError("padding is given; expected None, as an image has no padding")
+        check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) + self.positions  # (B, T, dim)
         return self.dropout(h if self.class_token is None else with_first(self.class_token, h))
 
@@ -465,13 +479,13 @@ class TableTransformer(Encoder):
     config : Config
     target : (float, float), optional
         Mean and standard deviation of training answers that are numbers: what the model says is
-        ``mean + sd · z``, as in `SeriesRegressor`.
+        ``mean + sd · z``, in float32 at least, as in `SeriesRegressor`.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, a wrong shape or type, a code that is none, or any
-        `padding`: a table has none.
+        For a wrong size; in the forward pass, a wrong shape or type, a code that is none, a type
+        too short for the codes, as bfloat16 is above 256, or any `padding`: a table has none.
 
     Examples
     --------
@@ -518,7 +532,7 @@ class TableTransformer(Encoder):
             h = layer(h, None)  # (B, 1 + T, dim)
         z = self.head(self.norm(h[:, 0]).relu())
         mean, sd = self.target
-        return z if self.classes else mean + sd * z.squeeze(1)
+        return z if self.classes else mean + sd * at_least_float32(z.squeeze(1))
 
     def extra_repr(self) -> str:
         """Show what the layers do not; a checkpoint tells two models apart by this text."""
@@ -528,13 +542,22 @@ class TableTransformer(Encoder):
         check_series(x, None, steps=self.length, channels=1)
         if padding is not None:
             raise ValueError("padding is given; expected None, as a table has no padding")
-        numbers, codes = x[:, : self.numbers], x[:, self.numbers :, 0].long()
-        most = torch.tensor(self.categories, device=x.device)
-        if ((codes < 0) | (codes >= most)).any():
+        check_floating({WEIGHTS: self.scales, "x": x})
+        if max(self.categories, default=0) - 1 > 2 / torch.finfo(x.dtype).eps:
+            what = f"x is {x.dtype}, and a column has {max(self.categories)} codes"
+            raise ValueError(f"{what}; expected float32, by autocast where half is wanted")
+        numbers, given = x[:, : self.numbers], x[:, self.numbers :, 0]
+        codes, most = given.long(), torch.tensor(self.categories, device=x.device)
+        if ((codes < 0) | (codes >= most) | (codes != given)).any():
             raise ValueError(f"x holds a code that is none; expected codes below {self.categories}")
         found = nn.functional.embedding(codes + self.first, self.codes)  # (B, categories, dim)
         h = torch.cat([numbers * self.scales, found], 1) + self.biases  # (B, T, dim)
         return self.dropout(with_first(self.class_token[0], h))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x, in float32 if it is of a shorter type."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def with_first(token: Tensor, h: Tensor) -> Tensor:
@@ -705,6 +728,10 @@ class DecisionTransformer(Encoder):
         self, returns: Tensor, states: Tensor, actions: Tensor, times: Tensor
     ) -> Tensor:
         self.check_steps(returns, states, actions, times)
+        given = {"returns": returns, "states": states} | (
+            {} if self.discrete else {"actions": actions}
+        )
+        check_floating({WEIGHTS: self.times, **given})
         hoped = returns / self.scale if self.conditioned else torch.zeros_like(returns)
         parts = (
             self.embed_return(hoped[..., None]),
