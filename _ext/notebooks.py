@@ -66,7 +66,7 @@ if derived_attention.__version__ != "$version":
 MODULES = """IPython PIL aeon cvxpy cycler filelock gymnasium joblib matplotlib pandas platformdirs
     pycocotools pywt sacrebleu scipy sentencepiece shapiq sklearn sympy tqdm"""
 # What the extra "plugs" brings; only a notebook that has this import asks for it.
-PLUGS, PLUG = "timm torchvision transformers", "from derived_attention import plugs"
+PLUGS, PLUG = "safetensors timm torchvision transformers", "from derived_attention import plugs"
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "

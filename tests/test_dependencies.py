@@ -44,7 +44,8 @@ def imports(source: str) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
-            names.update(x.value for x in node.args if isinstance(x, ast.Constant))
+            said = (x.value for x in node.args if isinstance(x, ast.Constant))
+            names.update(x for x in said if isinstance(x, str))
         if isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
