@@ -67,7 +67,7 @@ def test_pins_that_do_not_go_together_are_noticed(online, tmp_path):
     compile_ = [versions.find_uv(), "--no-config", "pip", "compile", "--quiet", "--no-header"]
     compile_ += ["--extra", "dev", "--constraint", pins, "pyproject.toml", "-o", tmp_path / "out"]
     compile_ += ["--python-platform", "x86_64-unknown-linux-gnu"]
-    with pytest.raises(versions.Failed, match="triton==3.9.0"):
+    with pytest.raises(versions.Failed, match=r"triton.*==3\.9\.0"):
         versions.run(*compile_, log="pins")
 
 
