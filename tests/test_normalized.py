@@ -498,7 +498,7 @@ def test_fixed_beta_is_shown_and_no_part_of_the_state():
     for beta in (0.5, [0.5, 0.5, 0.25, 0.0]):
         layer = NormalizedAttention(E, HEADS, beta=beta).double()
         betas = beta if isinstance(beta, list) else [beta] * HEADS
-        assert str(betas) in repr(layer) and layer.beta is None
+        assert str(tuple(betas)) in repr(layer) and layer.beta is None
         assert not any("beta" in name for name in layer.state_dict())
         learned = NormalizedAttention(E, HEADS, beta=beta, learn_beta=True).double()
         learned.load_state_dict(layer.state_dict() | {"beta": torch.tensor(betas)})
