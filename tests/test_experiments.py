@@ -11,6 +11,8 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import numpy as np
@@ -296,6 +298,29 @@ def test_wrong_grid_before_any_run(page):
             run_grid(train_once, [{"seed": 0}, config], page.store)
     assert page.log.read_text() == "" and page.files() == []
     assert run_grid(train_once, [], page.store) == []
+
+
+def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
+    class Dying:
+        """The worker of the first run dies before the second can be given to another."""
+
+        slots, calls = 2, 0
+
+        def submit(self, call, *arguments):
+            self.calls += 1
+            if self.calls == 2:
+                raise BrokenProcessPool("a worker has died")
+            future = Future()
+            future.set_exception(BrokenProcessPool("a worker has died"))
+            return future
+
+        def stop(self):
+            pass
+
+    with pytest.raises(BrokenProcessPool) as caught:
+        run_grid(page.load().train_once, CONFIGS, page.store, workers=Dying())
+    assert caught.value.__notes__ == ["The run was train_once(**{'seed': 0})."]
+    assert len(page.run()[0]) == 3, "all claims are free again"
 
 
 def test_a_failing_run_loses_nothing(page):

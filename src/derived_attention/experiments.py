@@ -29,7 +29,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +221,13 @@ class _Grid:
         if (record := _read(path, warn=False)) is not None:  # made before the claim was ours
             self.release(index)
             return record
-        future = self.workers.submit(_run, self.function, self.configs[index], path.stem)
-        self.busy[future] = index
+        try:
+            future = self.workers.submit(_run, self.function, self.configs[index], path.stem)
+        except BrokenExecutor:  # a worker has just died: the runs that it breaks will say so
+            self.release(index)
+            self.elsewhere.append(index)
+        else:
+            self.busy[future] = index
         return None
 
     def ended(self) -> Iterator[tuple[int, Result]]:
