@@ -29,12 +29,17 @@ from typing import Any
 
 import numpy as np
 import sympy
+import torch
+from scipy import stats
 
 from derived_attention.call_site import CallSite
 
 OUTPUT_KEY = "derived_attention_claim"  # in the metadata of a notebook output
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
-GENEROUS = 10  # how many times the refutation's margin a correction may have to spare
+GRADES = ("error", "slip", "copy")  # of what is wrong as printed, the gravest first
+OUTCOMES = ("as predicted", "against the prediction", "open")  # of what is measured
+GENEROUS = 10  # how many times what the wrong bound lacks the right one may have to spare
+LARGEST_TOL = 1e-5  # that a check of a paper's item may allow
 
 
 class ClaimError(AssertionError):
@@ -50,9 +55,9 @@ class Claim:
     item
         Id in the inventory; None for a fact of this book's own, or a printed one without an id.
     kind
-        identity, equal, inequality, certificate, refuted or definition.
+        identity, equal, inequality, certificate, refuted, definition or measured.
     verdict
-        One of ``VERDICTS``.
+        One of ``VERDICTS``; of what is measured, one of ``OUTCOMES``.
     statement
         The assumption, the correction, or what was checked, in one line of plain text.
     margin
@@ -61,6 +66,16 @@ class Claim:
         The same quantity for the rejected mutant; None for a definition.
     anchor
         Name of the line on its page, for links from the ledger.
+    digest
+        Of the check's two sides: two items of a paper cannot have one check.
+    grade
+        One of ``GRADES``, of what is wrong as printed.
+    same_as
+        The item whose mistake this one repeats or inherits: both count as one.
+    unit
+        Of the margins; empty for pure numbers.
+    seeds, interval
+        Of what is measured: how many runs an arm, and the interval of the difference.
     """
 
     item: str | None
@@ -70,12 +85,17 @@ class Claim:
     margin: float
     mutant_margin: float | None
     anchor: str
+    digest: str = ""
+    grade: str | None = None
+    same_as: str | None = None
+    unit: str = ""
+    seeds: int | None = None
+    interval: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        parts = [self.verdict, f"{self.kind}, {self._margin}", self._mutant, self.statement]
-        # What is refuted without an id is a sentence of the paper that has no number.
-        name = self.item or ("unnumbered" if self.kind == "refuted" else "this book")
-        return f"{name}: " + " · ".join(part for part in parts if part)
+        verdict = f"{self.verdict} ({self.grade})" if self.grade else self.verdict
+        parts = [verdict, f"{self.kind}, {self._margin}", self._mutant, self.statement]
+        return f"{self.item or 'this book'}: " + " · ".join(part for part in parts if part)
 
     @property
     def _margin(self) -> str:
@@ -86,10 +106,20 @@ class Claim:
             "equal": f"error {self.margin:.1e}",
             "inequality": slack,
             "certificate": f"gap and KKT residuals {self.margin:.1e}",
-            "refuted": f"violated by {self.margin:.3g}",
+            "refuted": f"violated by {self.margin:.3g}{self._unit}",
             "definition": "shapes checked",
         }
+        if self.interval is not None:
+            low, high = self.interval
+            words["measured"] = (
+                f"{self.margin:+.3g}{self._unit}, 95 % interval {low:+.3g} to {high:+.3g}, "
+                f"{self.seeds} seeds"
+            )
         return words[self.kind]
+
+    @property
+    def _unit(self) -> str:
+        return f" {self.unit}" if self.unit else ""
 
     @property
     def _mutant(self) -> str:
@@ -97,15 +127,17 @@ class Claim:
             return ""
         if self.kind == "refuted":
             how = "to spare" if self.mutant_margin < 0 else "off"  # a bound, or a value
-            return f"correction survives, {abs(self.mutant_margin):.2g} {how}"
+            return f"correction survives, {abs(self.mutant_margin):.2g}{self._unit} {how}"
         return f"mutant rejected at {self.mutant_margin:.2g}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         """Text for a terminal, HTML for a page and, as metadata, data for the ledger."""
         name, _, rest = str(self).partition(": ")
         rest = rest.removeprefix(self.verdict)
+        look = "measured" if self.kind == "measured" else self.verdict.replace(" ", "-")
+        look += " da-open" if self.verdict == "open" else ""
         page = (
-            f'<div class="da-claim da-{self.verdict.replace(" ", "-")}" id="{self.anchor}">'
+            f'<div class="da-claim da-{look}" id="{self.anchor}">'
             f"<code>{name}</code> <strong>{self.verdict}</strong>{html.escape(rest)}</div>"
         )
         return {"text/plain": str(self), "text/html": page}, {OUTPUT_KEY: asdict(self)}
@@ -164,8 +196,8 @@ def identity(
     size = max(_magnitude(expression) for expression in _entries(mutant, "mutant"))
     if size == 0:
         raise ClaimError(f"{_name(item)}: the mutant is zero too, so this check cannot fail")
-    _remember(item, "identity", residual, mutant)
-    return _record(item, "identity", holds_if, statement, 0.0, size)
+    digest = _digest(item, "identity", residual, mutant)
+    return _record(item, "identity", holds_if, statement, 0.0, size, digest=digest)
 
 
 def equal(
@@ -175,6 +207,7 @@ def equal(
     *,
     tol: float = 1e-12,
     mutant: Any,
+    relative: bool = False,
     holds_if: str | None = None,
     statement: str = "",
 ) -> Claim:
@@ -185,11 +218,14 @@ def equal(
     item, holds_if, statement
         As in `identity`.
     left, right
-        Arrays, tensors or numbers of one shape; compared in float64.
+        Arrays, tensors or numbers of one shape; compared in float64 or complex128.
     tol
-        Largest error allowed.
+        Largest error allowed; for an item of a paper at most 1e-5.
     mutant
         Wrong version of `right`; its error must exceed ten times `tol`.
+    relative
+        Whether each entry's error is relative to that entry, :math:`|l_i - r_i| / |r_i|`: where
+        sizes differ, a large entry must not hide an error in a small one.
 
     Raises
     ------
@@ -198,13 +234,15 @@ def equal(
     """
     _read(item, equal, ("left", "right"), wrong="mutant")
     _refuse_one_array(item, left=left, right=right)
-    error, wrong = _error(left, right, "right"), _error(left, mutant, "mutant")
+    _check_tol(item, tol)
+    error = _error(left, right, "right", relative)
+    wrong = _error(left, mutant, "mutant", relative)
     if not error <= tol:
         raise ClaimError(f"{_name(item)}: error {error:.3e} exceeds tol={tol:.0e}")
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its error is only {wrong:.3e}")
-    _remember(item, "equal", left, right, mutant)
-    return _record(item, "equal", holds_if, statement, error, wrong)
+    digest = _digest(item, "equal", left, right, mutant)
+    return _record(item, "equal", holds_if, statement, error, wrong, digest=digest)
 
 
 def inequality(
@@ -227,12 +265,15 @@ def inequality(
     smaller, larger
         Arrays that broadcast against each other, in float64.
     mutant
-        Sharper version of `larger` that is wrong: some entry of `smaller` must exceed it.
+        Sharper version of `larger` that is wrong: some entry of `smaller` must exceed it. No bound
+        may have more than ten times as much to spare as the mutant lacks: nearly everything would
+        pass so.
 
     Raises
     ------
     ClaimError
-        If an entry exceeds its bound, or none exceeds the mutant's.
+        If an entry exceeds its bound, or none exceeds the mutant's, or the bound has far too much
+        to spare.
     """
     _read(item, inequality, ("smaller", "larger"), wrong="mutant")
     _refuse_one_array(item, smaller=smaller, larger=larger)
@@ -241,8 +282,13 @@ def inequality(
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
     if not wrong < -_rounding(smaller, mutant):
         raise ClaimError(f"{_name(item)}: mutant not rejected, its bound has slack {wrong:.3e}")
-    _remember(item, "inequality", smaller, larger, mutant)
-    return _record(item, "inequality", holds_if, statement, slack, -wrong)
+    if not slack <= GENEROUS * -wrong:
+        raise ClaimError(
+            f"{_name(item)}: the bound has {slack:.3g} to spare where the mutant lacks "
+            f"{-wrong:.3g}; take an instance on which the bound bites"
+        )
+    digest = _digest(item, "inequality", smaller, larger, mutant)
+    return _record(item, "inequality", holds_if, statement, slack, -wrong, digest=digest)
 
 
 def certificate(
@@ -277,6 +323,7 @@ def certificate(
         If the gap or a residual exceeds `tol`, or the mutant's gap does not exceed ``10 * tol``.
     """
     _read(item, certificate, ("primal", "dual"), wrong="mutant")
+    _check_tol(item, tol)
     residuals = {"duality gap": abs(primal - dual) / (1 + abs(primal)), **(kkt or {})}
     for name, value in residuals.items():
         if not 0 <= value <= tol:
@@ -284,19 +331,22 @@ def certificate(
     wrong = abs(primal - mutant) / (1 + abs(primal))
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its gap is only {wrong:.3e}")
-    _remember(item, "certificate", primal, dual, mutant)
+    digest = _digest(item, "certificate", primal, dual, mutant)
     worst = float(max(residuals.values()))
-    return _record(item, "certificate", holds_if, statement, worst, float(wrong))
+    return _record(item, "certificate", holds_if, statement, worst, float(wrong), digest=digest)
 
 
 def refuted(
-    item: str | None,
+    item: str,
     *,
+    grade: str,
     printed: Any,
     actual: Any,
     corrected: Any,
     correction: str,
+    same_as: str | None = None,
     relation: str = "<=",
+    unit: str = "",
     tol: float = 1e-9,
 ) -> Claim:
     """Refute a printed claim by a counterexample, on which a corrected statement holds.
@@ -304,7 +354,12 @@ def refuted(
     Parameters
     ----------
     item
-        As in `identity`.
+        Id in the inventory. A refuted sentence that has no number gets an id of its own there.
+    grade
+        "error" when a statement or a proof is false; "slip" for an index, a sign or a symbol whose
+        right reading is plain; "copy" for what may be the fault of the copy that was read.
+    same_as
+        The item whose mistake this one repeats, or inherits. Both are then counted as one.
     printed
         What the paper's statement gives on the counterexample: a bound or a value.
     actual
@@ -318,6 +373,8 @@ def refuted(
         The corrected statement, in one line.
     relation
         "<=" when the paper claims ``actual <= printed``, "==" when it claims equality.
+    unit
+        What the violation is measured in, such as "nats" or "bytes"; empty for pure numbers.
     tol
         Largest error of the corrected statement. The violation must exceed ten times that.
 
@@ -326,8 +383,14 @@ def refuted(
     ClaimError
         If the printed statement survives, or the corrected one does not or by far too much.
     ValueError
-        If `relation` is not one of the two, or `correction` is empty.
+        If `relation` or `grade` is none of those named, or `correction` is empty.
     """
+    if grade not in GRADES:
+        raise ValueError(f"grade must be one of {', '.join(GRADES)}, got {grade!r}")
+    if item is None:
+        raise ValueError("item must be an id of the inventory: give what is refuted one, got None")
+    if same_as is not None:
+        _check_item(same_as)
     if relation not in ("<=", "=="):
         raise ValueError(f"relation must be '<=' or '==', got {relation!r}")
     if not correction.strip():
@@ -347,8 +410,9 @@ def refuted(
             f"{_name(item)}: the correction has {-survivor:.3g} to spare where the printed bound "
             f"lacks {violation:.3g}; take an instance on which it bites"
         )
-    _remember(item, "refuted", printed, actual, corrected)
-    return _record(item, "refuted", None, correction, violation, survivor)
+    digest = _digest(item, "refuted", printed, actual, corrected)
+    more = {"digest": digest, "grade": grade, "same_as": same_as, "unit": unit}
+    return _record(item, "refuted", None, correction, violation, survivor, **more)
 
 
 def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int, ...]]) -> Claim:
@@ -377,8 +441,74 @@ def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int,
     for name, (array, shape) in shapes.items():
         if tuple(np.shape(array)) != tuple(shape):
             raise ClaimError(f"{_name(item)}: {name} has shape {np.shape(array)}, not {shape}")
-    _remember(item, "definition", *(array for array, _ in shapes.values()))
-    return _record(item, "definition", None, statement, 0.0, None)
+    digest = _digest(item, "definition", *(array for array, _ in shapes.values()))
+    return _record(item, "definition", None, statement, 0.0, None, digest=digest)
+
+
+def measured(
+    statement: str,
+    arm: Any,
+    beside: Any,
+    *,
+    predicted: str,
+    unit: str,
+    paired: bool = False,
+    outcome: str | None = None,
+) -> Claim:
+    """Show what training runs say of a prediction: never a proof, and never green.
+
+    The interval is Student's of the differences by seed when `paired`, Welch's otherwise. It
+    decides: wholly on the predicted side is "as predicted", wholly on the other "against the
+    prediction", and with zero inside "open".
+
+    Parameters
+    ----------
+    statement
+        What was predicted, in one line.
+    arm, beside
+        A metric of the runs of one arm and of that beside it, one number a seed.
+    predicted
+        ">" when `arm` was predicted above `beside`, "<" when below.
+    unit
+        Of the metric, such as "points" or "bits per byte".
+    paired
+        Whether the runs of both arms share seeds, in the same order.
+    outcome
+        What the sentences of the page say, one of ``OUTCOMES``.
+
+    Raises
+    ------
+    ClaimError
+        If the runs say something else than `outcome`.
+    ValueError
+        If an arm has fewer than two runs, paired arms differ in length, a value is not finite, or
+        `predicted`, `unit` or `outcome` is none of those named.
+    """
+    if predicted not in ("<", ">"):
+        raise ValueError(f"predicted must be '<' or '>', got {predicted!r}")
+    if not unit.strip():
+        raise ValueError("unit must name what the metric is measured in, got an empty string")
+    if outcome is not None and outcome not in OUTCOMES:
+        raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+    a, b = _float(arm, "arm").ravel(), _float(beside, "beside").ravel()
+    if min(len(a), len(b)) < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ValueError(f"arm and beside need two finite values or more each, got {a} and {b}")
+    if paired and len(a) != len(b):
+        raise ValueError(f"paired arms need one length, got {len(a)} and {len(b)} runs")
+    found = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
+    difference = float(a.mean() - b.mean())
+    low, high = (
+        found.confidence_interval(0.95) if np.isfinite(found.statistic) else (difference,) * 2
+    )
+    side = 1 if predicted == ">" else -1
+    says = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
+    if outcome not in (None, says):
+        raise ClaimError(
+            f"the page says {outcome!r}, the runs {says!r}: {difference:+.3g} {unit}, "
+            f"interval {low:+.3g} to {high:+.3g}"
+        )
+    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (float(low), float(high))}
+    return _record(None, "measured", says, statement, difference, None, **more)
 
 
 def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -392,8 +522,9 @@ def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[st
     Returns
     -------
     dict
-        id -> ``{"verdict", "statement", "checks": [{"kind", "margin", "mutant_margin", "page"}]}``,
-        in the inventory's order; only items that have been reached.
+        id -> ``{"verdict", "grade", "same_as", "statement", "checks": [{"kind", "margin",
+        "mutant_margin", "unit", "page"}]}``, in the inventory's order; only items that have been
+        reached. An item with `same_as` repeats another's mistake: count those without.
 
     Raises
     ------
@@ -416,29 +547,35 @@ def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, An
         if claim["verdict"] != "definition" and claim["mutant_margin"] is None:
             raise ValueError(f"{item}: verdict {claim['verdict']!r} without an executed check")
     verdict = min((claim["verdict"] for _, claim in rows), key=VERDICTS.index)
+    grades = [claim["grade"] for _, claim in rows if claim.get("grade")]
+    roots = {claim["same_as"] for _, claim in rows if claim.get("grade")}
     telling = [c["statement"] for _, c in rows if c["verdict"] == verdict and c["statement"]]
-    fields = ("kind", "margin", "mutant_margin")
+    fields = ("kind", "margin", "mutant_margin", "unit")
     return {
         "verdict": verdict,
+        "grade": min(grades, key=GRADES.index, default=None),
+        "same_as": roots.pop() if len(roots) == 1 else None,
         "statement": "; ".join(dict.fromkeys(telling)) or inventory()[item]["topic"],
-        "checks": [{**{f: claim[f] for f in fields}, "page": page} for page, claim in rows],
+        "checks": [{**{f: claim.get(f) for f in fields}, "page": page} for page, claim in rows],
     }
 
 
 def _record(
     item: str | None,
     kind: str,
-    holds_if: str | None,
+    told: str | None,
     statement: str,
     margin: float,
     mutant_margin: float | None,
+    **more: Any,
 ) -> Claim:
+    """Show and return a claim; `told` is a condition, or of what is measured the outcome."""
     if item is not None:
         _check_item(item)
-    special = {"refuted": "wrong as printed", "definition": "definition"}
-    verdict = special.get(kind, "holds if" if holds_if else "holds")
-    text = " ".join((holds_if or statement).split())
-    claim = Claim(item, kind, verdict, text, margin, mutant_margin, _next_anchor(item))
+    special = {"refuted": "wrong as printed", "definition": "definition", "measured": told}
+    verdict = special.get(kind) or ("holds if" if told else "holds")
+    text = " ".join((statement if kind == "measured" else told or statement).split())
+    claim = Claim(item, kind, verdict, text, margin, mutant_margin, _next_anchor(item), **more)
     _display(claim)
     return claim
 
@@ -470,15 +607,21 @@ def _refuse_one_array(item: str | None, **sides: Any) -> None:
 _checked: dict[tuple[str, ...], str] = {}  # a paper and the digest of a check -> the item
 
 
-def _remember(item: str | None, kind: str, *sides: Any) -> None:
-    """Refuse a check that another item of the paper has already: it cannot settle both."""
+def _check_tol(item: str | None, tol: float) -> None:
+    if item is not None and not tol <= LARGEST_TOL:
+        raise ClaimError(f"{item}: tol is {tol:.0e}; an item's is at most {LARGEST_TOL:.0e}")
+
+
+def _digest(item: str | None, kind: str, *sides: Any) -> str:
+    """Return a check's digest; refuse one that another item of the paper has already."""
     if item is None:
-        return
+        return ""
     texts = [str(x) if kind == "identity" else _float(x, "").tobytes().hex() for x in sides]
     digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()
     other = _checked.setdefault((item.partition(".")[0], digest), item)
     if other != item:
         raise ClaimError(f"{item}: this is the check that {other} has; each item needs its own")
+    return digest
 
 
 def _display(claim: Claim) -> None:
@@ -538,20 +681,25 @@ def _magnitude(expression: sympy.Expr) -> float:
 
 
 def _float(value: Any, name: str) -> np.ndarray:
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().double().numpy()
-    array = np.asarray(value, dtype=np.float64)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        value = (value.to(torch.complex128) if value.is_complex() else value.double()).numpy()
+    array = np.asarray(value)
+    array = array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
     if array.size == 0:
         raise ValueError(f"{name} must not be empty: nothing would be checked")
     return array
 
 
-def _error(left: Any, right: Any, name: str) -> float:
+def _error(left: Any, right: Any, name: str, relative: bool) -> float:
     a, b = _float(left, "left"), _float(right, name)
     if a.shape != b.shape:
         raise ValueError(f"{name} has shape {b.shape}, expected that of left, {a.shape}")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return float("nan")  # neither a claim nor a mutant: both are refused
+    if relative:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.max(np.where(a == b, 0.0, np.abs(a - b) / np.abs(b))))
     return float(np.max(np.abs(a - b)) / max(1.0, float(np.max(np.abs(b)))))
 
 
@@ -561,7 +709,10 @@ def _difference(actual: Any, claimed: Any) -> float:
 
 
 def _slack(smaller: Any, larger: Any, name: str) -> float:
-    return float(np.min(_float(larger, name) - _float(smaller, "smaller")))
+    a, b = _float(smaller, "smaller"), _float(larger, name)
+    if np.iscomplexobj(a) or np.iscomplexobj(b):
+        raise ValueError(f"smaller and {name} must be real to be compared, got complex numbers")
+    return float(np.min(b - a))
 
 
 def _rounding(smaller: Any, larger: Any) -> float:
