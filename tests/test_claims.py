@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from scipy import stats
 
 from derived_attention import claims
 from derived_attention.claims import ClaimError
@@ -47,7 +48,11 @@ def test_identity_rejects_what_is_not_exactly_zero(residual):
 
 def test_identity_refuses_a_mutant_that_is_zero_too():
     with pytest.raises(ClaimError, match="cannot fail"):
-        claims.identity(None, sympy.expand(x * (x + 1)) - x**2 - x, mutant=sympy.sin(x) ** 2 + sympy.cos(x) ** 2 - 1)
+        claims.identity(
+            None,
+            sympy.expand(x * (x + 1)) - x**2 - x,
+            mutant=sympy.sin(x) ** 2 + sympy.cos(x) ** 2 - 1,
+        )
 
 
 def test_equal_takes_arrays_and_tensors_in_float64():
@@ -287,7 +292,7 @@ def compare(left, right):
 def test_a_check_of_typed_numbers_is_refused():
     a, b = 6.0, np.array([6.0])
     table = {"printed": [31.9, 47.3]}
-    pick = lambda z: float(z)
+    pick = lambda z: float(z)  # noqa: E731
     checks = [
         lambda: claims.equal(None, 2 * 3.0, 6.0, mutant=two),
         lambda: claims.inequality(None, [31.9, 47.3], 50, mutant=two),
@@ -482,7 +487,7 @@ def test_the_ledger_keeps_the_gravest_verdict_and_its_statement():
     merged = claims.ledger(
         [
             row("000.eq2", "holds", statement="easy"),
-            row("000.eq2", "wrong as printed", statement="the root is missing"),
+            row("000.eq2", "wrong as printed", statement="the root is missing", grade="slip"),
             row("000.eq1", "holds if", statement="keys differ"),
             row("000.eq4", "definition", None),
             row(None, "holds"),
@@ -504,9 +509,134 @@ def test_the_ledger_refuses_unknown_ids_verdicts_and_unchecked_verdicts():
         claims.ledger([row("000.eq1", "probably")])
     with pytest.raises(ValueError, match="without an executed check"):
         claims.ledger([row("000.eq1", "holds", None)])
+    with pytest.raises(ValueError, match="without a grade"):
+        claims.ledger([wrong("000.eq1", None)])
+
+
+def wrong(item, grade, same_as=None):
+    return row(item, "wrong as printed", grade=grade, same_as=same_as, statement="a factor")
+
+
+def test_the_ledger_refuses_one_check_for_two_items_on_two_pages():
+    first = row("000.eq1", "holds", page="book/one", digest="d")
+    rows = [first, row("000.eq1", "holds", page="book/two", digest="d")]
+    rows += [row("001.eq1", "holds", digest="d"), row(None, "holds", digest="d")]
+    claims.ledger(rows)
+    problem = "one check for two items: 000.eq1 on book/one, 000.eq2 on book/two"
+    with pytest.raises(ValueError, match=problem):
+        claims.ledger([first, row("000.eq2", "holds", page="book/two", digest="d")])
+
+
+@pytest.fixture
+def five(tmp_path):
+    """An inventory with two numbered items, a definition and two without numbers."""
+    before = claims._inventory_path
+    path = tmp_path / "mine.csv"
+    kinds = {"eq1": "equation", "thm1": "theorem", "def1": "definition", "text.a": "text",
+             "table.b": "table"}  # fmt: skip
+    lines = [f"p.{k},{v},topic,{'definition' * (k == 'def1')}" for k, v in kinds.items()]
+    path.write_text("\n".join(["id,kind,topic,role", *lines]))
+    claims.use_inventory(path)
+    yield path
+    claims.use_inventory(before)
+
+
+def test_an_inventory_of_one_s_own(five):
+    assert list(claims.inventory())[:2] == ["p.eq1", "p.thm1"]
+    assert claims.inventory()["p.def1"] == {
+        "kind": "definition", "topic": "topic", "role": "definition",
+    }  # fmt: skip
+    assert claims.is_numbered("p.eq1") and not claims.is_numbered("p.text.a")
+    claims.definition("p.def1", "f", W=(root(pair), (2,)))
+    with pytest.raises(ValueError, match="see use_inventory"):
+        claims.equal("000.eq1", two, 2.0, mutant=one)
+    for text in ("id,topic\n", "id,kind,topic\na.b,text,x\na.b,text,y\n", "id,kind,topic\n,,\n"):
+        (bad := five.with_name("bad.csv")).write_text(text)
+        with pytest.raises(ValueError, match="must have columns"):
+            claims.use_inventory(bad)
+        bad.rename(bad.with_name(f"{len(text)}.csv"))
+
+
+def test_a_mistake_counts_once_however_many_items_repeat_it(five):
+    repeated = [wrong("p.eq1", "slip", "p.text.a"), wrong("p.text.a", "error")]
+    other = [wrong("p.table.b", "copy"), row("p.def1", "definition", None)]
+    rows = claims.ledger([*repeated, *other, row("p.thm1", "holds")])
+    assert rows["p.eq1"]["same_as"] == "p.text.a" and rows["p.eq1"]["grade"] == "slip"
+    expected = {
+        "all": 5, "numbered": 3, "unnumbered": 2, "testable": 2, "wrong as printed": 3,
+        "holds if": 0, "holds": 1, "definition": 1, "errors": 1, "slips": 0, "copies": 0,
+        "unnumbered errors": 0, "unnumbered slips": 0, "unnumbered copies": 1,
+    }  # fmt: skip
+    assert claims.count(rows) == expected
+    for problem, rows in {
+        "no page gives a verdict": [wrong("p.eq1", "slip", "p.thm1")],
+        "not wrong as printed": [wrong("p.eq1", "slip", "p.thm1"), row("p.thm1", "holds")],
+        "whose mistake": [wrong("p.eq1", "slip", "p.thm1"), wrong("p.thm1", "slip", "p.eq1")],
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            claims.ledger(rows)
 
 
 def test_a_ledger_with_a_margin_that_is_no_number_is_not_written():
     bad = {"000.eq1": {"checks": [{"margin": float("nan")}]}}
     with pytest.raises(ValueError):
         claims.to_json(bad)
+
+
+# --- What is measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_what_is_measured_has_an_interval_and_says_who_won(paired):
+    runs = np.array([1.0, 2.0, 4.0, 3.0])
+    lead = np.array([5.0, 5.5, 5.0, 5.5])
+    say = partial(claims.measured, "a leads", runs + lead, runs, unit="points", paired=paired)
+    ahead = say(predicted=">")
+    low, high = ahead.interval
+    test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    expected = test(runs + lead, runs).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+    assert ahead.verdict == "as predicted" and ahead.margin == pytest.approx(5.25)
+    assert ahead.item is None and ahead.seeds == 4 and (high - low < 1) == paired
+    assert "+5.25 points, 95 % interval" in str(ahead) and "4 seeds" in str(ahead)
+    for predicted, outcome in {"<": "against the prediction", ">": "as predicted"}.items():
+        assert say(predicted=predicted, outcome=outcome).verdict == outcome
+        with pytest.raises(ClaimError, match=f"the page says 'open', the runs '{outcome}'"):
+            say(predicted=predicted, outcome="open")
+
+
+def test_an_interval_around_zero_is_open():
+    say = partial(claims.measured, "a leads", [1.0, 2.0], [2.0, 1.5], predicted=">", unit="points")
+    assert say().verdict == "open"
+    with pytest.raises(ClaimError, match="the page says 'as predicted', the runs 'open'"):
+        say(outcome="as predicted")
+    equal = claims.measured("a", [1.0, 1.0], [1.0, 1.0], predicted=">", unit="points", paired=True)
+    assert equal.verdict == "open" and equal.interval == (0.0, 0.0)
+    sure = claims.measured("a", [2.0, 2.0], [1.0, 1.0], predicted=">", unit="points", paired=True)
+    assert sure.verdict == "as predicted" and sure.interval == (1.0, 1.0)
+
+
+def test_what_is_measured_never_looks_like_what_holds():
+    for lead in (5, 0, -5):
+        claim = claims.measured("a", [1.0 + lead, 2 + lead], [2.0, 1], predicted=">", unit="points")
+        page = claim._repr_mimebundle_()[0]["text/html"]
+        assert 'class="da-claim da-measured' in page and "da-holds" not in page
+        assert ("da-open" in page) == (claim.verdict == "open")
+        assert claim.verdict not in claims.VERDICTS
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"predicted": ">="}, "predicted must be"),
+        ({"unit": " "}, "unit must name"),
+        ({"outcome": "holds"}, "outcome must be"),
+        ({"arm": [1.0]}, "two finite values"),
+        ({"arm": [1.0, np.nan]}, "two finite values"),
+        ({"arm": [1.0, 2.0, 3.0], "paired": True}, "paired arms need one length"),
+    ],
+)
+def test_a_measurement_that_makes_no_sense_is_refused(change, problem):
+    given = {"arm": [1.0, 2.0], "beside": [1.0, 3.0], "predicted": ">", "unit": "points"}
+    with pytest.raises(ValueError, match=problem):
+        claims.measured("a leads", **{**given, **change})

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 ARITHMETIC = (ast.Mult, ast.Div, ast.Add, ast.Sub)
-WHOLE = range(1, 17)  # numbers that people lose, or are off by; 0.99 is none, and 1000 is none
+WHOLE = {*range(-16, 0), *range(1, 17)}  # what people lose, or are off by: not 0.99, nor 1000
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 LOOKING = ("print", "display")  # calls that leave their arguments as they are
 # What hands on the value that it is given.
@@ -100,21 +100,22 @@ class CallSite:
         """Say whether `wrong` is `right` times, over, plus or minus typed numbers.
 
         A small whole number is let pass if `whole`: to lose a 2, or to be one off, is a mistake
-        that people make, and 0.99 is none.
+        that people make, and 0.99 is none. Otherwise only a zero is, which is no side any more.
         """
         if wrong not in self.arguments or right not in self.arguments:
             return False
-        target, found = _dump(self.arguments[right]), []
+        target = _dump(self.arguments[right])
+        found: list[float | None] = []
         node = _peel(self.arguments[wrong])
         while isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
             left, other = _number(node.left), _number(node.right)
             if (left is None) == (other is None):
                 return False
-            found.append(left if other is None else other)
+            found.append(left if left is not None else other)
             node = _peel(node.right if other is None else node.left)
             bare = node.value if isinstance(node, ast.Subscript) else node  # x[[3]] is x as well
             if target in (_dump(node), _dump(bare)):
-                return not (whole and all(abs(value) in WHOLE for value in found))
+                return not all(value in WHOLE for value in found) if whole else 0 not in found
         return False
 
     def by_chance(self, wrong: str, *sides: str) -> bool:
@@ -145,6 +146,7 @@ class CallSite:
     def _typed(self, node: ast.AST | None, handed: tuple[str, ...] = ()) -> bool:
         """Say whether a value was typed, and handed on as it is; `handed` are names of such."""
         typed = self._typed
+        node = _peel(node) if isinstance(node, ast.expr) else node
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
@@ -229,7 +231,7 @@ class Scope(ast.NodeTransformer):
     def read(self, body: list[ast.stmt], call: ast.Call | None = None) -> None:
         """Follow the statements, up to the one that has the call and into it."""
         for statement in body:
-            path = _path(statement, call) if call is not None else []
+            path = _path(statement, call)
             if not path:
                 self._follow(statement)
                 continue
@@ -247,9 +249,8 @@ class Scope(ast.NodeTransformer):
             return
 
     def _follow(self, statement: ast.stmt) -> None:
-        value = getattr(statement, "value", None)
         if isinstance(statement, ast.Assign):
-            pairs = [pair for target in statement.targets for pair in _pairs(target, value)]
+            pairs = [p for target in statement.targets for p in _pairs(target, statement.value)]
             new = [(name, self.expand(node)) for name, node in pairs]
             self._bind_all(statement)
             for name, node in new:
@@ -328,7 +329,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             yield from _pairs(part, value.elts[i] if typed else each)  # type: ignore[attr-defined]
 
 
-def _peel(node: ast.expr) -> ast.expr:
+def _peel(node: Any) -> Any:
     """Take off what hands on a value as it is: copies, + 0, [:]."""
     while True:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -361,7 +362,7 @@ def _peel(node: ast.expr) -> ast.expr:
             return node
 
 
-def _dump(node: ast.expr) -> str:
+def _dump(node: Any) -> str:
     return ast.dump(_peel(node))
 
 
@@ -409,7 +410,7 @@ def _find_call(
     return None
 
 
-def _path(tree: ast.AST, node: ast.AST) -> list[ast.AST]:
+def _path(tree: ast.AST, node: ast.AST | None) -> list[ast.AST]:
     """Return the nodes from a tree down to one of its nodes; none if it is not there."""
     if tree is node:
         return [tree]

@@ -543,11 +543,15 @@ def measured(
         raise ValueError(f"arm and beside need two finite values or more each, got {a} and {b}")
     if paired and len(a) != len(b):
         raise ValueError(f"paired arms need one length, got {len(a)} and {len(b)} runs")
-    found = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
     difference = float(a.mean() - b.mean())
-    low, high = (
-        found.confidence_interval(0.95) if np.isfinite(found.statistic) else (difference,) * 2
-    )
+    if paired:
+        parts, degrees = np.array([(a - b).var(ddof=1) / len(a)]), len(a) - 1.0
+    else:  # Welch and Satterthwaite
+        parts = np.array([a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)])
+        dividers = parts**2 / [len(a) - 1, len(b) - 1]
+        degrees = parts.sum() ** 2 / dividers.sum() if dividers.sum() else 1.0
+    half = float(stats.t.ppf(0.975, degrees) * np.sqrt(parts.sum()))
+    low, high = difference - half, difference + half
     side = 1 if predicted == ">" else -1
     says = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
     if outcome not in (None, says):
@@ -555,7 +559,7 @@ def measured(
             f"the page says {outcome!r}, the runs {says!r}: {difference:+.3g} {unit}, "
             f"interval {low:+.3g} to {high:+.3g}"
         )
-    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (float(low), float(high))}
+    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (low, high)}
     return _record(None, "measured", says, statement, difference, None, **more)
 
 
@@ -572,20 +576,35 @@ def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[st
     dict
         id -> ``{"verdict", "grade", "same_as", "statement", "checks": [{"kind", "margin",
         "mutant_margin", "unit", "page"}]}``, in the inventory's order; only items that have been
-        reached. An item with `same_as` repeats another's mistake: count those without.
+        reached. An item with `same_as` repeats another's mistake: see `count`.
 
     Raises
     ------
     ValueError
-        For an id that is not in the inventory, an unknown verdict, or a verdict other than
-        "definition" that no executed check with a mutant supports.
+        For an id that is not in the inventory, an unknown verdict, a verdict other than
+        "definition" that no executed check with a mutant supports, one check for two items of a
+        source, or an item that repeats the mistake of one that has none.
     """
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    digests: dict[tuple[str, str], tuple[str, str]] = {}
     for page, claim in claims:
-        if claim["item"] is not None:
-            _check_item(claim["item"])
-            found.setdefault(claim["item"], []).append((page, claim))
-    return {item: _merge(item, found[item]) for item in inventory() if item in found}
+        item = claim["item"]
+        if item is None:
+            continue
+        _check_item(item)
+        found.setdefault(item, []).append((page, claim))
+        if digest := claim.get("digest"):
+            first = digests.setdefault((item.partition(".")[0], digest), (item, page))
+            if first[0] != item:
+                raise ValueError(
+                    f"one check for two items: {first[0]} on {first[1]}, {item} on {page}"
+                )
+    rows = {item: _merge(item, found[item]) for item in inventory() if item in found}
+    for item, row in rows.items():
+        _root(item, rows)
+        if row["same_as"] and rows[row["same_as"]]["verdict"] != "wrong as printed":
+            raise ValueError(f"{item} repeats {row['same_as']}, which is not wrong as printed")
+    return rows
 
 
 def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -594,18 +613,67 @@ def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, An
             raise ValueError(f"{item}: unknown verdict {claim['verdict']!r}")
         if claim["verdict"] != "definition" and claim["mutant_margin"] is None:
             raise ValueError(f"{item}: verdict {claim['verdict']!r} without an executed check")
+        if claim["verdict"] == "wrong as printed" and claim.get("grade") not in GRADES:
+            raise ValueError(f"{item}: wrong as printed without a grade")
     verdict = min((claim["verdict"] for _, claim in rows), key=VERDICTS.index)
-    grades = [claim["grade"] for _, claim in rows if claim.get("grade")]
-    roots = {claim["same_as"] for _, claim in rows if claim.get("grade")}
+    wrong = [claim for _, claim in rows if claim["verdict"] == "wrong as printed"]
+    roots = {claim.get("same_as") for claim in wrong}
     telling = [c["statement"] for _, c in rows if c["verdict"] == verdict and c["statement"]]
     fields = ("kind", "margin", "mutant_margin", "unit")
     return {
         "verdict": verdict,
-        "grade": min(grades, key=GRADES.index, default=None),
+        "grade": min((claim["grade"] for claim in wrong), key=GRADES.index, default=None),
         "same_as": roots.pop() if len(roots) == 1 else None,
         "statement": "; ".join(dict.fromkeys(telling)) or inventory()[item]["topic"],
         "checks": [{**{f: claim.get(f) for f in fields}, "page": page} for page, claim in rows],
     }
+
+
+def _root(item: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the item whose mistake this one has in the end: itself, if it is nobody else's."""
+    seen = [item]
+    while other := rows[seen[-1]]["same_as"]:
+        if other in seen:
+            raise ValueError(f"{' repeats '.join([*seen, other])}: whose mistake is it?")
+        if other not in rows:
+            raise ValueError(f"{seen[-1]} repeats {other}, on which no page gives a verdict")
+        seen.append(other)
+    return seen[-1]
+
+
+def mistakes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, list[str]]]:
+    """Return each distinct mistake of a ledger: the item that has it first -> its grade, items.
+
+    The grade is the gravest of the items that repeat it.
+    """
+    found: dict[str, list[str]] = {}
+    for item, row in rows.items():
+        if row["grade"]:
+            found.setdefault(_root(item, rows), []).append(item)
+    gravest = lambda items: min((rows[i]["grade"] for i in items), key=GRADES.index)  # noqa: E731
+    return {root: (gravest(items), items) for root, items in found.items()}
+
+
+def count(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Count what a ledger says.
+
+    Returns
+    -------
+    dict
+        Items: "all", "numbered", "unnumbered", those of each of ``VERDICTS``, and "testable", the
+        numbered ones that are no definitions. Distinct mistakes, each once however many items
+        repeat it: "errors", "slips" and "copies" are those of at least one numbered item,
+        "unnumbered errors" and so on the others.
+    """
+    numbered = [item for item in rows if is_numbered(item)]
+    found = {verdict: sum(r["verdict"] == verdict for r in rows.values()) for verdict in VERDICTS}
+    found |= {"all": len(rows), "numbered": len(numbered), "unnumbered": len(rows) - len(numbered)}
+    found["testable"] = sum(rows[item]["verdict"] != "definition" for item in numbered)
+    for grade, plural in zip(GRADES, ("errors", "slips", "copies"), strict=True):
+        items = [items for of, items in mistakes(rows).values() if of == grade]
+        found[plural] = sum(any(map(is_numbered, those)) for those in items)
+        found[f"unnumbered {plural}"] = len(items) - found[plural]
+    return found
 
 
 def _record(
@@ -680,8 +748,10 @@ def _shell() -> Any:
 def _refuse_one_array(item: str | None, **sides: Any) -> None:
     """Refuse one array, or views of one, on both sides."""
     (one, a), (other, b) = sides.items()
-    plain = lambda x: x.detach().cpu().resolve_conj().resolve_neg().numpy()
-    numbers = [plain(x) if isinstance(x, torch.Tensor) else x for x in (a, b)]
+    numbers: list[Any] = [
+        x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
+        for x in (a, b)
+    ]
     arrays = all(isinstance(x, np.ndarray) for x in numbers)
     if arrays and np.may_share_memory(*numbers) and np.array_equal(*numbers):
         raise ClaimError(f"{_name(item)}: {one} and {other} are one array")
