@@ -32,6 +32,7 @@ COPIES = {"clone", "copy", "deepcopy", "detach", "contiguous", "cpu", "numpy", "
           "to", "astype", "tolist", "item", "array", "asarray", "as_tensor", "tensor", "from_numpy",
           "list", "tuple", "complex", "float64", "int", "Integer", "Float", "Rational", "S",
           "sympify"}  # fmt: skip
+METHODS = {"to", "astype"}  # of these, with arguments
 NEUTRAL = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.Div: 1, ast.Pow: 1}
 ITERATORS = {"zip", "enumerate", "range", "reversed", "items", "values", "keys"}
 
@@ -332,18 +333,16 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 def _peel(node: Any) -> Any:
     """Take off what hands on a value as it is: copies, + 0, [:]."""
     while True:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr not in COPIES:
+        function = node.func if isinstance(node, ast.Call) else None
+        if isinstance(function, ast.Attribute):
+            if function.attr not in COPIES:
                 return node
-            module = isinstance(node.func.value, ast.Name) and "@" not in node.func.value.id
-            if module and len(node.args) > 0 and node.func.attr not in ("to", "astype"):
-                node = node.args[0]  # np.array(x)
-            elif not module or not node.args:
-                node = node.func.value  # x.clone()
+            if function.attr in METHODS or not node.args:
+                node = function.value  # x.clone()
             else:
-                return node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id not in COPIES or len(node.args) != 1:
+                node = node.args[0]  # np.array(x)
+        elif isinstance(function, ast.Name):
+            if function.id not in COPIES or len(node.args) != 1:
                 return node
             node = node.args[0]
         elif isinstance(node, ast.BinOp) and type(node.op) in NEUTRAL:

@@ -38,7 +38,7 @@ from scipy import stats
 
 from derived_attention.call_site import CallSite
 
-OUTPUT_KEY = "derived_attention_claim"  # in the metadata of a notebook output
+DATA = "data-claim"  # the attribute that has a claim's data, in the HTML that a cell puts out
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
 GRADES = ("error", "slip", "copy")  # of what is wrong as printed, the gravest first
 OUTCOMES = ("as predicted", "against the prediction", "open")  # of what is measured
@@ -135,17 +135,18 @@ class Claim:
             return f"correction survives, {abs(self.mutant_margin):.2g}{self._unit} {how}"
         return f"mutant rejected at {self.mutant_margin:.2g}"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-        """Text for a terminal, HTML for a page and, as metadata, data for the ledger."""
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Text for a terminal; HTML for a page, with the data for the ledger."""
         name, _, rest = str(self).partition(": ")
         rest = rest.removeprefix(self.verdict)
         look = "measured" if self.kind == "measured" else self.verdict.replace(" ", "-")
         look += " da-open" if self.verdict == "open" else ""
+        data = html.escape(json.dumps(asdict(self)))
         page = (
-            f'<div class="da-claim da-{look}" id="{self.anchor}">'
+            f'<div class="da-claim da-{look}" id="{self.anchor}" {DATA}="{data}">'
             f"<code>{name}</code> <strong>{self.verdict}</strong>{html.escape(rest)}</div>"
         )
-        return {"text/plain": str(self), "text/html": page}, {OUTPUT_KEY: asdict(self)}
+        return {"text/plain": str(self), "text/html": page}
 
 
 _anchors: dict[str, int] = {}

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
-from functools import lru_cache
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from derived_attention import claims
-from derived_attention.claims import GRADES, OUTPUT_KEY, VERDICTS, inventory, is_numbered
+from derived_attention.claims import GRADES, VERDICTS, inventory, is_numbered
 from derived_attention.ledger_page.plain_maths import typeset
 
 STATIC = Path(__file__).parent / "static"
@@ -54,6 +55,7 @@ TALLIES = {  # what {tally} counts -> the rows of the ledger that it links to
     },
     **dict.fromkeys(("all", "numbered", "unnumbered", "testable"), {}),
 }
+DATA = re.compile(rf' {claims.DATA}="([^"]*)"')  # in the HTML of a claim
 log = logging.getLogger(__name__)
 
 
@@ -62,25 +64,28 @@ log = logging.getLogger(__name__)
 
 def claims_of(app) -> list[tuple[str, dict]]:
     """Return all claims of all executed pages as (page, claim)."""
-    folder = Path(app.env.mystnb_config.output_folder)  # where MyST-NB leaves what it has read
-    pages = [d for d in sorted(app.env.found_docs) if "kernelspec" in app.env.metadata[d]]
-    files = {page: folder / f"{page}.ipynb" for page in pages}
-    return [
-        (page, claim)
-        for page, file in files.items()
-        if file.exists()
-        for claim in _claims_in(file, file.stat().st_mtime_ns)
-    ]
+    found = _found(app.env)
+    return [(page, claim) for page in sorted(found) for claim in found[page]]
 
 
-@lru_cache(maxsize=None)
-def _claims_in(file: Path, changed: int) -> list[dict]:
-    return [
-        output["metadata"][OUTPUT_KEY]
-        for cell in json.loads(file.read_text("utf8"))["cells"]
-        for output in cell.get("outputs", [])
-        if OUTPUT_KEY in output.get("metadata", {})
-    ]
+def _found(env) -> dict[str, list[dict]]:
+    if not hasattr(env, "claims_found"):
+        env.claims_found = {}
+    return env.claims_found
+
+
+def _collect(app, doctree):
+    """Keep the claims of a page that has been read."""
+    shown = [DATA.search(node.astext()) for node in doctree.findall(nodes.raw)]
+    _found(app.env)[app.env.docname] = [json.loads(unescape(m[1])) for m in shown if m]
+
+
+def _forget(app, env, doc):
+    _found(env).pop(doc, None)
+
+
+def _merge(app, env, docs, other):
+    _found(env).update({doc: _found(other)[doc] for doc in docs if doc in _found(other)})
 
 
 def ledger(app) -> dict[str, dict[str, Any]]:
@@ -199,6 +204,9 @@ def _fill_in(app, doctree, doc):
     for node in list(doctree.findall(LaterInline)):
         number = str(claims.count(ledger(app))[node["what"]])
         node.replace_self(filtered(app, doc, number, **TALLIES[node["what"]]))
+    for node in doctree.findall(nodes.raw):  # the page itself does without
+        if DATA.search(node.astext()):
+            node.children = [nodes.Text(DATA.sub("", node.astext()))]
 
 
 def ledger_page(app) -> str | None:
@@ -267,8 +275,7 @@ def item_table(app, doc: str, items: list[str], says, header: list[str]) -> node
     rows, found = ledger(app), claims_of(app)
     checks = {item: [(p, claim) for p, claim in found if claim["item"] == item] for item in items}
     lines = [
-        [item_name(item), says(item, rows[item]), _checks(app, doc, checks[item])]
-        for item in items
+        [item_name(item), says(item, rows[item]), _checks(app, doc, checks[item])] for item in items
     ]
     result = table(header, lines, ["da-ledger"])
     for item, line in zip(items, list(result.findall(nodes.row))[1:], strict=True):
@@ -425,8 +432,11 @@ def setup(app):
     app.add_role("tally", Tally())
     app.add_css_file("claims.css")
     app.connect("builder-inited", _begin)
+    app.connect("doctree-read", _collect)
+    app.connect("env-purge-doc", _forget)
+    app.connect("env-merge-info", _merge)
     app.connect("env-get-outdated", _outdated)
     app.connect("doctree-resolved", _fill_in)
     app.connect("html-page-context", _add_script)
     app.connect("build-finished", _write_json)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    return {"env_version": 1, "parallel_read_safe": True, "parallel_write_safe": True}
