@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "book" / "C_claims.md").read_text("utf8")
-BLOCK = re.compile(r"^(`{3,})\{code-block\} (\w+)\n:caption: (\S+)\n(.*?)^\1$", re.S | re.M)
+BLOCK = re.compile(r"^(`{3,})\{code-block\} (\w+)\n:caption: `(\S+)`\n(.*?)^\1$", re.S | re.M)
 HEAD = "---\nfile_format: mystnb\nkernelspec: {name: python3}\n---\n\n# A page\n\n"
 
 
