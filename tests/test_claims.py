@@ -134,14 +134,14 @@ def test_refuted_needs_a_violation_and_a_correction_that_survives():
 
 
 def test_what_is_refuted_has_an_item_and_a_grade_and_may_repeat_another():
-    values = {"printed": 1.8, "actual": two, "corrected": 2.1, "correction": "c"}
+    refute = partial(claims.refuted, printed=1.8, actual=two, corrected=2.1, correction="c")
     with pytest.raises(ValueError, match="grade must be one of error, slip, copy, got 'typo'"):
-        claims.refuted("001.thm1", grade="typo", **values)
+        refute("001.thm1", grade="typo")
     with pytest.raises(ValueError, match="item must be an id"):
-        claims.refuted(None, grade="slip", **values)
+        refute(None, grade="slip")
     with pytest.raises(ValueError, match="'001.eq99' is not an id"):
-        claims.refuted("001.appB", grade="slip", same_as="001.eq99", **values)
-    assert claims.refuted("001.appB", grade="slip", same_as="001.thm1", **values).same_as
+        refute("001.appB", grade="slip", same_as="001.eq99")
+    assert refute("001.appB", grade="slip", same_as="001.thm1").same_as == "001.thm1"
 
 
 def test_a_correction_that_nearly_anything_survives_is_none():
@@ -432,12 +432,18 @@ def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys
     monkeypatch.syspath_prepend(tmp_path)
     shell = InteractiveShell.instance()
     shell.run_cell("import numpy as np, hidden; from derived_attention import claims")
-    shell.run_cell("two = np.sqrt(4); ways = (two, np.exp(np.log(two)))")
+    shell.run_cell("two = np.sqrt(4); way = np.exp(np.log(two)); how = {'mutant': two + 1}")
     cells = {
-        "claims.equal('000.eq2', *ways, mutant=two + 1)": "",
-        "def check(): claims.equal('000.eq2', ways[0], ways[1], mutant=two + 1)\ncheck()": "",
-        "hidden.check(*ways, None)": "",
-        "hidden.check(*ways, '000.eq2')": "call this in a cell of the page",
+        "claims.equal('000.eq2', two, way, mutant=two + 1)": "",
+        "def check(): claims.equal('000.eq2', two, way, mutant=two + 1)\ncheck()": "",
+        "hidden.check(two, way, None)": "",
+        "hidden.check(two, way, '000.eq2')": "call this in a cell of the page",
+        "claims.equal('000.eq2', *(two, two), mutant=two + 1)": "write its arguments out",
+        "claims.equal('000.eq2', two, way, **how)": "write its arguments out",
+        "list(map(lambda x: claims.equal('000.eq2', two, x, mutant=x + 1), [way]))": "",
+        "list(map(claims.equal, ['000.eq2'], [two], [two]))": "missing 1 required",
+        "from functools import partial": "",
+        "list(map(partial(claims.equal, mutant=3), ['000.eq2'], [two], [two]))": "by its name",
         "left = 2.0": "",  # a name from another cell
         "claims.equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",
         "equal = claims.equal; equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",

@@ -43,6 +43,7 @@ class CallSite:
     def __init__(self, function: Callable, frame: FrameType | None) -> None:
         self.arguments: dict[str, ast.expr] = {}
         self.names: dict[str, Any] = {}
+        self.is_plain = True  # whether there is no text, or all arguments are written in it
         self._frame = frame
         source = _source(frame)
         tree = _parse(source)
@@ -51,6 +52,8 @@ class CallSite:
         self.names = {**vars(builtins), **frame.f_globals, **frame.f_locals}
         self._scope = Scope(self.names)
         call = _find_call(tree, frame, function, self.names)
+        starred = call is None or any(isinstance(a, ast.Starred) for a in call.args)
+        self.is_plain = not starred and all(k.arg for k in call.keywords)  # type: ignore[union-attr]
         if call is None:
             return
         around = [n for n in _path(tree, call) if isinstance(n, ast.FunctionDef)]

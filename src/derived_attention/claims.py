@@ -711,6 +711,8 @@ def _read(
     if item is not None and not _in_a_cell(frame):
         raise ClaimError(f"{name}: call this in a cell of the page, which shows what is checked")
     site = CallSite(check, frame)
+    if item is not None and not site.is_plain:
+        raise ClaimError(f"{name}: call the check by its name, and write its arguments out")
     if site.arguments and all(site.literal(side) for side in sides):
         raise ClaimError(f"{name}: {' and '.join(sides)} made of typed numbers: nothing ran")
     if len(sides) == 2:
