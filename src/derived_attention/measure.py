@@ -542,8 +542,8 @@ def at_most(x: float, digits: int = 2) -> str:
 def _written(x: float, digits: int, towards: str) -> str:
     if not math.isfinite(x):
         raise ValueError(f"x must be finite, got {x}")
-    shortest = Decimal(repr(float(x)))  # that reads back as x: 0.3, and not 0.29999999999999998
-    return f"{shortest.quantize(Decimal(1).scaleb(-digits), towards) + 0:f}"
+    meant = Decimal(f"{float(x):.12g}")  # what is behind is rounding: 0.1 + 0.2 is 0.3
+    return f"{meant.quantize(Decimal(1).scaleb(-digits), towards) + 0:f}"
 
 
 def numerical_rank(A, tol: float) -> Tensor:
