@@ -182,7 +182,7 @@ def test_entries_of_different_sizes_need_relative_errors():
     claims.equal("000.eq1", zeros, [1.0, 0.0], mutant=pair, relative=True)
     with pytest.raises(ClaimError, match="error inf"):
         claims.equal(None, pair, zeros, mutant=zeros + pair**2, relative=True)
-    claims.equal("000.eq1", one - one, np.log(one), mutant=two)  # nothing but zeros hides nothing
+    claims.equal("000.eq1", np.sin(0 * one), np.log(one), mutant=two)  # nothing but zeros hides nothing
 
 
 def test_an_item_s_tolerance_is_small():
@@ -351,6 +351,7 @@ def test_a_mutant_is_a_mistake_that_someone_would_make():
         lambda: claims.equal(None, pair, root(pair**2), mutant=0 * root(pair**2)),
         lambda: claims.equal(None, pair, root(pair**2), mutant=1000 * root(pair**2)),
         lambda: claims.equal(None, pair, root(pair**2), mutant=2 * (root(pair**2) * 0.9)),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=np.multiply(root(pair**2), 0.9)),
     ):
         with pytest.raises(ClaimError, match="a little changed"):
             nudge()
@@ -382,16 +383,29 @@ def test_chance_makes_no_mistake():
     claims.equal(None, np.exp(np.log(data**2)), data**2, mutant=data)  # a lost square
 
 
+def test_what_exceeds_anything_bounds_nothing():
+    for check in (
+        lambda: claims.inequality(None, pair, np.abs(pair), mutant=root(pair) / 3),
+        lambda: claims.inequality(None, pair, np.maximum(three, pair), mutant=root(pair) / 3),
+        lambda: claims.inequality(None, pair, pair.max(), mutant=pair.mean()),
+        lambda: claims.inequality(None, min(one, two), two, mutant=one / 3),
+    ):
+        with pytest.raises(ClaimError, match="exceeds smaller whatever that is"):
+            check()
+
+
 def test_an_expression_minus_itself_is_no_identity():
     a = (x + 1) ** 2
     b = (x + 1) ** 2
     for check in (
         lambda: claims.identity(None, x - x, mutant=x),
         lambda: claims.identity(None, [x * y - y * x, sympy.simplify(y**2 - y**2)], mutant=x),
-        lambda: claims.identity(None, 0 * y, mutant=x),
+        lambda: claims.equal(None, pair - pair, np.zeros(2), mutant=pair),
+        lambda: claims.equal(None, root(pair) / root(pair), np.ones(2), mutant=pair),
     ):
         with pytest.raises(ClaimError, match="expression minus itself"):
             check()
+    claims.equal(None, np.log(one), 0 * one, mutant=two)  # what zero is compared with
     with pytest.raises(ClaimError, match="expression minus itself"):
         claims.identity(None, a - b, mutant=x)
     claims.identity(None, a - sympy.expand(b), mutant=x)

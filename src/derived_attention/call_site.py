@@ -34,6 +34,10 @@ COPIES = {"clone", "copy", "deepcopy", "detach", "contiguous", "cpu", "numpy", "
           "sympify"}  # fmt: skip
 METHODS = {"to", "astype"}  # of these, with arguments
 NEUTRAL = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.Div: 1, ast.Pow: 1}
+HIGHER = {"abs", "absolute", "maximum", "max", "amax", "fmax", "ceil"}
+LOWER = {"minimum", "min", "amin", "fmin", "floor"}
+OPERATORS = {"multiply": ast.Mult, "mul": ast.Mult, "divide": ast.Div, "div": ast.Div,
+             "add": ast.Add, "subtract": ast.Sub, "sub": ast.Sub}  # fmt: skip
 ITERATORS = {"zip", "enumerate", "range", "reversed", "items", "values", "keys"}
 
 
@@ -79,9 +83,16 @@ class CallSite:
             return False
         return _dump(self.arguments[one]) == _dump(self.arguments[other])
 
-    def zero(self, name: str) -> bool:
-        """Say whether an argument, or an entry of it, is an expression minus itself."""
-        return name in self.arguments and _is_zero(self.arguments[name])
+    def cancels(self, name: str) -> bool:
+        """Say whether an argument, or an entry of it, is an expression minus or over itself."""
+        return name in self.arguments and _cancels(self.arguments[name])
+
+    def exceeds(self, larger: str, smaller: str) -> bool:
+        """Say whether `larger` is no less than `smaller` whatever its value: |x|, max(x, y)."""
+        if larger not in self.arguments or smaller not in self.arguments:
+            return False
+        high, low = (_peel(self.arguments[name]) for name in (larger, smaller))
+        return _dump(low) in _given(high, HIGHER) or _dump(high) in _given(low, LOWER)
 
     def literal(self, name: str) -> bool:
         """Say whether an argument is made of nothing but typed numbers.
@@ -211,17 +222,25 @@ class _Named:
     def __call__(self) -> None: ...
 
 
-def _is_zero(node: ast.expr) -> bool:
+def _cancels(node: ast.expr) -> bool:
     node = _peel(node)
     if isinstance(node, (ast.List, ast.Tuple)):
-        return any(_is_zero(entry) for entry in node.elts)
+        return any(_cancels(entry) for entry in node.elts)
     if isinstance(node, ast.Call) and len(node.args) == 1:  # simplify(a - a)
-        return _is_zero(node.args[0])
-    if not isinstance(node, ast.BinOp):
+        return _cancels(node.args[0])
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Sub, ast.Div)):
         return False
-    if isinstance(node.op, ast.Mult):
-        return 0 in (_number(node.left), _number(node.right))
-    return isinstance(node.op, ast.Sub) and _dump(node.left) == _dump(node.right)
+    return _dump(node.left) == _dump(node.right)
+
+
+def _given(node: ast.expr, functions: set[str]) -> list[str]:
+    """Return what a call of one of some functions, or methods, is given."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Attribute) and function.attr in functions:
+        return [_dump(x) for x in (function.value, *node.args)]  # type: ignore[attr-defined]
+    if isinstance(function, ast.Name) and function.id in functions:
+        return [_dump(x) for x in node.args]  # type: ignore[attr-defined]
+    return []
 
 
 class Scope(ast.NodeTransformer):
@@ -299,7 +318,14 @@ class Scope(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: D102, N802
         if self._draws(node):
             return ast.Name(id=f"random@{node.lineno}:{node.col_offset}")
-        return self.generic_visit(node)  # type: ignore[return-value]
+        self.generic_visit(node)
+        function, given = node.func, node.args
+        if isinstance(function, ast.Attribute) and function.attr in OPERATORS:
+            if len(given) == 1:  # x.mul(2)
+                given = [function.value, *given]
+            if len(given) == 2:
+                return ast.BinOp(left=given[0], op=OPERATORS[function.attr](), right=given[1])
+        return node
 
     def _draws(self, node: ast.Call) -> bool:
         """Say whether a call asks a generator of random numbers: no two of its values are one."""

@@ -228,9 +228,7 @@ def identity(
     ClaimError
         If an entry of `residual` does not simplify to zero, or the mutant's entries all do.
     """
-    site = _read(item, identity, ("residual",), wrong="mutant")
-    if site.zero("residual"):
-        raise ClaimError(f"{_name(item)}: the residual is an expression minus itself")
+    _read(item, identity, ("residual",), wrong="mutant")
     for expression in _entries(residual, "residual"):
         if not _is_zero(expression):
             raise ClaimError(f"{_name(item)}: residual {expression} is not zero")
@@ -715,6 +713,11 @@ def _read(
         raise ClaimError(f"{name}: call the check by its name, and write its arguments out")
     if site.arguments and all(site.literal(side) for side in sides):
         raise ClaimError(f"{name}: {' and '.join(sides)} made of typed numbers: nothing ran")
+    for side in sides:
+        if site.cancels(side):
+            raise ClaimError(f"{name}: {side} has an expression minus itself, or over itself")
+    if "smaller" in sides and site.exceeds("larger", "smaller"):
+        raise ClaimError(f"{name}: larger exceeds smaller whatever that is")
     if len(sides) == 2:
         if site.same(*sides):
             raise ClaimError(f"{name}: {sides[0]} and {sides[1]} are one expression")
