@@ -19,8 +19,8 @@ from torch import Tensor
 from derived_attention.attention.checks import Mechanism
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mechanisms import MECHANISMS, Entry
+from derived_attention.attention.references import softmax_attention_reference
 from derived_attention.attention.shifted_mixture import shifted_keys
-from derived_attention.attention.softmax import softmax_attention_reference
 from derived_attention.attention.sparse_coding import soft_threshold
 
 HEADS, DIM = 8, 64
