@@ -35,7 +35,7 @@ def softmax(q, k, v, mask, scale):
 
 
 def scaled(q, scale):
-    """Scale · q where there is a scale: without softmax nothing asks for 1/√D."""
+    """Multiply q by the scale where there is one: without softmax nothing asks for 1/√D."""
     return q if scale is None else scale * q
 
 
@@ -45,7 +45,7 @@ def linear(q, k, v, mask, scale, *, feature_map):
 
 
 def places(q, k):
-    """I as a column, j as a row."""
+    """Return i as a column, and j as a row."""
     i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
     return i[:, None], j
 
@@ -202,7 +202,8 @@ def mrs(
         down_k = averages(W_k, own.there(K), k.dtype)  # (..., M', M)
         seen = down_k.any(-1).unsqueeze(-2)  # (..., 1, M')
         if causal:
-            seen = t * torch.arange(len(W_k)) <= s * torch.arange(len(W_q))[:, None]
+            ends = [r * torch.arange(len(W), device=q.device) for r, W in ((s, W_q), (t, W_k))]
+            seen = ends[1] <= ends[0][:, None]  # (N', M')
         H = attention(down_q @ Q, down_k @ K, down_k @ V, Mask(seen), scale)
         results.append(windows(N, s, class_token).mT.to(H) @ H)
     return torch.stack(results, -3)
@@ -317,7 +318,8 @@ def primal(
     there = mask.there(k)[..., None]  # (..., M, 1)
     e, r = e @ W_e * there.any(-2, keepdim=True), r @ W_r * there
     if cross and mask.is_causal:  # r belongs to keys: a query gets the mean of those it sees
-        r = running_mean(r)[..., torch.arange(q.shape[-2]).clamp(max=r.shape[-2] - 1), :]
+        last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(r.shape[-2] - 1, 0))
+        r = running_mean(r)[..., last, :]
     elif cross:
         r = (r.sum(-2, keepdim=True) / there.sum(-2, keepdim=True).clamp(min=1)).expand_as(e)
     return F.dropout(torch.cat([e, r], -1), dropout_p) @ W_o.mT
