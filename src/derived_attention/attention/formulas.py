@@ -268,7 +268,7 @@ def best(mass, kept, over, there):
         return torch.zeros_like(mass, dtype=torch.bool).scatter(-1, mass.topk(each).indices, True)
     top = mass.amax(-1, keepdim=True)
     flat = (mass - top.where(top > -math.inf, 0)).masked_fill(~there, -math.inf).flatten(-2)
-    order = flat.argsort(-1, descending=True, stable=True).argsort(-1)  # rank of each block
+    order = flat.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # rank of each block
     return (order < each * there.sum(-2)).view_as(mass)
 
 
