@@ -1,6 +1,7 @@
 """The built pages: the ledger is complete, links are right, nothing is fetched from outside."""
 
 import csv
+import html
 import json
 import re
 import subprocess
@@ -8,8 +9,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from scipy.stats import norm
 
 from derived_attention import claims
 from derived_attention.attention import mechanisms
@@ -259,3 +262,18 @@ def test_a_broken_formula_is_a_warning_of_the_build(tmp_path):
     assert run.returncode != 0
     assert "index.md:3:KaTeX" in run.stderr.replace(" ", "").replace("WARNING:", "")
     assert r"Undefined control sequence: \undefinedcommand" in run.stderr
+
+
+def test_the_front_page_shows_no_bound_that_an_explicit_mixture_beats():
+    page = html.unescape((HTML / "book" / "index.html").read_text("utf8"))
+    shown = re.findall(r"σ = ([\d.]+): every mixture misses by ([\d.]+) or more", page)
+    assert len(shown) > 15
+    x, apart = np.linspace(-2, 2, 2001), np.linspace(0, 1.2, 241)[:, None]
+    density = np.where(np.abs(x) < 1, np.sin(np.pi * x) ** 2, 0)
+    near = 0
+    for width, least in np.array(shown, float):
+        two = norm.pdf([x - apart, x + apart], scale=width).mean(0)  # components at ± apart
+        best = np.abs(density - two).max(1).min()
+        assert least <= best, f"σ = {width}: {least} is shown, and a mixture misses by {best:.4f}"
+        near += best - least < 0.002
+    assert near > 10, "too far from the truth to tell which way a bound was rounded"

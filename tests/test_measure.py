@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from derived_attention import MultiheadAttention, measure
 from derived_attention.measure import (
     Timing,
+    at_least,
+    at_most,
     attention_flops,
     compare,
     count_flops,
@@ -420,3 +422,24 @@ def test_recorded_ends_with_an_error_and_says_where_nothing_is_to_record():
     with pytest.raises(ValueError, match="model is a Linear without a layer whose attention"):
         with measure.recorded(torch.nn.Linear(2, 2)):
             pass
+
+
+# Bounds in prose
+
+
+def test_bounds_are_rounded_to_the_side_on_which_they_stay_true():
+    assert [at_least(0.5153), at_most(0.5153)] == ["0.51", "0.52"]
+    assert [at_least(-1.234, 1), at_most(-1.234, 1)] == ["-1.3", "-1.2"]
+    assert [at_least(0.3, 1), at_most(0.3, 1), at_most(np.float32(2.0), 0)] == ["0.3", "0.3", "2"]
+    assert [at_least(0.1 + 0.2, 1), at_most(0.1 + 0.2, 1), at_most(0.7 - 0.6, 1)] == [
+        "0.3",
+        "0.3",
+        "0.1",
+    ]
+    assert [at_least(1e-9), at_most(1e-9), at_most(-1e-9)] == ["0.00", "0.01", "0.00"]
+    for x in np.random.default_rng(0).normal(size=200) * 10:
+        low, high = float(at_least(x)), float(at_most(x))
+        assert low <= x <= high and high - low < 0.0101
+    for x in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="finite"):
+            at_least(x)

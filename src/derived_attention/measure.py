@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -508,6 +509,41 @@ def head_distance(A) -> Tensor:
     g, h = torch.triu_indices(heads, heads, offset=1)
     distances = torch.linalg.matrix_norm(A[..., g, :, :] - A[..., h, :, :])  # (..., pairs)
     return distances.mean(-1) / math.sqrt(queries)
+
+
+def at_least(x: float, digits: int = 2) -> str:
+    """Write a lower bound: rounded down, so that what is shown is true as well.
+
+    Parameters
+    ----------
+    x : float
+        The bound.
+    digits : int
+        Behind the point.
+
+    Raises
+    ------
+    ValueError
+        If `x` is not finite.
+
+    Examples
+    --------
+    >>> at_least(0.5153), at_most(0.5153), at_most(0.3, 1)
+    ('0.51', '0.52', '0.3')
+    """
+    return _written(x, digits, ROUND_FLOOR)
+
+
+def at_most(x: float, digits: int = 2) -> str:
+    """Write an upper bound, rounded up: see `at_least`."""
+    return _written(x, digits, ROUND_CEILING)
+
+
+def _written(x: float, digits: int, towards: str) -> str:
+    if not math.isfinite(x):
+        raise ValueError(f"x must be finite, got {x}")
+    meant = Decimal(f"{float(x):.12g}")  # what is behind is rounding: 0.1 + 0.2 is 0.3
+    return f"{meant.quantize(Decimal(1).scaleb(-digits), towards) + 0:f}"
 
 
 def numerical_rank(A, tol: float) -> Tensor:
