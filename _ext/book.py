@@ -19,16 +19,14 @@ from urllib.parse import quote
 import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
-from jupyter_cache import get_cache
-from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
 from derived_attention import __version__, recorded
 from derived_attention.attention import mechanisms
-from derived_attention.claims import OUTPUT_KEY, inventory
-from execute import CACHE, RECORD, read_page
+from derived_attention.ledger_page import claims_of, link, paragraph, table
+from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -86,28 +84,6 @@ def short_name(doc: str) -> str:
     """Return how a link to a place on a chapter or an audit names the page."""
     kind = "audit" if doc.startswith("book/audit_") else "app." if doc[5].isalpha() else "ch."
     return f"{kind} {number(doc)}"
-
-
-@lru_cache
-def executed(path: Path) -> dict:
-    """Return a page as a notebook with the outputs of its execution."""
-    notebook = read_page(path)
-    if notebook is None:  # a page without code
-        return {"cells": []}
-    cache = get_cache(CACHE)
-    record = cache.match_cache_notebook(notebook)
-    return cache.get_cache_bundle(record.pk).nb
-
-
-def claims_of(app) -> list[tuple[str, dict]]:
-    """Return all claims of all executed pages as (page, claim)."""
-    return [
-        (doc, output["metadata"][OUTPUT_KEY])
-        for doc in chapters(app)
-        for cell in executed(Path(app.env.doc2path(doc)))["cells"]
-        for output in cell.get("outputs", [])
-        if OUTPUT_KEY in output.get("metadata", {})
-    ]
 
 
 # --- directives and roles ------------------------------------------------------------------------
@@ -272,28 +248,6 @@ def _fill_in(app, doctree, doc):
 
 
 # --- tables --------------------------------------------------------------------------------------
-
-
-def table(header: list[str], rows: list[list], classes: list[str]) -> nodes.table:
-    """Build a docutils table; a cell is text or a list of inline nodes."""
-    group = nodes.tgroup(cols=len(header))
-    group += [nodes.colspec(colwidth=1) for _ in header]
-    for part, content in ((nodes.thead(), [header]), (nodes.tbody(), rows)):
-        for row in content:
-            part += nodes.row("", *(nodes.entry("", paragraph(cell)) for cell in row))
-        group += part
-    return nodes.table("", group, classes=classes)
-
-
-def paragraph(cell) -> nodes.paragraph:
-    """Return text, or a list of inline nodes, as a paragraph."""
-    return nodes.paragraph("", "", *([nodes.Text(cell)] if isinstance(cell, str) else cell))
-
-
-def link(app, source: str, target: str, anchor: str, text: str) -> nodes.reference:
-    """Link from one page to a place on another."""
-    uri = app.builder.get_relative_uri(source, target) + f"#{anchor}"
-    return nodes.reference("", text, internal=True, refuri=uri)
 
 
 def page_title(app, doc: str) -> str:
@@ -487,9 +441,8 @@ def _skip(app, what, name, obj, skip, options):
     return True if value or type(obj).__name__ == "_tuplegetter" else None
 
 
-def _check_inventory(app):
-    if not inventory():
-        raise ExtensionError("the inventory is empty")
+def _begin(app):
+    app.config.claims_page_name = short_name
     _number_by_file()  # after the extensions that change the numbering themselves
 
 
@@ -504,7 +457,7 @@ def setup(app):
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)
-    app.connect("builder-inited", _check_inventory)
+    app.connect("builder-inited", _begin)
     app.connect("env-get-outdated", _outdated)
     app.connect("env-merge-info", _merge_environment)
     app.connect("missing-reference", _external)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import stylesheet
+from derived_attention.ledger_page import STATIC
 
 ROOT = Path(__file__).parents[1]
 STYLES = "book.min.css"
@@ -71,7 +72,7 @@ def _lighten(app, pagename, templatename, context, doctree):
 @lru_cache
 def _version() -> str:
     """Return what changes when the style sheet may change: a browser then loads it again."""
-    files = sorted((ROOT / "assets").glob("*.css"))
+    files = sorted([*(ROOT / "assets").glob("*.css"), *STATIC.glob("*.css")])
     content = [f.read_bytes() for f in (*files, ROOT / "constraints.txt", Path(__file__))]
     return hashlib.sha256(b"".join(content)).hexdigest()[:8]
 

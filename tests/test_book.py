@@ -14,20 +14,19 @@ import pytest
 import yaml
 from scipy.stats import norm
 
-from derived_attention import claims
+from derived_attention import claims, ledger_page
 from derived_attention.attention import mechanisms
+from derived_attention.ledger_page import plain_maths
 
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
 sys.path.insert(0, str(ROOT / "_ext"))
 import book  # noqa: E402
-import ledger_page  # noqa: E402
-import plain_maths  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def ledger():
-    path = ROOT / "_build" / "ledger.json"
+    path = HTML / "book" / "ledger.json"
     assert path.exists(), "the book is not built: run make book"
     return json.loads(path.read_text("utf8"))
 
@@ -38,13 +37,19 @@ def toc_pages():
     return files + [c["file"] for part in toc["parts"] for c in part["chapters"]]
 
 
-def test_the_inventory_is_the_shared_one():
+def test_the_inventory_has_the_shared_one_and_what_has_no_number():
     shared = ROOT.parent / "shared" / "inventory.csv"
-    ours = (ROOT / "src" / "derived_attention" / "inventory.csv").read_text("utf8")
+    ours = claims.inventory()
     if shared.exists():  # outside this project's own machines there is only our copy
-        assert ours == shared.read_text("utf8")
-    rows = list(csv.DictReader(ours.splitlines()))
-    assert len({row["id"] for row in rows}) == len(rows) == len(claims.inventory())
+        for row in csv.DictReader(shared.read_text("utf8").splitlines()):
+            assert ours[row["id"]] | {"role": ""} == {
+                "kind": row["kind"], "topic": row["topic"], "role": "",
+            }  # fmt: skip
+    for item, row in ours.items():
+        kind = item.split(".")[1]
+        assert (kind in claims.UNNUMBERED) == (row["kind"] in claims.UNNUMBERED), item
+        assert row["role"] in ("", "definition") and len(row["topic"]) <= 60, item
+    assert sum(map(claims.is_numbered, ours)) == 147
 
 
 def test_the_ledger_covers_the_inventory(ledger, capsys):
@@ -57,11 +62,12 @@ def test_the_ledger_covers_the_inventory(ledger, capsys):
 def test_the_ledger_has_the_promised_form(ledger):
     assert set(ledger) <= set(claims.inventory())
     for item, row in ledger.items():
-        assert set(row) == {"verdict", "statement", "checks"}, item
+        assert set(row) == {"verdict", "grade", "same_as", "statement", "checks"}, item
         assert row["verdict"] in claims.VERDICTS and row["statement"].strip(), item
+        assert (row["grade"] in claims.GRADES) == (row["verdict"] == "wrong as printed"), item
         assert "\n" not in row["statement"] and row["checks"], item
         for check in row["checks"]:
-            assert set(check) == {"kind", "margin", "mutant_margin", "page"}, item
+            assert set(check) == {"kind", "margin", "mutant_margin", "unit", "page"}, item
             assert (HTML / f"{check['page']}.html").exists(), item
 
 
@@ -76,21 +82,43 @@ def test_the_ledger_page_shows_every_item_and_links_to_its_checks(ledger):
     for item in claims.inventory():
         assert f">{item}</span>" in page and page.count(f'id="{item}"') == 1, item
     links = re.findall(r'href="((?:\d\d|[A-Z]|audit)_\w+\.html)#(claim-[\w.-]+)"', page)
-    assert {anchor.split("-")[1] for _, anchor in links} == set(ledger)
+    assert {re.fullmatch(r"claim-(.+)-\d+", anchor)[1] for _, anchor in links} == set(ledger)
     for target, anchor in links:
         assert f'id="{anchor}"' in (HTML / "book" / target).read_text("utf8")
     contents = page.partition('class="bd-sidebar-secondary')[2]
-    for paper in ledger_page.PAPERS:
-        assert ledger_page.paper_title(paper) in contents, paper
+    config = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))["sphinx"]["config"]
+    bibliography = (ROOT / "book" / "references.bib").read_text("utf8")
+    named = re.findall(r"^ *title = \{(.*)\},?$", bibliography, flags=re.M)
+    titles = [paper["title"] for paper in config["claims_papers"].values()]
+    assert len(titles) == 5 and set(titles) <= {re.sub("[{}]", "", title) for title in named}
+    assert all(title in contents for title in titles)
 
 
-def test_the_ledger_for_programs_lies_beside_the_page(ledger):
-    assert json.loads((HTML / "book" / "ledger.json").read_text("utf8")) == ledger
+def test_a_row_says_its_grade_and_whose_mistake_it_repeats(ledger):
+    pages = [(HTML / "book" / f"{name}.html").read_text("utf8") for name in ("ledger", "errata")]
+    graded = {item: row for item, row in ledger.items() if row["grade"]}
+    for page in pages:
+        rows = {item: page.partition(f'id="{item}"')[2].partition("</tr>")[0] for item in graded}
+        text = {item: re.sub("<[^>]+>", "", row) for item, row in rows.items()}
+        for item, row in graded.items():
+            assert row["grade"] in text[item], item
+            assert row["grade"] != "copy" or "perhaps not in print" in text[item], item
+            assert not row["same_as"] or f'href="#{row["same_as"]}"' in rows[item], item
+
+
+def test_what_may_be_the_conversion_s_says_so(ledger):
+    for item, row in ledger.items():
+        assert row["grade"] != "copy" or "conversion" in row["statement"], item
+
+
+def test_only_what_the_inventory_calls_a_definition_is_one(ledger):
+    named = {item for item, row in claims.inventory().items() if row["role"]}
+    assert {item for item, row in ledger.items() if row["verdict"] == "definition"} == named
 
 
 def test_a_check_says_in_words_what_its_numbers_are():
-    def says(kind, margin, mutant):
-        check = {"kind": kind, "margin": margin, "mutant_margin": mutant}
+    def says(kind, margin, mutant, unit=""):
+        check = {"kind": kind, "margin": margin, "mutant_margin": mutant, "unit": unit}
         return ledger_page.check_text(check)
 
     assert says("inequality", 0.0349, 0.1398) == (
@@ -100,6 +128,9 @@ def test_a_check_says_in_words_what_its_numbers_are():
     assert says("equal", 2.2e-16, 0.39) == "Equality: error 2·10⁻¹⁶; the mutant’s 0.39."
     assert says("refuted", 24.0, 0.0).endswith("the print fails by 24; the correction is exact.")
     assert says("refuted", 0.463, -0.4245).endswith("the correction has 0.42 to spare.")
+    assert says("refuted", 23.0, -0.5, "nats") == (
+        "Counterexample: the print fails by 23 nats; the correction has 0.5 nats to spare."
+    )
     assert says("refuted", 0.7, 2e-16).endswith("the correction has error 2·10⁻¹⁶.")
     assert "the mutant leaves 0.0028" in says("identity", 0.0, 0.0028)
 
@@ -148,12 +179,19 @@ def test_the_errata_page_lists_just_what_is_wrong_as_printed(ledger):
 
 def test_the_landing_page_counts_this_build_and_is_no_chapter(ledger):
     page = (HTML / "book" / "index.html").read_text("utf8")
-    wrong = sum(row["verdict"] == "wrong as printed" for row in ledger.values())
     hook = re.sub("<[^>]+>", "", page.partition('class="da-hook"')[2].partition("</p>")[0])
-    assert f"{wrong} of the {len(ledger)} printed claims" in hook
+    counts = claims.count(ledger)
+    assert f"{counts['testable']} numbered statements" in hook
+    assert f"{counts['errors']} distinct errors" in hook
     assert page.count('<svg class="da-picture"') == 5
     assert page.count('class="da-figure da-slider"') == 1 and "cell_input" not in page
     assert not (HTML / "notebooks" / "index.ipynb").exists()
+
+
+def test_the_readme_counts_as_the_ledger_does(ledger):
+    counts, text = claims.count(ledger), " ".join((ROOT / "README.md").read_text("utf8").split())
+    said = f"{counts['testable']} numbered statements", f"{counts['errors']} distinct errors"
+    assert all(words in text for words in said), f"README.md must say {said}"
 
 
 def test_the_api_page_has_every_mechanism_and_module_with_public_signatures():

@@ -1,23 +1,35 @@
 """Each check passes what is true, rejects what is not, and refuses to be unable to fail."""
 
+import dataclasses
+import html
 import json
+import random
+import re
+from functools import partial
 
 import numpy as np
 import pytest
 import sympy
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from scipy import stats
 
 from derived_attention import claims
 from derived_attention.claims import ClaimError
 
 x, y = sympy.symbols("x y")
 one, two, three = (np.array(n) for n in (1.0, 2.0, 3.0))  # checks of typed numbers are refused
-pair = np.array([1.0, 2.0])
+pair = np.cumsum([1.0, 1.0])
+rng = np.random.default_rng(0)
+error = partial(claims.refuted, "001.thm1", grade="error", correction="a factor is missing")
 
 
 @pytest.fixture(autouse=True)
 def nothing_checked(monkeypatch):
     monkeypatch.setattr(claims, "_checked", {})
+    yield
+    if InteractiveShell.initialized():
+        InteractiveShell.clear_instance()
 
 
 def test_identity_accepts_exact_zeros_and_records_the_mutant():
@@ -39,7 +51,11 @@ def test_identity_rejects_what_is_not_exactly_zero(residual):
 
 def test_identity_refuses_a_mutant_that_is_zero_too():
     with pytest.raises(ClaimError, match="cannot fail"):
-        claims.identity(None, x - x, mutant=sympy.sin(x) ** 2 + sympy.cos(x) ** 2 - 1)
+        claims.identity(
+            None,
+            sympy.expand(x * (x + 1)) - x**2 - x,
+            mutant=sympy.sin(x) ** 2 + sympy.cos(x) ** 2 - 1,
+        )
 
 
 def test_equal_takes_arrays_and_tensors_in_float64():
@@ -62,12 +78,14 @@ def test_equal_refuses_a_mutant_that_is_not_rejected(mutant):
 def test_equal_names_a_wrong_shape_and_an_empty_array():
     with pytest.raises(ValueError, match="right has shape"):
         claims.equal(None, pair, [1.0], mutant=one)
+    with pytest.raises(ValueError, match="left is a yes or no"):
+        claims.equal(None, (pair > 0).all(), 1.0, mutant=pair)
     with pytest.raises(ValueError, match="left must not be empty"):
         claims.equal(None, pair[:0], [], mutant=one)
 
 
 def test_inequality_needs_the_bound_to_hold_and_the_sharper_one_to_break():
-    sharp, low = np.array([1.5, 1.9]), np.array([1.0, 1.8])
+    sharp, low = np.cumsum([1.5, 0.4]), np.cumsum([1.0, 0.8])
     claim = claims.inequality(None, pair, [1.5, 2.0], mutant=sharp)
     assert claim.margin == 0 and claim.mutant_margin == pytest.approx(0.1)
     assert "tight, up to rounding" in str(claim)
@@ -83,10 +101,10 @@ def test_certificate_checks_the_gap_the_residuals_and_the_mutant():
     with pytest.raises(ClaimError, match="duality gap"):
         claims.certificate(None, primal=two, dual=1.9, mutant=one)
     with pytest.raises(ClaimError, match="complementary slackness"):
-        kkt = {"complementary slackness": 1e-3}
+        kkt = {"complementary slackness": one / 1e3}
         claims.certificate(None, primal=two, dual=2.0, kkt=kkt, mutant=one)
     with pytest.raises(ClaimError, match="negative"):
-        claims.certificate(None, primal=two, dual=2.0, kkt={"negative": -1.0}, mutant=one)
+        claims.certificate(None, primal=two, dual=2.0, kkt={"negative": -one}, mutant=one)
     with pytest.raises(ClaimError, match="mutant not rejected"):
         claims.certificate(None, primal=two, dual=2.0, mutant=two)
     with pytest.raises(ClaimError, match="duality gap"):
@@ -94,33 +112,99 @@ def test_certificate_checks_the_gap_the_residuals_and_the_mutant():
 
 
 def test_refuted_needs_a_violation_and_a_correction_that_survives():
-    claim = claims.refuted(
-        "001.thm1", printed=1.8, actual=two, corrected=2.1, correction="a factor is missing"
-    )
-    assert claim.verdict == "wrong as printed" and claim.margin == pytest.approx(0.2)
-    assert "violated by 0.2 · correction survives, 0.1 to spare" in str(claim)
-    value = {"printed": 1.8, "actual": two, "corrected": 2.0, "correction": "c", "relation": "=="}
-    assert "correction survives, 0 off" in str(claims.refuted(None, **value))
+    claim = error(printed=1.8, actual=two, corrected=2.1, unit="nats")
+    assert (claim.verdict, claim.grade) == ("wrong as printed", "error")
+    assert claim.margin == pytest.approx(0.2)
+    assert "violated by 0.2 nats · correction survives, 0.1 nats to spare" in str(claim)
+    assert "wrong as printed</strong> (error)" in claim._repr_mimebundle_()["text/html"]
+    equality = error(printed=1.8, actual=two, corrected=2.0, relation="==")
+    assert "correction survives, 0 off" in str(equality)
     with pytest.raises(ClaimError, match="not refuted"):
-        claims.refuted(None, printed=2.1, actual=two, corrected=2.2, correction="c")
+        error(printed=2.1, actual=two, corrected=2.2)
     with pytest.raises(ClaimError, match="correction fails too"):
-        claims.refuted(None, printed=1.8, actual=two, corrected=1.9, correction="c")
+        error(printed=1.8, actual=two, corrected=1.9)
     with pytest.raises(ClaimError, match="not refuted"):
-        claims.refuted(None, printed=1.0, actual=one, corrected=1.0, relation="==", correction="c")
+        error(printed=1.0, actual=one, corrected=1.0, relation="==")
     with pytest.raises(ClaimError, match="not refuted"):  # as inexact as the correction may be
-        claims.refuted(None, printed=1.5, actual=one, corrected=1.1, tol=0.1, correction="c")
+        error(printed=1 - 5e-6, actual=one, corrected=1 + 5e-6, tol=1e-6)
     with pytest.raises(ValueError, match="relation"):
-        claims.refuted(None, printed=1, actual=two, corrected=3, relation="<", correction="c")
+        error(printed=1, actual=two, corrected=3, relation="<")
     with pytest.raises(ValueError, match="correction"):
-        claims.refuted(None, printed=1, actual=two, corrected=3, correction=" ")
+        error(printed=1, actual=two, corrected=3, correction=" ")
+
+
+def test_what_is_refuted_has_an_item_and_a_grade_and_may_repeat_another():
+    refute = partial(claims.refuted, printed=1.8, actual=two, corrected=2.1, correction="c")
+    with pytest.raises(ValueError, match="grade must be one of error, slip, copy, got 'typo'"):
+        refute("001.thm1", grade="typo")
+    with pytest.raises(ValueError, match="item must be an id"):
+        refute(None, grade="slip")
+    with pytest.raises(ValueError, match="'001.eq99' is not an id"):
+        refute("001.appB", grade="slip", same_as="001.eq99")
+    assert refute("001.appB", grade="slip", same_as="001.thm1").same_as == "001.thm1"
 
 
 def test_a_correction_that_nearly_anything_survives_is_none():
-    claims.refuted(None, printed=1.9, actual=two, corrected=3, correction="ten times the margin")
+    error(printed=1.9, actual=two, corrected=3, correction="ten times the margin")
     with pytest.raises(ClaimError, match=r"correction has 1.1 to spare .* lacks 0.1"):
-        claims.refuted(None, printed=1.9, actual=two, corrected=3.1, correction="c")
+        error(printed=1.9, actual=two, corrected=3.1)
     many = [[2.0, 5.0], [1.9, 5.0], [1e6, 5.5]]  # the second instance shows that it is sharp
-    claims.refuted(None, printed=many[1], actual=pair * [2, 2.5], corrected=many[2], correction="c")
+    error(printed=many[1], actual=pair * [2, 2.5], corrected=many[2])
+
+
+def test_a_bound_that_nearly_anything_keeps_is_none():
+    sharp, bound = (root(pair + n) for n in (-0.1, 1.4))
+    claims.inequality(None, root(pair), bound, mutant=sharp)
+    with pytest.raises(ClaimError, match=r"has 2.24e\+04 to spare where the mutant lacks 0.05"):
+        claims.inequality(None, root(pair), root(pair + 5e8), mutant=sharp)
+
+
+def test_complex_numbers_are_compared_as_such():
+    left, right, wrong = (np.exp(1j * n * pair) for n in (1, 1, -1))
+    claims.equal(None, left, right, mutant=wrong)
+    claims.equal(None, torch.tensor(left).conj(), torch.tensor(wrong), mutant=right)
+    with pytest.raises(ClaimError, match="exceeds tol"):
+        claims.equal(None, one + 2j * one, one + 9j * one, mutant=two)
+    with pytest.raises(ValueError, match="must be real"):
+        claims.inequality(None, left, pair, mutant=pair**0.5)
+
+
+def test_entries_of_different_sizes_need_relative_errors():
+    sizes = np.exp(np.arange(0, 60, 6) * pair.sum() / 3)
+    wrong = sizes * np.where(sizes == 1, 1 + 1e-6, 1)
+    with pytest.raises(ClaimError, match="error 1.000e-06 exceeds"):
+        claims.equal(None, wrong, sizes, mutant=root(sizes), relative=True)
+    for hidden in (sizes, 1e-150 * pair):  # one hides the others; all vanish beside 1
+        with pytest.raises(ClaimError, match="say relative=True"):
+            claims.equal("000.eq1", root(hidden) ** 2, hidden, mutant=root(hidden))
+        claims.equal("000.eq1", root(hidden) ** 2, hidden, mutant=root(hidden), relative=True)
+    zeros = np.where(pair > 1, 0.0, pair)
+    claims.equal("000.eq1", zeros, [1.0, 0.0], mutant=pair, relative=True)
+    with pytest.raises(ClaimError, match="error inf"):
+        claims.equal(None, pair, zeros, mutant=zeros + pair**2, relative=True)
+    claims.equal("000.eq1", one - one, np.log(one), mutant=two)  # nothing but zeros hides nothing
+
+
+def test_an_item_s_tolerance_is_small():
+    for check in (
+        lambda: claims.equal("000.eq2", two, 2.001, tol=1e-3, mutant=one),
+        lambda: claims.certificate("000.eq2", primal=two, dual=2.001, tol=1e-3, mutant=one),
+        lambda: error(printed=1.8, actual=two, corrected=2.0, tol=1e-3),
+        lambda: claims.equal("000.eq2", two, 2.0, tol=float("nan"), mutant=one),
+    ):
+        with pytest.raises(ClaimError, match="an item's is at most 1e-05"):
+            check()
+    claims.equal(None, two, 2.001, tol=1e-3, mutant=one)  # a fact of one's own: a simulation
+
+
+def test_a_mutant_within_ten_times_the_tolerance_is_not_rejected():
+    close, away = (two * (1 + n * 1e-6) for n in (5, 11))
+    with pytest.raises(ClaimError, match="mutant not rejected"):
+        claims.equal(None, two, 2.0, tol=1e-6, mutant=close)
+    with pytest.raises(ClaimError, match="mutant not rejected"):
+        claims.certificate(None, primal=two, dual=2.0, tol=1e-6, mutant=close)
+    claims.equal(None, two, 2.0, tol=1e-6, mutant=away)
+    claims.certificate(None, primal=two, dual=2.0, tol=1e-6, mutant=two + 22e-6 * two)
 
 
 # --- Checks that show nothing ---------------------------------------------------------------------
@@ -139,7 +223,7 @@ def test_one_computation_on_both_sides_is_refused():
         claims.equal(None, a, b, mutant=pair)
     c, d = root(pair), a[:]
     with pytest.raises(ClaimError, match="actual and corrected are one expression"):
-        claims.refuted(None, printed=pair, actual=c, corrected=a, correction="c", relation="==")
+        error(printed=pair, actual=c, corrected=a, relation="==")
     with pytest.raises(ClaimError, match="smaller and larger are one array"):
         claims.inequality(None, a, d, mutant=d - pair)
     with pytest.raises(ClaimError, match="left and right are one array"):
@@ -154,48 +238,219 @@ def test_one_computation_on_both_sides_is_refused():
     claims.equal(None, a, root(pair), mutant=pair)
 
 
-def test_a_check_of_typed_numbers_is_refused():
+def test_a_copy_is_no_second_computation():
+    left = torch.tensor(root(pair))
+    copied = left.clone()
     for check in (
-        lambda: claims.equal(None, 2 * 3.0, 6.0, mutant=two),
-        lambda: claims.inequality(None, [31.9, 47.3], 50, mutant=two),
-        lambda: claims.refuted(None, printed=0, actual=1, corrected=(2 - 1) ** 1, correction="c"),
-        lambda: claims.identity(None, sympy.Integer(0), mutant=sympy.Integer(1)),
-        lambda: claims.certificate(None, primal=2.0, dual=np.array(2.0), mutant=one),
-        lambda: claims.definition(None, "f", W=(np.ones((2, 3)), (2, 3))),
+        lambda: claims.equal(None, left, left.clone().double(), mutant=pair),
+        lambda: claims.equal(None, left, copied, mutant=pair),
+        lambda: claims.equal(None, left, left + 0, mutant=pair),
+        lambda: claims.equal(None, left, 1 * left[:], mutant=pair),
+        lambda: claims.equal(None, left, np.array(list(copied.tolist())), mutant=pair),
+        lambda: claims.certificate(None, primal=pair[1], dual=float(pair[1]), mutant=one),
     ):
-        with pytest.raises(ClaimError, match="typed numbers"):
+        with pytest.raises(ClaimError, match="are one expression"):
+            check()
+    for check in (
+        lambda: claims.equal(None, left, left + 1e-14, mutant=pair),
+        lambda: claims.inequality(None, left, 2 * left, mutant=pair / 4),
+        lambda: claims.inequality(None, copied * 0.9, left, mutant=pair / 4),
+        lambda: error(printed=one, actual=pair, corrected=pair + 1e-12),
+    ):
+        with pytest.raises(ClaimError, match="a little changed"):
             check()
 
 
+def test_values_that_differ_may_come_from_one_text():
+    one_draw = rng.normal(size=3)
+    other = rng.normal(size=3)
+    with pytest.raises(ClaimError, match="exceeds tol"):  # not: one expression
+        claims.equal(None, rng.normal(size=3), rng.normal(size=3), mutant=pair.repeat(3)[:3])
+    with pytest.raises(ClaimError, match="exceeds tol"):
+        claims.equal(None, one_draw, other, mutant=one_draw**2)
+    with pytest.raises(ClaimError, match="one expression"):
+        claims.equal(None, one_draw, one_draw, mutant=other**2)
+    z = pair
+    before = root(z)
+    z = z**2 / z
+    claims.equal(None, before, root(z), mutant=z)
+    state = [1.0, 2.0]
+    before = root(np.array(state) * one)
+    state.sort()
+    claims.equal(None, before, root(np.array(state) * one), mutant=pair)
+
+
+def same(z):
+    return np.asarray(z)
+
+
+def seventy():
+    return 70.0
+
+
+def compare(left, right):
+    claims.equal(None, left, right, mutant=left + two)
+
+
+def test_a_check_of_typed_numbers_is_refused():
+    a, b = 6.0, np.array([6.0])
+    table = {"printed": [31.9, 47.3]}
+    pick = lambda z: float(z)  # noqa: E731
+    checks = [
+        lambda: claims.equal(None, 2 * 3.0, 6.0, mutant=two),
+        lambda: claims.inequality(None, [31.9, 47.3], 50, mutant=two),
+        lambda: error(printed=0, actual=1, corrected=(2 - 1) ** 1),
+        lambda: claims.identity(None, sympy.Integer(0), mutant=x),
+        lambda: claims.certificate(None, primal=2.0, dual=np.array(2.0), mutant=one),
+        lambda: claims.definition(None, "f", W=(np.ones((2, 3)), (2, 3))),
+        lambda: claims.equal(None, seventy(), 70, mutant=two),
+        lambda: claims.equal(None, same(70.0), same([70.0])[0], mutant=two),
+        lambda: compare(70.0, 70),
+    ]
+    for c, d in [(6.0, 6), (7.0, 7)]:
+        with pytest.raises(ClaimError, match="typed numbers"):
+            claims.equal(None, c, d, mutant=two)
+        with pytest.raises(ClaimError, match="typed numbers"):
+            compare(c, d)
+    for check in checks:
+        with pytest.raises(ClaimError, match="typed numbers"):
+            check()
+    with pytest.raises(ClaimError, match="typed numbers"):
+        claims.equal(None, a, b[0], mutant=two)
+    with pytest.raises(ClaimError, match="typed numbers"):
+        claims.equal(None, pick(table["printed"][0]), table["printed"][0] * 1.0, mutant=two)
+    with pytest.raises(ClaimError, match="typed numbers"):
+        [claims.equal(None, c, d, mutant=two) for c, d in zip([1.0], [1], strict=True)]
+    with pytest.raises(ClaimError, match="kkt is a typed number"):
+        claims.certificate(None, primal=two, dual=2.0, kkt={"gap": 0.0}, mutant=one)
+    claims.equal(None, np.mean(table["printed"]), 39.6, mutant=two)  # arithmetic on a print
+    rows, columns = 6, 7
+    claims.equal(None, len([0] * rows * columns), rows * columns, mutant=rows + columns)
+
+
 def test_a_mutant_is_a_mistake_that_someone_would_make():
-    with pytest.raises(ClaimError, match="the mutant is a typed number"):
-        claims.equal(None, two, 2.0, mutant=1.0)
+    bound = root(pair**2)
+    sharper = 0.99 * bound
+    shrunk = bound * (1 - 0.01)
+    for typed in (
+        lambda: claims.equal(None, two, 2.0, mutant=1.0),
+        lambda: claims.equal(None, two, 2.0, mutant=seventy()),
+        lambda: claims.identity(None, (x + 1) ** 2 - x**2 - 2 * x - 1, mutant=1),
+        lambda: claims.identity(None, (x + 1) ** 2 - x**2 - 2 * x - 1, mutant=sympy.Integer(1)),
+    ):
+        with pytest.raises(ClaimError, match="the mutant is a typed number"):
+            typed()
     for nudge in (
         lambda: claims.inequality(None, pair, pair + one - 1, mutant=0.99 * (pair + one - 1)),
         lambda: claims.inequality(None, pair, two * pair / 2, mutant=two * pair / 2 - 0.1),
         lambda: claims.inequality(None, one, three / 3, mutant=(three / 3) / 1.5),
+        lambda: claims.inequality(None, pair, root(pair**2), mutant=pair / 2),
         lambda: claims.equal(None, pair[0], one, mutant=-0.1 + one),
         lambda: claims.equal(None, pair, root(pair**2), mutant=root(pair**2)[[1]] * 1.01),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=pair * 1.01),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=0 * root(pair**2)),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=1000 * root(pair**2)),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=2 * (root(pair**2) * 0.9)),
     ):
         with pytest.raises(ClaimError, match="a little changed"):
             nudge()
+    for mutant in ("sharper", "shrunk"):
+        with pytest.raises(ClaimError, match="a little changed"):
+            if mutant == "sharper":
+                claims.inequality(None, pair, bound, mutant=sharper)
+            else:
+                claims.inequality(None, pair, bound, mutant=shrunk)
     claims.equal(None, pair, root(pair**2), mutant=2 * root(pair**2))  # a lost ½
     claims.equal(None, pair[1], two, mutant=two - 1)  # one off
     claims.equal(None, pair[1], two, mutant=two**2)
 
 
-def test_one_check_under_two_names_is_refused_but_for_another_paper():
+def test_chance_makes_no_mistake():
+    noise, data = rng.normal(size=2), rng.normal(size=2)
+    for chance in (
+        lambda: claims.equal(None, pair, root(pair**2), mutant=rng.normal(size=2)),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=pair + 0.1 * torch.rand(2).numpy()),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=np.random.default_rng(0).random(2)),
+        lambda: claims.equal(None, pair, root(pair**2), mutant=random.random() * pair),
+        lambda: claims.inequality(None, pair, 2 * root(pair**2), mutant=rng.permutation(pair)),
+        lambda: error(printed=rng.random(2), actual=pair, corrected=root(pair**2)),
+    ):
+        with pytest.raises(ClaimError, match="is a random number"):
+            chance()
+    with pytest.raises(ClaimError, match="is a random number"):
+        claims.equal(None, pair, root(pair**2), mutant=pair - noise)
+    claims.equal(None, np.exp(np.log(data**2)), data**2, mutant=data)  # a lost square
+
+
+def test_an_expression_minus_itself_is_no_identity():
+    a = (x + 1) ** 2
+    b = (x + 1) ** 2
+    for check in (
+        lambda: claims.identity(None, x - x, mutant=x),
+        lambda: claims.identity(None, [x * y - y * x, sympy.simplify(y**2 - y**2)], mutant=x),
+        lambda: claims.identity(None, 0 * y, mutant=x),
+    ):
+        with pytest.raises(ClaimError, match="expression minus itself"):
+            check()
+    with pytest.raises(ClaimError, match="expression minus itself"):
+        claims.identity(None, a - b, mutant=x)
+    claims.identity(None, a - sympy.expand(b), mutant=x)
+
+
+def test_one_check_under_two_names_is_refused_but_for_another_source():
+    W = root(pair)
     for item in ("000.eq10", "000.eq10", "001.eq1", None):  # a cell may run twice
         claims.equal(item, two, 2.0, mutant=one)
-        claims.identity(item, x - x, mutant=x)
-        claims.definition(item, "f", W=(pair, (2,)))
+        claims.identity(item, sympy.expand((x + y) ** 2) - x**2 - y**2 - 2 * x * y, mutant=x)
+    claims.definition("000.def1", "f", W=(W, (2,)))
     with pytest.raises(ClaimError, match=r"000.eq11: this is the check that 000.eq10 has"):
-        claims.equal("000.eq11", two, 2.0, mutant=one)
+        claims.equal("000.eq11", two, 2.0, mutant=three)
     with pytest.raises(ClaimError, match="this is the check"):
-        claims.identity("000.eq11", x - x, mutant=x)
+        claims.identity("000.eq11", sympy.expand((x + y) ** 2) - x**2 - y**2 - 2 * x * y, mutant=x)
     with pytest.raises(ClaimError, match="this is the check"):
-        claims.definition("000.eq11", "g", W=(pair, (2,)))
-    claims.equal("000.eq11", two, 2.0, mutant=three)
+        claims.definition("000.def2", "g", W=(W, (2,)))
+    claims.equal("000.eq11", three, 3.0, mutant=two)
+
+
+def test_a_definition_is_what_the_inventory_calls_one():
+    with pytest.raises(ClaimError, match="004.thm1 states more than shapes"):
+        claims.definition("004.thm1", "a theorem", W=(root(pair), (2,)))
+
+
+@pytest.mark.parametrize("condition", ["", " ", "always", "true.", "-", "as-printed"])
+def test_a_condition_is_stated(condition):
+    with pytest.raises(ValueError, match="holds_if must state a condition"):
+        claims.equal("000.eq2", two, 2.0, mutant=one, holds_if=condition)
+    claims.equal("000.eq2", two, 2.0, mutant=one, holds_if="h>0")
+
+
+def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hidden.py").write_text(
+        "from derived_attention import claims\n"
+        "def check(a, b, item): claims.equal(item, a, b, mutant=a + b)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shell = InteractiveShell.instance()
+    shell.run_cell("import numpy as np, hidden; from derived_attention import claims")
+    shell.run_cell("two = np.sqrt(4); way = np.exp(np.log(two)); how = {'mutant': two + 1}")
+    cells = {
+        "claims.equal('000.eq2', two, way, mutant=two + 1)": "",
+        "def check(): claims.equal('000.eq2', two, way, mutant=two + 1)\ncheck()": "",
+        "hidden.check(two, way, None)": "",
+        "hidden.check(two, way, '000.eq2')": "call this in a cell of the page",
+        "claims.equal('000.eq2', *(two, two), mutant=two + 1)": "write its arguments out",
+        "claims.equal('000.eq2', two, way, **how)": "write its arguments out",
+        "list(map(lambda x: claims.equal('000.eq2', two, x, mutant=x + 1), [way]))": "",
+        "list(map(claims.equal, ['000.eq2'], [two], [two]))": "missing 1 required",
+        "from functools import partial": "",
+        "list(map(partial(claims.equal, mutant=3), ['000.eq2'], [two], [two]))": "by its name",
+        "left = 2.0": "",  # a name from another cell
+        "claims.equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",
+        "equal = claims.equal; equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",
+    }
+    for cell, problem in cells.items():
+        result = shell.run_cell(cell, store_history=True)
+        assert problem in str(result.error_in_exec) and (problem or result.success), cell
 
 
 def test_without_a_source_values_alone_are_checked():
@@ -206,7 +461,7 @@ def test_without_a_source_values_alone_are_checked():
 
 
 def test_definition_checks_shapes():
-    W = np.ones((2, 3))
+    W = np.outer(pair, [1, 2, 3])
     claim = claims.definition("000.eq4", "regression function", W=(W, (2, 3)))
     assert claim.verdict == "definition" and claim.mutant_margin is None
     with pytest.raises(ClaimError, match="W has shape"):
@@ -224,16 +479,16 @@ def test_an_unknown_id_is_an_error(item):
 def test_a_claim_prints_one_line_and_carries_its_data(capsys):
     claim = claims.equal("000.eq2", one, 1.0, mutant=two, holds_if="scores are finite")
     assert capsys.readouterr().out.count("\n") == 1
-    data, metadata = claim._repr_mimebundle_()
-    assert "holds if" in data["text/plain"] and f'id="{claim.anchor}"' in data["text/html"]
-    assert metadata[claims.OUTPUT_KEY]["item"] == "000.eq2"
-    json.dumps(metadata, allow_nan=False)
+    shown = claim._repr_mimebundle_()
+    assert "holds if" in shown["text/plain"] and f'id="{claim.anchor}"' in shown["text/html"]
+    data = re.search(f'{claims.DATA}="([^"]*)"', shown["text/html"])[1]
+    assert json.loads(html.unescape(data)) == dataclasses.asdict(claim)
 
 
-def row(item, verdict, mutant_margin=1.0, statement=""):
-    return "page", {
+def row(item, verdict, mutant_margin=1.0, statement="", page="page", **more):
+    return page, {
         "item": item, "kind": "equal", "verdict": verdict, "statement": statement,
-        "margin": 0.0, "mutant_margin": mutant_margin, "anchor": "a",
+        "margin": 0.0, "mutant_margin": mutant_margin, "anchor": "a", **more,
     }  # fmt: skip
 
 
@@ -241,7 +496,7 @@ def test_the_ledger_keeps_the_gravest_verdict_and_its_statement():
     merged = claims.ledger(
         [
             row("000.eq2", "holds", statement="easy"),
-            row("000.eq2", "wrong as printed", statement="the root is missing"),
+            row("000.eq2", "wrong as printed", statement="the root is missing", grade="slip"),
             row("000.eq1", "holds if", statement="keys differ"),
             row("000.eq4", "definition", None),
             row(None, "holds"),
@@ -251,7 +506,8 @@ def test_the_ledger_keeps_the_gravest_verdict_and_its_statement():
     assert merged["000.eq2"]["verdict"] == "wrong as printed"
     assert merged["000.eq2"]["statement"] == "the root is missing"
     assert len(merged["000.eq2"]["checks"]) == 2
-    assert set(merged["000.eq1"]["checks"][0]) == {"kind", "margin", "mutant_margin", "page"}
+    fields = {"kind", "margin", "mutant_margin", "unit", "page"}
+    assert set(merged["000.eq1"]["checks"][0]) == fields
     assert json.loads(claims.to_json(merged)) == merged
 
 
@@ -262,9 +518,134 @@ def test_the_ledger_refuses_unknown_ids_verdicts_and_unchecked_verdicts():
         claims.ledger([row("000.eq1", "probably")])
     with pytest.raises(ValueError, match="without an executed check"):
         claims.ledger([row("000.eq1", "holds", None)])
+    with pytest.raises(ValueError, match="without a grade"):
+        claims.ledger([wrong("000.eq1", None)])
+
+
+def wrong(item, grade, same_as=None):
+    return row(item, "wrong as printed", grade=grade, same_as=same_as, statement="a factor")
+
+
+def test_the_ledger_refuses_one_check_for_two_items_on_two_pages():
+    first = row("000.eq1", "holds", page="book/one", digest="d")
+    rows = [first, row("000.eq1", "holds", page="book/two", digest="d")]
+    rows += [row("001.eq1", "holds", digest="d"), row(None, "holds", digest="d")]
+    claims.ledger(rows)
+    problem = "one check for two items: 000.eq1 on book/one, 000.eq2 on book/two"
+    with pytest.raises(ValueError, match=problem):
+        claims.ledger([first, row("000.eq2", "holds", page="book/two", digest="d")])
+
+
+@pytest.fixture
+def five(tmp_path):
+    """An inventory with two numbered items, a definition and two without numbers."""
+    before = claims._inventory_path
+    path = tmp_path / "mine.csv"
+    kinds = {"eq1": "equation", "thm1": "theorem", "def1": "definition", "text.a": "text",
+             "table.b": "table"}  # fmt: skip
+    lines = [f"p.{k},{v},topic,{'definition' * (k == 'def1')}" for k, v in kinds.items()]
+    path.write_text("\n".join(["id,kind,topic,role", *lines]))
+    claims.use_inventory(path)
+    yield path
+    claims.use_inventory(before)
+
+
+def test_an_inventory_of_one_s_own(five):
+    assert list(claims.inventory())[:2] == ["p.eq1", "p.thm1"]
+    assert claims.inventory()["p.def1"] == {
+        "kind": "definition", "topic": "topic", "role": "definition",
+    }  # fmt: skip
+    assert claims.is_numbered("p.eq1") and not claims.is_numbered("p.text.a")
+    claims.definition("p.def1", "f", W=(root(pair), (2,)))
+    with pytest.raises(ValueError, match="see use_inventory"):
+        claims.equal("000.eq1", two, 2.0, mutant=one)
+    for text in ("id,topic\n", "id,kind,topic\na.b,text,x\na.b,text,y\n", "id,kind,topic\n,,\n"):
+        (bad := five.with_name("bad.csv")).write_text(text)
+        with pytest.raises(ValueError, match="must have columns"):
+            claims.use_inventory(bad)
+        bad.rename(bad.with_name(f"{len(text)}.csv"))
+
+
+def test_a_mistake_counts_once_however_many_items_repeat_it(five):
+    repeated = [wrong("p.eq1", "slip", "p.text.a"), wrong("p.text.a", "error")]
+    other = [wrong("p.table.b", "copy"), row("p.def1", "definition", None)]
+    rows = claims.ledger([*repeated, *other, row("p.thm1", "holds")])
+    assert rows["p.eq1"]["same_as"] == "p.text.a" and rows["p.eq1"]["grade"] == "slip"
+    expected = {
+        "all": 5, "numbered": 3, "unnumbered": 2, "testable": 2, "wrong as printed": 3,
+        "holds if": 0, "holds": 1, "definition": 1, "errors": 1, "slips": 0, "copies": 0,
+        "unnumbered errors": 0, "unnumbered slips": 0, "unnumbered copies": 1,
+    }  # fmt: skip
+    assert claims.count(rows) == expected
+    for problem, rows in {
+        "no page gives a verdict": [wrong("p.eq1", "slip", "p.thm1")],
+        "not wrong as printed": [wrong("p.eq1", "slip", "p.thm1"), row("p.thm1", "holds")],
+        "whose mistake": [wrong("p.eq1", "slip", "p.thm1"), wrong("p.thm1", "slip", "p.eq1")],
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            claims.ledger(rows)
 
 
 def test_a_ledger_with_a_margin_that_is_no_number_is_not_written():
     bad = {"000.eq1": {"checks": [{"margin": float("nan")}]}}
     with pytest.raises(ValueError):
         claims.to_json(bad)
+
+
+# --- What is measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_what_is_measured_has_an_interval_and_says_who_won(paired):
+    runs = np.array([1.0, 2.0, 4.0, 3.0])
+    lead = np.array([5.0, 5.5, 5.0, 5.5])
+    say = partial(claims.measured, "a leads", runs + lead, runs, unit="points", paired=paired)
+    ahead = say(predicted=">")
+    low, high = ahead.interval
+    test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    expected = test(runs + lead, runs).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+    assert ahead.verdict == "as predicted" and ahead.margin == pytest.approx(5.25)
+    assert ahead.item is None and ahead.seeds == 4 and (high - low < 1) == paired
+    assert "+5.25 points, 95 % interval" in str(ahead) and "4 seeds" in str(ahead)
+    for predicted, outcome in {"<": "against the prediction", ">": "as predicted"}.items():
+        assert say(predicted=predicted, outcome=outcome).verdict == outcome
+        with pytest.raises(ClaimError, match=f"the page says 'open', the runs '{outcome}'"):
+            say(predicted=predicted, outcome="open")
+
+
+def test_an_interval_around_zero_is_open():
+    say = partial(claims.measured, "a leads", [1.0, 2.0], [2.0, 1.5], predicted=">", unit="points")
+    assert say().verdict == "open"
+    with pytest.raises(ClaimError, match="the page says 'as predicted', the runs 'open'"):
+        say(outcome="as predicted")
+    equal = claims.measured("a", [1.0, 1.0], [1.0, 1.0], predicted=">", unit="points", paired=True)
+    assert equal.verdict == "open" and equal.interval == (0.0, 0.0)
+    sure = claims.measured("a", [2.0, 2.0], [1.0, 1.0], predicted=">", unit="points", paired=True)
+    assert sure.verdict == "as predicted" and sure.interval == (1.0, 1.0)
+
+
+def test_what_is_measured_never_looks_like_what_holds():
+    for lead in (5, 0, -5):
+        claim = claims.measured("a", [1.0 + lead, 2 + lead], [2.0, 1], predicted=">", unit="points")
+        page = claim._repr_mimebundle_()["text/html"]
+        assert 'class="da-claim da-measured' in page and "da-holds" not in page
+        assert ("da-open" in page) == (claim.verdict == "open")
+        assert claim.verdict not in claims.VERDICTS
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"predicted": ">="}, "predicted must be"),
+        ({"unit": " "}, "unit must name"),
+        ({"outcome": "holds"}, "outcome must be"),
+        ({"arm": [1.0]}, "two finite values"),
+        ({"arm": [1.0, np.nan]}, "two finite values"),
+        ({"arm": [1.0, 2.0, 3.0], "paired": True}, "paired arms need one length"),
+    ],
+)
+def test_a_measurement_that_makes_no_sense_is_refused(change, problem):
+    given = {"arm": [1.0, 2.0], "beside": [1.0, 3.0], "predicted": ">", "unit": "points"}
+    with pytest.raises(ValueError, match=problem):
+        claims.measured("a leads", **{**given, **change})

@@ -5,12 +5,13 @@ A page makes a claim where it derives it. Every function here
 1. checks the claim and raises `ClaimError` when it does not hold,
 2. checks a *mutant*, a plausible wrong version of it, and raises when that is **not** rejected,
 3. refuses a check that shows nothing: with one computation on both sides, made of typed numbers
-   alone, with a mutant that is a typed number or the right side a little changed, or recorded for
-   another item of the same paper before,
+   alone, with a mutant that was typed or drawn or is a side a little changed, or recorded for
+   another item of the same source before,
 4. displays one line with both margins, and leaves the result in the cell's output as data, from
    which the book's ledger is made.
 
-`item` is an id of the papers' inventory, such as ``"000.eq24"``, or None for a fact of our own.
+`item` is an id of the sources' inventory, such as ``"000.eq24"``, or None for a fact of your own.
+The inventory is this book's unless `use_inventory` names another.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import hashlib
 import html
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,12 +38,13 @@ from scipy import stats
 
 from derived_attention.call_site import CallSite
 
-OUTPUT_KEY = "derived_attention_claim"  # in the metadata of a notebook output
+DATA = "data-claim"  # the attribute that has a claim's data, in the HTML that a cell puts out
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
 GRADES = ("error", "slip", "copy")  # of what is wrong as printed, the gravest first
 OUTCOMES = ("as predicted", "against the prediction", "open")  # of what is measured
 GENEROUS = 10  # how many times what the wrong bound lacks the right one may have to spare
-LARGEST_TOL = 1e-5  # that a check of a paper's item may allow
+LARGEST_TOL = 1e-5  # that a check of a source's item may allow
+UNNUMBERED = ("text", "table")  # kinds of items that have no number in their source
 
 
 class ClaimError(AssertionError):
@@ -130,17 +135,18 @@ class Claim:
             return f"correction survives, {abs(self.mutant_margin):.2g}{self._unit} {how}"
         return f"mutant rejected at {self.mutant_margin:.2g}"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-        """Text for a terminal, HTML for a page and, as metadata, data for the ledger."""
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Text for a terminal; HTML for a page, with the data for the ledger."""
         name, _, rest = str(self).partition(": ")
         rest = rest.removeprefix(self.verdict)
         look = "measured" if self.kind == "measured" else self.verdict.replace(" ", "-")
         look += " da-open" if self.verdict == "open" else ""
+        data = html.escape(json.dumps(asdict(self)))
         page = (
-            f'<div class="da-claim da-{look}" id="{self.anchor}">'
+            f'<div class="da-claim da-{look}" id="{self.anchor}" {DATA}="{data}">'
             f"<code>{name}</code> <strong>{self.verdict}</strong>{html.escape(rest)}</div>"
         )
-        return {"text/plain": str(self), "text/html": page}, {OUTPUT_KEY: asdict(self)}
+        return {"text/plain": str(self), "text/html": page}
 
 
 _anchors: dict[str, int] = {}
@@ -153,12 +159,45 @@ def _next_anchor(item: str | None) -> str:
     return f"{stem}-{_anchors[stem]}"
 
 
-@lru_cache
+_inventory_path = Path(str(resources.files("derived_attention"))) / "inventory.csv"
+
+
+def use_inventory(path: str | Path) -> None:
+    """Take the items from a file of your own: see `inventory`.
+
+    Raises
+    ------
+    ValueError
+        If the file has no columns "id", "kind" and "topic", or an id twice.
+    """
+    global _inventory_path
+    _load(Path(path).resolve())
+    _inventory_path = Path(path).resolve()
+
+
 def inventory() -> dict[str, dict[str, str]]:
-    """Return the papers' numbered items: id -> {"kind", "topic"}, in the papers' order."""
-    text = resources.files("derived_attention").joinpath("inventory.csv").read_text("utf8")
-    rows = csv.DictReader(text.splitlines())
-    return {row["id"]: {"kind": row["kind"], "topic": row["topic"]} for row in rows}
+    """Return the sources' items: id -> {"kind", "topic", "role"}, in the file's order.
+
+    The file has these as columns. An id is the name of its source, a dot, and the item's own name;
+    the kinds "text" and "table" are for items without a number; the role is "definition" where
+    there is nothing to check but shapes, and else empty.
+    """
+    return _load(_inventory_path)
+
+
+@lru_cache
+def _load(path: Path) -> dict[str, dict[str, str]]:
+    rows = list(csv.DictReader(path.read_text("utf8").splitlines()))
+    fields = ("kind", "topic", "role")
+    found = {row.get("id", ""): {f: row.get(f) or "" for f in fields} for row in rows}
+    if not rows or len(found) != len(rows) or not all(i and r["topic"] for i, r in found.items()):
+        raise ValueError(f"{path} must have columns id, kind and topic, and no id twice")
+    return found
+
+
+def is_numbered(item: str) -> bool:
+    """Say whether an item has a number in its source, or stands in its text or a table."""
+    return inventory()[item]["kind"] not in UNNUMBERED
 
 
 def identity(
@@ -189,7 +228,9 @@ def identity(
     ClaimError
         If an entry of `residual` does not simplify to zero, or the mutant's entries all do.
     """
-    _read(item, identity, ("residual", "mutant"))
+    site = _read(item, identity, ("residual",), wrong="mutant")
+    if site.zero("residual"):
+        raise ClaimError(f"{_name(item)}: the residual is an expression minus itself")
     for expression in _entries(residual, "residual"):
         if not _is_zero(expression):
             raise ClaimError(f"{_name(item)}: residual {expression} is not zero")
@@ -236,12 +277,14 @@ def equal(
     _refuse_one_array(item, left=left, right=right)
     _check_tol(item, tol)
     error = _error(left, right, "right", relative)
+    if item is not None and not relative:
+        _refuse_hidden(item, right, tol)
     wrong = _error(left, mutant, "mutant", relative)
     if not error <= tol:
         raise ClaimError(f"{_name(item)}: error {error:.3e} exceeds tol={tol:.0e}")
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its error is only {wrong:.3e}")
-    digest = _digest(item, "equal", left, right, mutant)
+    digest = _digest(item, "equal", left, right)
     return _record(item, "equal", holds_if, statement, error, wrong, digest=digest)
 
 
@@ -287,7 +330,7 @@ def inequality(
             f"{_name(item)}: the bound has {slack:.3g} to spare where the mutant lacks "
             f"{-wrong:.3g}; take an instance on which the bound bites"
         )
-    digest = _digest(item, "inequality", smaller, larger, mutant)
+    digest = _digest(item, "inequality", smaller, larger)
     return _record(item, "inequality", holds_if, statement, slack, -wrong, digest=digest)
 
 
@@ -322,7 +365,9 @@ def certificate(
     ClaimError
         If the gap or a residual exceeds `tol`, or the mutant's gap does not exceed ``10 * tol``.
     """
-    _read(item, certificate, ("primal", "dual"), wrong="mutant")
+    site = _read(item, certificate, ("primal", "dual"), wrong="mutant")
+    if site.typed_entries("kkt"):
+        raise ClaimError(f"{_name(item)}: a residual in kkt is a typed number: nothing ran")
     _check_tol(item, tol)
     residuals = {"duality gap": abs(primal - dual) / (1 + abs(primal)), **(kkt or {})}
     for name, value in residuals.items():
@@ -331,7 +376,7 @@ def certificate(
     wrong = abs(primal - mutant) / (1 + abs(primal))
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its gap is only {wrong:.3e}")
-    digest = _digest(item, "certificate", primal, dual, mutant)
+    digest = _digest(item, "certificate", primal, dual)
     worst = float(max(residuals.values()))
     return _record(item, "certificate", holds_if, statement, worst, float(wrong), digest=digest)
 
@@ -357,7 +402,8 @@ def refuted(
         Id in the inventory. A refuted sentence that has no number gets an id of its own there.
     grade
         "error" when a statement or a proof is false; "slip" for an index, a sign or a symbol whose
-        right reading is plain; "copy" for what may be the fault of the copy that was read.
+        right reading is plain; "copy" for what may be the fault of the copy that was read, which
+        `correction` then says.
     same_as
         The item whose mistake this one repeats, or inherits. Both are then counted as one.
     printed
@@ -395,7 +441,8 @@ def refuted(
         raise ValueError(f"relation must be '<=' or '==', got {relation!r}")
     if not correction.strip():
         raise ValueError("correction must state what holds instead, got an empty string")
-    _read(item, refuted, ("actual", "corrected"))
+    _read(item, refuted, ("actual", "corrected"), wrong="printed", typed=True)
+    _check_tol(item, tol)
     _refuse_one_array(item, actual=actual, corrected=corrected)
     measure = (lambda a, b: -_slack(a, b, "printed")) if relation == "<=" else _difference
     violation, survivor = measure(actual, printed), measure(actual, corrected)
@@ -434,6 +481,8 @@ def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int,
     ValueError
         If no shape is given.
     """
+    if item is not None and inventory().get(item, {}).get("role") not in (None, "definition"):
+        raise ClaimError(f"{item} states more than shapes: its role in the inventory is none")
     if not shapes:
         raise ValueError("definition needs at least one name=(array, shape) to check")
     for name in shapes:
@@ -495,11 +544,15 @@ def measured(
         raise ValueError(f"arm and beside need two finite values or more each, got {a} and {b}")
     if paired and len(a) != len(b):
         raise ValueError(f"paired arms need one length, got {len(a)} and {len(b)} runs")
-    found = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
     difference = float(a.mean() - b.mean())
-    low, high = (
-        found.confidence_interval(0.95) if np.isfinite(found.statistic) else (difference,) * 2
-    )
+    if paired:
+        parts, degrees = np.array([(a - b).var(ddof=1) / len(a)]), len(a) - 1.0
+    else:  # Welch and Satterthwaite
+        parts = np.array([a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)])
+        dividers = parts**2 / [len(a) - 1, len(b) - 1]
+        degrees = parts.sum() ** 2 / dividers.sum() if dividers.sum() else 1.0
+    half = float(stats.t.ppf(0.975, degrees) * np.sqrt(parts.sum()))
+    low, high = difference - half, difference + half
     side = 1 if predicted == ">" else -1
     says = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
     if outcome not in (None, says):
@@ -507,7 +560,7 @@ def measured(
             f"the page says {outcome!r}, the runs {says!r}: {difference:+.3g} {unit}, "
             f"interval {low:+.3g} to {high:+.3g}"
         )
-    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (float(low), float(high))}
+    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (low, high)}
     return _record(None, "measured", says, statement, difference, None, **more)
 
 
@@ -524,20 +577,35 @@ def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[st
     dict
         id -> ``{"verdict", "grade", "same_as", "statement", "checks": [{"kind", "margin",
         "mutant_margin", "unit", "page"}]}``, in the inventory's order; only items that have been
-        reached. An item with `same_as` repeats another's mistake: count those without.
+        reached. An item with `same_as` repeats another's mistake: see `count`.
 
     Raises
     ------
     ValueError
-        For an id that is not in the inventory, an unknown verdict, or a verdict other than
-        "definition" that no executed check with a mutant supports.
+        For an id that is not in the inventory, an unknown verdict, a verdict other than
+        "definition" that no executed check with a mutant supports, one check for two items of a
+        source, or an item that repeats the mistake of one that has none.
     """
     found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    digests: dict[tuple[str, str], tuple[str, str]] = {}
     for page, claim in claims:
-        if claim["item"] is not None:
-            _check_item(claim["item"])
-            found.setdefault(claim["item"], []).append((page, claim))
-    return {item: _merge(item, found[item]) for item in inventory() if item in found}
+        item = claim["item"]
+        if item is None:
+            continue
+        _check_item(item)
+        found.setdefault(item, []).append((page, claim))
+        if digest := claim.get("digest"):
+            first = digests.setdefault((item.partition(".")[0], digest), (item, page))
+            if first[0] != item:
+                raise ValueError(
+                    f"one check for two items: {first[0]} on {first[1]}, {item} on {page}"
+                )
+    rows = {item: _merge(item, found[item]) for item in inventory() if item in found}
+    for item, row in rows.items():
+        _root(item, rows)
+        if row["same_as"] and rows[row["same_as"]]["verdict"] != "wrong as printed":
+            raise ValueError(f"{item} repeats {row['same_as']}, which is not wrong as printed")
+    return rows
 
 
 def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -546,18 +614,67 @@ def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, An
             raise ValueError(f"{item}: unknown verdict {claim['verdict']!r}")
         if claim["verdict"] != "definition" and claim["mutant_margin"] is None:
             raise ValueError(f"{item}: verdict {claim['verdict']!r} without an executed check")
+        if claim["verdict"] == "wrong as printed" and claim.get("grade") not in GRADES:
+            raise ValueError(f"{item}: wrong as printed without a grade")
     verdict = min((claim["verdict"] for _, claim in rows), key=VERDICTS.index)
-    grades = [claim["grade"] for _, claim in rows if claim.get("grade")]
-    roots = {claim["same_as"] for _, claim in rows if claim.get("grade")}
+    wrong = [claim for _, claim in rows if claim["verdict"] == "wrong as printed"]
+    roots = {claim.get("same_as") for claim in wrong}
     telling = [c["statement"] for _, c in rows if c["verdict"] == verdict and c["statement"]]
     fields = ("kind", "margin", "mutant_margin", "unit")
     return {
         "verdict": verdict,
-        "grade": min(grades, key=GRADES.index, default=None),
+        "grade": min((claim["grade"] for claim in wrong), key=GRADES.index, default=None),
         "same_as": roots.pop() if len(roots) == 1 else None,
         "statement": "; ".join(dict.fromkeys(telling)) or inventory()[item]["topic"],
         "checks": [{**{f: claim.get(f) for f in fields}, "page": page} for page, claim in rows],
     }
+
+
+def _root(item: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the item whose mistake this one has in the end: itself, if it is nobody else's."""
+    seen = [item]
+    while other := rows[seen[-1]]["same_as"]:
+        if other in seen:
+            raise ValueError(f"{' repeats '.join([*seen, other])}: whose mistake is it?")
+        if other not in rows:
+            raise ValueError(f"{seen[-1]} repeats {other}, on which no page gives a verdict")
+        seen.append(other)
+    return seen[-1]
+
+
+def mistakes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, list[str]]]:
+    """Return each distinct mistake of a ledger: the item that has it first -> its grade, items.
+
+    The grade is the gravest of the items that repeat it.
+    """
+    found: dict[str, list[str]] = {}
+    for item, row in rows.items():
+        if row["grade"]:
+            found.setdefault(_root(item, rows), []).append(item)
+    gravest = lambda items: min((rows[i]["grade"] for i in items), key=GRADES.index)  # noqa: E731
+    return {root: (gravest(items), items) for root, items in found.items()}
+
+
+def count(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Count what a ledger says.
+
+    Returns
+    -------
+    dict
+        Items: "all", "numbered", "unnumbered", those of each of ``VERDICTS``, and "testable", the
+        numbered ones that are no definitions. Distinct mistakes, each once however many items
+        repeat it: "errors", "slips" and "copies" are those of at least one numbered item,
+        "unnumbered errors" and so on the others.
+    """
+    numbered = [item for item in rows if is_numbered(item)]
+    found = {verdict: sum(r["verdict"] == verdict for r in rows.values()) for verdict in VERDICTS}
+    found |= {"all": len(rows), "numbered": len(numbered), "unnumbered": len(rows) - len(numbered)}
+    found["testable"] = sum(rows[item]["verdict"] != "definition" for item in numbered)
+    for grade, plural in zip(GRADES, ("errors", "slips", "copies"), strict=True):
+        items = [items for of, items in mistakes(rows).values() if of == grade]
+        found[plural] = sum(any(map(is_numbered, those)) for those in items)
+        found[f"unnumbered {plural}"] = len(items) - found[plural]
+    return found
 
 
 def _record(
@@ -572,6 +689,8 @@ def _record(
     """Show and return a claim; `told` is a condition, or of what is measured the outcome."""
     if item is not None:
         _check_item(item)
+    if told is not None and kind != "measured" and not re.search(r"\w.*[\s<>=≤≥≠|].*\w", told):
+        raise ValueError(f"holds_if must state a condition, got {told!r}")
     special = {"refuted": "wrong as printed", "definition": "definition", "measured": told}
     verdict = special.get(kind) or ("holds if" if told else "holds")
     text = " ".join((statement if kind == "measured" else told or statement).split())
@@ -581,27 +700,79 @@ def _record(
 
 
 def _read(
-    item: str | None, check: Callable, sides: tuple[str, ...], wrong: str | None = None
-) -> None:
-    """Refuse what the text of the call of a check shows: see the head of this module."""
-    site = CallSite(check, sys._getframe(2))
-    if site.arguments and all(site.literal(name) for name in sides):
-        raise ClaimError(f"{_name(item)}: {' and '.join(sides)} are typed numbers: nothing ran")
-    if len(sides) == 2 and site.same(*sides):
-        raise ClaimError(f"{_name(item)}: {sides[0]} and {sides[1]} are one expression")
-    if wrong is not None and site.literal(wrong):
-        raise ClaimError(f"{_name(item)}: the {wrong} is a typed number; say what mistake gives it")
-    if wrong is not None and site.nudged(wrong, sides[1]):
-        raise ClaimError(f"{_name(item)}: the {wrong} is {sides[1]} a little changed: no mistake")
+    item: str | None,
+    check: Callable,
+    sides: tuple[str, ...],
+    wrong: str | None = None,
+    typed: bool = False,
+) -> CallSite:
+    """Refuse what the text of the call of a check shows; `typed`, whether `wrong` may be so."""
+    frame, name = sys._getframe(2), _name(item)
+    if item is not None and not _in_a_cell(frame):
+        raise ClaimError(f"{name}: call this in a cell of the page, which shows what is checked")
+    site = CallSite(check, frame)
+    if item is not None and not site.is_plain:
+        raise ClaimError(f"{name}: call the check by its name, and write its arguments out")
+    if site.arguments and all(site.literal(side) for side in sides):
+        raise ClaimError(f"{name}: {' and '.join(sides)} made of typed numbers: nothing ran")
+    if len(sides) == 2:
+        if site.same(*sides):
+            raise ClaimError(f"{name}: {sides[0]} and {sides[1]} are one expression")
+        if site.nudged(sides[1], sides[0], whole=False) or site.nudged(*sides, whole=False):
+            raise ClaimError(f"{name}: {sides[1]} is {sides[0]} a little changed")
+    if wrong is None:
+        return site
+    if site.by_chance(wrong, *sides):
+        raise ClaimError(f"{name}: the {wrong} is a random number; say what mistake gives it")
+    if not typed:
+        if site.literal(wrong):
+            raise ClaimError(f"{name}: the {wrong} is a typed number; say what mistake gives it")
+        for side in sides:
+            if site.nudged(wrong, side, whole=side != "smaller"):
+                raise ClaimError(f"{name}: the {wrong} is {side} a little changed: no mistake")
+    return site
+
+
+def _in_a_cell(frame: FrameType) -> bool:
+    """Say whether a notebook's cell runs this; outside of notebooks nothing gets into a ledger."""
+    shell = _shell()
+    return shell is None or frame.f_globals is shell.user_ns
+
+
+def _shell() -> Any:
+    """Return the notebook's shell, or None outside of notebooks."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return None
+    return get_ipython()
 
 
 def _refuse_one_array(item: str | None, **sides: Any) -> None:
     """Refuse one array, or views of one, on both sides."""
     (one, a), (other, b) = sides.items()
-    numbers = [x.detach().cpu().numpy() if hasattr(x, "detach") else x for x in (a, b)]
+    numbers: list[Any] = [
+        x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
+        for x in (a, b)
+    ]
     arrays = all(isinstance(x, np.ndarray) for x in numbers)
     if arrays and np.may_share_memory(*numbers) and np.array_equal(*numbers):
         raise ClaimError(f"{_name(item)}: {one} and {other} are one array")
+
+
+def _refuse_hidden(item: str | None, right: Any, tol: float) -> None:
+    """Refuse entries so small, beside 1 or the largest of them, that any value would pass."""
+    sizes = np.abs(_float(right, "right"))
+    sizes = sizes[sizes > 0]
+    if not sizes.size or not np.isfinite(sizes).all():
+        return
+    largest, typical = float(sizes.max()), float(np.median(sizes))
+    passes = tol * max(1.0, largest)
+    if passes > 1e-3 * (largest if largest <= 1 else typical):
+        raise ClaimError(
+            f"{_name(item)}: entries of size {typical:.0e}, where an error of {passes:.0e} would "
+            "pass: say relative=True"
+        )
 
 
 _checked: dict[tuple[str, ...], str] = {}  # a paper and the digest of a check -> the item
@@ -617,7 +788,7 @@ def _digest(item: str | None, kind: str, *sides: Any) -> str:
     if item is None:
         return ""
     texts = [str(x) if kind == "identity" else _float(x, "").tobytes().hex() for x in sides]
-    digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()[:16]
     other = _checked.setdefault((item.partition(".")[0], digest), item)
     if other != item:
         raise ClaimError(f"{item}: this is the check that {other} has; each item needs its own")
@@ -626,20 +797,17 @@ def _digest(item: str | None, kind: str, *sides: Any) -> str:
 
 def _display(claim: Claim) -> None:
     """Print in a terminal; in a notebook, show the line and leave the data in the output."""
-    try:
-        from IPython import get_ipython
-        from IPython.display import display
-    except ImportError:
-        get_ipython = lambda: None  # noqa: E731
-    if get_ipython() is None:
+    if _shell() is None:
         print(claim)
     else:
+        from IPython.display import display
+
         display(claim)
 
 
 def _check_item(item: str) -> None:
     if item not in inventory():
-        raise ValueError(f"item {item!r} is not an id of the inventory")
+        raise ValueError(f"item {item!r} is not an id of the inventory: see use_inventory")
 
 
 def _name(item: str | None) -> str:
@@ -685,6 +853,8 @@ def _float(value: Any, name: str) -> np.ndarray:
         value = value.detach().cpu().resolve_conj().resolve_neg()
         value = (value.to(torch.complex128) if value.is_complex() else value.double()).numpy()
     array = np.asarray(value)
+    if array.dtype == bool and array.ndim == 0:
+        raise ValueError(f"{name} is a yes or no: give the numbers that were compared")
     array = array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
     if array.size == 0:
         raise ValueError(f"{name} must not be empty: nothing would be checked")

@@ -54,7 +54,8 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 
 def _formula(words: list[str], start: int) -> tuple[str, str, str, int]:
     """Return the longest formula from a word on: what opens it, itself, what closes it, its end."""
-    end, kinds = start, []
+    end = start
+    kinds: list[str] = []
     while end < len(words):
         kind = _kind(words, end)
         if kind == "text" or (kinds and not _joins(kinds[-1], kind, words[end])):
@@ -73,7 +74,7 @@ def _formula(words: list[str], start: int) -> tuple[str, str, str, int]:
 
 
 def _kind(words: list[str], i: int) -> str:
-    word = ENDS.match(words[i])[2]
+    word = ENDS.sub(r"\2", words[i])
     previous = words[i - 1] if i else ""
     if previous == "App." or WORDY.fullmatch(word):
         return "text"

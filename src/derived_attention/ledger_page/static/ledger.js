@@ -1,4 +1,4 @@
-// Filters of the ledger, by verdict, paper, kind of check and words. What is chosen stands in the
+// Filters of the ledger, by verdict, grade, paper, kind of check and words. What is chosen stands in the
 // address, after the #, as in ledger.html#verdict=holds-if&paper=004: a filtered ledger can be linked.
 
 const form = document.querySelector(".da-filter");
@@ -10,10 +10,12 @@ const choice = () => [...new FormData(form)].filter(([, value]) => value.trim())
 
 function shows(row) {
   const chosen = new FormData(form);
-  const verdicts = chosen.getAll("verdict");
   const [paper, kind] = [chosen.get("paper"), chosen.get("kind")];
   return (
-    (!verdicts.length || verdicts.some((name) => row.classList.contains(`verdict-${name}`))) &&
+    ["verdict", "grade"].every((field) => {
+      const names = chosen.getAll(field);
+      return !names.length || names.some((name) => row.classList.contains(`${field}-${name}`));
+    }) &&
     (!paper || row.id.startsWith(`${paper}.`)) &&
     (!kind || row.classList.contains(`kind-${kind}`)) &&
     chosen.get("words").toLowerCase().split(/\s+/).every((word) => text.get(row).includes(word))
@@ -39,8 +41,8 @@ function write() {
 function read() {
   const name = decodeURIComponent(location.hash.slice(1));
   const chosen = new URLSearchParams(name.includes("=") ? name : "");
-  form.querySelectorAll("[name=verdict]").forEach((box) => {
-    box.checked = chosen.getAll("verdict").includes(box.value);
+  form.querySelectorAll("[type=checkbox]").forEach((box) => {
+    box.checked = chosen.getAll(box.name).includes(box.value);
   });
   for (const field of ["paper", "kind", "words"]) form.elements[field].value = chosen.get(field) ?? "";
   filter();
