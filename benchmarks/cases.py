@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention.checks import Mechanism
+from derived_attention.attention.formulas import soft_threshold
 from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mechanisms import MECHANISMS, Entry
+from derived_attention.attention.references import softmax_attention_reference
 from derived_attention.attention.shifted_mixture import shifted_keys
-from derived_attention.attention.softmax import softmax_attention_reference
-from derived_attention.attention.sparse_coding import soft_threshold
 
 HEADS, DIM = 8, 64
 

@@ -32,19 +32,21 @@ from derived_attention.attention.convolutional import (
     Conv2DAttention,
     CvTAttention,
     conv1d_attention,
-    conv1d_attention_reference,
     conv2d_attention,
-    conv2d_attention_reference,
     mixing_matrix_1d,
     mixing_matrix_2d,
 )
 from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention, linear_attention_reference
-from derived_attention.attention.normalized import (
-    normalized_attention,
+from derived_attention.attention.linear import linear_attention
+from derived_attention.attention.normalized import normalized_attention
+from derived_attention.attention.references import (
+    conv1d_attention_reference,
+    conv2d_attention_reference,
+    linear_attention_reference,
     normalized_attention_reference,
+    softmax_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention
 
 M, D, DV = 9, 4, 3
 GRID = (3, 4)

@@ -39,7 +39,6 @@ from derived_attention.attention.efficient import (
     luna_attention,
     orthogonal_features,
     performer_attention,
-    performer_attention_reference,
     positive_features,
 )
 from derived_attention.attention.layer import ALL, KEY, QUERY, VALUE
@@ -50,6 +49,7 @@ from derived_attention.attention.multiresolution import (
     multiresolution_attention,
     multiresolution_layer,
 )
+from derived_attention.attention.references import performer_attention_reference
 from derived_attention.attention.softmax import attention_weights, softmax_attention
 from derived_attention.attention.sparse import window_mask
 

@@ -9,12 +9,13 @@ from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_
 from derived_attention import kernels
 from derived_attention.attention import linear as module
 from derived_attention.attention import mixture
-from derived_attention.attention.linear import linear_attention, linear_attention_reference
-from derived_attention.attention.mixture import (
-    linear_mixture_attention,
+from derived_attention.attention.linear import linear_attention
+from derived_attention.attention.mixture import linear_mixture_attention
+from derived_attention.attention.mixture_layer import MixtureAttention
+from derived_attention.attention.references import (
+    linear_attention_reference,
     linear_mixture_attention_reference,
 )
-from derived_attention.attention.mixture_layer import MixtureAttention
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)

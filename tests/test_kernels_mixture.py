@@ -21,15 +21,13 @@ from helpers import (
 )
 
 from derived_attention import kernels
-from derived_attention.attention.mixture import (
-    mixture_attention,
-    mixture_attention_reference,
-)
+from derived_attention.attention.mixture import mixture_attention
 from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.shifted_mixture import (
-    shifted_mixture_attention,
+from derived_attention.attention.references import (
+    mixture_attention_reference,
     shifted_mixture_attention_reference,
 )
+from derived_attention.attention.shifted_mixture import shifted_mixture_attention
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)

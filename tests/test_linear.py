@@ -16,11 +16,13 @@ from derived_attention.attention.linear import (
     SEGMENT,
     elu_feature_map,
     linear_attention,
-    linear_attention_reference,
     linear_attention_weights,
 )
 from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.softmax import softmax_attention_reference
+from derived_attention.attention.references import (
+    linear_attention_reference,
+    softmax_attention_reference,
+)
 
 FORMS = [linear_attention, linear_attention_reference]
 

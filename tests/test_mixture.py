@@ -30,14 +30,17 @@ from derived_attention.attention.masks import causal_mask
 from derived_attention.attention.mixture import (
     em_priors,
     hard_mixture_attention,
-    hard_mixture_attention_reference,
     linear_mixture_attention,
-    linear_mixture_attention_reference,
     mixture_attention,
-    mixture_attention_reference,
     responsibilities,
 )
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.references import (
+    hard_mixture_attention_reference,
+    linear_mixture_attention_reference,
+    mixture_attention_reference,
+    softmax_attention_reference,
+)
+from derived_attention.attention.softmax import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3
 SOFT = (mixture_attention, mixture_attention_reference)

@@ -12,15 +12,13 @@ import torch
 from helpers import assert_learns
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.mixture import (
-    em_priors,
+from derived_attention.attention.mixture import em_priors, mixture_attention, responsibilities
+from derived_attention.attention.mixture_layer import MixtureAttention
+from derived_attention.attention.references import (
     hard_mixture_attention_reference,
     linear_mixture_attention_reference,
-    mixture_attention,
     mixture_attention_reference,
-    responsibilities,
 )
-from derived_attention.attention.mixture_layer import MixtureAttention
 
 B, E, HEADS, T = 2, 16, 2, 7
 LAYERS = {

@@ -14,13 +14,9 @@ from helpers import B, H, Largest, assert_all_close, boolean, output_and_gradien
 from helpers import qkv as any_qkv
 
 from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.mra import (
-    MRAAttention,
-    mra_attention,
-    mra_attention_reference,
-    mra_attention_weights,
-)
+from derived_attention.attention.mra import MRAAttention, mra_attention, mra_attention_weights
 from derived_attention.attention.multiresolution import multiresolution_layer
+from derived_attention.attention.references import mra_attention_reference
 from derived_attention.attention.softmax import softmax_attention
 
 N, M, BLOCK, KEPT = 21, 23, 4, 2

@@ -30,19 +30,19 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention, linear_attention_reference
+from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.masks import Mask, causal_mask
 from derived_attention.attention.normalized import (
     NormalizedAttention,
     key_statistics,
     normalized_attention,
-    normalized_attention_reference,
 )
-from derived_attention.attention.softmax import (
-    attention_weights,
-    softmax_attention,
+from derived_attention.attention.references import (
+    linear_attention_reference,
+    normalized_attention_reference,
     softmax_attention_reference,
 )
+from derived_attention.attention.softmax import attention_weights, softmax_attention
 from derived_attention.attention.sparse import window_attention, window_mask
 
 FORMS = [normalized_attention, normalized_attention_reference]

@@ -28,9 +28,9 @@ from derived_attention.attention.primal import (
     landmarks,
     orthogonal_directions,
     primal_attention,
-    primal_attention_reference,
     primal_scores,
 )
+from derived_attention.attention.references import primal_attention_reference
 from derived_attention.language import byte_loss
 from derived_attention.models import Config
 from derived_attention.runtime import digest

@@ -29,12 +29,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention, linear_attention_reference
+from derived_attention.attention.linear import linear_attention
 from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.normalized import (
-    NormalizedAttention,
-    normalized_attention_reference,
-)
+from derived_attention.attention.normalized import NormalizedAttention
 from derived_attention.attention.pooling import (
     POOLINGS,
     ConvolutionPooling,
@@ -42,16 +39,21 @@ from derived_attention.attention.pooling import (
     kmeans_pooling,
     max_pooling,
 )
+from derived_attention.attention.references import (
+    linear_attention_reference,
+    normalized_attention_reference,
+    normalized_scaled_heads_attention_reference,
+    scaled_heads_attention_reference,
+    softmax_attention_reference,
+)
 from derived_attention.attention.scaled import (
     NormalizedScaledHeadsAttention,
     ScaledHeadsAttention,
     head_groups,
     normalized_scaled_heads_attention,
-    normalized_scaled_heads_attention_reference,
     scaled_heads_attention,
-    scaled_heads_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention
 from derived_attention.attention.sparse import window_attention, window_mask
 
 H, M = 4, 11

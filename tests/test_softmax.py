@@ -33,12 +33,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derived_attention.attention.controls import identity_attention, uniform_attention
 from derived_attention.attention.convention import extend
 from derived_attention.attention.masks import Mask, causal_mask
+from derived_attention.attention.references import softmax_attention_reference
 from derived_attention.attention.softmax import (
     _fused_widths,
     attention_weights,
     sdpa,
     softmax_attention,
-    softmax_attention_reference,
 )
 
 FORMS = [softmax_attention, softmax_attention_reference]

@@ -13,16 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derived_attention import measure
 from derived_attention.attention.layer import MultiheadAttention
 from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.references import (
+    fixed_attention_reference,
+    softmax_attention_reference,
+    strided_attention_reference,
+    window_attention_reference,
+)
+from derived_attention.attention.softmax import softmax_attention
 from derived_attention.attention.sparse import (
     fixed_attention,
-    fixed_attention_reference,
     fixed_mask,
     strided_attention,
-    strided_attention_reference,
     strided_mask,
     window_attention,
-    window_attention_reference,
     window_mask,
 )
 

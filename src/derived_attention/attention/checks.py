@@ -80,6 +80,11 @@ def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on device {mask.device}; expected {device}, that of the rest")
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def may_look_at(x: Tensor) -> bool:
     """Say whether data can be read.
 

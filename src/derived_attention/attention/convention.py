@@ -25,6 +25,7 @@ from derived_attention.attention.checks import (
     check_positive,
     check_probability,
     check_qkv,
+    wide,
 )
 from derived_attention.attention.masks import Mask, settled
 
@@ -83,6 +84,7 @@ def mechanism(
     per_key: bool = False,
     drops: bool = False,
     alone: bool = True,
+    softmax: bool = False,
 ) -> Mechanism:
     """Give `form` the arguments that `softmax_attention` describes, and those of its own.
 
@@ -100,10 +102,12 @@ def mechanism(
         Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
     alone : bool
         Whether what a query gets depends on no other query.
+    softmax : bool
+        Whether it is a softmax of q·k: what all keys share changes nothing.
     """
     if form is None:
         how: dict[str, Any] = {"weights": weights, "components": components}
-        how |= {"per_key": per_key, "drops": drops, "alone": alone}
+        how |= {"per_key": per_key, "drops": drops, "alone": alone, "softmax": softmax}
         return functools.partial(mechanism, **how)
 
     @functools.wraps(form)
@@ -139,6 +143,7 @@ def mechanism(
 
     attend.weights = weights  # type: ignore[attr-defined]
     attend.per_key, attend.alone = per_key, alone  # type: ignore[attr-defined]
+    attend.softmax = softmax  # type: ignore[attr-defined]
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -223,6 +228,21 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     if not autocasts(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def in_full(form: Mechanism) -> Mechanism:
+    """Let a formula compute in float32 at least, its options too, and return the dtype of q."""
+
+    @functools.wraps(form)
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **own: Any) -> Tensor:
+        dtype = wide(q)
+        for name, x in own.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                own[name] = x.to(dtype)
+        with full_precision(q.device):
+            return form(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale, **own).to(q.dtype)
+
+    return run
 
 
 def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:

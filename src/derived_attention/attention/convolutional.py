@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from derived_attention.attention import formulas
 from derived_attention.attention.checks import (
     Mechanism,
     check_callable,
@@ -36,11 +37,11 @@ from derived_attention.attention.checks import (
     check_query_mask,
     is_symbolic,
 )
-from derived_attention.attention.convention import full_precision, mechanism
+from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention
 
 Offsets = tuple[tuple[int, ...], ...]
 
@@ -57,7 +58,8 @@ def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
     number of the filter is for i itself and the others for what comes before.
     """
     check_flag("causal", causal)
-    return _mixing_matrix(weight, (check_count("N", N, 0),), causal)
+    _check_filter(weight, 1)
+    return formulas.mixing_matrix(weight, (check_count("N", N, 0),), causal)
 
 
 def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = False) -> Tensor:
@@ -67,28 +69,17 @@ def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = 
     more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
     """
     check_flag("class_token", class_token)
-    C = _mixing_matrix(weight, _check_grid(grid))
+    _check_filter(weight, 2)
+    C = formulas.mixing_matrix(weight, _check_grid(grid))
     if not class_token:
         return C
     alone = torch.ones(1, 1, dtype=C.dtype, device=C.device)
     return F.pad(C, (1, 0, 1, 0)) + F.pad(alone, (0, C.shape[-1], 0, C.shape[-1]))
 
 
-def _mixing_matrix(weight: Tensor, sides: tuple[int, ...], causal: bool = False) -> Tensor:
-    """Return C for tokens that lie in as many dimensions as `sides` has."""
+def _check_filter(weight: Tensor, sides: int) -> None:
     check_floating({"weight": weight})
-    _check_sides("weight", weight, len(sides))
-    places = [torch.arange(n, device=weight.device) for n in sides]
-    inside = torch.ones((), dtype=torch.bool, device=weight.device)
-    taps: list[Any] = []
-    for at, s in zip(
-        torch.meshgrid(*places, indexing="ij"), weight.shape[-len(sides) :], strict=True
-    ):
-        at = at.flatten()
-        tap = at - at[:, None] + _before(s, causal)  # (N, N): j − i + p
-        inside = inside & (tap >= 0) & (tap < s)
-        taps.append(tap.clamp(0, s - 1))
-    return torch.where(inside, weight[(..., *taps)], 0)
+    _check_sides("weight", weight, sides)
 
 
 def _before(s: int, causal: bool = False) -> int:
@@ -96,43 +87,19 @@ def _before(s: int, causal: bool = False) -> int:
     return s - 1 if causal else (s - 1) // 2
 
 
-@mechanism(alone=False)
-def conv1d_attention_reference(
-    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None,
-    attention=softmax_attention_reference
-) -> Tensor:  # fmt: skip
-    """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
-    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
-    C = mixing_matrix_1d(w, q.shape[-2], mask.is_causal)  # (H or 1, N, N)
-    C_k = mixing_matrix_1d(w_k, k.shape[-2], mask.is_causal)  # (H or 1, M, M)
-    return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
-
-
-@mechanism(alone=False)
-def conv2d_attention_reference(
-    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
-    attention=softmax_attention_reference
-) -> Tensor:  # fmt: skip
-    """H = softmax(C Q (C_k K)ᵀ / √D) V, with all matrices in memory."""
-    _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
-    C, C_k = (mixing_matrix_2d(x, grid, class_token) for x in (w, w_k))  # (H or 1, N, N)
-    return attention(_multiply(C, q), _multiply(C_k, k), v, scale=scale, **mask.keywords)
-
-
-def _multiply(C: Tensor, x: Tensor) -> Tensor:
-    """C X for each head, in float32 at least."""
-    with full_precision(x.device):
-        return (C.to(wide(x)) @ x.to(wide(x))).to(x.dtype).view_as(x)
-
-
 def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
     """Check the filters; return those of queries and keys, and both without what is not there."""
-    """Check the filters; return those of queries and keys, and both without what is not there."""
     check_query_mask(query_mask, q)
+    pair = check_filters(q, sides, weight, key_weight)
+    return *pair, _blank(q, query_mask), _blank(k, mask.present(k.shape[-2]))
+
+
+def check_filters(
+    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
     weight = _per_head("weight", weight, q, sides)
-    key_weight = weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
-    return weight, key_weight, _blank(q, query_mask), _blank(k, mask.present(k.shape[-2]))
+    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
 
 
 def _blank(x: Tensor, present: Tensor | None) -> Tensor:
@@ -198,7 +165,7 @@ def conv2d_attention(
         As in `conv1d_attention`.
     """
     check_callable("attention", attention)
-    _check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
+    check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
     w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
     q, k = (_convolve_grid(*xw, grid, class_token) for xw in ((q, w), (k, w_k)))
     return attention(q, k, v, scale=scale, **mask.keywords)
@@ -315,7 +282,7 @@ def _check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
     return check_count("grid[0]", grid[0], least), check_count("grid[1]", grid[1], least)
 
 
-def _check_places(
+def check_places(
     tokens: dict[str, Tensor], grid: tuple[int, int], class_token: bool, is_causal: bool
 ) -> None:
     """Check that all tokens (..., N, D) have a place on the grid."""
@@ -431,7 +398,7 @@ class _OnGrid(MultiheadAttention):
     def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
         """Check that all tokens have a place."""
         super().check(query, key, value, **given)
-        _check_places({"query": query, "key": key}, self.grid, self.class_token, False)
+        check_places({"query": query, "key": key}, self.grid, self.class_token, False)
 
 
 class Conv2DAttention(_OnGrid, _ConvolvedAttention):
@@ -458,7 +425,7 @@ class Conv2DAttention(_OnGrid, _ConvolvedAttention):
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve (B, H, N, D) on the grid."""
-        _check_places({"the sequence": x}, self.grid, self.class_token, False)
+        check_places({"the sequence": x}, self.grid, self.class_token, False)
         return _convolve_grid(x, weight, self.grid, self.class_token)
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from derived_attention.attention import formulas
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -32,14 +33,13 @@ from derived_attention.attention.checks import (
     is_symbolic,
     may_look_at,
 )
-from derived_attention.attention.convention import extend, full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, in_full, mechanism
 from derived_attention.attention.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear import (
     CHUNK,
     FeatureMap,
     elu_feature_map,
     linear_attention,
-    linear_attention_reference,
     ratio,
     segment_length,
     segments,
@@ -48,21 +48,9 @@ from derived_attention.attention.linear import (
 )
 from derived_attention.attention.masks import Mask, masked_softmax, narrowed
 from derived_attention.attention.softmax import sdpa
-from derived_attention.attention.sparse import window_attention, window_attention_reference
+from derived_attention.attention.sparse import window_attention
 
 # --- Linformer: fewer keys, by learned weights ---------------------------------------------------
-
-
-@mechanism
-def linformer_attention_reference(
-    q, k, v, mask, scale, *, key_projection, value_projection=None
-) -> Tensor:
-    """H = A V with A = softmax(Q (E K)ᵀ/√D) F, an (N, M) matrix, in memory."""
-    E, G = _projections(q, k, mask, key_projection, value_projection)
-    share = _shares(mask, E.dtype)
-    E, G = (x if share is None else x * share for x in (E, G))  # (..., kept, M)
-    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q.to(E.dtype) @ (E @ k.to(E.dtype)).mT
-    return (scores.softmax(-1) @ G @ v.to(E.dtype)).to(q.dtype)
 
 
 @mechanism(per_key=True)
@@ -87,14 +75,14 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     value_projection : Tensor, optional
         F ``(kept, n)``; E where left out.
     """
-    E, G = _projections(q, k, mask, key_projection, value_projection)
-    share = _shares(mask, k.dtype)
-    if share is not None:
-        k, v = k * share.mT, v * share.mT
+    E, G = check_projections(q, k, mask, key_projection, value_projection)
+    if mask.given is not None:
+        share = mask.share(k).unsqueeze(-1)
+        k, v = k * share, v * share
     return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
 
 
-def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, Tensor]:
+def check_projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, Tensor]:
     """Check E and F, and what a mask may be; cut them to the M keys, float32 at least."""
     if mask.is_causal:
         raise ValueError(
@@ -117,16 +105,6 @@ def _projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, 
         kept = torch.arange(M, device=E.device)
         return E.index_select(1, kept), G.index_select(1, kept)
     return E[:, :M], G[:, :M]
-
-
-def _shares(mask: Mask, dtype: torch.dtype) -> Tensor | None:
-    """Return what a mask multiplies keys and values by, (..., 1, M): from 0 to 1."""
-    given = mask.per_key()
-    if given is None or given.dtype == torch.bool or given.numel() == 0:
-        return None if given is None else given.to(dtype)
-    given = narrowed(given, dtype)
-    top = given.amax(-1, keepdim=True)  # with its gradient: here it does not divide out
-    return (given - top.masked_fill(top == -math.inf, 0)).exp()
 
 
 def _combine(E: Tensor, x: Tensor) -> Tensor:
@@ -193,16 +171,6 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
         return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
 
-@mechanism
-def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Tensor:
-    """H = A V, a_ij ∝ Σ_r φ(q_i)_r φ(k_j)_r, as softmax of its logarithm; any mask will do."""
-    W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
-    log_q, log_k = (_logarithms(x, W, scale) for x in (q, k))  # (..., N, R), (..., M, R)
-    scores = (log_q.unsqueeze(-2) + log_k.unsqueeze(-3)).logsumexp(-1)  # (..., N, M)
-    with full_precision(q.device):
-        return (mask.softmax(scores) @ v.to(scores.dtype)).to(q.dtype)
-
-
 @mechanism(per_key=True)
 def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
@@ -223,10 +191,9 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
     if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
-        return performer_attention_reference(
-            q, k, v, is_causal=True, scale=scale, projection=projection
-        )
-    W, scale = _features_of(q, projection), scale or 1 / math.sqrt(q.shape[-1])
+        W = check_projection(q, projection)
+        return in_full(formulas.performer)(q, k, v, mask, scale, projection=W)
+    W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
         return _causal(q, k, v, W, scale)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
@@ -389,7 +356,8 @@ def _masked(logarithms: Tensor, column: Tensor | None) -> Tensor:
     return logarithms + narrowed(column, logarithms.dtype)
 
 
-def _features_of(q: Tensor, projection: Any) -> Tensor:
+def check_projection(q: Tensor, projection: Any) -> Tensor:
+    """Check W (R, D)."""
     return _rows_of("projection", projection, q, q.shape[-1])
 
 
@@ -399,15 +367,6 @@ def _features_of(q: Tensor, projection: Any) -> Tensor:
 def flipped_elu_feature_map(x: Tensor) -> Tensor:
     """φ(x) = elu(−x) + 1, entry by entry: the mirror image of `elu_feature_map`."""
     return elu_feature_map(-x)
-
-
-@mechanism
-def fmm_attention_reference(
-    q, k, v, mask, scale, *, window, near, far, feature_maps=(elu_feature_map,)
-) -> Tensor:
-    """H = near · H_window + far · Σ_φ H_linear(φ), each with its whole matrix; any mask will do."""
-    forms = window_attention_reference, linear_attention_reference
-    return _fmm(*forms, q, k, v, mask, scale, window, near, far, feature_maps)
 
 
 @mechanism(per_key=True)
@@ -431,20 +390,15 @@ def fmm_attention(
     feature_maps : sequence of callable
         At least one; each as in `linear_attention`, with a matrix of its own.
     """
-    forms = window_attention, linear_attention
-    return _fmm(*forms, q, k, v, mask, scale, window, near, far, feature_maps)
-
-
-def _fmm(band, linear, q, k, v, mask, scale, window, near, far, feature_maps) -> Tensor:
-    """Blend a softmax of a band and linear attentions, in float32 at least."""
-    maps = _check_maps(feature_maps)
-    w_near, w_far = (_blend(name, w, q) for name, w in (("near", near), ("far", far)))
+    maps = check_maps(feature_maps)
+    w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
     own = {**mask.keywords, "scale": scale}
-    H = w_near * band(q, k, v, window=window, **own)
-    return (H + w_far * sum(linear(q, k, v, feature_map=m, **own) for m in maps)).to(q.dtype)
+    H = w_near * window_attention(q, k, v, window=window, **own)
+    every = (linear_attention(q, k, v, feature_map=phi, **own) for phi in maps)
+    return (H + w_far * sum(every)).to(q.dtype)
 
 
-def _check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
+def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
     """Check for a sequence of functions, not empty, and return it."""
     if isinstance(feature_maps, str) or not isinstance(feature_maps, Iterable):
         found = f"feature_maps is {feature_maps!r}"
@@ -455,7 +409,7 @@ def _check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
     return maps
 
 
-def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
+def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
     """Check a weight, and give it the two dimensions that it lacks; float32 at least."""
     shapes = (), tuple(q.shape[-3:-2])
     weight = check_parameter(name, weight, q, shapes, "one number, or one for each head")
@@ -463,14 +417,6 @@ def _blend(name: str, weight: Any, q: Tensor) -> Tensor:
 
 
 # --- Luna: fewer keys, by an attention of their own ----------------------------------------------
-
-
-@mechanism
-def luna_attention_reference(q, k, v, mask, scale, *, packed) -> Tensor:
-    """H = A V with A = softmax(Q K'ᵀ/√D) softmax(P Kᵀ/√D), an (N, M) matrix, in memory."""
-    pack = _pack(q, k, mask, scale, packed)  # (..., l, M)
-    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q.to(pack.dtype) @ (pack @ k.to(pack.dtype)).mT
-    return (scores.softmax(-1) @ pack @ v.to(pack.dtype)).to(q.dtype)
 
 
 @mechanism(per_key=True)
@@ -501,17 +447,24 @@ def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
     return sdpa(q, K, V, Mask(), scale)
 
 
-def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) -> Tensor:
-    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least; zeros if no key is there."""
+def check_packed(q: Tensor, mask: Mask, packed: Any) -> Tensor:
+    """Check P, and what a mask may be."""
     if mask.is_causal:
         raise ValueError(
             "is_causal is True; expected False: a packed key holds later tokens, and is the same "
             "for every query"
         )
-    D, dtype = q.shape[-1], wide(q)
+    D = q.shape[-1]
     size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
     shapes = (size, D), (*q.shape[-3:-2], size, D)
-    check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
+    mask.per_key()
+    return check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
+
+
+def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) -> Tensor:
+    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least; zeros if no key is there."""
+    D, dtype = q.shape[-1], wide(q)
+    packed = check_packed(q, mask, packed)
     with full_precision(q.device):
         scores = (scale or 1 / math.sqrt(D)) * packed.to(dtype) @ k.to(dtype).mT
         return masked_softmax(scores, mask.per_key())
@@ -629,7 +582,7 @@ class FMMAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         check_count("window", window, 0)
-        maps = _check_maps(feature_maps)
+        maps = check_maps(feature_maps)
         super().__init__(*args, attention=attention, **options)
         self.window, self.feature_maps = window, maps
         self.learned_maps = nn.ModuleList(m for m in self.feature_maps if isinstance(m, nn.Module))

@@ -4,9 +4,9 @@ The equation of this module, with φ: ℝᴰ → ℝᶠ, φ ≥ 0, is (Katharopo
 
     h_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)),    H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V
 
-`linear_attention_weights` and `linear_attention_reference` multiply φ(Q) φ(K)ᵀ, an (N, M) matrix,
-first. `linear_attention` multiplies φ(K)ᵀ V, an (F, Dv) matrix, first: matrices are associative,
-and that alone makes the time linear in N. The causal sum over j ≤ i is taken chunk by chunk.
+`linear_attention_weights` and the formula multiply φ(Q) φ(K)ᵀ, an (N, M) matrix, first.
+`linear_attention` multiplies φ(K)ᵀ V, an (F, Dv) matrix, first: matrices are associative, and that
+alone makes the time linear in N. The causal sum over j ≤ i is taken chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from derived_attention.attention.checks import (
     check_shape,
     cut_any_length,
     is_symbolic,
+    wide,
 )
 from derived_attention.attention.convention import extend, full_precision, mechanism, prepare
-from derived_attention.attention.masks import Mask
+from derived_attention.attention.masks import Mask, divide
 from derived_attention.kernels import chosen
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
@@ -68,15 +69,7 @@ def linear_attention_weights(
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
     with full_precision(q.device):
-        return normalized_kernel(phi_q @ phi_k.mT, mask).to(q.dtype)
-
-
-@mechanism(weights=linear_attention_weights)
-def linear_attention_reference(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Tensor:
-    """H = A V with the whole matrix A of `linear_attention_weights` in memory; any mask will do."""
-    phi_q, phi_k = features(feature_map, q, k, scale)
-    with full_precision(q.device):
-        return (normalized_kernel(phi_q @ phi_k.mT, mask) @ v.to(phi_q.dtype)).to(q.dtype)
+        return mask.normalize(phi_q @ phi_k.mT).to(q.dtype)
 
 
 @mechanism(weights=linear_attention_weights, per_key=True)
@@ -245,25 +238,7 @@ def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 def ratio(sums: Tensor) -> Tensor:
     """Divide the first Dv columns, Σ_j (φ(q)ᵀφ(k_j)) v_j, by the last, Σ_j φ(q)ᵀφ(k_j)."""
-    return _divide(*sums.split([sums.shape[-1] - 1, 1], -1))  # a slice has a slow gradient
-
-
-def _divide(x: Tensor, total: Tensor) -> Tensor:
-    """Quotient x / total, and 0 with gradient 0 where the total is 0 or has lost its digits."""
-    lost = total.detach().abs() < torch.finfo(total.dtype).tiny
-    return x / total.masked_fill(lost, math.inf)
-
-
-def normalized_kernel(kernel: Tensor, mask: Mask) -> Tensor:
-    """Divide a kernel (..., N, M) by its sums over the keys that may be attended."""
-    factor = Mask(mask.on(kernel)).factor(kernel.dtype, False)
-    kernel = kernel if factor is None else kernel * factor
-    return _divide(kernel, kernel.sum(-1, keepdim=True))
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return divide(*sums.split([sums.shape[-1] - 1, 1], -1))  # a slice has a slow gradient
 
 
 def features(

@@ -178,9 +178,43 @@ class Mask:
             return torch.ones(shape, dtype=torch.bool, device=q.device), None
         return allowed(dense).expand(shape), dense.expand(shape).unsqueeze(-2)
 
-    def softmax(self, scores: Tensor) -> Tensor:
-        """Return weights (..., N, M) that sum to 1 over the keys allowed, or to 0 if none is."""
-        return masked_softmax(scores, self.on(scores))
+    def softmax(self, scores: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return weights (..., N, M) that sum to 1 over the keys allowed, or to 0 if none is.
+
+        `keep`, boolean, has the keys of a pattern.
+        """
+        mask = self.on(scores)
+        return masked_softmax(scores, mask if keep is None else within(keep, mask))
+
+    def normalize(self, kernel: Tensor) -> Tensor:
+        """Divide a kernel (..., N, M) by its sums over the keys allowed."""
+        factor = Mask(self.on(kernel)).factor(kernel.dtype, False)
+        kernel = kernel if factor is None else kernel * factor
+        return divide(kernel, kernel.sum(-1, keepdim=True))
+
+    def of_head(self, h: int, q: Tensor) -> Mask:
+        """Return the mask of one head of q (..., H, N, D)."""
+        if self.given is None:
+            return self
+        return Mask(self.given.expand(*q.shape[:-2], *self.given.shape[-2:])[..., h, :, :])
+
+    def there(self, k: Tensor) -> Tensor:
+        """Return True where a key is there that is not padding: (..., M)."""
+        every, present = torch.ones_like(k[..., 0], dtype=torch.bool), self.present(k.shape[-2])
+        return every if present is None else every & present
+
+    def share(self, k: Tensor) -> Tensor:
+        """Return how often each key counts, (..., M): at most once, and not at all where masked.
+
+        With a floating mask that is e to its power, over the largest such power.
+        """
+        given = self.per_key()
+        if given is None or given.dtype == torch.bool or given.numel() == 0:
+            return self.there(k).to(k.dtype)
+        given = narrowed(given, k.dtype)
+        top = given.amax(-1, keepdim=True)  # with its gradient: it may not divide out
+        share = (given - top.masked_fill(top == -math.inf, 0)).exp().squeeze(-2)
+        return share.expand(*share.shape[:-1], k.shape[-2])
 
     def opened(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return what was given without dead rows, and (..., N, 1) which rows are alive."""
@@ -214,6 +248,12 @@ class Mask:
         mask = narrowed(mask, dtype)
         top = mask.detach().amax(-1, keepdim=True)  # so that e to its power does not overflow
         return (mask - top.masked_fill(top == -math.inf, 0)).exp()
+
+
+def divide(x: Tensor, total: Tensor) -> Tensor:
+    """Quotient x / total, and 0 with gradient 0 where the total is 0 or has lost its digits."""
+    lost = total.detach().abs() < torch.finfo(total.dtype).tiny
+    return x / total.masked_fill(lost, math.inf)
 
 
 def anchor(here: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class Entry:
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
     chapter: int  # where it is derived
-    # ``module.name`` in derived_attention.attention: the fast form, beside ``name_reference``,
+    # ``module.name`` in derived_attention.attention: the fast form; ``references`` has the formula,
     function: str
     # and the layer, which is given the function if it is MultiheadAttention.
     layer: str = "layer.MultiheadAttention"
@@ -132,7 +132,7 @@ class Entry:
     @property
     def reference(self) -> Mechanism:
         """The formula."""
-        return _load(f"{self.function}_reference")
+        return _load(f"references.{self.function.partition('.')[2]}_reference")
 
     def plug(self, N: int, H: int, D: int) -> Callable[..., Any]:
         """Return what models take: the function or, where it has one, the layer; with options."""
@@ -466,7 +466,7 @@ _OTHERS = {
     "primal": ("cosine_feature_map", "ksvd_objective", "ksvd_objectives", "primal_scores"),
     "shifted_mixture": ("shifted_keys",),
     "softmax": ("attention_weights",),
-    "sparse_coding": ("signed_power", "soft_threshold"),
+    "formulas": ("signed_power", "soft_threshold"),
     "sparse": ("fixed_mask", "strided_mask", "window_mask"),
 }
 
@@ -475,7 +475,8 @@ def _public() -> dict[str, str]:
     """Return the module of every public name."""
     found = {name: module for module, names in _OTHERS.items() for name in names}
     for entry in MECHANISMS.values():
-        for where in (entry.function, f"{entry.function}_reference", entry.layer):
+        name = entry.function.partition(".")[2]
+        for where in (entry.function, f"references.{name}_reference", entry.layer):
             module, name = where.split(".")
             found[name] = module
     return {name: f"{PACKAGE}.{module}" for name, module in found.items()}

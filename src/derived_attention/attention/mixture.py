@@ -51,7 +51,6 @@ from derived_attention.attention.linear import (
     features,
     fused_sums,
     linear_attention,
-    normalized_kernel,
     wide,
 )
 from derived_attention.attention.masks import (
@@ -85,22 +84,6 @@ class Components(NamedTuple):
 
 
 # --- the formula ---------------------------------------------------------------------------------
-
-
-@mechanism(components=True)
-def mixture_attention_reference(q, k, v, mask, scale, *, hard=False, **mixture) -> Tensor:
-    """Eq. 7 as it is written, with all differences q_i − k_jr in memory: O(R N M D)."""
-    parts = components_of(q, k, scale, hard, **mixture)
-    with full_precision(q.device):
-        queries, keys = q.to(parts.precisions), k.to(parts.precisions)
-        if parts.distance:
-            difference = queries[..., None, :, None, :] - keys[..., None, :, :]
-            products = -difference.square().sum(-1) / 2  # (..., H, R, N, M)
-        else:
-            products = queries.unsqueeze(-3) @ keys.mT
-        scores = parts.log_weights + parts.scale * parts.precisions * products
-        scores = scores.max(-3).values if hard else scores.logsumexp(-3)
-        return (mask.softmax(scores) @ v.to(scores.dtype)).to(q.dtype)
 
 
 # --- the fast forms ------------------------------------------------------------------------------
@@ -152,12 +135,6 @@ def mixture_attention(
         if k.shape[-3] > 1 and (mask.is_causal or hard or _in_parts(q)):
             return _chunked(q, k, v, parts, mask, hard).to(q.dtype)
         return _joined(q, k, v, parts, mask).to(q.dtype)
-
-
-@mechanism(components=True)
-def hard_mixture_attention_reference(q, k, v, mask, scale, **own) -> Tensor:
-    """`mixture_attention_reference` with ``hard=True``, and the other arguments of that."""
-    return mixture_attention_reference(q, k, v, scale=scale, hard=True, **mask.keywords, **own)
 
 
 @mechanism(components=True)
@@ -351,18 +328,6 @@ class _Most(NamedTuple):
 # --- the linear kernel ---------------------------------------------------------------------------
 
 
-@mechanism(components=True)
-def linear_mixture_attention_reference(
-    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
-) -> Tensor:
-    """Mixture of linear keys with all matrices π_r φ(q_i)ᵀφ(k_jr) in memory; any mask will do."""
-    pi = _per_component("priors", priors, q, k).to(wide(q))
-    phi_q, phi_k = features(feature_map, q, k, scale)
-    with full_precision(q.device):
-        kernel = (pi * (phi_q.unsqueeze(-3) @ phi_k.mT)).sum(-3)  # (..., H, N, M)
-        return (normalized_kernel(kernel, mask) @ v.to(kernel.dtype)).to(q.dtype)
-
-
 @mechanism(components=True, per_key=True)
 def linear_mixture_attention(
     q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map, fused=None
@@ -377,7 +342,7 @@ def linear_mixture_attention(
         As in `linear_attention`.
     """
     check_fused_is_causal(fused, mask)
-    pi = _per_component("priors", priors, q, k).to(wide(q))
+    pi = per_component("priors", priors, q, k).to(wide(q))
     pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
     if chosen(fused, q, k, v) and feature_map is elu_feature_map:  # mixes them as it loads the keys
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
@@ -495,11 +460,11 @@ def components_of(
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D = q.shape[-1]
-    pi = _per_component("priors", priors, q, k).to(wide(q))
+    pi = per_component("priors", priors, q, k).to(wide(q))
     there = pi > 0  # the logarithm of the others is −∞, and its gradient would be NaN
     log_weights = pi.where(there, 1).log().masked_fill(~there, -math.inf)
     if isinstance(variances, Tensor):
-        precisions, scale = 1 / _per_component("variances", variances, q, k).to(wide(q)), 1.0
+        precisions, scale = 1 / per_component("variances", variances, q, k).to(wide(q)), 1.0
     else:
         variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
         precisions, scale = pi.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
@@ -537,7 +502,7 @@ def runs_kernel(
     return True
 
 
-def _per_component(name: str, value: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+def per_component(name: str, value: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
     """Check for a number for each component; return (R, 1, 1) or (H, R, 1, 1), ones for None."""
     R, heads = k.shape[-3], q.shape[-3:-2]
     if value is None:

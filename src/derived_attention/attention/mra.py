@@ -16,7 +16,7 @@ are equal work. That of the code of Zeng et al. (2022), ``over="map"``: the n `k
 whole map, by the pooled score less the largest one of its row. So each row keeps its best block,
 and the others go to rows that have many almost as good.
 
-`mra_attention_reference` fills the (N, M) matrix of scores. `mra_attention` computes the kept
+The formula fills the (N, M) matrix of scores. `mra_attention` computes the kept
 blocks, and lets all others of a row of blocks be one more key: they have the same weights for each
 query of the block.
 """
@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derived_attention.attention import formulas
 from derived_attention.attention.checks import (
     Mechanism,
     check_count,
@@ -38,7 +39,7 @@ from derived_attention.attention.checks import (
     check_query_mask,
     is_symbolic,
 )
-from derived_attention.attention.convention import full_precision, mechanism, prepare
+from derived_attention.attention.convention import full_precision, in_full, mechanism, prepare
 from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import (
@@ -47,7 +48,6 @@ from derived_attention.attention.masks import (
     masked_softmax,
     narrowed,
     open_dead_rows,
-    within,
 )
 from derived_attention.attention.pooling import windows
 from derived_attention.attention.softmax import sdpa
@@ -92,33 +92,10 @@ def mra_attention_weights(
     Arguments and errors are those of `mra_attention`.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
-    _check(mask, q, block, kept, over, sparse, query_mask)
-    with full_precision(q.device):
-        Q, K = _scaled(q, scale), k.to(wide(q))
-        coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
-        exact = _put(torch.zeros_like(coarse.scores, dtype=torch.bool), coarse.picks, True)
-        exact, elsewhere = (_spread(x, Q, K, block) for x in (exact, coarse.scores))  # (..., N, M)
-        scores = torch.where(exact, Q @ K.mT, elsewhere)
-        given = within(exact, mask.given) if sparse else mask.given
-        return masked_softmax(scores, given).to(q.dtype)
-
-
-@mechanism(weights=mra_attention_weights, alone=False)
-def mra_attention_reference(
-    q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
-) -> Tensor:
-    """H = A V with the whole matrix A of `mra_attention_weights` in memory."""
+    check_blocks(mask, q, block, kept, over, sparse, query_mask)
+    every = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand(*q.shape[:-2], -1, -1)
     own: dict[str, Any] = dict(block=block, kept=kept, over=over, sparse=sparse)
-    own["query_mask"] = query_mask
-    A = mra_attention_weights(q.to(wide(q)), k.to(wide(k)), **mask.keywords, scale=scale, **own)
-    with full_precision(q.device):
-        return (A.to(wide(q)) @ v.to(wide(q))).to(q.dtype)
-
-
-def _spread(x: Tensor, Q: Tensor, K: Tensor, block: int) -> Tensor:
-    """Repeat what is known of blocks (..., N/b, M/b) for all their pairs (..., N, M)."""
-    rows, columns = (torch.arange(y.shape[-2], device=y.device) // block for y in (Q, K))
-    return x[..., rows[:, None], columns]
+    return in_full(formulas.mra)(q, k, every, mask, scale, query_mask=query_mask, **own)
 
 
 # --- the same by blocks --------------------------------------------------------------------------
@@ -156,7 +133,7 @@ def mra_attention(
         Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
         left out of the pooled query of its block.
     """
-    _check(mask, q, block, kept, over, sparse, query_mask)
+    check_blocks(mask, q, block, kept, over, sparse, query_mask)
     M = k.shape[-2]
     if not is_symbolic(q.shape[-2], M) and (q.numel() == 0 or kept * block >= M):
         return sdpa(q, k, v, mask, scale)
@@ -315,9 +292,10 @@ def _scaled(q: Tensor, scale: float | None) -> Tensor:
     return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
 
 
-def _check(
+def check_blocks(
     mask: Mask, q: Tensor, block: int, kept: int, over: str, sparse: bool, query_mask: Tensor | None
 ) -> None:
+    """Check what MRA has of its own, and what a mask may be."""
     check_count("block", block, 1)
     check_count("kept", kept, 1)
     _check_over(over)

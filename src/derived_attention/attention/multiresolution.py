@@ -43,15 +43,14 @@ from derived_attention.attention.filters import (
 )
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
 from derived_attention.attention.linear import wide
-from derived_attention.attention.masks import Mask, allowed
+from derived_attention.attention.masks import Mask
 from derived_attention.attention.pooling import Pooling, keep_first, pool_pairs
 from derived_attention.attention.scaled import (
-    averages,
     check_scale_list,
     deal_out,
     head_groups,
 )
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention
 
 Restore = Callable[[Tensor], Tensor]
 
@@ -135,51 +134,6 @@ def _in_step(
 
 
 # --- the formula: head by head, window by window -------------------------------------------------
-
-
-@mechanism(alone=False)
-def multiresolution_attention_reference(
-    q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    query_mask=None, attention=softmax_attention_reference
-) -> Tensor:  # fmt: skip
-    """MrsHA as it is written, with boxcar filters."""
-    check_query_mask(query_mask, q)
-    asked = torch.ones_like(q[..., 0], dtype=torch.bool)  # (..., H, N)
-    asked = asked if query_mask is None else asked & query_mask
-    pairs = check_scales(scales, key_scales, q, mask, class_token)
-    if not is_boxcar(filters):
-        raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
-    outputs = []
-    for h, (s, t) in enumerate(pairs):
-        q_h, k_h, v_h, given = q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.given
-        if given is not None:
-            given = given.expand(*q.shape[:-1], k.shape[-2])[..., h, :, :]  # (..., N, M)
-        N, M, causal = q.shape[-2], k.shape[-2], mask.is_causal
-        if (s, t) != (1, 1) and N and M:
-            there = torch.ones_like(k_h[..., 0], dtype=torch.bool)  # (..., M)
-            there = there if given is None else allowed(given)[..., 0, :]
-            own, others = _spans(N, s, class_token, causal), _spans(M, t, class_token, causal)
-            q_h = averages(q_h, asked[..., h, :], own)
-            k_h, v_h = (averages(x, there, others) for x in (k_h, v_h))  # (..., M', D)
-            given = torch.stack([there[..., span].any(-1) for span in others], -1)[..., None, :]
-            if causal:
-                ends = [span.stop for span in others]
-                given = torch.tensor([[e <= span.stop for e in ends] for span in own]).to(q.device)
-        H = attention(q_h, k_h, v_h, given, is_causal=causal and given is None, scale=scale)
-        if H.shape[-2] != N:  # window i's result is for the queries that it holds, or that follow
-            readers = _spans(N, s, class_token, False)
-            parts = [H[..., i : i + 1, :].expand(*H.shape[:-2], len(range(N)[r]), -1)
-                     for i, r in enumerate(readers)]  # fmt: skip
-            H = torch.cat(parts, -2)
-        outputs.append(H)
-    return torch.stack(outputs, -3)
-
-
-def _spans(N: int, s: int, class_token: bool, causal: bool) -> list[slice]:
-    """Cut N steps into windows of s."""
-    if causal:
-        return [slice(max(0, e - s), e) for e in range(1, N + 1, s)]
-    return [slice(0, 1)] * class_token + [slice(a, min(a + s, N)) for a in range(class_token, N, s)]
 
 
 # --- the same, one call for all heads of two scales ----------------------------------------------

@@ -35,29 +35,7 @@ from derived_attention.attention.convention import full_precision, mechanism
 from derived_attention.attention.layer import Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, allowed, anchor, shared_offset
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
-
-
-@mechanism
-def normalized_attention_reference(
-    q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax_attention_reference
-) -> Tensor:
-    """Attention-BN as it is written: every query centres and scales its own copy of the keys.
-
-    Takes O(N M D) memory; `attention` may be any mechanism, because all keys are centred.
-    """
-    beta, eps = check_normalization(beta, eps, q)
-    inside, rows = mask.rows(q, k)  # (..., N, M), and a mask (..., N, 1, M)
-    inside = inside.to(k.dtype)[..., None]
-    count, keys = inside.sum(-2, keepdim=True).clamp(min=1), k.unsqueeze(-3)
-    mean = (inside * keys).sum(-2, keepdim=True) / count  # (..., N, 1, D)
-    shift = (beta[..., None] if isinstance(beta, Tensor) else beta) * mean
-    Q, K = q.unsqueeze(-2) - shift, keys - shift  # (..., N, 1, D), (..., N, M, D)
-    if eps is not None:
-        variance = (inside * (keys - mean).square()).sum(-2, keepdim=True) / count
-        Q, K = Q * (variance + eps).rsqrt(), K * (variance + eps).rsqrt()
-    V = v.unsqueeze(-3).expand(*K.shape[:-1], -1)
-    return attention(Q.to(q.dtype), K.to(k.dtype), V, rows, scale=scale).squeeze(-2)
+from derived_attention.attention.softmax import softmax_attention
 
 
 @mechanism
@@ -238,7 +216,7 @@ def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mas
     check_callable("attention", attention)
     if center_keys is None:
         target = attention.func if isinstance(attention, functools.partial) else attention
-        center_keys = target not in (softmax_attention, softmax_attention_reference)
+        center_keys = not getattr(target, "softmax", False)
         if center_keys and mask.is_causal:
             raise ValueError(
                 "center_keys is None with is_causal=True and an attention that is not "

@@ -38,7 +38,6 @@ from derived_attention.attention.linear import (
     FeatureMap,
     apply_feature_map,
     causal_sums,
-    features,
     segments,
     wide,
 )
@@ -101,7 +100,7 @@ def _scores(
     sketch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return e, r, and which rows (..., n) of the weights took part; None for all."""
-    _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
+    check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
     W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
     used = None
     if data_dependent and mask.is_causal:
@@ -212,34 +211,6 @@ def landmarks(
 
 
 @mechanism(per_key=True, drops=True)
-def primal_attention_reference(
-    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
-    sampling="even", sketch=None, cross=False, dropout_p=0.0,
-) -> Tensor:  # fmt: skip
-    """O = [A U_e; B U_r] W_oᵀ, with A = g(Q) Vᵀ, B = g(K) Vᵀ and U = Sᵀ W, where f(V) = S V."""
-    _check(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
-    M, n, dtype = k.shape[-2], W_e.shape[-2], q.dtype
-    if mask.is_causal and not data_dependent:
-        q, k = running_mean(q), running_mean(k)
-    scores: list[Tensor] = []
-    for x, W in zip(features(feature_map, q, k, scale), (W_e, W_r), strict=True):
-        W = W.to(x.dtype)
-        A = x @ v.to(x.dtype).mT if data_dependent else x  # (..., N, M)
-        if data_dependent and mask.is_causal:
-            i = torch.arange(x.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
-            A = A.tril() / ((i // n + 1)[:, None] if sketch is None else 1)
-            S = F.one_hot(torch.arange(M, device=q.device) % n, n).mT if sketch is None else sketch
-            W = S[..., :M].to(x.dtype).mT @ W  # (..., M, s)
-        elif data_dependent:
-            identity = torch.eye(M, dtype=x.dtype, device=q.device).expand(*v.shape[:-1], M)
-            S = landmarks(identity, n, mask, sampling, sketch)[0]  # (..., n', M)
-            W = S.mT @ W[..., : S.shape[-2], :]
-        scores.append(A @ W)
-    e, r = _masked(scores[0], scores[1], mask)
-    return _join(e, r, mask, W_o, cross, dropout_p).to(dtype)
-
-
-@mechanism(per_key=True, drops=True)
 def primal_attention(
     q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
     sampling="even", sketch=None, cross=False, dropout_p=0.0, kept=None,
@@ -295,13 +266,8 @@ def primal_attention(
 
 def _join(e: Tensor, r: Tensor, mask: Mask, W_o: Tensor, cross: bool, dropout_p: float) -> Tensor:
     """W_o [e; r], with the scores r of keys brought to the queries."""
-    check_flag("cross", cross)
+    check_output(e, r.shape[-2], W_o, cross, e.shape[-1])
     N, M, s = e.shape[-2], r.shape[-2], e.shape[-1]
-    _check_weights("W_o", W_o, e, 2 * s)
-    if not cross and N != M:
-        raise ValueError(
-            f"k has shape (..., {M}, D); expected as many keys as queries, {N}, unless cross=True"
-        )
     if cross and mask.is_causal and M:
         r = running_mean(r)[..., torch.arange(N, device=r.device).clamp(max=M - 1), :]
     elif cross:
@@ -312,7 +278,18 @@ def _join(e: Tensor, r: Tensor, mask: Mask, W_o: Tensor, cross: bool, dropout_p:
         return F.dropout(torch.cat([e, r], -1), dropout_p) @ W_o.to(e.dtype).mT
 
 
-def _check(
+def check_output(q: Tensor, M: int, W_o: Tensor, cross: bool, s: int) -> None:
+    """Check W_o for s directions, and that each query has a key of its own unless `cross`."""
+    check_flag("cross", cross)
+    _check_weights("W_o", W_o, q, 2 * s)
+    if not cross and q.shape[-2] != M:
+        raise ValueError(
+            f"k has shape (..., {M}, D); expected as many keys as queries, {q.shape[-2]}, unless "
+            "cross=True"
+        )
+
+
+def check_scores(
     q: Tensor,
     M: int,
     mask: Mask,
@@ -322,6 +299,7 @@ def _check(
     sampling: str,
     sketch: Tensor | None,
 ) -> None:
+    """Check the weights of the scores, and what f reads."""
     check_flag("data_dependent", data_dependent)
     _check_weights("W_e", W_e, q)
     _check_weights("W_r", W_r, q)

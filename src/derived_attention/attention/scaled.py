@@ -32,12 +32,11 @@ from derived_attention.attention.checks import (
 )
 from derived_attention.attention.convention import mechanism
 from derived_attention.attention.layer import Group, MultiheadAttention, in_order, pick, refuse
-from derived_attention.attention.masks import Mask, allowed
+from derived_attention.attention.masks import Mask
 from derived_attention.attention.normalized import (
     NormalizedAttention,
     check_normalization,
     normalized_attention,
-    normalized_attention_reference,
 )
 from derived_attention.attention.pooling import (
     POOLINGS,
@@ -50,59 +49,11 @@ from derived_attention.attention.pooling import (
     pool_pairs,
     windows,
 )
-from derived_attention.attention.softmax import softmax_attention, softmax_attention_reference
+from derived_attention.attention.softmax import softmax_attention
 
 Scale = TypeVar("Scale", int, tuple[int, int])
 
 # --- the formula: head by head, window by window -------------------------------------------------
-
-
-@mechanism
-def scaled_heads_attention_reference(
-    q, k, v, mask, scale, *, scales, class_token=False, attention=softmax_attention_reference
-) -> Tensor:
-    """Attention-SH with average pooling, as it is written."""
-    return _head_by_head(lambda h: attention, q, k, v, mask, scale, scales, class_token)
-
-
-@mechanism
-def normalized_scaled_heads_attention_reference(
-    q, k, v, mask, scale, *, scales, class_token=False, beta=1.0, eps=None,
-    attention=softmax_attention_reference
-) -> Tensor:  # fmt: skip
-    """Attention-BN+SH with average pooling, as it is written."""
-    check_normalization(beta, eps, q)
-    bn = functools.partial(normalized_attention_reference, eps=eps, attention=attention)
-
-    def run_of(h: int) -> Mechanism:
-        return functools.partial(bn, beta=_of_heads(beta, [h]))
-
-    return _head_by_head(run_of, q, k, v, mask, scale, scales, class_token)
-
-
-def _head_by_head(run_of, q, k, v, mask, scale, scales, class_token) -> Tensor:
-    """Run a mechanism in each head, on keys and values averaged one window after the other."""
-    check_scales(scales, q, mask)
-    outputs = []
-    for h, s in enumerate(scales):
-        q_h, k_h, v_h, given = q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.given
-        if given is not None:
-            given = given.expand(*q.shape[:-1], k.shape[-2])[..., h, :, :]  # (..., N, M)
-        if s > 1 and k_h.numel() and q_h.numel():
-            all_there = torch.ones_like(k_h[..., 0], dtype=torch.bool)  # (..., M)
-            there = all_there if given is None else allowed(given)[..., 0, :]
-            spans = [slice(0, 1)] if class_token else []
-            spans += [slice(a, a + s) for a in range(len(spans), k.shape[-2], s)]
-            k_h, v_h = (averages(x, there, spans) for x in (k_h, v_h))  # (..., N_h, D)
-            given = torch.stack([there[..., span].any(-1) for span in spans], -1)[..., None, :]
-        outputs.append(run_of(h)(q_h, k_h, v_h, given, is_causal=mask.is_causal, scale=scale))
-    return torch.stack(outputs, -3)
-
-
-def averages(x: Tensor, there: Tensor, spans: list[slice]) -> Tensor:
-    """Average the steps of each span that are there: (..., M, D) to (..., N_h, D)."""
-    pairs = [(x[..., span, :], there[..., span, None]) for span in spans]
-    return torch.stack([(x * t).sum(-2) / t.sum(-2).clamp(min=1) for x, t in pairs], -2)
 
 
 # --- the same, one call for all heads of a scale -------------------------------------------------
@@ -158,7 +109,7 @@ def normalized_scaled_heads_attention(
     check_normalization(beta, eps, q)
 
     def bind(base: Mechanism, heads: list[int]) -> Mechanism:
-        own = {"beta": _of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
+        own = {"beta": of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
         return functools.partial(normalized_attention, attention=base, **own)
 
     return _by_scale(q, k, v, mask, scale, bind, scales=scales, **pooled)
@@ -195,7 +146,8 @@ def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
     return groups
 
 
-def _of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
+def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
+    """Return the β of some heads."""
     return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
 
 

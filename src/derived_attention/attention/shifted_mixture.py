@@ -36,7 +36,6 @@ from derived_attention.attention.mixture import (
     centred,
     components_of,
     mixture_attention,
-    mixture_attention_reference,
     runs_kernel,
 )
 from derived_attention.attention.softmax import sdpa
@@ -48,24 +47,18 @@ def shifted_keys(k: Tensor, shifts: Tensor) -> Tensor:
     Keys `k` are ``(..., H, M, D)``, `shifts` b are ``(R, D)`` or ``(H, R, D)``, and the result is
     ``(..., H, R, M, D)``. Other shapes are a ValueError, and dtypes that differ a TypeError.
     """
-    _check_shifts(k, shifts)
+    check_shifts(k, shifts)
     return k.unsqueeze(-3) + shifts.unsqueeze(-2)
 
 
-def _check_shifts(k: Tensor, shifts: Tensor) -> None:
+def check_shifts(k: Tensor, shifts: Tensor) -> None:
+    """Check b against the keys."""
     check_floating({"k": k, "shifts": shifts})
     if k.dim() < 2:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected (..., M, D)")
     R = shifts.shape[-2] if shifts.dim() > 1 and shifts.shape[-2] else "R"
     heads = k.shape[-3:-2] if shifts.dim() > 2 else ()
     check_shape("shifts", shifts, (*heads, R, k.shape[-1]), "(R, D) or (H, R, D), with R ≥ 1")
-
-
-@mechanism
-def shifted_mixture_attention_reference(q, k, v, mask, scale, *, shifts, **own) -> Tensor:
-    """`mixture_attention_reference` of `shifted_keys`, with the other arguments of that."""
-    keys = shifted_keys(k, shifts)
-    return mixture_attention_reference(q, keys, v, scale=scale, **mask.keywords, **own)
 
 
 @mechanism
@@ -97,7 +90,7 @@ def shifted_mixture_attention(
         scale · q_i·k_j and a term of i alone: shifts and priors cancel, get no gradient, and what
         remains is softmax attention.
     """
-    _check_shifts(k, shifts)
+    check_shifts(k, shifts)
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:

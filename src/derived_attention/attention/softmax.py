@@ -36,14 +36,7 @@ def attention_weights(
     return mask.softmax((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT)
 
 
-@mechanism(weights=attention_weights)
-def softmax_attention_reference(q, k, v, mask, scale) -> Tensor:
-    """H = softmax(Q Kᵀ / √D) V with the whole matrix in memory."""
-    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT  # (..., H, N, M)
-    return mask.softmax(scores) @ v
-
-
-@mechanism(weights=attention_weights)
+@mechanism(weights=attention_weights, softmax=True)
 def softmax_attention(q, k, v, mask, scale) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from derived_attention.attention import formulas
 from derived_attention.attention.blocks import stands_for_many
 from derived_attention.attention.checks import check_count, is_symbolic
-from derived_attention.attention.convention import extend, full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, in_full, mechanism
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads, masked_softmax, within
 from derived_attention.attention.softmax import sdpa
@@ -76,7 +77,7 @@ def fixed_mask(
     positions, and start at 0, stride, 2 stride, ...; the last may be shorter, and then has fewer
     summaries or none. `summary` is from 1 to `stride`. Otherwise as `window_mask`.
     """
-    _check_fixed(stride, summary)
+    check_fixed(stride, summary)
     i, j = _pairs(N, M, device)
     keep = (i // stride == j // stride) | (j % stride >= stride - summary)
     return _past(i, j, keep, is_causal)
@@ -99,31 +100,6 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
 # --- the formula: softmax under a mask ----------------------------------------------------------
 
 
-@mechanism
-def window_attention_reference(q, k, v, mask, scale, *, window) -> Tensor:
-    """Softmax attention under `window_mask`, with the whole matrix in memory; any mask will do."""
-    return _under(window_mask, q, k, v, mask, scale, window)
-
-
-@mechanism
-def strided_attention_reference(q, k, v, mask, scale, *, stride) -> Tensor:
-    """Softmax attention under `strided_mask`, with the whole matrix in memory; any mask will do."""
-    return _under(strided_mask, q, k, v, mask, scale, stride)
-
-
-@mechanism
-def fixed_attention_reference(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
-    """Softmax attention under `fixed_mask`, with the whole matrix in memory; any mask will do."""
-    return _under(fixed_mask, q, k, v, mask, scale, stride, summary)
-
-
-def _under(pattern, q, k, v, mask, scale, *own) -> Tensor:
-    """Softmax attention to the keys of a pattern that the mask allows."""
-    scores = (scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT  # (..., H, N, M)
-    keep = pattern(*scores.shape[-2:], *own, device=q.device)
-    return masked_softmax(scores, within(keep, mask.on(scores))) @ v
-
-
 # --- the same by blocks -------------------------------------------------------------------------
 
 
@@ -141,7 +117,7 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
     """
     check_count("window", window, 0)
     if is_symbolic(q.shape[-2], k.shape[-2]):
-        return window_attention_reference(q, k, v, **mask.keywords, scale=scale, window=window)
+        return in_full(formulas.window)(q, k, v, mask, scale, window=window)
     column = _key_column(mask, k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
         return sdpa(q, k, v, Mask(), scale)
@@ -195,7 +171,7 @@ def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
     summary : int
         Keys at the end of each block that every query attends, from 1 to `stride`.
     """
-    _check_fixed(stride, summary)
+    check_fixed(stride, summary)
     return _two_groups(q, k, v, mask, scale, stride, summary)
 
 
@@ -482,7 +458,8 @@ def _key_column(mask: Mask, M: int) -> Tensor | None:
     return None if rows is None else rows.expand(*rows.shape[:-1], M).mT
 
 
-def _check_fixed(stride: int, summary: int) -> None:
+def check_fixed(stride: int, summary: int) -> None:
+    """Check the numbers of the fixed pattern."""
     check_count("stride", stride, 1)
     check_count("summary", summary, 1)
     if summary > stride:

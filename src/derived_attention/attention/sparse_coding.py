@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from derived_attention.attention import formulas
 from derived_attention.attention.blocks import Block, stands_for_many
 from derived_attention.attention.checks import (
     Mechanism,
@@ -37,7 +38,8 @@ from derived_attention.attention.checks import (
     check_positive,
     is_symbolic,
 )
-from derived_attention.attention.convention import extend, full_precision, mechanism
+from derived_attention.attention.convention import extend, full_precision, in_full, mechanism
+from derived_attention.attention.formulas import signed_power
 from derived_attention.attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.attention.linear import wide
 from derived_attention.attention.masks import Mask, flat_heads
@@ -51,21 +53,6 @@ WIDEST = 128  # features of a query or a value that they have blocks for
 CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 Penalty = float | Tensor
 Solve = Callable[[Tensor], Tensor]
-
-
-def soft_threshold(w: Tensor, kappa: Penalty) -> Tensor:
-    """S_κ(w) = sign(w) max(abs(w) − κ, 0): the proximal operator of κ‖·‖₁."""
-    return w.sign() * (w.abs() - kappa).clamp(min=0)
-
-
-def signed_power(z: Tensor, power: int | None) -> Tensor:
-    """ν(α(z)) = zᵖ / ‖zᵖ‖₁ over the last dimension, and 0 at z = 0; None: z."""
-    if power is None:
-        return z
-    top = z.detach().abs().amax(-1, keepdim=True) if z.shape[-1] else z.new_ones(())
-    a = (z / top.masked_fill(top == 0, 1)) ** power  # else z⁵ would be lost below 1e-9
-    total = a.abs().sum(-1, keepdim=True)
-    return a / total.masked_fill(total == 0, 1)
 
 
 # --- what both mechanisms share -------------------------------------------------------------------
@@ -98,7 +85,7 @@ class How(NamedTuple):
         return self.hide(present.unsqueeze(-2).repeat_interleave(N, -2), 0)
 
 
-def _prepare(
+def prepare_codes(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, how: How
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Check; return q, k, v in float32 at least, and 1 where a key is there, else 0: (..., M)."""
@@ -118,21 +105,13 @@ def _prepare(
     return q, k, v, present
 
 
-def _number(name: str, value: Penalty, q: Tensor) -> Tensor:
+def number(name: str, value: Penalty, q: Tensor) -> Tensor:
     """Return a positive number, or one for each head, as a tensor of the leading shape of q."""
     if not isinstance(value, Tensor):
         return q.new_full(q.shape[:-2], check_positive(name, value))
     shapes = ((), *([q.shape[-3:-2]] if q.dim() > 2 else []))
     value = check_parameter(name, value, q, shapes, "one, or one for each head")
     return value.to(q.dtype).expand(q.shape[:-2])
-
-
-def _whole_solve(atoms: Tensor, k: Tensor, rho: Tensor, R: Tensor) -> Tensor:
-    """t_i = G_i⁻¹ r_i with G_i = Σ_j atoms_ij k_j k_jᵀ + ρ I, each with a matrix of its own."""
-    D = k.shape[-1]
-    outer = (k.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2)  # (..., M, D²)
-    G = (atoms @ outer).unflatten(-1, (D, D)) + _diagonal(rho, D).unsqueeze(-3)
-    return torch.linalg.solve(G, R.unsqueeze(-1)).squeeze(-1)
 
 
 def _diagonal(rho: Tensor, D: int) -> Tensor:
@@ -260,19 +239,6 @@ def _chunked(x: Tensor, N: int, size: int) -> Tensor:
 
 
 @mechanism(per_key=True)
-def ridge_attention_reference(
-    q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0
-) -> Tensor:  # fmt: skip
-    """O = X V with x_i = K_i G_i⁻¹ q_i and G_i = K_iᵀK_i + λ I, K_i being the atoms of query i."""
-    how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
-    q, k, v, present = _prepare(q, k, v, mask, scale, how)
-    atoms = how.atoms(q.shape[-2], present)  # (..., N, M)
-    with full_precision(q.device):
-        T = _whole_solve(atoms, k, _number("lam", lam, q), q)  # (..., N, D)
-        return (atoms * (T @ k.mT) @ v).to(dtype)
-
-
-@mechanism(per_key=True)
 def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0) -> Tensor:
     """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
 
@@ -296,13 +262,13 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     """
-    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
-        own = {"lam": lam, "exclude_self": exclude_self, "prefix": prefix}
-        return ridge_attention_reference(q, k, v, is_causal=True, scale=scale, **own)
     how, dtype = How(mask.is_causal, exclude_self, prefix), q.dtype
-    q, k, v, present = _prepare(q, k, v, mask, scale, how)
+    q, k, v, present = prepare_codes(q, k, v, mask, scale, how)
+    lam = number("lam", lam, q)
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        own = {"lam": lam[..., None, None], "atoms": how.atoms(q.shape[-2], present)}
+        return in_full(formulas.ridge)(q, k, v, mask, None, **own).to(dtype)
     k = k * present.unsqueeze(-1)
-    lam = _number("lam", lam, q)
     with full_precision(q.device):
         if mask.is_causal:
             return _causal_ridge(how, q, k, v, lam).to(dtype)
@@ -354,29 +320,6 @@ def _causal_ridge(how: How, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Ten
 
 
 @mechanism(per_key=True)
-def lasso_attention_reference(
-    q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
-    prefix=0, residuals=None,
-) -> Tensor:  # fmt: skip
-    """O = ν(α(Z)) V after so many steps of scaled ADMM, each query with a matrix G_i of its own."""
-    how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
-    q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
-    atoms = how.atoms(q.shape[-2], present)  # (..., N, M)
-    kappa, history = (lam / rho)[..., None, None], []
-    with full_precision(q.device):
-        z = u = torch.zeros_like(atoms)
-        for _ in range(iterations):
-            before, b = z, z - u
-            x = b + atoms * (_whole_solve(atoms, k, rho, q - b @ k) @ k.mT)
-            z = soft_threshold(x + u, kappa)
-            u = u + x - z
-            history.append((x - z, rho[..., None, None] * (z - before)))
-        if residuals is not None:
-            residuals.append(_norms(history))
-        return (signed_power(z, power) @ v).to(dtype)
-
-
-@mechanism(per_key=True)
 def lasso_attention(
     q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
     prefix=0, residuals=None, fused=None,
@@ -418,13 +361,14 @@ def lasso_attention(
         form. Kernels store no codes at all, but make them again for each step: with 5 of them that
         is twice as many products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
-    if is_symbolic(q.shape[-2], k.shape[-2]):
-        own = dict(lam=lam, rho=rho, iterations=iterations, exclude_self=exclude_self, power=power)
-        own |= dict(prefix=prefix, residuals=residuals, scale=scale)
-        return lasso_attention_reference(q, k, v, **mask.keywords, **own)
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     how, dtype = How(mask.is_causal, exclude_self, prefix, iterations, power), q.dtype
-    q, k, v, present, lam, rho = _prepare_lasso(q, k, v, mask, scale, how, lam, rho)
+    q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, how, lam, rho)
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None], "power": power}
+        atoms = how.atoms(q.shape[-2], present)
+        own = {"atoms": atoms, "iterations": iterations, "residuals": residuals, **numbers}
+        return in_full(formulas.lasso)(q, k, v, mask, None, **own).to(dtype)
     k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
     with full_precision(q.device):
         q = q / kappa  # codes of q / κ with κ = 1 are those of q, divided by κ
@@ -457,13 +401,14 @@ def _runs_kernels(
     return 0 not in (q.numel(), k.numel(), v.numel())
 
 
-def _prepare_lasso(
+def check_lasso(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, how: How, *numbers: Penalty
 ) -> tuple[Tensor, ...]:
+    """Check as `prepare_codes` does, and λ and ρ; return all of it."""
     check_count("iterations", how.iterations, 1)
     _check_power(how.power)
-    q, *rest = _prepare(q, k, v, mask, scale, how)
-    return q, *rest, *(_number(*x, q) for x in zip(("lam", "rho"), numbers, strict=True))
+    q, *rest = prepare_codes(q, k, v, mask, scale, how)
+    return q, *rest, *(number(*x, q) for x in zip(("lam", "rho"), numbers, strict=True))
 
 
 def _check_power(power: int | None) -> int | None:
@@ -662,12 +607,6 @@ def _residuals(how: How, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Ten
             pair = torch.stack([(u - old_u).norm(dim=-1), dual])  # x − z = u − u_before
             found[:, block.heads, block.rows, n] = pair
     primal, dual = found.unflatten(1, q.shape[:-2]) if leading else found.squeeze(1)
-    return primal, dual
-
-
-def _norms(history: list) -> tuple[Tensor, Tensor]:
-    pairs = zip(*history, strict=True)
-    primal, dual = (torch.stack([x.detach().norm(dim=-1) for x in xs], -1) for xs in pairs)
     return primal, dual
 
 

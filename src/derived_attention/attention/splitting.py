@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from derived_attention.attention.sparse_coding import soft_threshold
+from derived_attention.attention.formulas import soft_threshold
 
 Iterates = Iterator[tuple[Tensor, Tensor, Tensor]]
 
