@@ -182,7 +182,9 @@ def test_entries_of_different_sizes_need_relative_errors():
     claims.equal("000.eq1", zeros, [1.0, 0.0], mutant=pair, relative=True)
     with pytest.raises(ClaimError, match="error inf"):
         claims.equal(None, pair, zeros, mutant=zeros + pair**2, relative=True)
-    claims.equal("000.eq1", np.sin(0 * one), np.log(one), mutant=two)  # nothing but zeros hides nothing
+    claims.equal(
+        "000.eq1", np.sin(0 * one), np.log(one), mutant=two
+    )  # nothing but zeros hides nothing
 
 
 def test_an_item_s_tolerance_is_small():

@@ -33,7 +33,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from derived_attention import claims
-from derived_attention.claims import GRADES, VERDICTS, inventory, is_numbered
+from derived_attention.claims import GRADES, VERDICTS, inventory
 from derived_attention.ledger_page.plain_maths import typeset
 
 STATIC = Path(__file__).parent / "static"
@@ -236,7 +236,7 @@ def summary(app, doc: str) -> nodes.table:
             cell = filtered(app, doc, str(number), **choice, **column)
             cells.append([cell] if number else "–")
         roots = Counter(grade for root, (grade, _) in mistakes.items() if root in items)
-        return [*cells, str(len(items)), str(sum(map(is_numbered, items))), str(roots["error"])]
+        return [*cells, str(len(items)), str(roots["error"])]
 
     lines = []
     for paper, title in titles.items():
@@ -244,7 +244,7 @@ def summary(app, doc: str) -> nodes.table:
         name = link(app, doc, doc, f"paper-{paper}", title)
         lines.append([[name], *numbers(checked, paper=paper)])
     lines.append([[nodes.strong("", "all papers")], *numbers(list(rows))])
-    header = ["paper", *GRADES, *VERDICTS[1:], "items", "with a number", "distinct errors"]
+    header = ["paper", *GRADES, *VERDICTS[1:], "items", "distinct errors"]
     return table(header, lines, ["da-counts"])
 
 
