@@ -51,13 +51,13 @@ def places(q, k):
 
 
 def window(q, k, v, mask, scale, *, window):
-    """Softmax over S(i) = {j : |i − j| ≤ window}."""
+    """Softmax over S(i) = {j : −window ≤ i − j ≤ window}."""
     i, j = places(q, k)
     return mask.softmax(scores(q, k, scale), (i - j).abs() <= window) @ v
 
 
 def strided(q, k, v, mask, scale, *, stride):
-    """Softmax over S(i) = {j : |i − j| < stride, or i − j is a multiple of stride}."""
+    """Softmax over S(i) = {j : −stride < i − j < stride, or i − j is a multiple of stride}."""
     i, j = places(q, k)
     return mask.softmax(scores(q, k, scale), ((i - j).abs() < stride) | ((i - j) % stride == 0)) @ v
 
