@@ -315,3 +315,12 @@ def test_the_front_page_shows_no_bound_that_an_explicit_mixture_beats():
         assert least <= best, f"σ = {width}: {least} is shown, and a mixture misses by {best:.4f}"
         near += best - least < 0.002
     assert near > 10, "too far from the truth to tell which way a bound was rounded"
+
+
+def test_all_attentions_are_on_one_page_and_fit_it():
+    path = ROOT / "src" / "derived_attention" / "attention" / "formulas.py"
+    lines = path.read_text("utf8").splitlines()
+    assert len(lines) <= 600 and max(map(len, lines)) <= 84
+    shown = re.sub("<[^>]+>", "", (HTML / "book" / "formulas.html").read_text("utf8"))
+    for name in re.findall(r"^def (\w+)", "\n".join(lines), flags=re.M):
+        assert f"def {name}(" in shown, name
