@@ -235,7 +235,8 @@ class _Grid:
         patience = PATIENCE if self.elsewhere else None
         if not self.busy:  # others make the rest, or there is no slot now
             time.sleep(PATIENCE)
-        for future in wait(self.busy, patience, FIRST_COMPLETED).done:
+        done = wait(self.busy, patience, FIRST_COMPLETED).done
+        for future in sorted(done, key=self.busy.__getitem__):  # a set has no order of its own
             index = self.busy.pop(future)
             try:
                 record = _write(self.paths[index], future.result())
