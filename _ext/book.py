@@ -23,9 +23,10 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
-from derived_attention import __version__, recorded
-from derived_attention.attention import mechanisms
-from derived_attention.ledger_page import claims_of, link, paragraph, table
+from derived_attention import __version__
+from derived_attention.attention import registry
+from derived_attention.page.ledger import claims_of, link, paragraph, table
+from derived_attention.training import recorded
 from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
@@ -176,14 +177,14 @@ class Mechanisms(SphinxDirective):
 
     def run(self):
         """Return what is documented, in the order of the chapters."""
-        self.env.note_dependency(mechanisms.__file__)
+        self.env.note_dependency(registry.__file__)
         lines = [*mechanisms_table(self.env.found_docs), "", "```{eval-rst}"]
         for module in attention_modules():
-            name = f"{mechanisms.PACKAGE}.{module}"
-            public = ", ".join(n for n, where in mechanisms.PUBLIC.items() if where == name)
+            name = f"{registry.PACKAGE}.{module}"
+            public = ", ".join(n for n, where in registry.PUBLIC.items() if where == name)
             lines += [f".. automodule:: {name}", f"   :members: {public}".rstrip(), ""]
         part = nodes.container()
-        self.state.nested_parse(StringList([*lines, "```"], mechanisms.__file__), 0, part)
+        self.state.nested_parse(StringList([*lines, "```"], registry.__file__), 0, part)
         return part.children
 
 
@@ -194,8 +195,8 @@ def mechanisms_table(docs) -> list[str]:
         "| name | label | chapter | function | layer | masks | causal | linear in $N$ |",
         "|" + " --- |" * 8,
     ]
-    for name, entry in mechanisms.MECHANISMS.items():
-        function, layer = (f"~{mechanisms.PACKAGE}.{x}" for x in (entry.function, entry.layer))
+    for name, entry in registry.MECHANISMS.items():
+        function, layer = (f"~{registry.PACKAGE}.{x}" for x in (entry.function, entry.layer))
         page = pages.get(entry.chapter)
         cells = [
             f'`"{name}"`',
@@ -214,11 +215,13 @@ def mechanisms_table(docs) -> list[str]:
 def attention_modules() -> list[str]:
     """Return the modules of ``attention/``: those of the registry first, in its order."""
     families = [
-        where.partition(".")[0]
-        for entry in mechanisms.MECHANISMS.values()
+        where.rpartition(".")[0]
+        for entry in registry.MECHANISMS.values()
         for where in (entry.function, entry.layer)
     ]
-    found = sorted(path.stem for path in Path(mechanisms.__file__).parent.glob("[!_]*.py"))
+    home = Path(registry.__file__).parent
+    files = (path.relative_to(home).with_suffix("") for path in home.rglob("[!_]*.py"))
+    found = sorted(".".join(file.parts) for file in files)
     return list(dict.fromkeys([*families, *found]))
 
 

@@ -36,7 +36,7 @@ from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from derived_attention.sources import Sources
+from derived_attention.training.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / ".jupyter_cache"

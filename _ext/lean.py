@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import stylesheet
-from derived_attention.ledger_page import STATIC
+from derived_attention.page.ledger import STATIC
 
 ROOT = Path(__file__).parents[1]
 STYLES = "book.min.css"

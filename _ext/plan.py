@@ -24,9 +24,11 @@ import torch
 from nbclient import NotebookClient
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from derived_attention import experiments, measure, training
-from derived_attention.data import series
 from derived_attention.runtime import PROFILES, evaluating, write_atomically
+from derived_attention.tasks.series import data as series
+from derived_attention.training import fit as training
+from derived_attention.training import grids as experiments
+from derived_attention.training import measure
 from execute import read_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +134,7 @@ class Sampler:
         return dict(numbers)
 
     def train_epoch(self, model, optimiser, loss, batches, rates, where):
-        """Stand for `derived_attention.training.train_epoch`."""
+        """Stand for `derived_attention.training.fit.train_epoch`."""
         rates = list(rates)
 
         def do(some):
@@ -141,7 +143,7 @@ class Sampler:
         return self.sampled((id(model), "train"), "steps", lambda: len(rates), do, batches)
 
     def evaluate(self, model, batches, loss, *, device=None):
-        """Stand for `derived_attention.training.evaluate`."""
+        """Stand for `derived_attention.training.fit.evaluate`."""
         model = model.to(device) if device else model
         where = next(model.parameters()).device
 
@@ -191,7 +193,7 @@ class Sampler:
         )  # fmt: skip
 
     def compare(self, forms, *, repeats=20, warmup=3, device=None):
-        """Stand for `derived_attention.measure.compare`: one round, where a GPU takes no time."""
+        """Stand for `compare`: one round, where a GPU takes no time."""
         begin = time.process_time()
         times = self.time(forms, repeats=1, warmup=0, device=device)
         own = time.process_time() - begin

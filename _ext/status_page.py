@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from docutils import nodes
 
-from derived_attention.experiments import duration
+from derived_attention.training.grids import duration
 from plan import RESULT
 
 WORDS_PER_MINUTE = 200

@@ -1,6 +1,6 @@
 """What is timed: PyTorch's own attention, and each mechanism of the package beside it.
 
-The cases are the registry's, `derived_attention.attention.mechanisms`: a new entry there is a new
+The cases are the registry's, `derived_attention.attention.registry`: a new entry there is a new
 case, or two where it can be causal.
 """
 
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.attention.checks import Mechanism
 from derived_attention.attention.formulas import soft_threshold
-from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.mechanisms import MECHANISMS, Entry
+from derived_attention.attention.frame.checks import Mechanism
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.mixture.shifted import shifted_keys
 from derived_attention.attention.references import softmax_attention_reference
-from derived_attention.attention.shifted_mixture import shifted_keys
+from derived_attention.attention.registry import MECHANISMS, Entry
 
 HEADS, DIM = 8, 64
 
@@ -112,7 +112,7 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
-# Which of `derived_attention.kernels` a GPU can run: the module, the kind of its work, and what
+# Which of `engine.kernels` a GPU can run: the module, the kind of its work, and what
 # that has to know beside the sizes. Without a kind, the module counts in each mode, kernel by
 # kernel.
 KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {

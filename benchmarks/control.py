@@ -1,7 +1,7 @@
 """Train Decision Transformers on offline control data: ``python -m benchmarks.control``.
 
 About half an hour on one thread of a CPU. A run that has finished is not repeated: start it again
-after a break, or one experiment at a time. The results go to `derived_attention.recorded`, from
+after a break, or one experiment at a time. The results go to `training/recorded/`, from
 where chapter 12 reads them.
 """
 
@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.experiments import command, experiment
-from derived_attention import PrimalAttention, identity_attention, linear_attention, tasks
-from derived_attention.data.control import QUALITIES
-from derived_attention.models import Config
-from derived_attention.recorded import FOLDER
+from derived_attention import PrimalAttention, identity_attention, linear_attention
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.control.data import QUALITIES
+from derived_attention.tasks.model import Config
+from derived_attention.training.recorded import FOLDER
 
 ETA = 0.05  # Table 2 of [Chen2023]
 SIZES: dict[str, Any] = {"dim": 32, "heads": 2, "layers": 3, "hidden": 64, "dropout": 0.0}

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.table import experiment_caption, experiment_table
 from benchmarks.table import markdown as as_markdown
-from derived_attention.cluster import Ray, Workers
-from derived_attention.experiments import run_grid
-from derived_attention.measure import machine
-from derived_attention.recorded import SCHEMA
 from derived_attention.runtime import write_atomically
+from derived_attention.training.cluster import Ray, Workers
+from derived_attention.training.grids import run_grid
+from derived_attention.training.measure import machine
+from derived_attention.training.recorded import SCHEMA
 
 SEEDS = 3
 

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks import run
 from benchmarks.cases import CASES, HEADS, KERNEL_OF
 from benchmarks.table import KERNELS, MODES, load_kernels
-from derived_attention.kernels import HEAD_DIMS, Work, available
-from derived_attention.kernels.resources import MODULES
+from derived_attention.attention.engine.kernels import HEAD_DIMS, Work, available
+from derived_attention.attention.resources import MODULES
 
 LENGTHS = (1024, 4096, 16384, 65536)
 ITEM = 2  # bytes of a bfloat16
@@ -36,7 +36,7 @@ def usage() -> list[dict[str, Any]]:
     """Compile every kernel in a process of its own, where none is interpreted; what each takes."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "derived_attention.kernels.resources"],
+        [sys.executable, "-m", "derived_attention.attention.resources"],
         env=environment,
         capture_output=True,
         text=True,
@@ -87,7 +87,7 @@ def rooflines() -> Iterator[dict[str, Any]]:
 
 def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
     """Return what a module counts in each mode, of all its kernels."""
-    count = importlib.import_module(f"derived_attention.kernels.{module}").work
+    count = importlib.import_module(f"derived_attention.attention.engine.kernels.{module}").work
     if kind is not None:
         return count(kind, **sizes)
     parts = {mode: count(mode, **sizes).values() for mode in MODES}

@@ -1,7 +1,7 @@
 """Train mixtures of keys beside softmax and linear attention: ``python -m benchmarks.mixtures``.
 
 About an hour and a half on one thread of a CPU. A run that has finished is not repeated: start it
-again after a break, or one experiment at a time. The results go to `derived_attention.recorded`,
+again after a break, or one experiment at a time. The results go to `training/recorded/`,
 from where chapter 10 reads them.
 """
 
@@ -18,11 +18,11 @@ from derived_attention import (
     MultiheadAttention,
     identity_attention,
     linear_attention,
-    tasks,
     uniform_attention,
 )
-from derived_attention.models import Config
-from derived_attention.recorded import FOLDER
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.model import Config
+from derived_attention.training.recorded import FOLDER
 
 Arm = tuple[Callable[..., Any], int]  # attention and heads
 

@@ -1,7 +1,7 @@
 """Train coarse heads in many attentions: ``python -m benchmarks.multiresolution``.
 
 About half an hour on one thread of a CPU. A run that has finished is not repeated: start it again
-after a break, or one experiment at a time. The results go to `derived_attention.recorded`, from
+after a break, or one experiment at a time. The results go to `training/recorded/`, from
 where chapter 8 reads them.
 """
 
@@ -24,11 +24,11 @@ from derived_attention import (
     identity_attention,
     linear_attention,
     multiresolution_layer,
-    tasks,
     uniform_attention,
 )
-from derived_attention.models import Config
-from derived_attention.recorded import FOLDER
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.model import Config
+from derived_attention.training.recorded import FOLDER
 
 SCALES = (1, 1, 2, 2, 4, 4, 8, 8)  # Table 1, Section 3.1
 BLOCK = 8  # of MRA-2, which has 32 in [MrsFormer]: a series of 26 steps would be one block

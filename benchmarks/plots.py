@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.table import DIM, MODES, Files
-from derived_attention.plot import COLORS, LABELS
+from derived_attention.page.plot import COLORS, LABELS
 
 UNITS = {"seconds": (1e3, "ms"), "bytes": (2**-20, "MiB")}
 GREY = COLORS["reference"]

@@ -1,7 +1,7 @@
 """Train Primal-Attention beside softmax and linear attention: ``python -m benchmarks.primal``.
 
 Half an hour on one thread of a CPU. A run that has finished is not repeated: start it again after a
-break, or one experiment at a time. The results go to `derived_attention.recorded`, from where
+break, or one experiment at a time. The results go to `training/recorded/`, from where
 chapter 12 reads them.
 
 Heads of width D have s = D / 2 directions unless an arm says otherwise, and f(X) has 10 s rows, or
@@ -27,15 +27,15 @@ from derived_attention import (
     linear_attention,
     primal_attention,
     primal_scores,
-    tasks,
     uniform_attention,
 )
-from derived_attention.data.series import load_series
-from derived_attention.models import Config, SeriesClassifier
-from derived_attention.recorded import FOLDER
 from derived_attention.runtime import seed_everything
-from derived_attention.supervised import Examples, class_loss
-from derived_attention.training import evaluate, fit
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.series.data import load_series
+from derived_attention.tasks.supervised import Examples, class_loss
+from derived_attention.training.fit import evaluate, fit
+from derived_attention.training.recorded import FOLDER
 
 ETA = 0.1
 

@@ -33,9 +33,9 @@ from benchmarks.table import (
     slug,
     time_table,
 )
-from derived_attention.attention.checks import Mechanism
-from derived_attention.measure import count_flops, machine, peak_bytes
+from derived_attention.attention.frame.checks import Mechanism
 from derived_attention.runtime import write_atomically
+from derived_attention.training.measure import count_flops, machine, peak_bytes
 
 BATCH = 1
 MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that

@@ -1,7 +1,7 @@
 """Train every mechanism in one frame, task by task: ``python -m benchmarks.side_by_side``.
 
 Half an hour on one thread of a CPU. A run that has finished is not repeated: start it again after
-a break, or one experiment at a time. The results go to `derived_attention.recorded`, from where
+a break, or one experiment at a time. The results go to `training/recorded/`, from where
 chapter 15 reads them. What ``python -m benchmarks`` has measured goes there with ``cost`` alone.
 `benchmarks.small` has trained the causal ones on a text.
 
@@ -19,14 +19,16 @@ from typing import Any
 
 from benchmarks.experiments import command, experiment
 from benchmarks.table import MODES, load, of_each_kind
-from derived_attention import identity_attention, measure, tasks, uniform_attention
-from derived_attention.attention.mechanisms import MECHANISMS
-from derived_attention.data.images import load_images
-from derived_attention.models import Config, VisionTransformer
-from derived_attention.recorded import FOLDER, SCHEMA
+from derived_attention import identity_attention, uniform_attention
+from derived_attention.attention.registry import MECHANISMS
 from derived_attention.runtime import seed_everything, write_atomically
-from derived_attention.supervised import Examples, class_loss
-from derived_attention.training import evaluate, fit
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.images.data import load_images
+from derived_attention.tasks.model import Config, VisionTransformer
+from derived_attention.tasks.supervised import Examples, class_loss
+from derived_attention.training import measure
+from derived_attention.training.fit import evaluate, fit
+from derived_attention.training.recorded import FOLDER, SCHEMA
 
 HEADS = 4
 CONTROLS: dict[str, Callable[..., Any]] = {
@@ -61,7 +63,7 @@ def images(arm: str, name: str, patch: int, seed: int, epochs: int, device: str)
     """Classify images, and look at the maps of 64 test images in the trained model.
 
     Means over the images and both layers: the distance of two heads, as
-    `derived_attention.measure.head_distance` says, and the effective rank of a map. What has no
+    `head_distance` says, and the effective rank of a map. What has no
     weights has neither.
     """
     data = load_images(name, patch)

@@ -1,7 +1,7 @@
 """Train the book's small model with every mechanism: ``python -m benchmarks.small``.
 
 About half an hour on one thread of a CPU. A run that has finished is not repeated. The results go
-to `derived_attention.recorded`, from where the chapters read what each mechanism scores and writes.
+to `training/recorded/`, from where the chapters read what each mechanism scores and writes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from benchmarks.experiments import command, experiment
-from derived_attention import Conv1DAttention, identity_attention, tasks, uniform_attention
-from derived_attention.attention.mechanisms import MECHANISMS
-from derived_attention.data.text import load_text
-from derived_attention.language import Windows, byte_loss, generate
-from derived_attention.recorded import FOLDER
-from derived_attention.training import evaluate
+from derived_attention import Conv1DAttention, identity_attention, uniform_attention
+from derived_attention.attention.registry import MECHANISMS
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.language.data import load_text
+from derived_attention.tasks.language.loss import Windows, byte_loss, generate
+from derived_attention.training.fit import evaluate
+from derived_attention.training.recorded import FOLDER
 
 LENGTH, HEADS, WIDTH = 64, 4, 16  # of `tasks.small_model`
 PROMPT = "The function "

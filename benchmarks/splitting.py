@@ -1,7 +1,7 @@
 """Train attention that reconstructs its query: ``python -m benchmarks.splitting``.
 
 About an hour on one thread of a CPU. A run that has finished is not repeated: start it again after
-a break, or one experiment at a time. The results go to `derived_attention.recorded`, from where
+a break, or one experiment at a time. The results go to `training/recorded/`, from where
 chapter 14 reads them.
 
 A layer *without weights* has no W_Q, W_K, W_V and no W_O. Numbers of random tokens are those of
@@ -23,11 +23,11 @@ from derived_attention import (
     MultiheadAttention,
     RidgeAttention,
     identity_attention,
-    tasks,
     uniform_attention,
 )
-from derived_attention.models import Config
-from derived_attention.recorded import FOLDER
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.model import Config
+from derived_attention.training.recorded import FOLDER
 
 Layer = Callable[..., Any]
 

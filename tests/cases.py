@@ -8,7 +8,7 @@ import math
 import torch
 from helpers import B, H, assert_all_close, output_and_gradients, qkv, takes_no_bias, tensors
 
-from derived_attention.attention.mechanisms import MECHANISMS
+from derived_attention.attention.registry import MECHANISMS
 
 N, M, D, DV = 21, 23, 6, 5
 

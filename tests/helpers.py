@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from derived_attention import kernels
-from derived_attention.attention.mechanisms import MECHANISMS
+from derived_attention.attention.engine import kernels
+from derived_attention.attention.registry import MECHANISMS
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Largest error allowed between two ways of computing the same thing in one dtype.

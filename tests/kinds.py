@@ -4,15 +4,14 @@ import functools
 
 import torch
 
-from derived_attention.control import Trajectories, action_loss
-from derived_attention.data.control import Episodes
-from derived_attention.data.detection import Scenes
-from derived_attention.data.series import SeriesSplit
-from derived_attention.data.translation import train_vocabulary
-from derived_attention.detection import SceneBatches, detection_loss
-from derived_attention.detector import DetectionTransformer
-from derived_attention.language import Windows, byte_loss
-from derived_attention.models import (
+from derived_attention.runtime import digest, seed_everything
+from derived_attention.tasks.control.data import Episodes
+from derived_attention.tasks.control.loss import Trajectories, action_loss
+from derived_attention.tasks.detection.data import Scenes
+from derived_attention.tasks.detection.loss import SceneBatches, detection_loss
+from derived_attention.tasks.detection.model import DetectionTransformer
+from derived_attention.tasks.language.loss import Windows, byte_loss
+from derived_attention.tasks.model import (
     ByteLM,
     Config,
     DecisionTransformer,
@@ -23,9 +22,10 @@ from derived_attention.models import (
     Translator,
     VisionTransformer,
 )
-from derived_attention.runtime import digest, seed_everything
-from derived_attention.supervised import Examples, class_loss, number_loss
-from derived_attention.translation import Sentences, token_loss
+from derived_attention.tasks.series.data import SeriesSplit
+from derived_attention.tasks.supervised import Examples, class_loss, number_loss
+from derived_attention.tasks.translation.data import train_vocabulary
+from derived_attention.tasks.translation.loss import Sentences, token_loss
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
 PAIRS = (

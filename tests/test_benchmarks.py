@@ -35,14 +35,14 @@ from benchmarks import (  # noqa: E402
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
-from derived_attention import measure  # noqa: E402
-from derived_attention.attention.linear import linear_attention  # noqa: E402
-from derived_attention.attention.mechanisms import MECHANISMS, grid_of, near_root  # noqa: E402
-from derived_attention.attention.primal import PrimalAttention  # noqa: E402
-from derived_attention.kernels.resources import ARCHITECTURES  # noqa: E402
-from derived_attention.measure import machine  # noqa: E402
-from derived_attention.models import Config, SeriesClassifier  # noqa: E402
-from derived_attention.recorded import FOLDER, load_experiment  # noqa: E402
+from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
+from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
+from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
+from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
+from derived_attention.tasks.model import Config, SeriesClassifier  # noqa: E402
+from derived_attention.training import measure  # noqa: E402
+from derived_attention.training.measure import machine  # noqa: E402
+from derived_attention.training.recorded import FOLDER, load_experiment  # noqa: E402
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

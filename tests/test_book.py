@@ -14,9 +14,10 @@ import pytest
 import yaml
 from scipy.stats import norm
 
-from derived_attention import claims, ledger_page
-from derived_attention.attention import mechanisms
-from derived_attention.ledger_page import plain_maths
+from derived_attention.attention import registry
+from derived_attention.page import claims
+from derived_attention.page import ledger as ledger_page
+from derived_attention.page.ledger import plain_maths
 
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
@@ -196,14 +197,14 @@ def test_the_readme_counts_as_the_ledger_does(ledger):
 
 def test_the_api_page_has_every_mechanism_and_module_with_public_signatures():
     modules = book.attention_modules()
-    assert modules[:3] == ["softmax", "layer", "linear"]
-    assert len(modules) == len(list(Path(mechanisms.__file__).parent.glob("[!_]*.py")))
+    assert modules[:3] == ["softmax.fast", "frame.layer", "linear.fast"]
+    assert len(modules) == len(list(Path(registry.__file__).parent.rglob("[!_]*.py")))
     page = (HTML / "book" / "api.html").read_text("utf8")
     for module in modules:
-        assert f'id="{mechanisms.PACKAGE}.{module}.' in page, module
-    for name, entry in mechanisms.MECHANISMS.items():
+        assert f'id="{registry.PACKAGE}.{module}.' in page, module
+    for name, entry in registry.MECHANISMS.items():
         assert f"&quot;{name}&quot;</span>" in page, name
-        signature = page.partition(f'id="{mechanisms.PACKAGE}.{entry.function}"')[2]
+        signature = page.partition(f'id="{registry.PACKAGE}.{entry.function}"')[2]
         assert "enable_gqa" in signature.partition("</dt>")[0], name
 
 

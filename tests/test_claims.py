@@ -14,8 +14,8 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from scipy import stats
 
-from derived_attention import claims
-from derived_attention.claims import ClaimError
+from derived_attention.page import claims
+from derived_attention.page.claims import ClaimError
 
 x, y = sympy.symbols("x y")
 one, two, three = (np.array(n) for n in (1.0, 2.0, 3.0))  # checks of typed numbers are refused

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from derived_attention import cluster, runtime
-from derived_attention.experiments import run_grid
+from derived_attention import runtime
+from derived_attention.training import cluster
+from derived_attention.training.grids import run_grid
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,7 +24,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from derived_attention import cluster, runtime
-from derived_attention.experiments import run_grid
+from derived_attention.training.grids import run_grid
 
 FOLDER, engine = sys.argv[1], sys.argv[2]
 RATE = torch.tensor(0.5)
@@ -201,7 +202,7 @@ def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from derived_attention.experiments import run_grid
+from derived_attention.training.grids import run_grid
 
 def waits(seed):
     Path(sys.argv[1], str(os.getpid())).touch()

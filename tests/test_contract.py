@@ -36,9 +36,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import derived_attention
-from derived_attention.attention.convention import weights_of
-from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.mechanisms import MECHANISMS, PUBLIC
+from derived_attention.attention.frame.convention import weights_of
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.registry import MECHANISMS, PUBLIC
 
 FORMS = ["fast", "reference"]
 COMMON = ["q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]

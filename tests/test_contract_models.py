@@ -10,10 +10,10 @@ import torch
 from helpers import assert_all_close, every_mechanism, relative_errors
 from torch import nn
 
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.mechanisms import MECHANISMS
-from derived_attention.detector import DetectionTransformer
-from derived_attention.models import (
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.registry import MECHANISMS
+from derived_attention.tasks.detection.model import DetectionTransformer
+from derived_attention.tasks.model import (
     ByteLM,
     Config,
     DecisionTransformer,

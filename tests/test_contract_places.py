@@ -18,18 +18,19 @@ from test_contract_layers import GONE, E, N, make_layer, output, sequences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.mechanisms import MECHANISMS, plain_keys
-from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.multiresolution import (
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture.layer import MixtureAttention
+from derived_attention.attention.multiresolution.fast import multiresolution_attention
+from derived_attention.attention.multiresolution.layer import (
     MultiresolutionAttention,
-    multiresolution_attention,
     multiresolution_layer,
 )
-from derived_attention.attention.normalized import NormalizedAttention
-from derived_attention.attention.primal import PrimalAttention, ksvd_objectives
-from derived_attention.models import Config, DecoderLayer, make_attention
+from derived_attention.attention.normalized.layer import NormalizedAttention
+from derived_attention.attention.primal.fast import ksvd_objectives
+from derived_attention.attention.primal.layer import PrimalAttention
+from derived_attention.attention.registry import MECHANISMS, plain_keys
+from derived_attention.tasks.model import Config, DecoderLayer, make_attention
 
 MIXING = [name for name, entry in MECHANISMS.items() if not entry.alone]
 BARE = [name for name in MECHANISMS if name in ("softmax", "ridge", "lasso")]

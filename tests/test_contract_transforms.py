@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.mechanisms import MECHANISMS
-from derived_attention.measure import peak_bytes
+from derived_attention.attention.registry import MECHANISMS
+from derived_attention.training.measure import peak_bytes
 
 REFUSALS = (RuntimeError, NotImplementedError)  # PyTorch's own, of kernels that lack a derivative
 WHICH = ["q", "k", "v"]

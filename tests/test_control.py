@@ -10,9 +10,9 @@ from kinds import actor, episodes, weights, writer
 from torch import nn
 
 from derived_attention import PrimalAttention, linear_attention
-from derived_attention.control import Trajectories, action_loss, rollout
-from derived_attention.data import control
-from derived_attention.data.control import (
+from derived_attention.runtime import digest, seed_everything
+from derived_attention.tasks.control import data as control
+from derived_attention.tasks.control.data import (
     QUALITIES,
     SCRIPTS,
     ControlData,
@@ -20,9 +20,9 @@ from derived_attention.data.control import (
     load_control,
     load_minari,
 )
-from derived_attention.models import Config, DecisionTransformer
-from derived_attention.runtime import digest, seed_everything
-from derived_attention.training import evaluate, fit
+from derived_attention.tasks.control.loss import Trajectories, action_loss, rollout
+from derived_attention.tasks.model import Config, DecisionTransformer
+from derived_attention.training.fit import evaluate, fit
 
 CONTINUOUS = ("Pendulum-v1", "MountainCarContinuous-v0")
 

@@ -27,18 +27,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from derived_attention.attention.convolutional import (
-    Conv1DAttention,
-    Conv2DAttention,
-    CvTAttention,
+from derived_attention.attention.convolutional.fast import (
     conv1d_attention,
     conv2d_attention,
     mixing_matrix_1d,
     mixing_matrix_2d,
 )
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.normalized import normalized_attention
+from derived_attention.attention.convolutional.layer import (
+    Conv1DAttention,
+    Conv2DAttention,
+    CvTAttention,
+)
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.normalized.fast import normalized_attention
 from derived_attention.attention.references import (
     conv1d_attention_reference,
     conv2d_attention_reference,
@@ -46,7 +48,7 @@ from derived_attention.attention.references import (
     normalized_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention
+from derived_attention.attention.softmax.fast import softmax_attention
 
 M, D, DV = 9, 4, 3
 GRID = (3, 4)

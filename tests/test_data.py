@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.data.series import (
+from derived_attention.tasks.series.data import (
     TABLE_1,
     TABLE_8,
     TABLE_9,

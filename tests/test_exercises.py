@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from derived_attention.exercises import ExerciseError, check
+from derived_attention.page.exercises import ExerciseError, check
 
 
 def test_a_placeholder_is_not_an_error(capsys):

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention import experiments
-from derived_attention.data.series import SeriesSplit
-from derived_attention.experiments import run_grid, summarise
+from derived_attention.tasks.series.data import SeriesSplit
+from derived_attention.training import grids as experiments
+from derived_attention.training.grids import run_grid, summarise
 
 PAGE = """
 import dataclasses, functools, math
 import numpy as np
 import torch
-from derived_attention.attention.softmax import softmax_attention
+from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.runtime import Run, seed_everything
 
 EPOCHS = 3
@@ -776,7 +776,7 @@ def test_what_a_module_counts_for_itself_changes_no_key(beside):
 def test_the_package_counts_where_a_module_beside_the_page_reaches_it(beside, monkeypatch):
     beside.edit("import json", "from derived_attention import claims")
     beside.again()
-    texts, name = experiments.PACKAGE.texts, "derived_attention.claims"
+    texts, name = experiments.PACKAGE.texts, "derived_attention.page.claims"
     monkeypatch.setitem(texts, name, f"{texts[name]}\nX = 1\n")
     assert beside.again()[1]
 
@@ -801,6 +801,6 @@ def test_a_module_with_a_very_long_expression_counts(beside):
 
 def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before():
     """What is stored stays found: modules of readers' own are added where there are any."""
-    from derived_attention import tasks
+    from derived_attention.tasks import runners as tasks
 
     assert len(experiments._identity(summarise)) == len(experiments._identity(tasks.recall)) == 4

@@ -12,7 +12,7 @@ from cases import Case, causality_of
 from helpers import every_mechanism, needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from derived_attention import kernels
+from derived_attention.attention.engine import kernels
 
 Q = torch.zeros(1, 2, 4, 8)
 
@@ -49,7 +49,9 @@ def test_nobody_needs_triton_who_does_not_insist(name, old_triton):
 
 @needs_triton
 def test_kernels_are_interpreted_where_triton_says_so():
-    code = "from derived_attention.kernels import interpreted; print(interpreted())"
+    code = (
+        "from derived_attention.attention.engine.kernels import interpreted; print(interpreted())"
+    )
     given = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     for own, said in (({}, "False"), ({"TRITON_INTERPRET": "1"}, "True")):
         command = [sys.executable, "-c", code]

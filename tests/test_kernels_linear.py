@@ -6,12 +6,12 @@ import pytest
 import torch
 from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_errors, tensors
 
-from derived_attention import kernels
-from derived_attention.attention import linear as module
-from derived_attention.attention import mixture
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.mixture import linear_mixture_attention
-from derived_attention.attention.mixture_layer import MixtureAttention
+from derived_attention.attention.engine import kernels
+from derived_attention.attention.linear import fast as module
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture import fast as mixture
+from derived_attention.attention.mixture.fast import linear_mixture_attention
+from derived_attention.attention.mixture.layer import MixtureAttention
 from derived_attention.attention.references import (
     linear_attention_reference,
     linear_mixture_attention_reference,
@@ -19,7 +19,7 @@ from derived_attention.attention.references import (
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.kernels import linear  # noqa: E402
+from derived_attention.attention.linear import triton as linear  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED = {"is_causal": True, "fused": True}

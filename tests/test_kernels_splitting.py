@@ -15,7 +15,8 @@ from helpers import (
     tensors,
 )
 
-from derived_attention import LassoAttention, kernels, lasso_attention, lasso_attention_reference
+from derived_attention import LassoAttention, lasso_attention, lasso_attention_reference
+from derived_attention.attention.engine import kernels
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
@@ -56,7 +57,7 @@ def compare(given, tol=TOL, sums=True, **options):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of queries and of keys from few of them; no two lengths are equal."""
-    from derived_attention.kernels import splitting
+    from derived_attention.attention.splitting import triton as splitting
 
     if DEVICE == "cpu":
         monkeypatch.setattr(splitting, "blocks", lambda *_: splitting.Blocks(32, 32, 4, 1))
@@ -168,7 +169,7 @@ def test_keys_that_are_not_finite_show(small_blocks):
 
 def test_memory_does_not_grow_with_n_times_m(monkeypatch):
     """Not even in bytes: so the interpreter counts what it copies."""
-    from derived_attention.kernels import splitting
+    from derived_attention.attention.splitting import triton as splitting
 
     if DEVICE == "cpu":
         monkeypatch.setattr(splitting, "blocks", lambda *_: splitting.Blocks(128, 128, 4, 1))
@@ -205,7 +206,7 @@ def test_what_the_kernels_are_not_for(change, message):
 
 def test_only_who_insists_gets_kernels(monkeypatch):
     q, k, v, *_ = (x.detach() for x in inputs(4, 4))
-    monkeypatch.setitem(sys.modules, "derived_attention.kernels.splitting", None)
+    monkeypatch.setitem(sys.modules, "derived_attention.attention.splitting.triton", None)
     for fused in (None, False):
         assert lasso_attention(q, k, v, fused=fused).isfinite().all()
     monkeypatch.setattr(kernels, "interpreted", lambda: False)
@@ -228,7 +229,7 @@ def test_a_layer_hands_it_on():
 
 def test_work_is_what_the_launches_do():
     """By hand for 5 steps, D = Dv and large N: 20 products forward, and 72 backward."""
-    from derived_attention.kernels.splitting import work
+    from derived_attention.attention.splitting.triton import work
 
     N, D = 2**20, 64
     count = work("lasso", B=2, H=3, N=N, M=N, D=D)

@@ -7,11 +7,11 @@ import torch
 from kinds import text, weights, writer
 from torch import nn
 
-from derived_attention.data.text import load_text, ngram_bits
-from derived_attention.language import Windows, byte_loss, generate
-from derived_attention.models import ByteLM, Config
 from derived_attention.runtime import seed_everything
-from derived_attention.training import evaluate, fit
+from derived_attention.tasks.language.data import load_text, ngram_bits
+from derived_attention.tasks.language.loss import Windows, byte_loss, generate
+from derived_attention.tasks.model import ByteLM, Config
+from derived_attention.training.fit import evaluate, fit
 
 
 def train(model, data, steps=300, **how):

@@ -24,10 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention import blocks, mixture, tiles
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.mixture import (
+from derived_attention.attention.engine import blocks, tiles
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture import fast as mixture
+from derived_attention.attention.mixture.fast import (
     em_priors,
     hard_mixture_attention,
     linear_mixture_attention,
@@ -40,7 +41,7 @@ from derived_attention.attention.references import (
     mixture_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention
+from derived_attention.attention.softmax.fast import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3
 SOFT = (mixture_attention, mixture_attention_reference)

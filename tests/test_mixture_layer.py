@@ -12,8 +12,8 @@ import torch
 from helpers import assert_learns
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.mixture import em_priors, mixture_attention, responsibilities
-from derived_attention.attention.mixture_layer import MixtureAttention
+from derived_attention.attention.mixture.fast import em_priors, mixture_attention, responsibilities
+from derived_attention.attention.mixture.layer import MixtureAttention
 from derived_attention.attention.references import (
     hard_mixture_attention_reference,
     linear_mixture_attention_reference,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from derived_attention.attention.convolutional import CvTAttention
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.normalized import NormalizedAttention
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.attention.sparse import window_attention
-from derived_attention.models import (
+from derived_attention.attention.convolutional.layer import CvTAttention
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.normalized.layer import NormalizedAttention
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.attention.sparse.fast import window_attention
+from derived_attention.tasks.model import (
     ByteLM,
     Config,
     SeriesClassifier,

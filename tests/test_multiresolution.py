@@ -38,9 +38,9 @@ from derived_attention import (
     softmax_attention,
     upsample,
 )
-from derived_attention.attention.convention import weights_of
-from derived_attention.measure import count_flops
-from derived_attention.models import Config, SeriesClassifier
+from derived_attention.attention.frame.convention import weights_of
+from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.training.measure import count_flops
 
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
 DB2 = pywt.Wavelet("db2")

@@ -8,12 +8,14 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from derived_attention import experiments, measure, training
-from derived_attention.data import series
-from derived_attention.data.series import load_series
-from derived_attention.models import Config, SeriesClassifier
 from derived_attention.runtime import counted
-from derived_attention.supervised import Examples, class_loss
+from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.series import data as series
+from derived_attention.tasks.series.data import load_series
+from derived_attention.tasks.supervised import Examples, class_loss
+from derived_attention.training import fit as training
+from derived_attention.training import grids as experiments
+from derived_attention.training import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "_ext"))

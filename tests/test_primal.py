@@ -17,25 +17,24 @@ from kinds import KINDS, classifier, translator, writer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
-from derived_attention.attention.linear import elu_feature_map
-from derived_attention.attention.masks import Mask
-from derived_attention.attention.primal import (
-    PrimalAttention,
+from derived_attention.attention.frame.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
+from derived_attention.attention.frame.masks import Mask
+from derived_attention.attention.linear.fast import elu_feature_map
+from derived_attention.attention.primal.fast import (
     cosine_feature_map,
     ksvd_objective,
     ksvd_objectives,
     landmarks,
-    orthogonal_directions,
     primal_attention,
     primal_scores,
 )
+from derived_attention.attention.primal.layer import PrimalAttention, orthogonal_directions
 from derived_attention.attention.references import primal_attention_reference
-from derived_attention.language import byte_loss
-from derived_attention.models import Config
 from derived_attention.runtime import digest
-from derived_attention.supervised import class_loss
-from derived_attention.training import Regularised, evaluate, fit
+from derived_attention.tasks.language.loss import byte_loss
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.supervised import class_loss
+from derived_attention.training.fit import Regularised, evaluate, fit
 
 D, S, E = 6, 4, 12  # features, directions, width of a layer
 x_of = functools.partial(torch.randn, dtype=torch.float64)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from derived_attention import softmax_attention, uniform_attention
-from derived_attention.data.recall import draw_recall
-from derived_attention.models import Config, Recaller
-from derived_attention.recall import Questions, answer_loss
 from derived_attention.runtime import seed_everything
-from derived_attention.training import evaluate, fit
+from derived_attention.tasks.model import Config, Recaller
+from derived_attention.tasks.recall.data import draw_recall
+from derived_attention.tasks.recall.loss import Questions, answer_loss
+from derived_attention.training.fit import evaluate, fit
 
 SIZES = dict(pairs=4, symbols=6)
 

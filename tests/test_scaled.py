@@ -28,17 +28,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.normalized import NormalizedAttention
-from derived_attention.attention.pooling import (
+from derived_attention.attention.engine.pooling import (
     POOLINGS,
     ConvolutionPooling,
     average_pooling,
     kmeans_pooling,
     max_pooling,
 )
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.references import (
     linear_attention_reference,
     normalized_attention_reference,
@@ -46,15 +46,17 @@ from derived_attention.attention.references import (
     scaled_heads_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.scaled import (
-    NormalizedScaledHeadsAttention,
-    ScaledHeadsAttention,
+from derived_attention.attention.scaled.fast import (
     head_groups,
     normalized_scaled_heads_attention,
     scaled_heads_attention,
 )
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.attention.sparse import window_attention, window_mask
+from derived_attention.attention.scaled.layer import (
+    NormalizedScaledHeadsAttention,
+    ScaledHeadsAttention,
+)
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.attention.sparse.fast import window_attention, window_mask
 
 H, M = 4, 11
 SCALES = [1, 2, 2, 4]

@@ -22,17 +22,17 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from derived_attention.attention import blocks
-from derived_attention.attention import shifted_mixture as module
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.masks import causal_mask
-from derived_attention.attention.mixture import linear_mixture_attention, mixture_attention
+from derived_attention.attention.engine import blocks
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture import shifted as module
+from derived_attention.attention.mixture.fast import linear_mixture_attention, mixture_attention
+from derived_attention.attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 from derived_attention.attention.references import (
     linear_mixture_attention_reference,
     shifted_mixture_attention_reference,
 )
-from derived_attention.attention.shifted_mixture import shifted_keys, shifted_mixture_attention
-from derived_attention.attention.softmax import softmax_attention
+from derived_attention.attention.softmax.fast import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3
 FORMS = (shifted_mixture_attention, shifted_mixture_attention_reference)

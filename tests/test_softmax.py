@@ -30,11 +30,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.controls import identity_attention, uniform_attention
-from derived_attention.attention.convention import extend
-from derived_attention.attention.masks import Mask, causal_mask
+from derived_attention.attention.frame.convention import extend
+from derived_attention.attention.frame.masks import Mask, causal_mask
 from derived_attention.attention.references import softmax_attention_reference
-from derived_attention.attention.softmax import (
+from derived_attention.attention.softmax.controls import identity_attention, uniform_attention
+from derived_attention.attention.softmax.fast import (
     _fused_widths,
     attention_weights,
     sdpa,

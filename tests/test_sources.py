@@ -4,26 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from derived_attention import sources
-from derived_attention.sources import Sources
+from derived_attention.training import sources
+from derived_attention.training.sources import Sources
 
 FILES = {
-    "__init__.py": "from derived_attention.attention.mechanisms import PUBLIC\n",  # when asked
+    "__init__.py": "from derived_attention.attention.registry import PUBLIC\n",  # when asked
     "attention/__init__.py": "",
     "attention/softmax.py": "from derived_attention import helper\n\ndef softmax(): ...\n",
     "attention/mixture.py": "def mixture_attention(): ...\n",
-    "attention/mechanisms.py": "PUBLIC = ...\n",
+    "attention/registry.py": "PUBLIC = ...\n",
     "helper.py": "VALUE = 1\n",
     "alone.py": "import math\n",
-    "plot.py": "from derived_attention.attention.mechanisms import LOOKS\nMAIN = ('softmax',)\n",
-    "sliders.py": "from derived_attention.plot import COLORS\n",
+    "page/plot.py": "from derived_attention.attention.registry import LOOKS\nMAIN = ('softmax',)\n",
+    "page/sliders.py": "from derived_attention.page.plot import COLORS\n",
 }
 PUBLIC = {
     "softmax_attention": "derived_attention.attention.softmax",
     "mixture_attention": "derived_attention.attention.mixture",
 }
 LOOKS = {"softmax": ("Softmax", "blue"), "mgk": ("MGK", "red")}
-EVERYTHING = {"", ".attention", ".attention.mechanisms", ".attention.softmax", ".attention.mixture"}
+EVERYTHING = {"", ".attention", ".attention.registry", ".attention.softmax", ".attention.mixture"}
 EVERYTHING |= {".helper"}
 
 
@@ -57,12 +57,18 @@ def package(folder, looks=LOOKS, **changes):
             "from derived_attention import mixture_attention as f",
             {"", ".attention", ".attention.mixture"},
         ),
-        ("from derived_attention import sliders", {"", ".sliders", ".plot", ".attention"}),
+        (
+            "from derived_attention.page import sliders",
+            {"", ".page", ".page.sliders", ".page.plot", ".attention"},
+        ),
         ("from derived_attention import get_attention", EVERYTHING),
         ("from derived_attention import *", EVERYTHING),
         ("import derived_attention as da", EVERYTHING),
-        ("from derived_attention.attention.mechanisms import LOOKS", EVERYTHING),
-        ("from derived_attention import plot, list_attentions", EVERYTHING | {".plot"}),
+        ("from derived_attention.attention.registry import LOOKS", EVERYTHING),
+        (
+            "from derived_attention.page import plot\nimport derived_attention as d",
+            EVERYTHING | {".page", ".page.plot"},
+        ),
     ],
 )
 def test_imports_are_followed_through_the_package(tmp_path, code, expected):
@@ -87,19 +93,19 @@ def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
         found = package(tmp_path, looks, **changes)
         return found.digest(found.imported(page), page)
 
-    page = "from derived_attention import sliders\nCOLORS['mgk']"
+    page = "from derived_attention.page import sliders\nCOLORS['mgk']"
     before = digest(page)
-    assert before == digest(page, LOOKS | {"new": ("New", "green")}, mechanisms="PUBLIC = 2\n")
+    assert before == digest(page, LOOKS | {"new": ("New", "green")}, registry="PUBLIC = 2\n")
     assert before != digest(page, LOOKS | {"mgk": ("MGK", "green")})
     assert before != digest(page, LOOKS | {"softmax": ("Softmax", "green")}), "plot.py names it"
     other = page.replace("mgk", "linear")
     assert digest(other) == digest(other, LOOKS | {"mgk": ("MGK", "green")})
     whole = page + "\nfrom derived_attention import list_attentions"
-    assert digest(whole) != digest(whole, mechanisms="PUBLIC = 2\n")
+    assert digest(whole) != digest(whole, registry="PUBLIC = 2\n")
 
 
 def test_of_this_package_every_module_is_known():
-    folder = Path(sources.__file__).parent
+    folder = Path(sources.__file__).parents[1]
     found = Sources(folder)
     assert (
         len(found.texts) == len(list(folder.rglob("*.py"))) and "derived_attention" in found.texts

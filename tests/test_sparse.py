@@ -10,17 +10,16 @@ from helpers import B, H, assert_all_close, boolean, output_and_gradients
 from helpers import qkv as any_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention import measure
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.masks import causal_mask
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.frame.masks import causal_mask
 from derived_attention.attention.references import (
     fixed_attention_reference,
     softmax_attention_reference,
     strided_attention_reference,
     window_attention_reference,
 )
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.attention.sparse import (
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.attention.sparse.fast import (
     fixed_attention,
     fixed_mask,
     strided_attention,
@@ -28,6 +27,7 @@ from derived_attention.attention.sparse import (
     window_attention,
     window_mask,
 )
+from derived_attention.training import measure
 
 # The form by blocks, its reference and its mask.
 WINDOW = window_attention, window_attention_reference, window_mask

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.data import tables
-from derived_attention.data.tables import load_table
+from derived_attention.tasks.tables import data as tables
+from derived_attention.tasks.tables.data import load_table
 
 FOLDER = Path(importlib.util.find_spec("shapiq").submodule_search_locations[0], "datasets", "data")
 

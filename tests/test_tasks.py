@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from derived_attention import tasks
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.primal import PrimalAttention
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.data.translation import TranslationData
-from derived_attention.models import ByteLM, Config, Translator
-from derived_attention.training import Regularised
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture.layer import MixtureAttention
+from derived_attention.attention.primal.layer import PrimalAttention
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.model import ByteLM, Config, Translator
+from derived_attention.tasks.translation.data import TranslationData
+from derived_attention.training.fit import Regularised
 
 PAIRS = tuple((f"Das ist Satz {i}.", f"This is sentence {i}.") for i in range(20))
 LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)

@@ -26,15 +26,16 @@ from kinds import (
     writer,
 )
 
-from derived_attention import runtime, training
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.data.series import SeriesSplit, load_series
-from derived_attention.data.translation import train_vocabulary
-from derived_attention.models import Config, SeriesClassifier
+from derived_attention import runtime
+from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.runtime import evaluating, seed_everything
-from derived_attention.supervised import Examples, class_loss
-from derived_attention.training import Bits, Mean, RootMean, evaluate, fit, schedule
-from derived_attention.translation import Sentences, token_loss
+from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.series.data import SeriesSplit, load_series
+from derived_attention.tasks.supervised import Examples, class_loss
+from derived_attention.tasks.translation.data import train_vocabulary
+from derived_attention.tasks.translation.loss import Sentences, token_loss
+from derived_attention.training import fit as training
+from derived_attention.training.fit import Bits, Mean, RootMean, evaluate, fit, schedule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

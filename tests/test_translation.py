@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from derived_attention.data import translation
-from derived_attention.data.translation import (
+from derived_attention.tasks.translation import data as translation
+from derived_attention.tasks.translation.data import (
     BEGIN,
     END,
     PAD,

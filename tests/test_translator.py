@@ -9,15 +9,14 @@ import torch
 from kinds import PAIRS, VOCABULARY, translator
 from torch import nn
 
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.linear import linear_attention
-from derived_attention.attention.mixture_layer import MixtureAttention
-from derived_attention.attention.normalized import normalized_attention
-from derived_attention.attention.softmax import softmax_attention
-from derived_attention.data.translation import BEGIN, END, PAD
-from derived_attention.models import ByteLM, Config, sinusoids
-from derived_attention.training import evaluate, fit
-from derived_attention.translation import (
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.linear.fast import linear_attention
+from derived_attention.attention.mixture.layer import MixtureAttention
+from derived_attention.attention.normalized.fast import normalized_attention
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.tasks.model import ByteLM, Config, sinusoids
+from derived_attention.tasks.translation.data import BEGIN, END, PAD
+from derived_attention.tasks.translation.loss import (
     Sentences,
     lengths,
     token_loss,
@@ -25,6 +24,7 @@ from derived_attention.translation import (
     translate,
     trim,
 )
+from derived_attention.training.fit import evaluate, fit
 
 GERMAN = [german for german, _ in PAIRS]
 BYTES = ByteLM(40, Config())

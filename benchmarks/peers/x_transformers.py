@@ -11,7 +11,7 @@ from x_transformers.attend import Attend
 
 from benchmarks.cases import Case
 from benchmarks.peers import Peer
-from derived_attention.attention.mixture import mixture_attention
+from derived_attention.attention.mixture.fast import mixture_attention
 from derived_attention.attention.references import mixture_attention_reference
 
 

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.convention import share_heads
-from derived_attention.attention.layer import MultiheadAttention
-from derived_attention.attention.masks import Mask, allowed, within
-from derived_attention.attention.mechanisms import MECHANISMS, PUBLIC, Entry, get_attention
+from derived_attention.attention.frame.convention import share_heads
+from derived_attention.attention.frame.layer import MultiheadAttention
+from derived_attention.attention.frame.masks import Mask, allowed, within
+from derived_attention.attention.registry import MECHANISMS, PUBLIC, Entry, get_attention
 
 PREFIX = "derived:"  # of the names that Transformers knows them by,
 SAVED = "derived_attention.plugs.load: "  # and of those in files, which it does not know

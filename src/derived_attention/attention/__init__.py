@@ -1,1 +1,1 @@
-"""Attention mechanisms, one module per family, each readable beside its chapter."""
+"""Attention mechanisms: every formula in `formulas`, and a folder a family with the fast forms."""

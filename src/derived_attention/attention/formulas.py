@@ -17,7 +17,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from derived_attention.attention.masks import Mask
+from derived_attention.attention.frame.masks import Mask
 
 # Lines have 84 characters, as the book shows them.
 # fmt: off

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.attention import formulas
-from derived_attention.attention.checks import (
+from derived_attention.attention.convolutional.fast import check_filters, check_places
+from derived_attention.attention.efficient.fast import (
+    check_maps,
+    check_packed,
+    check_projection,
+    check_projections,
+    check_weight,
+)
+from derived_attention.attention.engine.filters import is_boxcar
+from derived_attention.attention.frame.checks import (
     Mechanism,
     check_callable,
     check_count,
@@ -24,37 +33,28 @@ from derived_attention.attention.checks import (
     check_query_mask,
     wide,
 )
-from derived_attention.attention.convention import in_full, mechanism
-from derived_attention.attention.convolutional import check_filters, check_places
-from derived_attention.attention.efficient import (
-    check_maps,
-    check_packed,
-    check_projection,
-    check_projections,
-    check_weight,
-)
-from derived_attention.attention.filters import is_boxcar
-from derived_attention.attention.linear import (
+from derived_attention.attention.frame.convention import in_full, mechanism
+from derived_attention.attention.frame.masks import Mask
+from derived_attention.attention.linear.fast import (
     apply_feature_map,
     elu_feature_map,
     linear_attention_weights,
 )
-from derived_attention.attention.masks import Mask
-from derived_attention.attention.mixture import components_of, per_component
-from derived_attention.attention.mra import check_blocks, mra_attention_weights
-from derived_attention.attention.multiresolution import check_scales as check_pairs
-from derived_attention.attention.normalized import check_normalization
-from derived_attention.attention.primal import (
+from derived_attention.attention.mixture.fast import components_of, per_component
+from derived_attention.attention.mixture.shifted import check_shifts
+from derived_attention.attention.mra.fast import check_blocks, mra_attention_weights
+from derived_attention.attention.multiresolution.fast import check_scales as check_pairs
+from derived_attention.attention.normalized.fast import check_normalization
+from derived_attention.attention.primal.fast import (
     check_output,
     check_scores,
     cosine_feature_map,
     landmarks,
 )
-from derived_attention.attention.scaled import check_scales, of_heads
-from derived_attention.attention.shifted_mixture import check_shifts
-from derived_attention.attention.softmax import attention_weights
-from derived_attention.attention.sparse import check_fixed
-from derived_attention.attention.sparse_coding import How, check_lasso, number, prepare_codes
+from derived_attention.attention.scaled.fast import check_scales, of_heads
+from derived_attention.attention.softmax.fast import attention_weights
+from derived_attention.attention.sparse.fast import check_fixed
+from derived_attention.attention.splitting.fast import How, check_lasso, number, prepare_codes
 
 Own = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""Convolutional attention (chapter 6)."""

@@ -1,0 +1,313 @@
+"""Attention-Conv1D and -Conv2D: convolve queries and keys, then attend (chapter 6).
+
+The equation of this module, eqs. 43 and 45 of [Nguyen2023], is ::
+
+    h_i = Σ_j softmax_j( Conv(Q)_iᵀ Conv(K)_j / √D ) v_j
+
+where Conv is a convolution along the sequence, or along the two sides of a grid of tokens, that
+treats all D channels alike. So it is one matrix C that mixes the tokens, Conv(Q) = C Q, and ::
+
+    H = softmax(C Q Kᵀ Cᵀ / √D) V
+
+Softmax sees the scores convolved on both sides, and C commutes with any projection W that has no
+bias: (C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
+
+`mixing_matrix_1d` and `mixing_matrix_2d` are C, the references multiply by it, and
+`conv1d_attention` and `conv2d_attention` never store it: they add up shifted copies of Q and K.
+As in PyTorch, "convolution" slides the filter without flipping it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from derived_attention.attention import formulas
+from derived_attention.attention.frame.checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_floating,
+    check_query_mask,
+    is_symbolic,
+)
+from derived_attention.attention.frame.convention import mechanism
+from derived_attention.attention.linear.fast import wide
+from derived_attention.attention.softmax.fast import softmax_attention
+
+Offsets = tuple[tuple[int, ...], ...]
+
+# --- the formula: one matrix that mixes the tokens -----------------------------------------------
+
+
+def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
+    """Matrix C of a convolution: (C X)_i = Σ_t w_t x_{i + t − p}, with zeros outside.
+
+    `weight` is a filter w ``(..., s)``, such as ``(H, s)`` with one for each head, and C is
+    ``(..., N, N)``, constant along its diagonals (Toeplitz), with at most s of them not 0. p is
+    ⌊(s − 1) / 2⌋, the "same" padding of ``torch.nn.functional.conv1d``; where s is even, the filter
+    reaches one step further after i than before it. If `causal`, p is s − 1, so that the last
+    number of the filter is for i itself and the others for what comes before.
+    """
+    check_flag("causal", causal)
+    _check_filter(weight, 1)
+    return formulas.mixing_matrix(weight, (check_count("N", N, 0),), causal)
+
+
+def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = False) -> Tensor:
+    """Matrix C ``(..., N, N)`` of a convolution on a grid, whose tokens are numbered row by row.
+
+    `weight` is ``(..., s1, s2)``, `grid` is (N_H, N_W), and N = N_H N_W. With `class_token` one
+    more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
+    """
+    check_flag("class_token", class_token)
+    _check_filter(weight, 2)
+    C = formulas.mixing_matrix(weight, _check_grid(grid))
+    if not class_token:
+        return C
+    alone = torch.ones(1, 1, dtype=C.dtype, device=C.device)
+    return F.pad(C, (1, 0, 1, 0)) + F.pad(alone, (0, C.shape[-1], 0, C.shape[-1]))
+
+
+def _check_filter(weight: Tensor, sides: int) -> None:
+    check_floating({"weight": weight})
+    _check_sides("weight", weight, sides)
+
+
+def _before(s: int, causal: bool = False) -> int:
+    """Numbers of a filter that stand before the one for the position itself: p."""
+    return s - 1 if causal else (s - 1) // 2
+
+
+def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
+    """Check the filters; return those of queries and keys, and both without what is not there."""
+    check_query_mask(query_mask, q)
+    pair = check_filters(q, sides, weight, key_weight)
+    return *pair, _blank(q, query_mask), _blank(k, mask.present(k.shape[-2]))
+
+
+def check_filters(
+    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
+    weight = _per_head("weight", weight, q, sides)
+    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
+
+
+def _blank(x: Tensor, present: Tensor | None) -> Tensor:
+    """Set the tokens to 0 that are not there, so that they add nothing to their neighbours."""
+    return x if present is None else x.masked_fill(~present.unsqueeze(-1), 0)
+
+
+# --- the same, as a sum of shifted copies --------------------------------------------------------
+
+
+@mechanism(per_key=True, alone=False)
+def conv1d_attention(
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, attention=softmax_attention
+) -> Tensor:
+    """Attention-Conv1D, eq. 45 of [Nguyen2023]: s additions for each query and key, then attention.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. A key that
+        may not be attended counts as 0 in the convolution of its neighbours.
+    is_causal : bool
+        Query i attends keys j ≤ i, and the filter ends at the position itself. The padding on both
+        sides, as eq. 45 has it, would show queries and keys what comes after them.
+    weight : Tensor
+        Filter ``(s,)`` for all heads or ``(H, s)`` for each, in the dtype of `q`, s at least 1. It
+        is laid on the sequence as in `mixing_matrix_1d`.
+    key_weight : Tensor, optional
+        Filter of the keys, ``(s',)`` or ``(H, s')``, if it is another one. The derivation of eq. 45
+        has one for both, since one feature map is applied to training and to new inputs.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then counts
+        as 0 in the convolution of its neighbours.
+    attention : callable
+        What to do with the convolved queries and keys: `softmax_attention` or another mechanism
+        with its calling convention.
+    """
+    check_callable("attention", attention)
+    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
+    q, k = _convolve(q, w, mask.is_causal), _convolve(k, w_k, mask.is_causal)
+    return attention(q, k, v, scale=scale, **mask.keywords)
+
+
+@mechanism(per_key=True, alone=False)
+def conv2d_attention(
+    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
+    attention=softmax_attention
+) -> Tensor:  # fmt: skip
+    """Attention-Conv2D, eq. 43 of [Nguyen2023], for tokens that lie on a grid, row by row.
+
+    Queries and keys have places on one grid, M = N, which has no past: no `is_causal`.
+
+    Parameters
+    ----------
+    weight, key_weight : Tensor
+        Filters ``(s1, s2)`` for all heads or ``(H, s1, s2)`` for each, as in `conv1d_attention`,
+        laid on the grid as in `mixing_matrix_2d`.
+    grid : (int, int)
+        Rows N_H and columns N_W, with N = N_H N_W.
+    class_token : bool
+        Whether one more token comes first, N = 1 + N_H N_W, which is not convolved.
+    query_mask, attention
+        As in `conv1d_attention`.
+    """
+    check_callable("attention", attention)
+    check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
+    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
+    q, k = (_convolve_grid(*xw, grid, class_token) for xw in ((q, w), (k, w_k)))
+    return attention(q, k, v, scale=scale, **mask.keywords)
+
+
+def _convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
+    """Convolve (..., H, N, D) on its grid, but for a class token."""
+    places = x[..., int(class_token) :, :].unflatten(-2, grid)  # (..., H, N_H, N_W, D)
+    mixed = _convolve(places, weight).flatten(-3, -2)
+    return torch.cat([x[..., :1, :], mixed], -2) if class_token else mixed
+
+
+def _convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
+    """Convolve (..., H, N, D) with (H or 1, s), or (..., H, N_H, N_W, D) with (H or 1, s1, s2)."""
+    before = [_before(s, causal) for s in weight.shape[1:]]
+    steps = [range(-p, s - p) for p, s in zip(before, weight.shape[1:], strict=True)]
+    heads = x if x.dim() > weight.dim() else x.unsqueeze(0)
+    return _ShiftedSum.apply(heads, weight.flatten(1), tuple(itertools.product(*steps))).view_as(x)
+
+
+class _ShiftedSum(torch.autograd.Function):
+    """C X as Σ_t w_t · (X shifted by the t-th offset), with no copy stored but the sum.
+
+    The gradient with respect to X is Cᵀ G: the same sum, with the offsets reversed.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+        """Take X (..., H, ·, D), weight (H or 1, taps), and an offset along · for each tap."""
+        return _shifted_sum(x, weight, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        x, weight, ctx.offsets = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to X and weight."""
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        reverse = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
+        dx = _shifted_sum(grad, weight, reverse) if ctx.needs_input_grad[0] else None
+        dw = _products(grad, x, ctx.offsets) if ctx.needs_input_grad[1] else None
+        return dx, None if dw is None else dw.sum_to_size(weight.shape).to(weight.dtype), None
+
+
+def _shifted_sum(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+    """Σ_t w_t x_{i + o_t}, in float32 at least."""
+    taps = weight.to(wide(x)).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
+    source_of = x.to(wide(x)).contiguous()
+    here = offsets.index((0,) * len(offsets[0]))
+    out = source_of * taps[here]
+    for t, offset in enumerate(offsets):
+        if t != here:
+            to, source = _overlap(out, source_of, offset)
+            to.addcmul_(source, taps[t])
+    return out.to(x.dtype)
+
+
+def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
+    """Σ_i g_i · x_{i + o_t} for each head and tap: (H, taps)."""
+    grad, x = grad.to(wide(x)), x.to(wide(x))
+    head = x.dim() - len(offsets[0]) - 2
+    others = [d for d in range(x.dim()) if d != head]
+    pairs = (_overlap(grad, x, offset) for offset in offsets)
+    return torch.stack([(g * source).sum(others) for g, source in pairs], -1)
+
+
+def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """View the places i of y, (..., ·, D), for which i + offset is one of x, and these of x."""
+    for at, o in enumerate(offset, -1 - len(offset)):
+        n = x.shape[at]
+        least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
+        length = most(0, n - abs(o))
+        to, source = least(max(0, -o), n), least(max(0, o), n)
+        y, x = y.narrow(at, to, length), x.narrow(at, source, length)
+    return y, x
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check_sides(name: str, weight: Tensor, sides: int) -> None:
+    """Check for filters (..., s) or (..., s1, s2) with at least one number each."""
+    if weight.dim() < sides or 0 in weight.shape[-sides:]:
+        expected = ("(..., s)", "(..., s1, s2)")[sides - 1]
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; expected {expected}, with at least one number"
+        )
+
+
+def _per_head(name: str, weight: Tensor, q: Tensor, sides: int) -> Tensor:
+    """Check a filter against q, and return it as (H, ...), or (1, ...) for all heads."""
+    check_floating({"q": q, name: weight})
+    _check_sides(name, weight, sides)
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    if weight.dim() > sides and tuple(weight.shape[:-sides]) != (heads,):
+        size = ("s", "s1, s2")[sides - 1]
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; expected ({size}), or ({heads}, {size}) with "
+            "a filter for each head of q"
+        )
+    return weight if weight.dim() > sides else weight.unsqueeze(0)
+
+
+def _check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        raise TypeError(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
+    if len(grid) != 2:
+        raise ValueError(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
+    return check_count("grid[0]", grid[0], least), check_count("grid[1]", grid[1], least)
+
+
+def check_places(
+    tokens: dict[str, Tensor], grid: tuple[int, int], class_token: bool, is_causal: bool
+) -> None:
+    """Check that all tokens (..., N, D) have a place on the grid."""
+    rows, columns = _check_grid(grid)
+    check_flag("class_token", class_token)
+    if is_causal:
+        raise ValueError(f"is_causal is {is_causal}; expected False: a grid has no past")
+    N = rows * columns + class_token
+    for name, x in tokens.items():
+        if is_symbolic(x.shape[-2]):
+            raise ValueError(
+                f"{name} has a dynamic length; expected {N} tokens, as many as its grid has places"
+            )
+        if x.shape[-2] != N:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid {rows} x "
+                f"{columns} with{'' if class_token else 'out'} a class token"
+            )
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+def _depthwise(E: int, s: int, stride: int, **factory: Any) -> nn.Sequential:
+    """Build a convolution with a filter for each of E features, "same" padding, and BatchNorm."""
+    left, right = _before(s), s - 1 - _before(s)
+    return nn.Sequential(
+        nn.ZeroPad2d((left, right, left, right)),
+        nn.Conv2d(E, E, s, stride, groups=E, bias=False, **factory),
+        nn.BatchNorm2d(E, **factory),
+    )

@@ -1,0 +1,1 @@
+"""Linformer, Performer, FMM and Luna (chapter 8)."""

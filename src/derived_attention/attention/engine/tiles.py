@@ -1,0 +1,222 @@
+"""Mixtures of keys on a CPU: scores tile by tile, so that they stay in its cache.
+
+The equation of this module, for keys k_jr with r = 1..R at token j, is ::
+
+    h_i = Σ_j Σ_r p_ijr v_j,    p_ijr = exp(q_i·k_jr − l_i),    l_i = log Σ_jr exp(q_i·k_jr)
+
+All R scores of a token meet one value, so the products with values are those of one component. The
+exponentials of a row are taken beside the largest score of its first tile, as one more feature of
+q; a row for which that is too far from the largest of all is computed again, with all its scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.engine.blocks import differentiable, in_front, stands_for_many
+from derived_attention.attention.frame.convention import extend, full_precision
+from derived_attention.attention.frame.masks import Mask, cut, flat_heads
+
+ROWS, KEYS = 512, 512  # of a tile
+SCORES = 2**19  # in memory at a time: from some of the heads, where sequences are short
+SAFE = 1e18  # a sum of exponentials and its inverse below this have all their digits
+LOG2 = math.log(2)  # powers of 2 take PyTorch less than half the time of those of e
+FAR = 1e4  # of logarithms: rounding errors of larger ones can make an exponential of more than 1
+
+
+def attend_by_tiles(form: Any, v: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """Attend to keys k (..., R, M, E) in the dtype of q; a query with no key gets zeros.
+
+    Second derivatives are those of ``form.scores``.
+    """
+    v = v.to(q.dtype)
+    attn_mask, alive = mask.opened(v.dtype)
+    out, _ = _Tiled.apply(form, mask.is_causal, v, attn_mask, q, k)
+    return out if alive is None else out.masked_fill(~alive, 0)
+
+
+class _Tiled(torch.autograd.Function):
+    """The values h and l, and the gradients of the values, the mask, queries and keys."""
+
+    @staticmethod
+    def forward(
+        form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take a mask with no row all masked."""
+        out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 1)
+        closed = _Closed(attn_mask, is_causal, v)
+        for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(q, k, v, out, logs):
+            k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
+            for rows in _cuts(0, q.shape[-2], ROWS):
+                given = q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows
+                out_h[:, rows], logs_h[:, rows] = _average(*given)
+        return out, logs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Keep what the gradients need."""
+        ctx.form, ctx.is_causal, *given = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*given, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to v, the mask, q and k."""
+        grad, (v, attn_mask, q, k, out, logs) = grads[0], ctx.saved_tensors
+        some = [x for x in (grad, v, attn_mask, q, k) if x is not None]
+        again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
+        if again or any(map(stands_for_many, some)):
+            return None, None, *differentiable(ctx, grad, v, attn_mask, [q, k])
+        dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
+        dv, dq, dk = (x.new_zeros(x.shape) for x in (v, q, k))
+        closed = _Closed(attn_mask, ctx.is_causal, v, dmask)
+        with full_precision(v.device):  # autocast may be on again
+            shares = (grad * out).sum(-1, keepdim=True)
+            with_logs, grad = torch.cat([q, -logs], -1) / LOG2, torch.cat([grad, -shares], -1)
+            far = bool((logs.abs() > FAR).any())
+            for heads, q_h, k_h, v_h, l_h, g_h, *sums in _by_heads(
+                q, k, v, with_logs, grad, dq, dk, dv
+            ):
+                dq_h, dk_h, dv_h = sums
+                k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
+                for rows in _cuts(0, q.shape[-2], ROWS):
+                    _spread(q_h, k_h, v_h, l_h, g_h, dq_h, dk_h, dv_h, closed, heads, rows, far)
+        return None, None, dv, dmask, dq, dk
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
+        """Let the mapped dimension be one more leading dimension."""
+        return _Tiled.apply(form, is_causal, *in_front(info, in_dims[2:], *given)), (0, 0)
+
+
+class _Closed:
+    """Which scores (b, R, C, T) of a tile no query may see."""
+
+    def __init__(
+        self, attn_mask: Tensor | None, is_causal: bool, v: Tensor, dmask: Tensor | None = None
+    ) -> None:
+        self.is_causal, self.M = is_causal, v.shape[-2]
+        self.mask = self.dmask = None
+        if attn_mask is not None:
+            self.mask = flat_heads(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
+            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
+            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
+        if dmask is not None:
+            self.dmask = flat_heads(dmask, dmask.dim() - 2)
+
+    def seen(self, rows: slice) -> int:
+        """Return how many keys some of those queries may see."""
+        return min(rows.stop, self.M) if self.is_causal else self.M
+
+    def close(self, s: Tensor, heads: slice, rows: slice, keys: slice) -> None:
+        """Mask scores, as `_scores` has them, in place."""
+        if self.is_causal and keys.stop > rows.start + 1:
+            i = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
+            s.masked_fill_(torch.arange(keys.start, keys.stop, device=s.device) > i, -math.inf)
+        if self.mask is not None:
+            mask = _part(self.mask, rows, keys)[self.which[heads]].unsqueeze(1)
+            if mask.dtype == torch.bool:  # to add is faster than to fill
+                mask = s.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            s.add_(mask, alpha=1 / LOG2)
+
+    def learn(self, dS: Tensor, heads: slice, rows: slice, keys: slice) -> None:
+        """Add to the gradient of the mask what scores with the gradient dS (b, C, T) give."""
+        if self.dmask is not None:
+            part = _part(self.dmask, rows, keys)
+            part.index_add_(0, self.which[heads], dS.sum_to_size(len(dS), *part.shape[1:]))
+
+
+def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    """View those rows and columns of a mask, where it has more than one of them."""
+    part = cut(mask, rows, keys.stop)
+    return part if mask.shape[-1] == 1 else part[..., keys.start :]
+
+
+def _by_heads(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Run over leading dimensions, viewed as one: some heads at a time."""
+    flat = [flat_heads(x, q.dim() - 2) for x in (q, k, *others)]
+    tile = min(q.shape[-2], ROWS) * min(k.shape[-2], KEYS) * k.shape[-3]
+    for heads in _cuts(0, len(flat[0]), max(1, SCORES // max(tile, 1))):
+        yield heads, *(x[heads] for x in flat)
+
+
+def _cuts(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
+
+
+def _average(
+    q: Tensor, k: Tensor, v: Tensor, closed: _Closed, heads: slice, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Return h (b, C, Dv) and l (b, C, 1) of q / log 2 (b, C, E), where k and v end in ones."""
+    tiles = _cuts(0, closed.seen(rows), KEYS)
+    beside, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
+    with_feature = extend(q, 1, -1)
+    for keys in tiles:
+        s = _scores(with_feature, k, closed, heads, rows, keys)
+        if beside is None:
+            beside = s.amax((1, 3)).unsqueeze(-1)  # (b, C, 1)
+            beside.masked_fill_(beside == -math.inf, 0)  # the mask closes all of the first tile
+            s -= beside.unsqueeze(1)
+            with_feature[..., -1:] = -beside
+        sums.baddbmm_(_total(s.exp2_()), v[:, keys])
+    assert beside is not None  # without keys there is nothing to average
+    total = sums[..., -1:]
+    good = (total > 1 / SAFE) & (total < SAFE)
+    h, logs = sums[..., :-1] / total, LOG2 * (beside + total.log2())
+    if not bool(good.all()):
+        other, its = _safe(q, k[..., :-1], v[..., :-1], closed, heads, rows)
+        h, logs = torch.where(good, h, other), torch.where(good, logs, its)
+    if closed.is_causal and rows.start == 0:  # one value: no rounding that its future could move
+        h[:, 0] = v[:, 0, :-1]
+    return h, logs
+
+
+def _scores(
+    q: Tensor, k: Tensor, closed: _Closed, heads: slice, rows: slice, keys: slice
+) -> Tensor:
+    """Return masked scores (b, R, C, T), as logarithms to the base 2, as q is divided by log 2."""
+    s = q.unsqueeze(1) @ k[:, :, keys].mT
+    closed.close(s, heads, rows, keys)
+    return s
+
+
+def _total(p: Tensor) -> Tensor:
+    """Return Σ_r p_r (b, C, T), in the place of the first one."""
+    for r in range(1, p.shape[1]):
+        p[:, 0] += p[:, r]
+    return p[:, 0]
+
+
+def _safe(
+    q: Tensor, k: Tensor, v: Tensor, closed: _Closed, heads: slice, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Return what `_average` does, from all scores at once."""
+    keys = slice(0, closed.seen(rows))
+    s = _scores(q, k, closed, heads, rows, keys).mul_(LOG2)
+    logs = s.transpose(1, 2).flatten(2).logsumexp(-1, keepdim=True)  # (b, C, 1)
+    return _total(s.sub_(logs.unsqueeze(1)).exp_()) @ v[:, keys], logs
+
+
+def _spread(
+    q: Tensor, k: Tensor, v: Tensor, with_logs: Tensor, grad: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, closed: _Closed, heads: slice, rows: slice, far: bool,
+) -> None:  # fmt: skip
+    """Add what those queries give to gradients; grad ends in −grad·h, k and v in ones."""
+    q, with_logs, grad, dq = q[:, rows], with_logs[:, rows], grad[:, rows], dq[:, rows]
+    g = grad[..., :-1]
+    for keys in _cuts(0, closed.seen(rows), KEYS):
+        p = _scores(with_logs, k, closed, heads, rows, keys)
+        p = (p.clamp_(max=0) if far else p).exp2_()
+        beyond = grad @ v[:, keys].mT  # (b, C, T)
+        A = p.sum(1) if p.shape[1] > 2 else p[:, 0] + p[:, -1]
+        dv[:, keys].baddbmm_(A.mT, g)
+        closed.learn(A.mul_(beyond), heads, rows, keys)
+        for r in range(p.shape[1]):
+            own = p[:, r].mul_(beyond)
+            dq.baddbmm_(own, k[:, r, keys, :-1])
+            dk[:, r, keys].baddbmm_(own.mT, q)

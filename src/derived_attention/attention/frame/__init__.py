@@ -1,0 +1,1 @@
+"""What all mechanisms share: calling convention, masks, checks, and the layer."""

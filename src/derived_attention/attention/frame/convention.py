@@ -1,0 +1,274 @@
+"""The calling convention of every mechanism, written once: that of PyTorch's own attention.
+
+`mechanism` turns a short function ``form(q, k, v, mask, scale, *, own)`` into one with the
+arguments of ``torch.nn.functional.scaled_dot_product_attention``. Checks, masks, dropout and shared
+heads are its business, so that what stands in a chapter's module is the chapter's mathematics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention.attention.frame.checks import (
+    Mechanism,
+    autocasts,
+    check_flag,
+    check_mask,
+    check_positive,
+    check_probability,
+    check_qkv,
+    wide,
+)
+from derived_attention.attention.frame.masks import Mask, settled
+
+# What help() and the API page say of every mechanism; its own docstring has what it adds.
+PARAMETERS = {
+    "q, k, v": """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)``, in one of
+    float32, float64, bfloat16, float16. B, N and M may be 0; with no key the result is 0.""",
+    "attn_mask": """attn_mask : Tensor, optional
+    Broadcastable to ``(..., H, N, M)``. Boolean: True where a query may attend. Floating: added
+    to the scores, finite or -inf; -8192 or below, such as ``torch.finfo(dtype).min``, counts as
+    -inf. If it requires a gradient, PyTorch may store the matrix.""",
+    "dropout_p": """dropout_p : float
+    Probability of dropping a weight. Above 0 the (N, M) matrix is stored, and a mechanism
+    without a formula for it is asked for A with the identity in the place of V.""",
+    "is_causal": """is_causal : bool
+    Query i attends keys j ≤ i, counted from the top left where N ≠ M. Excludes `attn_mask`.""",
+    "scale": """scale : float, optional
+    Finite and positive; replaces 1/√D.""",
+    "enable_gqa": """enable_gqa : bool
+    Whether k and v may have fewer heads than q, a divisor of H, which its neighbours share.""",
+}
+COMPONENTS = """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, values ``(..., H, M, Dv)``, one for each of M tokens, and keys
+    ``(..., H, R, M, D)``: R ≥ 1 components for each token, which are masked together."""
+PER_KEY = """attn_mask : Tensor, optional
+    A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean: True
+    where a key may be attended. Floating: added to the scores, finite or -inf; -8192 or below,
+    such as ``torch.finfo(dtype).min``, counts as -inf."""
+REST = """
+Returns
+-------
+Tensor
+    ``(..., H, N, Dv)``, in the dtype of `q`. Zeros for a query that may attend nothing.
+
+Raises
+------
+TypeError
+    For an argument that is not a tensor, or not floating, or of another dtype than `q` (under
+    autocast dtypes may differ), a mask that is neither boolean nor floating, a `scale` that is
+    not a number.
+ValueError
+    For shapes or devices that do not fit, a mask that holds NaN or +inf (not looked at under
+    ``torch.compile``), `attn_mask` with `is_causal`, a number that is out of its range.
+RuntimeError, NotImplementedError
+    For a second derivative, or one in forward mode, where a fused kernel has none. No wrong one is
+    returned, and the formula, ``..._reference``, has them all.
+"""
+
+
+def mechanism(
+    form: Mechanism | None = None,
+    *,
+    weights: Mechanism | None = None,
+    components: bool = False,
+    per_key: bool = False,
+    drops: bool = False,
+    alone: bool = True,
+    softmax: bool = False,
+) -> Mechanism:
+    """Give `form` the arguments that `softmax_attention` describes, and those of its own.
+
+    Parameters
+    ----------
+    form : callable
+        ``form(q, k, v, mask, scale, *, own)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
+        ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None where it was left out.
+    weights : callable, optional
+        ``weights(q, k, attn_mask, is_causal, *, scale, own)`` returns A, where there is a shorter
+        way to it than ``form`` with V = I.
+    components, per_key : bool
+        Whether keys are ``(..., R, M, D)``, and whether a mask has to be one over keys.
+    drops : bool
+        Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
+    alone : bool
+        Whether what a query gets depends on no other query.
+    softmax : bool
+        Whether it is a softmax of q·k: what all keys share changes nothing.
+    """
+    if form is None:
+        how: dict[str, Any] = {"weights": weights, "components": components}
+        how |= {"per_key": per_key, "drops": drops, "alone": alone, "softmax": softmax}
+        return functools.partial(mechanism, **how)
+
+    @functools.wraps(form)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **own: Any,
+    ) -> Tensor:
+        check_flag("enable_gqa", enable_gqa)
+        if enable_gqa:
+            k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
+        if v is None:
+            raise TypeError("v is of type NoneType; expected a Tensor")
+        mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
+        check_probability("dropout_p", dropout_p)
+        if per_key:
+            mask.per_key()  # raises for another one
+        if drops:
+            own["dropout_p"] = dropout_p
+        elif dropout_p > 0:
+            if own.pop("fused", None):
+                raise ValueError("fused is True, and dropout_p above 0: the weights are stored")
+            A = weights_of(attend, q, k, **mask.keywords, scale=scale, **own)
+            return F.dropout(A, dropout_p) @ v.to(A.dtype)
+        return form(q, k, v, mask, scale, **own)
+
+    attend.weights = weights  # type: ignore[attr-defined]
+    attend.per_key, attend.alone = per_key, alone  # type: ignore[attr-defined]
+    attend.softmax = softmax  # type: ignore[attr-defined]
+    attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
+    attend.__doc__ = _document(form, components, per_key)
+    return attend
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    components: bool = False,
+) -> tuple[Mask, float | None]:
+    """Check what all mechanisms have in common; return the mask, and the scale as a float."""
+    check_qkv(q, k, v, components)
+    check_mask(attn_mask, q, k, is_causal)
+    mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
+    return mask, None if scale is None else check_positive("scale", scale)
+
+
+def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Return A (..., N, M), what a mechanism makes of V = I: exact where it is linear in V."""
+    direct = getattr(attention, "weights", None)
+    if direct is not None:
+        return direct(q, k, **options)
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
+    """Yield the functions that a mechanism is made of: under its options, and among them."""
+    while isinstance(attention, functools.partial):
+        inner = attention.keywords.get("attention")
+        if callable(inner):
+            yield from parts_of(inner)
+        attention = attention.func
+    yield attention
+
+
+def is_per_key(attention: Mechanism) -> bool:
+    """Say whether a mechanism takes masks over keys only."""
+    return any(getattr(part, "per_key", False) for part in parts_of(attention))
+
+
+def takes(function: Mechanism, name: str) -> bool:
+    """Say whether a function, or a class, has an argument of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some built-in functions do not tell
+        return False
+
+
+def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
+    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has."""
+    if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
+        return x  # the checks that follow say what is wrong
+    H, G = q.shape[-3], x.shape[at]
+    if G == 0 or H % G:
+        raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
+    return x if G == H else x.repeat_interleave(H // G, at)
+
+
+def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
+    """Put so many slices of one number behind x in a dimension, and before it; below 0, drop some.
+
+    ``F.pad`` does it, too, but in some releases of PyTorch not for empty tensors, and with a copy
+    for a gradient.
+    """
+
+    def slices(count: int) -> list[Tensor]:
+        shape = list(x.shape)
+        shape[dim] = count
+        return [x.new_full(shape, value)] if count > 0 else []
+
+    kept = x.narrow(dim, 0, x.shape[dim] + after) if after < 0 else x
+    return torch.cat([*slices(before), kept, *slices(after)], dim)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Switch autocast off for a while, so that float32 sums stay in float32."""
+    if not autocasts(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def in_full(form: Mechanism) -> Mechanism:
+    """Let a formula compute in float32 at least, its options too, and return the dtype of q."""
+
+    @functools.wraps(form)
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **own: Any) -> Tensor:
+        dtype = wide(q)
+        for name, x in own.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                own[name] = x.to(dtype)
+        with full_precision(q.device):
+            return form(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale, **own).to(q.dtype)
+
+    return run
+
+
+def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
+    """Return the common arguments, and those that `form` has of its own."""
+    common = inspect.signature(attend, follow_wrapped=False).parameters.values()
+    shared = [p for p in common if p.kind != p.VAR_KEYWORD]
+    taken = {p.name for p in shared}
+    given = [p for p in inspect.signature(form).parameters.values() if p.name not in taken]
+    own = [p for p in given if p.kind == p.KEYWORD_ONLY]
+    rest = [p for p in given if p.kind == p.VAR_KEYWORD]
+    return inspect.Signature([*shared, *own, *rest], return_annotation="Tensor")
+
+
+def _document(form: Mechanism, components: bool, per_key: bool) -> str:
+    """Put the common arguments, result and errors into the docstring of a form."""
+    text, name = inspect.cleandoc(form.__doc__ or ""), form.__name__
+    if name.endswith("_reference"):
+        fast = name.removesuffix("_reference")
+        return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
+    title = "Parameters\n----------\n"
+    before, _, own = text.partition(title)
+    own, _, after = own.partition("\n\n")
+    common = dict(PARAMETERS)
+    common |= {"q, k, v": COMPONENTS} if components else {}
+    common |= {"attn_mask": PER_KEY} if per_key else {}
+    given = {line.partition(" :")[0] for line in own.splitlines() if not line.startswith(" ")}
+    kept = [entry for key, entry in common.items() if key not in given]
+    parameters = "\n".join([*kept, own]).rstrip()
+    return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"

@@ -1,0 +1,262 @@
+"""Linear attention: a feature map in the place of the exponential (chapter 4).
+
+The equation of this module, with φ: ℝᴰ → ℝᶠ, φ ≥ 0, is (Katharopoulos et al. 2020) ::
+
+    h_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)),    H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V
+
+`linear_attention_weights` and the formula multiply φ(Q) φ(K)ᵀ, an (N, M) matrix, first.
+`linear_attention` multiplies φ(K)ᵀ V, an (F, Dv) matrix, first: matrices are associative, and that
+alone makes the time linear in N. The causal sum over j ≤ i is taken chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.engine.kernels import chosen
+from derived_attention.attention.frame.checks import (
+    FLOATING,
+    check_callable,
+    check_shape,
+    cut_any_length,
+    is_symbolic,
+    wide,
+)
+from derived_attention.attention.frame.convention import extend, full_precision, mechanism, prepare
+from derived_attention.attention.frame.masks import Mask, divide
+
+CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
+SEGMENT = 4 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
+
+FeatureMap = Callable[[Tensor], Tensor]
+FeaturePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and k: φ(q) and φ(k)
+FEATURE_MAP = "a function from (..., D)"
+
+
+def elu_feature_map(x: Tensor) -> Tensor:
+    """φ(x) = elu(x) + 1, entry by entry: eˣ where x ≤ 0, and x + 1 where x > 0.
+
+    Written as max(x, 0) + exp(min(x, 0)), because (eˣ − 1) + 1 loses the digits of a small eˣ:
+    in float32 all of them below x = −17.
+    """
+    positive = x.relu()  # min(x, 0) = x − max(x, 0): a clamp's gradient is slow on a CPU, and so
+    power = (x - positive).to(wide(x)) * math.log2(math.e)  # is exp: 2ˣ takes a third of its time
+    return power.exp2().to(x.dtype) + positive
+
+
+def linear_attention_weights(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    feature_map: FeatureMap = elu_feature_map,
+) -> Tensor:
+    """Attention matrix a_ij = φ(q_i)ᵀφ(k_j) / Σ_l φ(q_i)ᵀφ(k_l), the weights of linear attention.
+
+    Arguments and errors are those of `linear_attention`, but for the mask, which may be any that
+    broadcasts to ``(..., H, N, M)``. So is the result; a row whose kernel is all zeros, or too
+    small for normal numbers of its dtype, is zeros.
+    """
+    mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
+    phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
+    with full_precision(q.device):
+        return mask.normalize(phi_q @ phi_k.mT).to(q.dtype)
+
+
+@mechanism(weights=linear_attention_weights, per_key=True)
+def linear_attention(
+    q, k, v, mask, scale, *, feature_map=elu_feature_map, fused=None
+) -> Tensor:  # fmt: skip
+    """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1) in time and memory linear in N and M.
+
+    O((N + M) F Dv) operations; causal O(N (F Dv + C (F + Dv))) with chunks of C = 64. Sums are in
+    float32 at least, whatever the dtype of the arguments, and under autocast too.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating, finite or -inf, as which -8192 and below
+        count: e to its power multiplies the kernel φ(q_i)ᵀφ(k_j), as adding it to the scores
+        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. Where
+        padding comes last, ``is_causal`` alone keeps it from all that is not.
+    scale : float, optional
+        Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
+        softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
+    feature_map : callable
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own: it is called on
+        parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
+        non-negative. A module with parameters does too. Default elu + 1.
+    fused : bool, optional
+        True: run the Triton kernel of `engine.kernels`, an error where it cannot run, as
+        without `is_causal`: there PyTorch's two products are the best there are. False, or left
+        out: PyTorch's form.
+    """
+    check_fused_is_causal(fused, mask)
+    pair = functools.partial(features, feature_map, scale=scale)
+    if chosen(fused, q, k, v):
+        if feature_map is elu_feature_map:
+            return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
+        return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
+    if mask.is_causal:
+        return causal_average(pair, q, k, v)
+    factor = mask.factor(wide(q))
+    phi_q, phi_k = pair(q, k)
+    if factor is not None:
+        phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
+    with full_precision(q.device):
+        S = phi_k.mT @ with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
+        return ratio(phi_q @ S).to(q.dtype)
+
+
+def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
+    """Raise if somebody insists on a kernel that is for causal sums alone."""
+    if fused is True and not mask.is_causal:
+        raise ValueError(
+            "fused is True, and is_causal False; expected True: elsewhere two matrix products, "
+            "which are PyTorch's, are all there is"
+        )
+
+
+def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
+    """Run `derived_attention.attention.linear.triton.causal_sums`."""
+    from derived_attention.attention.linear import triton as linear
+
+    return linear.causal_sums(*tensors, **options)
+
+
+def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
+    return causal_sums(pair, q, k, v, with_ones, ratio).to(q.dtype)
+
+
+def causal_sums(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None
+) -> Tensor:
+    """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
+
+    Walks over the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next: a feature
+    of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
+    is kept of its sums, while they are in the cache.
+    """
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        return _sums_of_any_length(pair, q, k, v, begin, end)
+    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
+    length = segment_length(q)
+    starts = range(0, max(N, 1), length)
+
+    # The gradient of a slice is as long as what it was cut from, that of a split is put together.
+    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:
+        return x[..., :n, :].split([max(0, min(n - start, length)) for start in starts], -2)
+
+    state: Tensor | None = None
+    outputs = []
+    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
+        phi_q, phi_k = pair(q_s, k_s)
+        with full_precision(q.device):
+            sums, state = _causal_segment(phi_q, phi_k, begin(v_s, phi_k.dtype), state)
+            outputs.append(sums if end is None else end(sums))
+    return torch.cat(outputs, -2)
+
+
+def _sums_of_any_length(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any, end: Any
+) -> Tensor:
+    """Return what `causal_sums` does for a length that is not known: all chunks at once."""
+    N, M, phi = q.shape[-2], k.shape[-2], pair(q, k)
+    with full_precision(q.device):
+        parts = (*phi, begin(v, phi[1].dtype))
+        if _same_size(N, M):
+            count = N // CHUNK + 3  # more than needed, as one would be another case to a compiler
+            q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
+            before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
+            sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
+            sums = sums.index_select(-2, torch.arange(N, device=q.device))
+        else:  # cross-attention: with the matrix
+            sums = (parts[0] @ parts[1].mT).tril() @ parts[2]
+        return sums if end is None else end(sums)
+
+
+def _same_size(n: Any, m: Any) -> bool:
+    """Say whether two sizes that are not known are one."""
+    return is_symbolic(n) and is_symbolic(m) and n.node.expr == m.node.expr
+
+
+def segments(x: Tensor) -> tuple[Tensor, ...]:
+    """Cut x (..., n, ·) into segments; where n is not known, all of it is one."""
+    return (x,) if is_symbolic(x.shape[-2]) else x.split(segment_length(x), -2)
+
+
+def segment_length(x: Tensor) -> int:
+    """Return how many of the positions of x (..., n, ·) to take at once.
+
+    The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
+    """
+    return SEGMENT if x.device.type == "cpu" else max(x.shape[-2], 1)
+
+
+def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Σ_{j ≤ i} (q_i·k_j) v_j: inside a chunk by its scores, before it by the state S = Σ k_j v_jᵀ.
+
+    `q` and `k` are features ``(..., n, F)`` and ``(..., m, F)`` with m ≤ n, `v` is
+    ``(..., m, Dv + 1)``; `state` ``(..., F, Dv + 1)`` is that of all positions before.
+    """
+    n = q.shape[-2]
+    size = max(1, min(CHUNK, n))
+    q, k, v = (_chunks(x, n, size) for x in (q, k, v))  # (..., n / C, C, ·)
+    own = (k.mT @ v).unbind(-3)  # of each chunk, (..., F, Dv + 1)
+    state = torch.zeros_like(own[0]) if state is None else state
+    *before, state = itertools.accumulate(own, initial=state)
+    # before[c] ends before chunk c. To subtract chunk c from a sum that has it would leave its
+    # rounding errors there, and with them a trace of the future.
+    sums = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
+    sums += q @ torch.stack(before, -3)
+    return sums.flatten(-3, -2)[..., :n, :], state
+
+
+def _chunks(x: Tensor, n: int, size: int) -> Tensor:
+    """Append rows of zeros to (..., m, ·), up to a multiple of `size` ≥ n, and cut it in chunks."""
+    length = max(n + -n % size, size)  # one chunk at least
+    if x.shape[-2] < length:
+        x = extend(x, length - x.shape[-2])
+    return x.unflatten(-2, (length // size, size))
+
+
+def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
+    return extend(v.to(dtype), 1, -1, 1.0)
+
+
+def ratio(sums: Tensor) -> Tensor:
+    """Divide the first Dv columns, Σ_j (φ(q)ᵀφ(k_j)) v_j, by the last, Σ_j φ(q)ᵀφ(k_j)."""
+    return divide(*sums.split([sums.shape[-1] - 1, 1], -1))  # a slice has a slow gradient
+
+
+def features(
+    feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """φ(scale · q) and φ(k) in float32 at least, checked."""
+    scaled = q if scale is None else scale * q
+    return apply_feature_map(feature_map, scaled), apply_feature_map(feature_map, k)
+
+
+def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
+    """φ(x) in float32 at least, checked."""
+    check_callable("feature_map", feature_map, FEATURE_MAP)
+    phi = feature_map(x)
+    if not isinstance(phi, Tensor) or phi.dtype not in FLOATING:
+        kind = f"dtype {phi.dtype}" if isinstance(phi, Tensor) else f"type {type(phi).__name__}"
+        raise TypeError(f"feature_map returned {kind}; expected a floating Tensor")
+    columns = phi.shape[-1] if phi.dim() and phi.shape[-1] else "F"
+    expected = (*x.shape[:-1], columns)
+    check_shape("the result of feature_map", phi, expected, "the tokens of its argument, F ≥ 1")
+    return phi.to(wide(x))

@@ -1,0 +1,784 @@
+"""Causal linear attention, chunk by chunk: `linear_attention`, MLK, and whatever has features.
+
+The sums are, with a_ij = φ(q_i)ᵀ Σ_r π_r φ(k_jr) for j ≤ i, or without the division ::
+
+    h_i = Σ_j a_ij v_j / z_i,    z_i = Σ_j a_ij
+
+A program has a segment of the sequence, and walks over its blocks. What comes before a block is in
+the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; what is inside it has its scores. The
+state before a segment has to be there first: `_key_states` sums each segment, `_accumulate` adds
+up the segments. There are only as many of them as fill the GPU, so that states are a small share
+of what goes through memory, however long the sequence is.
+
+Backward, with dz_i = −dh_i·h_i, is two walks more ::
+
+    dφ(q_i) = Σ_{j≤i} (dh_i·v_j + dz_i) φ(k_j) / z_i
+    dφ(k_j) = Σ_{i≥j} (dh_i·v_j + dz_i) φ(q_i) / z_i,    dv_j = Σ_{i≥j} a_ij dh_i / z_i
+
+The second one is from the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
+
+Without causality, linear attention is two matrix products, and PyTorch's are the best there are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from derived_attention.attention.engine.kernels import NAMES, Launch, Work, interpreted
+
+WIDEST = 128  # features: a row of more spills registers
+SEGMENT = 64  # a segment is a multiple of it, and it is one of all blocks
+PROGRAMS = 4  # segments for each multiprocessor, of all heads together
+TILE = {"ROWS": 16, "E": 128}  # states, and entries of each, that `_accumulate` reads at a time
+
+# Triton's interpreter multiplies the bits of bfloat16: there, rounded numbers are made wide again.
+WIDE = tl.constexpr(interpreted())
+TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+class Options(NamedTuple):
+    """What is to be computed: scale of the queries, φ = elu + 1 or none, division, and dtype."""
+
+    scale: float
+    elu: bool
+    normalize: bool
+    dtype: torch.dtype
+
+    @property
+    def product(self) -> torch.dtype:
+        """What factors of products are rounded to; float16 has no room for what is summed up."""
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
+
+    @property
+    def precision(self) -> str:
+        """What Triton takes products of float32 in: TF32 has float16's digits."""
+        tf32 = self.dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+        return "tf32" if tf32 and self.product == torch.float32 else "ieee"
+
+    @property
+    def scalar(self) -> bool:
+        """Whether products are not for tensor cores: they take more registers."""
+        return self.product != torch.bfloat16 and self.precision == "ieee"
+
+
+class Blocks(NamedTuple):
+    """How many positions a block has, forward and backward, and what works on it."""
+
+    forward: int
+    backward: int
+    forward_warps: int
+    backward_warps: int
+    num_stages: int
+
+
+def blocks(F: int, V: int, options: Options) -> Blocks:
+    """Choose sizes for F features and V values, powers of two, such that registers hold them."""
+    if options.product == torch.float64:  # in the interpreter alone: few and large steps
+        return Blocks(32, 32, 8, 8, 1)
+    if options.product == torch.float32:
+        return Blocks(16, 16, 8, 8, 1)
+    return Blocks(64, 32, 4, 8, 2) if F * V <= 64 * 64 else Blocks(32, 16, 8, 8, 2)
+
+
+def values_at_once(F: int, options: Options) -> int:
+    """Return of how many values the state fits in registers; 0 if of none.
+
+    The sums of a value depend on no other, so that the wrapper can go on with the next ones.
+    """
+    if F > WIDEST:
+        return 0
+    if options.scalar:
+        return 16
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
+
+
+def _padded(size: int) -> int:
+    """Return the power of two that a matrix product takes for a size."""
+    return max(16, triton.next_power_of_2(size))
+
+
+# --- what kernels share --------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(x, start, length, stride, COLUMNS, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows start, …, start + C − 1 of x (length, COLUMNS), with zeros where there is none."""
+    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
+    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
+    x += tl.cast(start, tl.int64) * stride
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _put(
+    x, tile, start, length, stride, COLUMNS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Store a tile (C, WIDTH) where `_tile` has it from."""
+    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
+    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
+    x += tl.cast(start, tl.int64) * stride
+    tile = tile.to(x.dtype.element_ty)
+    tl.store(x + rows[:, None] * stride + columns[None, :], tile, mask=there)
+
+
+@triton.jit
+def _row(x, start, length, other, C: tl.constexpr):
+    """Entries start, …, start + C − 1 of x (length,), with `other` where there is none."""
+    rows = start + tl.arange(0, C)
+    return tl.load(x + rows, mask=rows < length, other=other)
+
+
+@triton.jit
+def _rounded(x, DOT: tl.constexpr):
+    """Round to the dtype of matrix products."""
+    x = x.to(DOT)
+    return x.to(tl.float32) if WIDE and DOT == tl.bfloat16 else x
+
+
+@triton.jit
+def _product(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Add A B to total, with one factor, the first or the second, rounded to two numbers."""
+    wide = a if FIRST else b
+    high = _rounded(wide, DOT)
+    precision: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
+    left, right = (high, b) if FIRST else (a, high)
+    total = tl.dot(left, right, total, input_precision=precision, out_dtype=total.dtype)
+    if DOT == tl.bfloat16:
+        low = _rounded(wide - high.to(wide.dtype), DOT)
+        left, right = (low, b) if FIRST else (a, low)
+        total = tl.dot(left, right, total, out_dtype=total.dtype)
+    return total
+
+
+@triton.jit
+def _phi(x, scale, start, length, D, ELU: tl.constexpr):
+    """φ(scale·x) = elu + 1 of a tile: eˣ where x ≤ 0, x + 1 where x > 0; or x, if it has φ already.
+
+    Padding has no features, though φ(0) is 1.
+    """
+    if ELU:
+        x = x * scale
+        x = tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
+        rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
+        there = (start + rows < length)[:, None] & (columns < D)[None, :]
+        x = tl.where(there, x, 0.0)
+    return x
+
+
+@triton.jit
+def _slope(x, scale, ELU: tl.constexpr):
+    """dφ(scale·x)/dx: scale · min(eˣ, 1), or 1 for features themselves."""
+    return scale * tl.exp(tl.minimum(x * scale, 0.0)) if ELU else tl.full(x.shape, 1.0, x.dtype)
+
+
+@triton.jit
+def _query_features(
+    q, start, N, stride, scale, D,
+    C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """φ(scale·q_i), (C, F)."""
+    return _phi(_tile(q, start, N, stride, D, C, F).to(ACC), scale, start, N, D, ELU)
+
+
+@triton.jit
+def _key_features(
+    k, priors, start, M, stride_r, stride, D,
+    R: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr,
+    MIXED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Σ_r π_r φ(k_jr), (C, F): mixed features are in no memory."""
+    phi = tl.zeros((C, F), ACC)
+    for r in tl.static_range(R):
+        x = _tile(k + r * stride_r, start, M, stride, D, C, F).to(ACC)
+        x = _phi(x, 1.0, start, M, D, ELU)
+        phi += tl.load(priors + r) * x if MIXED else x
+    return phi
+
+
+@triton.jit
+def _scores(
+    q, k, priors, start, N, M, scale, q_n, k_r, k_n, D,
+    R: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr, ELU: tl.constexpr,
+    MIXED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """φ(q_i)·φ(k_j) of a block, some features at a time: in float32 all of them fill registers."""
+    A = tl.zeros((C, C), ACC)
+    for f in range(0, D, SLICE):
+        x = _query_features(q + f, start, N, q_n, scale, D - f, C, SLICE, ELU, ACC)
+        y = _key_features(k + f, priors, start, M, k_r, k_n, D - f, R, C, SLICE, ELU, MIXED, ACC)
+        x, y = _rounded(x, DOT), tl.trans(_rounded(y, DOT))
+        A = tl.dot(x, y, A, input_precision=PRECISION, out_dtype=ACC)
+    return A
+
+
+@triton.jit
+def _reciprocal(z, TINY: tl.constexpr):
+    """1/z, and 0 where z is 0 or has lost its digits: so is the row."""
+    lost = tl.abs(z) < TINY
+    return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
+
+
+@triton.jit
+def _state(states, slot, F: tl.constexpr, V: tl.constexpr):
+    """Read S (F, V) and its last column (F,) from a slot."""
+    f, v = tl.arange(0, F), tl.arange(0, V)
+    states += tl.cast(slot, tl.int64) * (F * (V + 1))
+    return tl.load(states + f[:, None] * V + v[None, :]), tl.load(states + F * V + f)
+
+
+@triton.jit
+def _put_state(states, slot, S, z, F: tl.constexpr, V: tl.constexpr):
+    """Write S (F, V) and its last column (F,) to a slot."""
+    f, v = tl.arange(0, F), tl.arange(0, V)
+    states += tl.cast(slot, tl.int64) * (F * (V + 1))
+    tl.store(states + f[:, None] * V + v[None, :], S)
+    tl.store(states + F * V + f, z)
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _key_states(
+    k, v, priors, states, M, H, segment,
+    k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S = Σ_j φ(k_j) [v_j, 1]ᵀ over the keys of one segment."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    priors += head % H * priors_h
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    for start in range(c * segment, tl.minimum((c + 1) * segment, M), C):
+        phi = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi = _rounded(phi, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        S = tl.dot(tl.trans(phi), values, S, input_precision=PRECISION, out_dtype=ACC)
+        z += tl.sum(phi.to(ACC), 0)
+    _put_state(states, head * tl.num_programs(1) + c, S, z, F, V)
+
+
+@triton.jit
+def _query_states(
+    q, dout, scales, slopes, states, scale, N, H, segment,
+    q_b, q_h, q_n, d_b, d_h, d_n,
+    D: tl.constexpr, DV: tl.constexpr, ELU: tl.constexpr, NORMALIZE: tl.constexpr,
+    C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ over the queries of one segment, but the first."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1) + 1
+    q += head // H * q_b + head % H * q_h
+    dout += head // H * d_b + head % H * d_h
+    scales, slopes = scales + head * N, slopes + head * N
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
+        if NORMALIZE:
+            phi *= _row(scales, start, N, 0.0, C)[:, None]
+        phi = _rounded(phi, DOT)
+        if NORMALIZE:
+            z += tl.sum(phi.to(ACC) * _row(slopes, start, N, 0.0, C)[:, None], 0)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+        S = tl.dot(tl.trans(phi), dh, S, input_precision=PRECISION, out_dtype=ACC)
+    _put_state(states, head * tl.num_programs(1) + c - 1, S, z, F, V)
+
+
+@triton.jit
+def _accumulate(states, count, size, REVERSE: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr):
+    """Add up the states of segments in place, each with those before it, or after it.
+
+    Some segments are read at a time: one after the other would wait for the memory each time.
+    """
+    entries = tl.program_id(1) * E + tl.arange(0, E)
+    states += tl.program_id(0).to(tl.int64) * count * size
+    total = tl.zeros((E,), states.dtype.element_ty)
+    for begin in range(0, count, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        rows = count - 1 - rows if REVERSE else rows
+        there = ((rows >= 0) & (rows < count))[:, None] & (entries < size)[None, :]
+        pointers = states + rows[:, None] * size + entries[None, :]
+        tile = tl.load(pointers, mask=there, other=0.0)
+        tl.store(pointers, tl.cumsum(tile, 0) + total[None, :], mask=there)
+        total += tl.sum(tile, 0)
+
+
+# --- walks ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _outputs(
+    q, k, v, priors, states, out, scales, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, TINY: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h_i = (Σ_{j≤i in the block} a_ij v_j + Sᵀφ(q_i)) / z_i, and 1/z_i."""
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    priors += head % H * priors_h
+    out, scales = out + head * N * DV, scales + head * N
+    S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
+    if c > 0:  # the sum up to the segment before: to subtract this one's would leave a trace of it
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        total = tl.sum(phi_q.to(ACC) * z[None, :], 1)
+        z += tl.sum(phi_k.to(ACC), 0)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        if SLICE == F:
+            A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
+        else:
+            A = _scores(
+                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
+                PRECISION, ACC,
+            )  # fmt: skip
+        A = tl.where(past, A, 0.0)
+        sums = tl.dot(phi_q, _rounded(S, DOT), input_precision=PRECISION, out_dtype=ACC)
+        sums = tl.dot(_rounded(A, DOT), values, sums, input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            one_over = _reciprocal(total + tl.sum(A, 1), TINY)
+            sums *= one_over[:, None]
+            rows = start + tl.arange(0, C)
+            tl.store(scales + rows, one_over, mask=rows < N)
+        _put(out, sums, start, N, DV, DV, C, V)
+        tl.debug_barrier()  # one after the other: registers have no room for both
+        S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def _query_gradients(
+    q, k, v, priors, states, dout, scales, slopes, dq, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dφ(q_i) = (w_i + dz_i Σ_{j≤i} φ(k_j)) / z_i with w_i = Σ_{j≤i} (dh_i·v_j) φ(k_j).
+
+    h_i does not depend on the length of φ(q_i), so that φ(q_i)·dφ(q_i) = 0: dz_i = −φ(q_i)·w_i/z_i
+    is exact to the digits of w, and the output need not be read. As the two terms all but cancel in
+    a long sequence, products that make w have twice the digits of others.
+    """
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    dout += head // H * d_b + head % H * d_h
+    priors += head % H * priors_h
+    dq, scales, slopes = dq + head * N * D, scales + head * N, slopes + head * N
+    S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Sᵀ
+    if c > 0:
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+        S = tl.trans(S)
+    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+        w = _product(dh, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        tl.debug_barrier()  # one after the other: registers have no room for both
+        dA = tl.dot(dh, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
+        w = _product(tl.where(past, dA, 0.0), phi_k, w, True, DOT, PRECISION)
+        tl.debug_barrier()
+        x = _tile(q, start, N, q_n, D, C, F).to(ACC)
+        if NORMALIZE:
+            ones = _rounded(tl.where(past, 1.0, 0.0), DOT)
+            keys = tl.dot(ones, phi_k, input_precision=PRECISION, out_dtype=ACC) + z[None, :]
+            phi_q = _rounded(_phi(x, scale, start, N, D, ELU), DOT).to(ACC)  # as in z_i
+            one_over = _row(scales, start, N, 0.0, C)
+            dz = -one_over * tl.sum(phi_q * w, 1)
+            w = (w + dz[:, None] * keys) * one_over[:, None]
+            rows = start + tl.arange(0, C)
+            tl.store(slopes + rows, dz, mask=rows < N)
+        _put(dq, w * _slope(x, scale, ELU), start, N, D, D, C, F)
+        S = tl.dot(tl.trans(values), phi_k, S, input_precision=PRECISION, out_dtype=ACC)
+        z += tl.sum(phi_k.to(ACC), 0)
+
+
+@triton.jit
+def _key_gradients(
+    q, k, v, priors, states, dout, scales, slopes, dk, dv, dpriors, scale, N, M, H, segment,
+    q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
+    D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
+    NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    RP: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dφ(k_j) = Σ_{i≥j in the block} (dh_i·v_j + dz_i) φ(q_i) / z_i + R [v_j, 1], and dv_j.
+
+    dv_j = Σ_{i≥j in the block} a_ij dh_i / z_i + Rᵀφ(k_j): from the last block to the first. Each
+    component has dk_jr = π_r φ'(k_jr) dφ(k_j), and dπ_r = Σ_j φ(k_jr)·dφ(k_j).
+    """
+    ACC: tl.constexpr = states.dtype.element_ty
+    head, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q += head // H * q_b + head % H * q_h
+    k += head // H * k_b + head % H * k_h
+    v += head // H * v_b + head % H * v_h
+    dout += head // H * d_b + head % H * d_h
+    priors += head % H * priors_h
+    scales, slopes = scales + head * N, slopes + head * N
+    dk, dv = dk + head * R * M * D, dv + head * M * DV
+    S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Rᵀ
+    if c < tl.num_programs(1) - 1:
+        S, z = _state(states, head * (tl.num_programs(1) - 1) + c, F, V)
+        S = tl.trans(S)
+    later = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # key j, query i ≥ j
+    components = tl.arange(0, RP)
+    dpi = tl.zeros((RP,), ACC)
+    end = tl.minimum((c + 1) * segment, N)
+    steps = tl.cdiv(end - c * segment, C)
+    for step in range(0, steps):
+        start = c * segment + (steps - 1 - step) * C
+        phi_q = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
+        if NORMALIZE:
+            phi_q *= _row(scales, start, N, 0.0, C)[:, None]
+        phi_q = _rounded(phi_q, DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
+        phi_k = _rounded(phi_k, DOT)
+        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
+        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+
+        if SLICE == F:
+            A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
+        else:
+            A = _scores(
+                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
+                PRECISION, ACC,
+            )  # fmt: skip
+            if NORMALIZE:
+                A *= _row(scales, start, N, 0.0, C)[:, None]
+            A = tl.trans(A)
+        A = _rounded(tl.where(later, A, 0.0), DOT)
+        tl.debug_barrier()  # one after the other: registers have no room for all
+        state = tl.trans(_rounded(S, DOT))
+        dvalues = tl.dot(phi_k, state, input_precision=PRECISION, out_dtype=ACC)
+        dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
+        _put(dv, dvalues, start, M, DV, DV, C, V)
+        tl.debug_barrier()
+
+        dA = tl.dot(values, tl.trans(dh), input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            dz = _row(slopes, start, N, 0.0, C)
+            dA += dz[None, :]
+        dA = _rounded(tl.where(later, dA, 0.0), DOT)
+        dphi = _product(values, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        dphi = tl.dot(dA, phi_q, dphi, input_precision=PRECISION, out_dtype=ACC)
+        if NORMALIZE:
+            dphi += z[None, :]
+            z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
+        S = tl.dot(tl.trans(dh), phi_q, S, input_precision=PRECISION, out_dtype=ACC)
+
+        tl.debug_barrier()
+        for r in tl.static_range(R):
+            x = _tile(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
+            dx = dphi * _slope(x, 1.0, ELU)
+            if MIXED:
+                phi = _phi(x, 1.0, start, M, D, ELU)
+                dpi += tl.where(components == r, tl.sum(phi * dphi), 0.0)
+                dx *= tl.load(priors + r)
+            _put(dk + r * M * D, dx, start, M, D, D, C, F)
+    if MIXED:
+        dpriors += (head * tl.num_programs(1) + c) * RP
+        tl.store(dpriors + components, dpi)
+
+
+# --- launching -----------------------------------------------------------------------------------
+
+
+def causal_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    priors: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    elu: bool = False,
+    normalize: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute h_i = Σ_{j≤i} (φ(q_i)ᵀ Σ_r π_r φ(k_jr)) v_j, over the sum of the weights or not.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        ``(..., H, N, F)``, ``(..., H, M, F)`` and ``(..., H, M, Dv)``; with `priors`, keys are
+        ``(..., H, R, M, F)``. Leading dimensions are broadcast.
+    priors : Tensor, optional
+        π, ``(R,)`` or ``(H, R)``, float32 at least.
+    scale : float, optional
+        Multiplies q before φ. Only with `elu`.
+    elu : bool
+        Whether φ = elu + 1. Otherwise q and k are features.
+    normalize : bool
+        Whether to divide by Σ_j φ(q_i)ᵀφ(k_j); 0 where that is 0 or has lost its digits.
+    dtype : torch.dtype, optional
+        That of the result, and of products but for float16, which has no room for their sums: they
+        are in TF32, with as many digits. Left out: that of q.
+
+    Returns
+    -------
+    Tensor
+        ``(..., H, N, Dv)``.
+    """
+    options = Options(scale or 1.0, elu, normalize, q.dtype if dtype is None else dtype)
+    width = values_at_once(q.shape[-1], options)
+    if not width:
+        raise ValueError(
+            f"q has {q.shape[-1]} features a head; expected no more than registers can hold, "
+            f"{WIDEST}"
+        )
+    m = min(q.shape[-2], k.shape[-2])
+    k, v = k[..., :m, :], v[..., :m, :]
+    if priors is None:
+        k = k.unsqueeze(-3)
+    leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-3], v.shape[:-2])
+    q, v = (_four(x.unsqueeze(-3), leading).squeeze(2) for x in (q, v))
+    k = _four(k, leading)
+    if priors is not None:
+        priors = priors.expand(q.shape[1], -1).contiguous()
+    outputs = [_Causal.apply(q, k, part, priors, options) for part in v.split(width, -1)]
+    return torch.cat(outputs, -1).reshape(*leading, q.shape[-2], v.shape[-1])
+
+
+def _four(x: Tensor, leading: torch.Size) -> Tensor:
+    """View x (..., R, n, D), with those leading dimensions, as (B, H, R, n, D)."""
+    x = x.expand(*leading, *x.shape[-3:])
+    return x.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *x.shape[-3:])
+
+
+class _Causal(torch.autograd.Function):
+    """The sums of q (B, H, N, F), k (B, H, R, M, F) and v (B, H, M, Dv), with M ≤ N."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options
+    ) -> Tensor:
+        call = _Call(q, k, v, priors, options)
+        out = call.new(*q.shape[:-1], v.shape[-1], dtype=options.dtype)
+        scales = call.new(*q.shape[:-1])
+        states = call.states()
+        call.run(_key_states, call.count - 1, states=states)
+        call.accumulate(states, False)
+        call.run(_outputs, call.count, states=states, out=out, scales=scales)
+        ctx.save_for_backward(q, k, v, priors, scales, states)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, priors, scales, states = ctx.saved_tensors
+        call = _Call(q, k, v, priors, ctx.options, dout)
+        dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
+        dpriors = call.new(*q.shape[:2], max(call.count, 1), triton.next_power_of_2(k.shape[2]))
+        own = {"scales": scales, "slopes": call.new(*scales.shape)}
+        call.run(_query_gradients, call.count, states=states, dq=dq, **own)
+        states = call.states()
+        call.run(_query_states, call.count - 1, states=states, **own)
+        call.accumulate(states, True)
+        own |= {"dk": dk, "dv": dv, "dpriors": dpriors}
+        call.run(_key_gradients, call.count, states=states, **own)
+        if priors is None:
+            return dq, dk, dv, None, None
+        return dq, dk, dv, dpriors.sum((0, 2))[:, : k.shape[2]].to(priors), None
+
+
+class _Call:
+    """The arguments that kernels take by their names, for some tensors."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options,
+        dout: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        given = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
+        given = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in given.items()}
+        (B, H, N, D), (R, M), DV = q.shape, k.shape[2:4], v.shape[-1]
+        self.like, self.heads = q, B * H
+        self.empty = not (q.numel() and k.numel() and v.numel())
+        self.dtype = torch.promote_types(q.dtype, torch.promote_types(options.dtype, torch.float32))
+        segment = segment_length(N, self.heads, q.device)
+        self.count = triton.cdiv(N, segment)
+        self.sizes = blocks(_padded(D), _padded(DV), options)
+        self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
+        self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
+        self.pool |= given | _constants(D, DV, R, options, priors is not None)
+        for name, x in given.items():
+            dimensions = zip("bhrn" if name == "k" else "bhn", x.stride(), strict=False)
+            self.pool |= {f"{name[0]}_{letter}": stride for letter, stride in dimensions}
+        if priors is not None:
+            self.pool |= {"priors": priors, "priors_h": priors.stride(0)}
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return room for what a kernel writes, or zeros where there is nothing to launch."""
+        make = self.like.new_zeros if self.empty else self.like.new_empty
+        return make(shape, dtype=dtype or self.dtype)
+
+    def states(self) -> Tensor:
+        """Return room for the states of all segments but one."""
+        return self.new(self.heads, max(self.count - 1, 0), self.pool["F"] * (self.pool["V"] + 1))
+
+    def run(self, kernel: Any, segments: int, **own: Tensor) -> None:
+        """Launch a program for each head and segment."""
+        if segments > 0:
+            self._launch(kernel, (self.heads, segments), own)
+
+    def accumulate(self, states: Tensor, reverse: bool) -> None:
+        """Add up the states of segments."""
+        _, count, size = states.shape
+        if count > 1:
+            own = {"states": states, "count": count, "size": size, "REVERSE": reverse}
+            self._launch(_accumulate, (self.heads, triton.cdiv(size, TILE["E"])), own)
+
+    def _launch(self, kernel: Any, grid: tuple[int, int], own: dict[str, Any]) -> None:
+        if self.empty:
+            return
+        C, how = _how(kernel, self.sizes)
+        pool = self.pool | own | {"C": C}
+        with torch.cuda.device_of(self.like):
+            kernel[grid](**{name: pool[name] for name in kernel.arg_names}, **how)
+
+
+def _how(kernel: Any, sizes: Blocks) -> tuple[int, dict[str, int]]:
+    """Return the positions of a block, and Triton's options."""
+    backward = kernel in (_query_gradients, _key_gradients)
+    C = sizes.backward if backward else sizes.forward
+    warps = sizes.backward_warps if backward else sizes.forward_warps
+    return C, {"num_warps": warps, "num_stages": sizes.num_stages}
+
+
+def segment_length(N: int, heads: int, device: torch.device) -> int:
+    """Return how many positions a program has, for programs to fill the GPU."""
+    cuda = device.type == "cuda"
+    here = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+    count = max(1, PROGRAMS * here // max(heads, 1))
+    return SEGMENT * max(1, triton.cdiv(triton.cdiv(N, SEGMENT), count))
+
+
+def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
+    """Return what kernels are compiled for, but for the positions of a block."""
+    F, V = _padded(D), _padded(DV)
+    whole = options.product == torch.bfloat16
+    acc = torch.promote_types(options.product, torch.float32)
+    return {
+        "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
+        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
+        "RP": triton.next_power_of_2(R), "SLICE": F if whole else max(16, F // 4),
+        "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
+    }  # fmt: skip
+
+
+# --- what they take ------------------------------------------------------------------------------
+
+KERNELS = (
+    _key_states,
+    _accumulate,
+    _outputs,
+    _query_gradients,
+    _query_states,
+    _key_gradients,
+)
+TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
+TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
+STRIDE = "i32:16"  # a multiple of 16, as are those of rows
+
+
+def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the kernels as `linear_attention` launches them, for `resources`."""
+    options = Options(1.0, True, True, dtype)
+    values = min(head_dim, values_at_once(head_dim, options))
+    sizes = blocks(_padded(head_dim), _padded(values), options)
+    tensors = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{NAMES[dtype]}")
+    result = []
+    for kernel in KERNELS:
+        C, how = _how(kernel, sizes)
+        own = _constants(head_dim, values, 1, options, False) | {"C": C, "REVERSE": True}
+        own = {name: value for name, value in own.items() if name in kernel.arg_names}
+        types = TYPES | tensors | dict.fromkeys(own, "constexpr")
+        arguments = {name: types.get(name, STRIDE) for name in kernel.arg_names}
+        result.append(Launch(f"linear{kernel.__name__}", kernel, arguments, own, **how))
+    return result
+
+
+def work(
+    kind: str,
+    *,
+    B: int,
+    H: int,
+    N: int,
+    M: int,
+    D: int,
+    Dv: int | None = None,
+    R: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    multiprocessors: int = 132,
+) -> dict[str, Work]:
+    """Count what the kernels have to do.
+
+    Operations are those of the matrix products: scores of whole blocks, of which causality needs
+    half, and the state, which is summed once for what comes after the segment and once more inside
+    it. Bytes are those of tensors that a kernel reads or writes, each once, and of the states:
+    written, added up (read and written), read. Heads are taken in parts, where registers do not
+    have room for the state of all values.
+
+    Parameters
+    ----------
+    kind : str
+        "forward" or "forward + backward".
+    B, H, N, M, D, Dv, R : int
+        Sizes of batch, heads, queries, keys, features, values (D, if left out) and components.
+    dtype : torch.dtype
+        That of the arguments.
+    multiprocessors : int
+        Of the GPU: there are `PROGRAMS` segments for each, of all heads together.
+
+    Returns
+    -------
+    dict
+        Of the kernel's name: a `Work`.
+
+    Raises
+    ------
+    ValueError
+        If `kind` is another.
+    """
+    if kind not in ("forward", "forward + backward"):
+        raise ValueError(f"kind is {kind!r}; expected 'forward' or 'forward + backward'")
+    options, Dv = Options(1.0, True, True, dtype), D if Dv is None else Dv
+    width = min(Dv, values_at_once(D, options))
+    sizes = blocks(_padded(D), _padded(width), options)
+    m, size, twice = min(N, M), dtype.itemsize, 2 if dtype == torch.bfloat16 else 1
+    count = min(-(-N // SEGMENT), max(1, PROGRAMS * multiprocessors // (B * H)))
+    state = 4 * 4 * D * (width + 1) * (count - 1)
+    query, keys = size * N * D, size * R * m * D
+    values, result, row = size * m * width, size * N * width, 4 * N
+    before = count > 1  # else nothing is, and nothing is summed beforehand
+    products = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
+    moved: float = (keys + values) * (1 + before) + query + result + row + state
+    if kind != "forward":
+        products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
+        products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)
+        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state // 4
+        moved += query + keys + values
+    parts = B * H * -(-Dv // width)
+    return {"linear": Work(float(parts * products), float(parts * moved))}

@@ -1,0 +1,1 @@
+"""Mixtures of Gaussian keys, MGK (chapters 9 and 10)."""

@@ -1,0 +1,52 @@
+"""Layers: what is learned of the mechanisms in `derived_attention.attention.mra.fast`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from derived_attention.attention.frame.checks import (
+    Mechanism,
+    check_count,
+    check_flag,
+)
+from derived_attention.attention.frame.layer import Heads, MultiheadAttention
+from derived_attention.attention.mra.fast import LATER, _check_over, mra_attention
+
+
+class MRAAttention(MultiheadAttention):
+    """MRA-2 in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    Padded keys are left out of pooled keys, and padded queries of pooled queries. The forward pass
+    takes neither `attn_mask` nor `is_causal`; padding goes into `key_padding_mask`.
+
+    Parameters
+    ----------
+    block, kept, over, sparse
+        As in `mra_attention`.
+    """
+
+    shown = ("block", "kept", "over", "sparse")
+    refused = ("attn_mask", "is_causal")
+    because = LATER
+
+    def __init__(
+        self,
+        *args: Any,
+        block: int = 32,
+        kept: int = 4,
+        over: str = "rows",
+        sparse: bool = False,
+        attention: Mechanism = mra_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        self.block, self.kept = check_count("block", block, 1), check_count("kept", kept, 1)
+        _check_over(over)
+        check_flag("sparse", sparse)
+        self.over, self.sparse = over, sparse
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Say how long blocks are, how many are kept, and of which."""
+        own = {"block": self.block, "kept": self.kept, "over": self.over, "sparse": self.sparse}
+        return functools.partial(base, **own)

@@ -1,0 +1,1 @@
+"""Multiresolution heads, MrsFormer (chapter 7)."""

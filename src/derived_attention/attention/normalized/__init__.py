@@ -1,0 +1,1 @@
+"""Normalised keys, Attention-BN (chapter 5)."""

@@ -1,0 +1,229 @@
+"""Attention-BN: attention from a primal layer that batch-normalises its input (chapter 5).
+
+The equation of this module, for the mean μ and the variances σ² of the keys, is ::
+
+    h_i = Σ_j softmax_j( ((q_i − β μ) ⊙ s⁻¹)ᵀ ((k_j − β μ) ⊙ s⁻¹) / √D ) v_j
+
+with s⁻¹ = 1/√(σ² + ε) for each feature and β = 1 in the full form (eq. 22), with s = 1 and any β
+in the recentred form (eq. 26). The keys that query i may attend are its training set, so μ and σ²
+are taken over them: padding does not count, and a causal query sees the mean of its past.
+
+Softmax does not change when a number is added to all scores of a query. So centring the keys
+changes nothing, s⁻¹ can be applied twice to the query, and Attention-BN is one call of softmax
+attention with another query, ``(q_i − β μ) / (σ² + ε)``. `normalized_attention_reference` is the
+formula as it stands, `normalized_attention` that call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.frame.checks import (
+    Mechanism,
+    check_callable,
+    check_flag,
+    check_parameter,
+    check_positive,
+)
+from derived_attention.attention.frame.convention import full_precision, mechanism
+from derived_attention.attention.frame.masks import Mask, allowed, anchor, shared_offset
+from derived_attention.attention.linear.fast import wide
+from derived_attention.attention.softmax.fast import softmax_attention
+
+
+@mechanism
+def normalized_attention(
+    q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax_attention, center_keys=None
+) -> Tensor:
+    """Attention-BN, eqs. 22 and 26 of [Nguyen2023], at the cost of the mechanism it is given.
+
+    The masks also say what μ and σ² are taken over: for each query, the keys it may attend. A
+    floating mask excludes where it is -inf. A mask that is the same for all queries (padding) costs
+    nothing; another one costs two products with it. The causal form uses running sums; the printed
+    μ, over all keys, would show a query its future. For half precision, statistics are computed in
+    float32; and with `eps` everything is, where queries have statistics of their own: those of two
+    or three keys make numbers that half precision, and autocast, would lose. In float16, gradients
+    overflow where keys are so alike that 1/(σ² + ε) nears 10⁵: take an `eps` of 10⁻³ or more there.
+
+    Parameters
+    ----------
+    beta : float or Tensor
+        Weight β of the mean, finite. A tensor, of one element or of shape ``(H,)`` for one β per
+        head, gets a gradient. β = 0 without `eps` is the mechanism itself.
+    eps : float, optional
+        Positive. Given, features are divided by √(σ² + ε): with β = 1 this is eq. 22. Left out,
+        they are only centred: eq. 26.
+    attention : callable
+        What to do with the normalised queries and keys: `softmax_attention` or another mechanism
+        with its calling convention. A sparse one's own pattern does not enter the statistics.
+    center_keys : bool, optional
+        False: normalise the query alone. Exact for every mechanism that is a softmax of q·k, such
+        as a sparse one. True: normalise the keys too, as linear attention needs; in the causal form
+        key j then gets the statistics of the keys up to j, since statistics of each query's own
+        would take N copies of the keys. None: False for `softmax_attention`, else True, which has
+        to be confirmed in the causal form, where the two differ.
+    """
+    beta, eps = check_normalization(beta, eps, q)
+    center_keys = _check_center_keys(attention, center_keys, mask)
+    if k.shape[-2] == 0:  # no statistics, and nothing to attend
+        return attention(q, k, v, scale=scale, **mask.keywords)
+    each = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
+    if eps is not None and each:
+        dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
+        with full_precision(q.device):
+            return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
+    return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
+
+
+def _attend(q, k, v, mask, scale, beta, eps, attention, center_keys) -> Tensor:
+    """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
+    mean, variance, count = key_statistics(k, mask, variance=eps is not None)
+    if center_keys:
+        k = _normalize(k, mean, variance, None, beta, eps)
+    elif eps is not None and torch.finfo(k.dtype).bits >= 32:
+        # Softmax does not mind. 1/(σ² + ε) may be large, and what all keys share would not cancel
+        # without rounding errors; but half precision would round what is left of them.
+        k = k - shared_offset(k, mask)
+    if mask.is_causal:
+        mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
+        variance = None if variance is None else _at_queries(variance, q.shape[-2])
+    q = _normalize(q, mean, variance, count > 1, beta, eps, twice=not center_keys)
+    return attention(q, k, v, scale=scale, **mask.keywords)
+
+
+def key_statistics(
+    k: Tensor, mask: Mask, *, variance: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Mean and variance of the keys that each query may attend, and how many these are.
+
+    Of keys ``(..., M, D)``, M at least 1, they are ``(..., R, D)``, at least float32. R is 1 where
+    all queries have the same keys, N under another mask, where queries without a key get zeros,
+    and M if causal: the running statistics of keys 1 to j. The variance divides by the number of
+    keys; without `variance` it is None. The count is broadcastable to ``(..., R, 1)``.
+    """
+    k = k.to(wide(k))
+    if mask.is_causal:
+        return _running_statistics(k, variance)
+    if mask.given is not None:
+        with full_precision(k.device):
+            return _masked_statistics(k, allowed(mask.given), variance)
+    mean = k.mean(-2, keepdim=True)
+    spread = (k - mean).square().mean(-2, keepdim=True) if variance else None
+    return mean, spread, k.new_full((1, 1), k.shape[-2])
+
+
+def _at_queries(running: Tensor, N: int) -> Tensor:
+    """Take a row for each query: query i has seen the keys up to i, or all, if they are fewer."""
+    M = running.shape[-2]
+    if N <= M:
+        return running[..., :N, :]
+    last = running[..., -1:, :].expand(*running.shape[:-2], N - M, -1)
+    return torch.cat([running, last], -2)
+
+
+def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Statistics of keys 1..j for each j, by Welford's recurrence written as a running sum.
+
+    Its terms, (k_j − μ_j)² j/(j−1), are never negative, so nothing cancels, however large μ is.
+    """
+    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype, device=k.device)[:, None]  # (M, 1)
+    mean = k.cumsum(-2).div_(count)  # in place: no backward pass needs what is overwritten
+    if not variance:
+        return mean, None, count
+    terms = (k - mean).square().mul_(count / (count - 1).clamp(min=1))  # the first one is 0
+    return mean, terms.cumsum(-2).div_(count), count
+
+
+def _masked_statistics(
+    k: Tensor, here: Tensor, variance: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Statistics over the keys where `here` (..., R, M) is True, R = 1 or N."""
+    here = here.expand(*here.shape[:-1], k.shape[-2])
+    count = here.sum(-1, keepdim=True)  # (..., R, 1)
+    share = here.to(k.dtype) / count.clamp(min=1)  # (..., R, M)
+    mean = _weighted_sum(share, k)  # (..., H, R, D)
+    if not variance:
+        return mean, None, count
+    # E(k−c)² − (μ−c)² for any c; a c near μ keeps it from cancelling. With padding the anchor's
+    # mean is μ. With a window it may be far, so float64 has to bear what is left.
+    some = anchor(here).unsqueeze(-2)  # (..., 1, M)
+    c = _weighted_sum(some.to(k.dtype) / some.sum(-1, keepdim=True).clamp(min=1), k.detach())
+    exact = k.dtype if k.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    k, share = (k - c).to(exact), here.to(exact) / count.clamp(min=1)
+    spread = _weighted_sum(share, k.square()) - _weighted_sum(share, k).square()
+    return mean, spread.clamp(min=0).to(mean.dtype), count
+
+
+def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Sum Σ_j weights_rj x_j: (..., R, M) and (..., H, M, D) to (..., H, R, D).
+
+    Weights that all heads share meet all heads in one product, without a copy for each.
+    """
+    shared = weights.dim() < 3 or weights.shape[-3] == 1
+    if x.dim() < 3 or weights.shape[-2] == 1 or not shared:
+        return weights @ x
+    weights = weights.squeeze(-3) if weights.dim() > 2 else weights
+    columns = x.transpose(-3, -2).flatten(-2)  # (..., M, H·D)
+    return (weights @ columns).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
+
+
+def _normalize(x, mean, variance, several, beta, eps, twice=False) -> Tensor:
+    """Centre and scale queries or keys; `twice` scales for the other side of q·k too.
+
+    A query that may not attend `several` keys becomes 0: its score has no weight to change, and
+    would be as large as 1/ε. Keys have None there: one that is alone now has later queries.
+    """
+    if isinstance(beta, Tensor):
+        out = x - beta * mean  # (..., H, N, D)
+    else:
+        out = torch.sub(x, mean, alpha=beta)  # the same in one pass
+    if eps is not None and variance is not None:
+        floor = variance.new_full((), eps)
+        spread = variance + (floor if several is None else torch.where(several, floor, math.inf))
+        out = out / (spread if twice else spread.sqrt())
+    if x.dtype != out.dtype:  # 1/ε may be more than float16 holds
+        limit = torch.finfo(x.dtype).max
+        out = out.clamp(-limit, limit).to(x.dtype)
+    return out
+
+
+def check_normalization(
+    beta: float | Tensor, eps: float | None, q: Tensor
+) -> tuple[float | Tensor, float | None]:
+    """Check β against the heads of `q`, and ε; return β as a float, or as () or (H, 1, 1)."""
+    eps = None if eps is None else check_positive("eps", eps)
+    if isinstance(beta, Tensor):
+        heads = (q.shape[-3],) if q.dim() > 2 else (1,)
+        check_parameter("beta", beta, q, ((), (1,), heads), "one number, or one per head of q")
+        return beta.to(wide(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+        kind = type(beta).__name__
+        raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")
+    if not -math.inf < beta < math.inf:  # NaN compares false
+        raise ValueError(f"beta is {beta}; expected a finite number")
+    return float(beta), eps
+
+
+def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:
+    """Check `attention` and settle whether its keys are centred."""
+    check_callable("attention", attention)
+    if center_keys is None:
+        target = attention.func if isinstance(attention, functools.partial) else attention
+        center_keys = not getattr(target, "softmax", False)
+        if center_keys and mask.is_causal:
+            raise ValueError(
+                "center_keys is None with is_causal=True and an attention that is not "
+                "softmax_attention; expected False for a softmax of q·k, True for any other"
+            )
+    check_flag("center_keys", center_keys)
+    if center_keys and mask.given is not None and mask.given.shape[-2] > 1:
+        raise ValueError(
+            f"attn_mask has shape {tuple(mask.given.shape)}, one row per query, and the keys are "
+            "to be centred; expected one row for all queries, or center_keys=False where the "
+            "attention is a softmax of q·k"
+        )
+    return center_keys

@@ -1,0 +1,1 @@
+"""Kernel singular values, Primal-Attention (chapters 11 and 12)."""

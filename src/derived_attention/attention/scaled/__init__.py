@@ -1,0 +1,1 @@
+"""Scaled heads, Attention-SH (chapter 5)."""

@@ -1,0 +1,110 @@
+"""Layers: what is learned of the mechanisms in `derived_attention.attention.scaled.fast`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from derived_attention.attention.engine.pooling import (
+    ConvolutionPooling,
+    Pooling,
+    max_pooling,
+    pool_pairs,
+)
+from derived_attention.attention.frame.checks import (
+    check_no_bias,
+)
+from derived_attention.attention.frame.layer import (
+    Group,
+    MultiheadAttention,
+    refuse,
+)
+from derived_attention.attention.frame.masks import Mask
+from derived_attention.attention.normalized.layer import NormalizedAttention
+from derived_attention.attention.scaled.fast import (
+    HOLDS_LATER,
+    _aligned,
+    check_pooling,
+    check_positions,
+    check_scale_list,
+    deal_out,
+    head_groups,
+)
+
+
+class ScaledHeadsAttention(MultiheadAttention):
+    """Attention-SH in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    It pools `key` and `value` before it projects them, once for each scale, and projects for each
+    head what that head attends. The attention weights it returns are those of the steps: a pooled
+    key's weight is dealt out to its steps as pooling weighs them; with ``"max"`` there are none.
+    Where a scale is above 1 the forward pass takes neither `attn_mask` nor `is_causal`; padding
+    goes into `key_padding_mask`.
+
+    Parameters
+    ----------
+    scales : sequence of int
+        s_h for each head.
+    pooling : str or callable
+        As in `scaled_heads_attention`, or ``"convolution"`` for the layer's `ConvolutionPooling`.
+    class_token, positional
+        As in `scaled_heads_attention`.
+    """
+
+    shown = ("scales", "how", "class_token")
+
+    def __init__(
+        self,
+        *args: Any,
+        scales: Sequence[int],
+        pooling: str | Pooling = "average",
+        class_token: bool = False,
+        positional: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        check_scale_list(scales, self.num_heads)
+        if pooling == "convolution":
+            like = self.out_proj.weight
+            pooling = ConvolutionPooling(scales, device=like.device, dtype=like.dtype)
+        check_pooling(pooling, class_token)
+        self.scales, self.pooling = tuple(scales), pooling
+        self.how = pooling if isinstance(pooling, str) else "of its own"
+        self.class_token, self.positional = class_token, positional
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
+        """Check, too, for masks that cannot be pooled."""
+        super().check(query, key, value, **given)
+        check_positions(self.attention, self.positional, query, key, self.pooling, self.class_token)
+        if max(self.scales) == 1:
+            return
+        refuse(given, ("attn_mask", "is_causal"), f"{HOLDS_LATER}, with scales {self.scales}")
+        if self.pooling in ("max", max_pooling):
+            because = "with max pooling; a maximum is no weighted sum, so steps have no weights"
+            refuse(given, ("need_weights",), because)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
+        """Pool keys and values for the heads of each scale."""
+        if max(self.scales) > 1 and mask.given is not None:
+            check_no_bias("key_padding_mask", mask.given)
+        for s, heads in head_groups(self.scales).items():
+            base = _aligned(self.attention, s, self.positional)
+            if s == 1:
+                yield Group(heads, key, value, mask, base)
+                continue
+            present = None if mask.keys is None else mask.keys.squeeze(-2)
+            pooling = check_pooling(self.pooling, self.class_token)
+            pooled, values, present, pool = pool_pairs(pooling, key, value, s, present)
+            steps = functools.partial(deal_out, pool, key)
+            given = None if present is None else present[..., None, None, :]
+            yield Group(heads, pooled, values, Mask(given), base, steps)
+
+
+class NormalizedScaledHeadsAttention(NormalizedAttention, ScaledHeadsAttention):
+    """Attention-BN+SH in H heads: a `NormalizedAttention` that is a `ScaledHeadsAttention`.
+
+    It has the arguments of both. Statistics are those of the pooled keys of each head.
+    """

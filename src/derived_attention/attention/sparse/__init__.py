@@ -1,0 +1,1 @@
+"""Windows, strides and fixed patterns (chapter 4)."""

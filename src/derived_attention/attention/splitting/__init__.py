@@ -1,0 +1,1 @@
+"""Ridge and lasso attention by ADMM (chapters 13 and 14)."""

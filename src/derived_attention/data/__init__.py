@@ -1,1 +1,0 @@
-"""Loaders of real data that arrive inside installed packages."""

@@ -1,0 +1,472 @@
+"""Read the source of a call, to see what its values cannot show: where they come from.
+
+`claims` asks whether two sides of a check are one expression, whether a check is
+made of typed numbers alone, and whether a wrong version is made by a typed factor or by chance. All
+of that is in the text of the call. Where there is no text, as under ``exec``, the answer is no.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import linecache
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from inspect import signature
+from itertools import islice, takewhile
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+ARITHMETIC = (ast.Mult, ast.Div, ast.Add, ast.Sub)
+WHOLE = {*range(-16, 0), *range(1, 17)}  # what people lose, or are off by: not 0.99, nor 1000
+GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+LOOKING = ("print", "display")  # calls that leave their arguments as they are
+# What hands on the value that it is given.
+COPIES = {"clone", "copy", "deepcopy", "detach", "contiguous", "cpu", "numpy", "double", "float",
+          "to", "astype", "tolist", "item", "array", "asarray", "as_tensor", "tensor", "from_numpy",
+          "list", "tuple", "complex", "float64", "int", "Integer", "Float", "Rational", "S",
+          "sympify"}  # fmt: skip
+METHODS = {"to", "astype"}  # of these, with arguments
+NEUTRAL = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.Div: 1, ast.Pow: 1}
+HIGHER = {"abs", "absolute", "maximum", "max", "amax", "fmax", "ceil"}
+LOWER = {"minimum", "min", "amin", "fmin", "floor"}
+OPERATORS = {"multiply": ast.Mult, "mul": ast.Mult, "divide": ast.Div, "div": ast.Div,
+             "add": ast.Add, "subtract": ast.Sub, "sub": ast.Sub}  # fmt: skip
+ITERATORS = {"zip", "enumerate", "range", "reversed", "items", "values", "keys"}
+
+
+class CallSite:
+    """The arguments of a call, as expressions: what was passed to `function` from `frame`."""
+
+    def __init__(self, function: Callable, frame: FrameType | None) -> None:
+        self.arguments: dict[str, ast.expr] = {}
+        self.names: dict[str, Any] = {}
+        self.is_plain = True  # whether there is no text, or all arguments are written in it
+        self._frame = frame
+        source = _source(frame)
+        tree = _parse(source)
+        if frame is None or tree is None:
+            return
+        self.names = {**vars(builtins), **frame.f_globals, **frame.f_locals}
+        self._scope = Scope(self.names)
+        call = _find_call(tree, frame, function, self.names)
+        starred = call is None or any(isinstance(a, ast.Starred) for a in call.args)
+        self.is_plain = not starred and all(k.arg for k in call.keywords)  # type: ignore[union-attr]
+        if call is None:
+            return
+        around = [n for n in _path(tree, call) if isinstance(n, ast.FunctionDef)]
+        self._scope.read((around[-1] if around else tree).body, call)
+        self._function = around[-1] if around else None
+        cells = [c for c in self.names.get("In", [])[::-1] if isinstance(c, str) and c != source]
+        self._outside = [source, *cells] if around else cells
+        called = self.names.get(ast.unparse(call.func))
+        free = [p for p in signature(function).parameters][len(getattr(called, "args", ())) :]
+        plain = takewhile(lambda a: not isinstance(a, ast.Starred), call.args)
+        given = dict(zip(free, plain, strict=False))
+        given |= {k.arg: k.value for k in call.keywords if k.arg is not None}
+        self._written = given
+        self.arguments = {name: self._scope.expand(node) for name, node in given.items()}
+
+    def same(self, one: str, other: str) -> bool:
+        """Say whether two arguments are one expression, or copies of it.
+
+        A name stands for what its cell set it to: after ``a = f(x)`` and ``b = f(x)``, the two
+        names are the same call, unless `x` was set, or a generator of random numbers was asked.
+        """
+        if one not in self.arguments or other not in self.arguments:
+            return False
+        return _dump(self.arguments[one]) == _dump(self.arguments[other])
+
+    def cancels(self, name: str) -> bool:
+        """Say whether an argument, or an entry of it, is an expression minus or over itself."""
+        return name in self.arguments and _cancels(self.arguments[name])
+
+    def exceeds(self, larger: str, smaller: str) -> bool:
+        """Say whether `larger` is no less than `smaller` whatever its value: |x|, max(x, y)."""
+        if larger not in self.arguments or smaller not in self.arguments:
+            return False
+        high, low = (_peel(self.arguments[name]) for name in (larger, smaller))
+        return _dump(low) in _given(high, HIGHER) or _dump(high) in _given(low, LOWER)
+
+    def literal(self, name: str) -> bool:
+        """Say whether an argument is made of nothing but typed numbers.
+
+        They may come by a name, by a loop or by a function that only hands them on. A formula of
+        named numbers is a computation.
+        """
+        if name not in self.arguments:
+            return False
+        used = {n.id for n in ast.walk(self._written[name]) if isinstance(n, ast.Name)}
+        return all(self._library(n) for n in used) or self._typed(self.arguments[name])
+
+    def typed_entries(self, name: str) -> bool:
+        """Say whether an entry of a dictionary, written in the call, is a typed number."""
+        node = self._written.get(name) if self.arguments else None
+        entries = node.values if isinstance(node, ast.Dict) else []
+        return any(self._typed(self._scope.expand(entry)) for entry in entries)
+
+    def nudged(self, wrong: str, right: str, whole: bool = True) -> bool:
+        """Say whether `wrong` is `right` times, over, plus or minus typed numbers.
+
+        A small whole number is let pass if `whole`: to lose a 2, or to be one off, is a mistake
+        that people make, and 0.99 is none. Otherwise only a zero is, which is no side any more.
+        """
+        if wrong not in self.arguments or right not in self.arguments:
+            return False
+        target = _dump(self.arguments[right])
+        found: list[float | None] = []
+        node = _peel(self.arguments[wrong])
+        while isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
+            left, other = _number(node.left), _number(node.right)
+            if (left is None) == (other is None):
+                return False
+            found.append(left if left is not None else other)
+            node = _peel(node.right if other is None else node.left)
+            bare = node.value if isinstance(node, ast.Subscript) else node  # x[[3]] is x as well
+            if target in (_dump(node), _dump(bare)):
+                return not all(value in WHOLE for value in found) if whole else 0 not in found
+        return False
+
+    def by_chance(self, wrong: str, *sides: str) -> bool:
+        """Say whether `wrong`, or a term of it, is a random number that no side knows."""
+        known = {
+            n.id for side in sides if side in self.arguments
+            for n in ast.walk(self.arguments[side]) if isinstance(n, ast.Name)
+        }  # fmt: skip
+
+        def drawn(node: ast.expr) -> bool:
+            node = _peel(node)
+            if isinstance(node, ast.BinOp):
+                return drawn(node.left) or drawn(node.right)
+            if isinstance(node, ast.UnaryOp):
+                return drawn(node.operand)
+            if isinstance(node, ast.Name):
+                return node.id.startswith("random@") and node.id not in known
+            return isinstance(node, ast.Call) and ".random." in ast.unparse(node.func)
+
+        return wrong in self.arguments and drawn(self.arguments[wrong])
+
+    def _library(self, name: str) -> bool:
+        value = self.names.get(name)
+        return isinstance(value, ModuleType) or (
+            value is not None and value is getattr(builtins, name, None)
+        )
+
+    def _typed(self, node: ast.AST | None, handed: tuple[str, ...] = ()) -> bool:
+        """Say whether a value was typed, and handed on as it is; `handed` are names of such."""
+        typed = self._typed
+        node = _peel(node) if isinstance(node, ast.expr) else node
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            return all(typed(entry, handed) for entry in node.elts)
+        if isinstance(node, ast.Dict):
+            return all(typed(entry, handed) for entry in node.values)
+        if isinstance(node, (ast.Subscript, ast.Attribute)):
+            return typed(node.value, handed)
+        if isinstance(node, ast.UnaryOp):
+            return typed(node.operand, handed)
+        if isinstance(node, ast.BinOp):
+            return _number(node) is not None
+        if isinstance(node, ast.Name):
+            return node.id in handed or self._library(node.id) or self._typed_name(node.id)
+        if not isinstance(node, ast.Call):
+            return False
+        arguments = all(typed(x, handed) for x in [*node.args, *(k.value for k in node.keywords)])
+        function = node.func
+        if isinstance(function, ast.Attribute):  # np.array(2.0), TABLE.items()
+            return function.attr in COPIES | ITERATORS and typed(function.value) and arguments
+        if isinstance(function, ast.Name):
+            if function.id in COPIES | ITERATORS and self._library(function.id):
+                return arguments
+            function = self._outer(function.id) or function
+        if not isinstance(function, ast.Lambda):
+            return False
+        return typed(function.body, tuple(a.arg for a in function.args.args) if arguments else ())
+
+    def _typed_name(self, name: str) -> bool:
+        if "@" in name:
+            return self._typed(self._scope.values.get(name))
+        if self._function is not None and name in (a.arg for a in self._function.args.args):
+            caller = CallSite(_Named(self._function), self._frame.f_back if self._frame else None)
+            return caller.literal(name)
+        return self._typed(self._outer(name))
+
+    def _outer(self, name: str) -> ast.expr | None:
+        """Return what a name was set to around its function, or in an earlier cell."""
+        if "@" in name:
+            return self._scope.values.get(name)
+        for source in self._outside:
+            tree = _parse(source)
+            if tree is not None and any(name in _bound(statement) for statement in tree.body):
+                scope = Scope(self.names)
+                scope.read(tree.body)
+                return scope.values.get(f"{name}@{scope.versions[name]}")
+        return None
+
+
+class _Named:
+    """Stands for a function of which only the definition is known."""
+
+    def __init__(self, definition: ast.FunctionDef) -> None:
+        self.__name__ = definition.name
+        inside = ", ".join(a.arg for a in definition.args.args)
+        self.__signature__ = signature(eval(f"lambda {inside}: None"))
+
+    def __call__(self) -> None: ...
+
+
+def _cancels(node: ast.expr) -> bool:
+    node = _peel(node)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return any(_cancels(entry) for entry in node.elts)
+    if isinstance(node, ast.Call) and len(node.args) == 1:  # simplify(a - a)
+        return _cancels(node.args[0])
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Sub, ast.Div)):
+        return False
+    return _dump(node.left) == _dump(node.right)
+
+
+def _given(node: ast.expr, functions: set[str]) -> list[str]:
+    """Return what a call of one of some functions, or methods, is given."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Attribute) and function.attr in functions:
+        return [_dump(x) for x in (function.value, *node.args)]  # type: ignore[attr-defined]
+    if isinstance(function, ast.Name) and function.id in functions:
+        return [_dump(x) for x in node.args]  # type: ignore[attr-defined]
+    return []
+
+
+class Scope(ast.NodeTransformer):
+    """What names stand for at a place in a cell or a function: each setting is a version of it."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+        self.versions: Counter[str] = Counter()
+        self.values: dict[str, ast.expr] = {}  # name@version -> what it was set to
+
+    def read(self, body: list[ast.stmt], call: ast.Call | None = None) -> None:
+        """Follow the statements, up to the one that has the call and into it."""
+        for statement in body:
+            path = _path(statement, call)
+            if not path:
+                self._follow(statement)
+                continue
+            blocks = ("body", "orelse", "finalbody", "handlers")
+            held = [getattr(statement, block, []) for block in blocks]
+            inner = [b for b in held if isinstance(b, list) and any(_path(s, call) for s in b)]
+            if isinstance(statement, ast.For):
+                self._bind_all(statement)  # by an earlier turn of the loop
+                self._loop(statement.target, statement.iter)
+            for node in path:  # of a comprehension around the call
+                for generator in getattr(node, "generators", []):
+                    self._loop(generator.target, generator.iter)
+            for block in inner:
+                self.read(block, call)
+            return
+
+    def _follow(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Assign):
+            pairs = [p for target in statement.targets for p in _pairs(target, statement.value)]
+            new = [(name, self.expand(node)) for name, node in pairs]
+            self._bind_all(statement)
+            for name, node in new:
+                self.values[f"{name}@{self.versions[name]}"] = node
+            return
+        self._bind_all(statement)
+        if isinstance(statement, ast.FunctionDef) and isinstance(statement.body[-1], ast.Return):
+            result = statement.body[-1].value
+            if len(statement.body) == 1 and result is not None:
+                value = ast.Lambda(args=statement.args, body=result)
+                self.values[f"{statement.name}@{self.versions[statement.name]}"] = value
+
+    def _bind_all(self, statement: ast.stmt) -> None:
+        for name in _bound(statement) | _touched(statement):
+            self.versions[name] += 1
+
+    def _loop(self, target: ast.expr, iterable: ast.expr) -> None:
+        value = self.expand(iterable)
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name):
+                self.versions[node.id] += 1
+                each = ast.Subscript(value=value, slice=ast.Name(id=f"turn@{node.id}"))
+                self.values[f"{node.id}@{self.versions[node.id]}"] = each
+
+    def expand(self, node: ast.expr) -> ast.expr:
+        """Return an expression in which each name that was set stands for what it was set to."""
+        return self.visit(copy.deepcopy(node))
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: D102, N802
+        if not self.versions[node.id]:
+            return node
+        name = f"{node.id}@{self.versions[node.id]}"
+        value = self.values.get(name)
+        # A typed value, such as the empty list that a loop fills, is no computation.
+        if value is None or not any(isinstance(n, ast.Name) for n in ast.walk(value)):
+            return ast.Name(id=name)
+        return value
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:  # noqa: D102, N802
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: D102, N802
+        if self._draws(node):
+            return ast.Name(id=f"random@{node.lineno}:{node.col_offset}")
+        self.generic_visit(node)
+        function, given = node.func, node.args
+        if isinstance(function, ast.Attribute) and function.attr in OPERATORS:
+            if len(given) == 1:  # x.mul(2)
+                given = [function.value, *given]
+            if len(given) == 2:
+                return ast.BinOp(left=given[0], op=OPERATORS[function.attr](), right=given[1])
+        return node
+
+    def _draws(self, node: ast.Call) -> bool:
+        """Say whether a call asks a generator of random numbers: no two of its values are one."""
+        given = [*node.args, *(k.value for k in node.keywords)]
+        if any(isinstance(self._value(x), GENERATORS) for x in given):
+            return True
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        owner = self._value(node.func.value)
+        if owner in (np, torch):
+            return node.func.attr.startswith("rand")
+        seed = node.func.attr in ("default_rng", "RandomState", "seed", "Generator", "SeedSequence")
+        return isinstance(owner, GENERATORS) or (owner in (np.random, random) and not seed)
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Attribute):
+            owner = self._value(node.value)
+            return getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+        value = self.names.get(node.id) if isinstance(node, ast.Name) else None
+        return value if isinstance(value, (ModuleType, *GENERATORS)) else None
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that an assignment sets, each with its part of the value."""
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        typed = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+        for i, part in enumerate(target.elts):
+            each = ast.Subscript(value=value, slice=ast.Constant(i))
+            yield from _pairs(part, value.elts[i] if typed else each)  # type: ignore[attr-defined]
+
+
+def _peel(node: Any) -> Any:
+    """Take off what hands on a value as it is: copies, + 0, [:]."""
+    while True:
+        function = node.func if isinstance(node, ast.Call) else None
+        if isinstance(function, ast.Attribute):
+            if function.attr not in COPIES:
+                return node
+            if function.attr in METHODS or not node.args:
+                node = function.value  # x.clone()
+            else:
+                node = node.args[0]  # np.array(x)
+        elif isinstance(function, ast.Name):
+            if function.id not in COPIES or len(node.args) != 1:
+                return node
+            node = node.args[0]
+        elif isinstance(node, ast.BinOp) and type(node.op) in NEUTRAL:
+            neutral = NEUTRAL[type(node.op)]
+            if _number(node.right) == neutral:
+                node = node.left
+            elif _number(node.left) == neutral and isinstance(node.op, (ast.Add, ast.Mult)):
+                node = node.right
+            else:
+                return node
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
+            node = node.operand
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.slice) in (":", "..."):
+            node = node.value
+        else:
+            return node
+
+
+def _dump(node: Any) -> str:
+    return ast.dump(_peel(node))
+
+
+def _number(node: ast.expr) -> float | None:
+    """Return the value of a typed number, perhaps with a sign, or of arithmetic with such."""
+    kinds = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    if not all(isinstance(n, kinds) for n in ast.walk(node)):
+        return None
+    try:
+        value = eval(compile(ast.unparse(node), "", "eval"), {"__builtins__": {}})
+    except (ArithmeticError, TypeError):
+        return None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _source(frame: FrameType | None) -> str:
+    """Return the text of the file or the notebook cell that a frame runs."""
+    if frame is None:
+        return ""
+    return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+
+
+@lru_cache(maxsize=256)
+def _parse(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source) if source else None
+    except SyntaxError:  # the file is not what is running any more
+        return None
+
+
+def _find_call(
+    tree: ast.Module, frame: FrameType, function: Callable, names: dict[str, Any]
+) -> ast.Call | None:
+    """Find the call of a function that the frame is in, also by another name."""
+    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    for node in ast.walk(tree):
+        if here is None or not isinstance(node, ast.Call):
+            continue
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        value = names.get(called)
+        value = value.func if isinstance(value, partial) else value
+        known = called == function.__name__ or value is function
+        if known and (node.end_lineno, node.end_col_offset) == (here[1], here[3]):
+            return node
+    return None
+
+
+def _path(tree: ast.AST, node: ast.AST | None) -> list[ast.AST]:
+    """Return the nodes from a tree down to one of its nodes; none if it is not there."""
+    if tree is node:
+        return [tree]
+    for child in ast.iter_child_nodes(tree):
+        if found := _path(child, node):
+            return [tree, *found]
+    return []
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement sets anywhere inside, as a loop or a function does."""
+    stores = {
+        n.id for n in ast.walk(statement)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }  # fmt: skip
+    return stores | ({statement.name} if hasattr(statement, "name") else set())
+
+
+def _touched(statement: ast.stmt) -> set[str]:
+    """Return the names whose values a statement may change: x[0] = 1, train(x), x.sort()."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = ast.unparse(node.value.func)
+            if called not in LOOKING and not called.startswith("claims."):
+                found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found

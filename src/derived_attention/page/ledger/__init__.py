@@ -1,0 +1,442 @@
+"""A Sphinx extension: ledger and errata, made from the claims that executed pages have left.
+
+``extensions = ["myst_nb", "derived_attention.page.ledger"]`` adds to any book whose pages MyST-NB
+executes, a Jupyter Book among them,
+
+- ``{ledger}``: counts, filters, and a section for each paper with all its items;
+- ``{errata}``: the same sections, with what is wrong as printed;
+- ``{tally}`errors```: one number of `derived_attention.page.claims.count`, linked to its rows;
+- ``ledger.json`` beside the ledger's page, for programs.
+
+Settings: ``claims_inventory``, the file of `derived_attention.page.claims.use_inventory`, and
+``claims_papers``, for each of its papers ``{"title": …, "source": …}``, both without a need; the
+source is a line of the book's markup on what was read.
+
+Sections and their titles are known when a page is read, so that they stand in the contents. The
+verdicts are filled in when it is written: they report this very build, cached pages included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+from derived_attention.page import claims
+from derived_attention.page.claims import GRADES, VERDICTS, inventory
+from derived_attention.page.ledger.plain_maths import typeset
+
+STATIC = Path(__file__).parent / "static"
+REPORTS = "reports_claims"  # in the metadata of the pages below: which of them it is
+KINDS = {
+    "identity": "identity",
+    "equal": "equality",
+    "inequality": "inequality",
+    "certificate": "certificate",
+    "refuted": "counterexample",
+    "definition": "definition",
+}
+TALLIES = {  # what {tally} counts -> the rows of the ledger that it links to
+    **{verdict: {"verdict": verdict} for verdict in VERDICTS},
+    **{
+        f"{of}{plural}": {"grade": grade}
+        for of in ("", "unnumbered ")
+        for grade, plural in zip(GRADES, ("errors", "slips", "copies"), strict=True)
+    },
+    **dict.fromkeys(("all", "numbered", "unnumbered", "testable"), {}),
+}
+DATA = re.compile(rf' {claims.DATA}="([^"]*)"')  # in the HTML of a claim
+log = logging.getLogger(__name__)
+
+
+# --- what the executed pages say -----------------------------------------------------------------
+
+
+def claims_of(app) -> list[tuple[str, dict]]:
+    """Return all claims of all executed pages as (page, claim)."""
+    found = _found(app.env)
+    return [(page, claim) for page in sorted(found) for claim in found[page]]
+
+
+def _found(env) -> dict[str, list[dict]]:
+    if not hasattr(env, "claims_found"):
+        env.claims_found = {}
+    return env.claims_found
+
+
+def _collect(app, doctree):
+    """Keep the claims of a page that has been read."""
+    shown = [DATA.search(node.astext()) for node in doctree.findall(nodes.raw)]
+    _found(app.env)[app.env.docname] = [json.loads(unescape(m[1])) for m in shown if m]
+
+
+def _forget(app, env, doc):
+    _found(env).pop(doc, None)
+
+
+def _merge(app, env, docs, other):
+    _found(env).update({doc: _found(other)[doc] for doc in docs if doc in _found(other)})
+
+
+def ledger(app) -> dict[str, dict[str, Any]]:
+    """Return the verdicts of this build."""
+    try:
+        return claims.ledger(claims_of(app))
+    except ValueError as error:
+        raise ExtensionError(str(error)) from error
+
+
+def papers(app) -> dict[str, str]:
+    """Return the papers of the inventory, in its order, and their titles."""
+    names = dict.fromkeys(item.partition(".")[0] for item in inventory())
+    return {name: _said(app, name, "title") or name for name in names}
+
+
+def _said(app, paper: str, what: str) -> str:
+    return app.config.claims_papers.get(paper, {}).get(what, "")
+
+
+def items_of(paper: str) -> list[str]:
+    """Return a paper's items, in its order."""
+    return [item for item in inventory() if item.startswith(f"{paper}.")]
+
+
+def slug(text: str) -> str:
+    """Return a name for classes and addresses."""
+    return text.replace(" ", "-")
+
+
+# --- when pages are read -------------------------------------------------------------------------
+
+
+class Later(nodes.General, nodes.Element):
+    """Stands for a part of a page that is known only when it is written."""
+
+
+class LaterInline(nodes.Inline, nodes.TextElement):
+    """The same, within a line of text."""
+
+
+class Ledger(SphinxDirective):
+    """``{ledger}``: counts, filters, and a section for each paper with all its items."""
+
+    def run(self):
+        """Return what is known, and placeholders."""
+        self.env.metadata[self.env.docname][REPORTS] = "ledger"
+        form = nodes.raw("", filters(papers(self.env.app)), format="html")
+        return [Later(make=summary), form, *self.sections(ledger_part)]
+
+    def sections(self, make) -> list[nodes.section]:
+        """Return a section on each paper: its title, what was read, and a placeholder."""
+        sections = []
+        for paper, title in papers(self.env.app).items():
+            section = nodes.section("", nodes.title("", title), ids=[f"paper-{paper}"])
+            source = f"{_said(self.env.app, paper, 'source')} Its items: `{paper}.…`".strip()
+            self.state.nested_parse(StringList([source], self.env.docname), 0, section)
+            section += Later(make=make, paper=paper)
+            sections.append(section)
+        return sections
+
+
+class Errata(Ledger):
+    """``{errata}``: the same sections, with what is wrong as printed."""
+
+    def run(self):
+        """Return the sections of the papers."""
+        self.env.metadata[self.env.docname].setdefault(REPORTS, "errata")
+        return self.sections(errata_part)
+
+
+class Tally(SphinxRole):
+    """``{tally}`errors```: one number of `claims.count`, linked to its rows of the ledger."""
+
+    def run(self):
+        """Leave a placeholder."""
+        if self.text not in TALLIES:
+            message = self.inliner.reporter.error(f"tally: nothing is counted as {self.text!r}")
+            return [], [message]
+        self.env.metadata[self.env.docname].setdefault(REPORTS, "tally")
+        return [LaterInline(what=self.text)], []
+
+
+def filters(titles: dict[str, str]) -> str:
+    """Return the form that chooses rows; without scripts it is hidden, and all rows show."""
+    named = {paper: f"{paper}: {title}" for paper, title in titles.items()}
+    return (
+        '<form class="da-filter" role="search" aria-label="Items of the ledger">'
+        f"{_boxes('verdict', 'Verdict', VERDICTS)}{_boxes('grade', 'Grade', GRADES)}"
+        f"{_select('paper', 'Paper', named)}{_select('kind', 'Kind of check', KINDS)}"
+        '<label>Words <input type="search" name="words" autocomplete="off"></label>'
+        '<button type="reset">Show all</button><output aria-live="polite"></output></form>'
+    )
+
+
+def _boxes(name: str, label: str, values: tuple[str, ...]) -> str:
+    boxes = "".join(
+        f'<label><input type="checkbox" name="{name}" value="{slug(value)}"> {value}</label>'
+        for value in values
+    )
+    return f"<fieldset><legend>{label}</legend>{boxes}</fieldset>"
+
+
+def _select(name: str, label: str, options: dict[str, str]) -> str:
+    choices = "".join(f'<option value="{value}">{text}' for value, text in options.items())
+    return f'<label>{label} <select name="{name}"><option value="">all{choices}</select></label>'
+
+
+# --- when pages are written ----------------------------------------------------------------------
+
+
+def _fill_in(app, doctree, doc):
+    for node in list(doctree.findall(Later)):
+        make = node["make"]
+        node.replace_self(make(app, doc, node["paper"]) if "paper" in node else make(app, doc))
+    for node in list(doctree.findall(LaterInline)):
+        number = str(claims.count(ledger(app))[node["what"]])
+        node.replace_self(filtered(app, doc, number, **TALLIES[node["what"]]))
+    for node in doctree.findall(nodes.raw):  # the page itself does without
+        if DATA.search(node.astext()):
+            node.children = [nodes.Text(DATA.sub("", node.astext()))]
+
+
+def ledger_page(app) -> str | None:
+    """Return the page that has the ledger."""
+    found = app.env.metadata.items()
+    return next((doc for doc, meta in found if meta.get(REPORTS) == "ledger"), None)
+
+
+def filtered(app, doc: str, text: str, **choice: str) -> nodes.Node:
+    """Link to the ledger with some of its rows chosen, as static/ledger.js reads it."""
+    words = "&".join(f"{name}={slug(value)}" for name, value in choice.items())
+    page = ledger_page(app)
+    return link(app, doc, page, words, text) if page else nodes.Text(text)
+
+
+def summary(app, doc: str) -> nodes.table:
+    """Return how many items of each paper have which verdict and grade."""
+    rows, titles = ledger(app), papers(app)
+    mistakes = claims.mistakes(rows)
+    columns = [{"grade": grade} for grade in GRADES] + [{"verdict": v} for v in VERDICTS[1:]]
+
+    def numbers(items: list[str], **choice: str) -> list:
+        cells: list = []
+        for column in columns:
+            ((field, value),) = column.items()
+            number = sum(rows[item][field] == value for item in items)
+            cell = filtered(app, doc, str(number), **choice, **column)
+            cells.append([cell] if number else "–")
+        roots = Counter(grade for root, (grade, _) in mistakes.items() if root in items)
+        return [*cells, str(len(items)), str(roots["error"])]
+
+    lines = []
+    for paper, title in titles.items():
+        checked = [item for item in items_of(paper) if item in rows]
+        name = link(app, doc, doc, f"paper-{paper}", title)
+        lines.append([[name], *numbers(checked, paper=paper)])
+    lines.append([[nodes.strong("", "all papers")], *numbers(list(rows))])
+    header = ["paper", *GRADES, *VERDICTS[1:], "items", "distinct errors"]
+    return table(header, lines, ["da-counts"])
+
+
+def ledger_part(app, doc: str, paper: str) -> list[nodes.Node]:
+    """Return a table of a paper's items; warn if no page has one of them."""
+    rows = ledger(app)
+    checked = [item for item in items_of(paper) if item in rows]
+    if missing := [item for item in items_of(paper) if item not in rows]:
+        log.warning("no page gives a verdict on %s", ", ".join(missing), location=doc)
+    header = ["item", "verdict", "what the machine did"]
+    return [item_table(app, doc, checked, item_says, header)] if checked else []
+
+
+def errata_part(app, doc: str, paper: str) -> list[nodes.Node]:
+    """Return a paper's items that are wrong as printed, with what holds instead."""
+    rows = ledger(app)
+    checked = [item for item in items_of(paper) if item in rows]
+    wrong = [item for item in checked if rows[item]["grade"]]
+    if not wrong:
+        found = "of which none is wrong as printed" if checked else "so far"
+        return [paragraph(f"{len(checked)} of {len(items_of(paper))} items checked, {found}.")]
+    header = ["item", "what holds instead", "what the machine did"]
+    return [item_table(app, doc, wrong, erratum_says, header)]
+
+
+def item_table(app, doc: str, items: list[str], says, header: list[str]) -> nodes.table:
+    """Return a table with a row for each item, whose name is the row's anchor."""
+    rows, found = ledger(app), claims_of(app)
+    checks = {item: [(p, claim) for p, claim in found if claim["item"] == item] for item in items}
+    lines = [
+        [item_name(item), says(item, rows[item]), _checks(app, doc, checks[item])] for item in items
+    ]
+    result = table(header, lines, ["da-ledger"])
+    for item, line in zip(items, list(result.findall(nodes.row))[1:], strict=True):
+        line["ids"] = [item]
+        grade = rows[item]["grade"]
+        kinds = dict.fromkeys(f"kind-{claim['kind']}" for _, claim in checks[item])
+        verdict = f"verdict-{slug(rows[item]['verdict'])}"
+        line["classes"] = [verdict, *([f"grade-{grade}"] if grade else []), *kinds]
+    return result
+
+
+def item_name(item: str) -> list[nodes.Node]:
+    """Return an item's id, linked to itself so that it can be cited, and its topic."""
+    return [_place(item), nodes.Text(" "), *typeset(inventory()[item]["topic"])]
+
+
+def _place(item: str) -> nodes.reference:
+    return nodes.reference("", "", nodes.literal("", item), internal=True, refuri=f"#{item}")
+
+
+def item_says(item: str, row: dict) -> list[nodes.Node]:
+    """Return an item's verdict, and the condition, the correction or what was checked."""
+    verdict = row["verdict"]
+    says: list[nodes.Node] = [nodes.strong("", verdict, classes=[f"da-{slug(verdict)}"])]
+    if row["grade"]:
+        says += [nodes.Text(" ("), *grade_says(row), nodes.Text(")")]
+    if row["statement"] != inventory()[item]["topic"]:
+        says += [nodes.Text(" " if verdict == "holds if" else ": "), *typeset(row["statement"])]
+    return says
+
+
+def erratum_says(item: str, row: dict) -> list[nodes.Node]:
+    """Return the grade of what is wrong, and what holds instead."""
+    grade, *more = grade_says(row)
+    strong = nodes.strong("", grade.astext(), classes=["da-wrong-as-printed"])
+    return [strong, *more, nodes.Text(": "), *typeset(row["statement"])]
+
+
+def grade_says(row: dict) -> list[nodes.Node]:
+    """Return a grade, what it leaves open, and whose mistake it is."""
+    says: list[nodes.Node] = [nodes.Text(row["grade"])]
+    if row["grade"] == "copy":
+        says.append(nodes.Text(", perhaps not in print"))
+    if row["same_as"]:
+        says += [nodes.Text(", the same mistake as "), _place(row["same_as"])]
+    return says
+
+
+def _checks(app, doc: str, found) -> list[nodes.Node]:
+    """Return a line on each check, linked to where it was executed."""
+    parts: list[nodes.Node] = []
+    name = app.config.claims_page_name or (lambda page: app.env.titles[page].astext())
+    for page, claim in found:
+        check = claim["anchor"].rpartition("-")[2]
+        place = link(app, doc, page, claim["anchor"], f"{name(page)}, check {check}")
+        parts.append(nodes.inline("", f"{check_text(claim)} ", place, classes=["da-check"]))
+    return parts
+
+
+def check_text(claim: dict) -> str:
+    """Say what a check found, and how it tells the mutant, in words for its numbers."""
+    kind, margin, mutant = claim["kind"], claim["margin"], claim["mutant_margin"]
+    unit = f" {claim['unit']}" if claim.get("unit") else ""
+    if kind == "definition":
+        return "Definition: the shapes are right."
+    if kind == "identity":
+        return f"Identity: zero, exactly; the mutant leaves {number(mutant)}."
+    if kind == "equal":
+        error = f"error {number(margin)}" if margin else "no error"
+        return f"Equality: {error}; the mutant’s {number(mutant)}."
+    if kind == "certificate":
+        return f"Certificate: gap {number(margin)}; the mutant’s {number(mutant)}."
+    if kind == "inequality":  # a claim may lack no more than rounding
+        slack = f"slack {number(margin)}" if margin > 0 else "tight, up to rounding"
+        return f"Inequality: {slack}; the mutant is violated by {number(mutant)}."
+    left = f"has {number(-mutant)}{unit} to spare" if mutant < 0 else "is exact"
+    left = f"has error {number(mutant)}{unit}" if mutant > 0 else left
+    return f"Counterexample: the print fails by {number(margin)}{unit}; the correction {left}."
+
+
+def number(value: float) -> str:
+    """Return a size in two digits, with a power of ten where it is small or large."""
+    if 1e-3 <= value < 1e4:
+        return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+    digits, power = f"{value:.0e}".split("e")
+    raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{digits}·10{raised}"
+
+
+# --- nodes ---------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: list[list], classes: list[str]) -> nodes.table:
+    """Build a docutils table; a cell is text or a list of inline nodes."""
+    group = nodes.tgroup(cols=len(header))
+    group += [nodes.colspec(colwidth=1) for _ in header]
+    for part, content in ((nodes.thead(), [header]), (nodes.tbody(), rows)):
+        for row in content:
+            part += nodes.row("", *(nodes.entry("", paragraph(cell)) for cell in row))
+        group += part
+    return nodes.table("", group, classes=classes)
+
+
+def paragraph(cell) -> nodes.paragraph:
+    """Return text, or a list of inline nodes, as a paragraph."""
+    return nodes.paragraph("", "", *([nodes.Text(cell)] if isinstance(cell, str) else cell))
+
+
+def link(app, source: str, target: str, anchor: str, text: str) -> nodes.reference:
+    """Link from one page to a place on another."""
+    uri = app.builder.get_relative_uri(source, target) + f"#{anchor}"
+    return nodes.reference("", text, internal=True, refuri=uri)
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def _begin(app):
+    if app.config.claims_inventory:
+        claims.use_inventory(Path(app.srcdir) / app.config.claims_inventory)
+    app.config.html_static_path.append(str(STATIC))
+
+
+def _outdated(app, env, added, changed, removed):
+    """Name the pages that report on claims: they are written anew in every build."""
+    return [doc for doc, meta in env.metadata.items() if REPORTS in meta and doc not in removed]
+
+
+def _add_script(app, pagename, templatename, context, doctree):
+    if pagename == ledger_page(app):
+        app.add_js_file("ledger.js", loading_method="defer")
+
+
+def _write_json(app, error):
+    """Write the ledger for programs: beside the page, so that it travels with it."""
+    if error is None and app.builder.format == "html" and (page := ledger_page(app)):
+        rows = ledger(app)
+        folder = (Path(app.outdir) / page).parent
+        temporary = folder / "ledger.tmp"
+        temporary.write_text(claims.to_json(rows), "utf8")
+        os.replace(temporary, folder / "ledger.json")
+        print(f"ledger: {len(rows)} of {len(inventory())} items have a verdict")
+
+
+def setup(app):
+    """Register everything above."""
+    app.add_config_value("claims_inventory", None, "env", [str])
+    app.add_config_value("claims_papers", {}, "env", [dict])
+    app.add_config_value("claims_page_name", None, "")  # a function: page -> its name in links
+    app.add_node(Later)
+    app.add_node(LaterInline)
+    app.add_directive("ledger", Ledger)
+    app.add_directive("errata", Errata)
+    app.add_role("tally", Tally())
+    app.add_css_file("claims.css")
+    app.connect("builder-inited", _begin)
+    app.connect("doctree-read", _collect)
+    app.connect("env-purge-doc", _forget)
+    app.connect("env-merge-info", _merge)
+    app.connect("env-get-outdated", _outdated)
+    app.connect("doctree-resolved", _fill_in)
+    app.connect("html-page-context", _add_script)
+    app.connect("build-finished", _write_json)
+    return {"env_version": 1, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,1 @@
+"""What is learned: a folder a task, with its data, its model and its loss."""

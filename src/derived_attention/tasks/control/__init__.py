@@ -1,0 +1,1 @@
+"""Control: episodes to act on."""

@@ -1,0 +1,1 @@
+"""Detection: boxes in an image."""

@@ -1,0 +1,1 @@
+"""Language: the next byte of a text."""

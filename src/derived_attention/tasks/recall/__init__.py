@@ -1,0 +1,1 @@
+"""Associative recall: which value came with a key."""

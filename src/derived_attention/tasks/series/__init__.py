@@ -1,0 +1,1 @@
+"""Time series and their classes."""

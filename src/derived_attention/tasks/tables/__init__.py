@@ -1,0 +1,1 @@
+"""Tables: a token for each column."""

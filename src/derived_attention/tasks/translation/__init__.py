@@ -1,0 +1,1 @@
+"""Translation, German to English."""

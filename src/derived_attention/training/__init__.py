@@ -1,0 +1,1 @@
+"""Training: one `fit`, grids of runs, a cluster, recorded results, and measures."""
