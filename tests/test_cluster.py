@@ -23,7 +23,8 @@ PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from derived_attention import cluster, runtime
+from derived_attention import runtime
+from derived_attention.training import cluster
 from derived_attention.training.grids import run_grid
 
 FOLDER, engine = sys.argv[1], sys.argv[2]

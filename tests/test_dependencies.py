@@ -30,8 +30,11 @@ PLACES = {
     "core": ["attention"],
     "data": ["runtime.py", "tasks", "training/fit.py", "training/grids.py"],
     "cluster": ["training/cluster.py"],
-    "book": [x.name for x in PACKAGE.iterdir() if x.stem not in {*LATER, "page"}]
-    + [f"page/{x.name}" for x in (PACKAGE / "page").iterdir() if x.stem not in LATER],
+    "book": [
+        x.relative_to(PACKAGE)
+        for x in PACKAGE.rglob("*.py")
+        if not LATER & {x.stem, x.parent.stem}
+    ],
     "build": ["page/ledger"],
     "plugs": ["plugs.py"],
 }

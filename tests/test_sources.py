@@ -15,6 +15,7 @@ FILES = {
     "attention/registry.py": "PUBLIC = ...\n",
     "helper.py": "VALUE = 1\n",
     "alone.py": "import math\n",
+    "page/__init__.py": "",
     "page/plot.py": "from derived_attention.attention.registry import LOOKS\nMAIN = ('softmax',)\n",
     "page/sliders.py": "from derived_attention.page.plot import COLORS\n",
 }

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from derived_attention.runtime import check_count, current_profile, digest
+from derived_attention.training.identity import PACKAGE
 
 
 class Workers(Protocol):
@@ -197,8 +198,6 @@ def _end_with(driver: int) -> None:
 
 def _here() -> dict[str, str]:
     """Return what must be the same where a run is made."""
-    from derived_attention.training.grids import PACKAGE
-
     release = torch.__version__.partition("+")[0]  # a GPU's machine has another build of it
     code = digest(sorted(PACKAGE.texts.items()))
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
