@@ -103,7 +103,7 @@ tools: FORCE
 	@$(ENVIRONMENT) dev
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
-_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_attention/page/ledger/*.py) benchmarks/table.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
+_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_attention/page/ledger/*.py) src/derived_attention/page/tables.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
 	@rm -rf _build/.doctrees $(HTML)/_modules
 	@touch $@
 

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import re
-import sys
 import tomllib
 from functools import lru_cache
 from pathlib import Path
@@ -25,14 +24,12 @@ from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 import status_page
 from derived_attention import __version__
 from derived_attention.attention import registry
+from derived_attention.page import tables
 from derived_attention.page.ledger import claims_of, link, paragraph, table
 from derived_attention.training import recorded
 from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks import table as benchmarks  # noqa: E402
-
 WHEEL = f"derived_attention-{__version__}-py3-none-any.whl"  # beside the notebooks
 
 # Names of other libraries in docstrings, and where their documentation is.
@@ -125,14 +122,14 @@ class Benchmarks(SphinxDirective):
         seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
         seen[" ".join(names)] = files
         try:
-            results = benchmarks.load(names)
-            times = benchmarks.time_table(results, names if self.arguments else None)
+            results = tables.load(names)
+            times = tables.time_table(results, names if self.arguments else None)
         except ValueError as error:
             raise self.error(str(error)) from error
-        captions = [paragraph(benchmarks.caption(found)) for found in results.values()]
-        memory = map(benchmarks.memory_table, benchmarks.of_each_kind(results))
+        captions = [paragraph(tables.caption(found)) for found in results.values()]
+        memory = map(tables.memory_table, tables.of_each_kind(results))
         first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
-        return [*captions, first, paragraph(benchmarks.NOTE), *others]
+        return [*captions, first, paragraph(tables.NOTE), *others]
 
 
 class Kernels(SphinxDirective):
@@ -140,12 +137,12 @@ class Kernels(SphinxDirective):
 
     def run(self):
         """Return the table."""
-        self.env.note_dependency(str(benchmarks.KERNELS))
-        return [table(*benchmarks.usage_table(benchmarks.load_kernels()), ["da-benchmarks"])]
+        self.env.note_dependency(str(tables.KERNELS))
+        return [table(*tables.usage_table(tables.load_kernels()), ["da-benchmarks"])]
 
 
 def _result_files(names) -> list[str]:
-    return [str(p) for n in names for p in sorted(benchmarks.RESULTS.glob(f"*/{n}.json"))]
+    return [str(p) for n in names for p in sorted(tables.RESULTS.glob(f"*/{n}.json"))]
 
 
 class Experiments(SphinxDirective):
@@ -164,8 +161,8 @@ class Experiments(SphinxDirective):
             raise self.error(str(error)) from error
         parts = []
         for data in results:
-            parts.append(paragraph(benchmarks.experiment_caption(data)))
-            parts.append(table(*benchmarks.experiment_table(data), ["da-benchmarks"]))
+            parts.append(paragraph(tables.experiment_caption(data)))
+            parts.append(table(*tables.experiment_table(data), ["da-benchmarks"]))
         return parts
 
 

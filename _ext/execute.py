@@ -87,10 +87,9 @@ def digest(notebook, extra: dict[str, str]) -> str:
         home = ".".join(file.parent.relative_to(folder.parent).parts)
         if file.suffix in (".csv", ".json") and home in homes:
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    if re.search(r"^from benchmarks\b", page, re.M):  # a page that shows what was measured
-        for file in sorted((ROOT / "benchmarks").rglob("*.*")):
-            if file.suffix in (".py", ".json"):
-                state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    if "derived_attention.page.tables" in homes:  # a page that shows what was measured
+        for file in sorted((ROOT / "benchmarks" / "results").rglob("*.json")):
+            state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return state.hexdigest()
 
 

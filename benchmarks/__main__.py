@@ -1,7 +1,138 @@
 """Run ``python -m benchmarks`` from the root of the repository; ``--help`` lists the options."""
 
+from __future__ import annotations
+
+import argparse
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks.run import main
+import torch
 
-sys.exit(main())
+from benchmarks import beside
+from benchmarks.cases import CASES
+from benchmarks.peers import LIBRARIES
+from benchmarks.run import DIMS, LENGTHS, ROUNDS, outdated, rename, run, save, settings
+from derived_attention.page.tables import (
+    NOTE,
+    RESULTS,
+    caption,
+    fused_table,
+    markdown,
+    memory_table,
+    slug,
+    time_table,
+)
+from derived_attention.training.measure import machine
+
+
+def whole(text: str) -> int:
+    """Read a whole number above 0 from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time and weigh every mechanism beside PyTorch's attention, on CUDA where "
+        "there is one (hide it with CUDA_VISIBLE_DEVICES=), else on one thread of the CPU.",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        metavar="NAME",
+        help=f"of {', '.join(CASES)}; default: those without results of this machine, or with "
+        "results for other options",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=LIBRARIES,
+        metavar="LIBRARY",
+        help=f"only other libraries, once more: of {', '.join(LIBRARIES)}; default: all",
+    )
+    parser.add_argument("--all", action="store_true", help="measure everything, also once more")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=whole,
+        metavar="N",
+        help=f"default {LENGTHS[device]}; others are a trial that writes no results "
+        "unless --output says where",
+    )
+    parser.add_argument(
+        "--dims",
+        nargs="+",
+        type=whole,
+        metavar="D",
+        help=f"features of a head; default {DIMS[device]}, and otherwise as --lengths",
+    )
+    parser.add_argument("--rounds", type=whole, default=ROUNDS[device], help="default %(default)s")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where results are, a folder for each machine and in it a file for each case; "
+        "default benchmarks/results, which the book shows",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is to be measured, write the results, and print their tables."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    options = parse(arguments, device)
+    lengths = sorted(set(options.lengths or LENGTHS[device]))
+    dims = sorted(set(options.dims or DIMS[device]))
+    results, here = options.output or RESULTS, slug(machine())
+    trial = bool(options.lengths or options.dims) and options.output is None
+    folder = None if trial else results / here
+    only = options.cases is not None or options.peers is not None
+    names = options.cases or [] if only else list(CASES)
+    if not only and not (options.all or trial):
+        wanted = {name: settings(CASES[name], lengths, dims, device) for name in names}
+        names = [name for name in names if outdated(results / here / f"{name}.json", wanted[name])]
+    if not trial:
+        rename(results)
+    done: dict[str, dict[str, Any]] = {}
+    for baseline in dict.fromkeys(CASES[name].baseline for name in names):
+        group = [name for name in CASES if name in names and CASES[name].baseline == baseline]
+        measured = run(baseline, group, lengths, dims, options.rounds, device)
+        done |= measured
+        if folder is not None:
+            for name, data in measured.items():
+                save(folder / f"{name}.json", data)
+    if done:
+        report({here: done}, lengths, dims)
+    libraries = options.peers or LIBRARIES if options.peers is not None or not only else []
+    if libraries:
+        again = options.all or trial or only
+        done |= beside.main(libraries, options.lengths, dims, options.rounds, folder, again)
+    if not done:
+        print(f"All cases have results in {results / here}; --all measures them again.")
+    return 0
+
+
+def report(results: Mapping[str, Any], lengths: Sequence[int], dims: Sequence[int]) -> None:
+    """Print the tables of what has been measured on this machine."""
+    (done,) = results.values()
+    print(f"{caption(done)}.\n{NOTE}\n")
+    for dim, length in itertools.product(dims, lengths):
+        print(markdown(time_table(dict(results), length=length, dim=dim)) + "\n")
+    if kernels := fused_table(done):
+        print("With the kernel and without it, as a share of SDPA's time:\n")
+        print(markdown(kernels) + "\n")
+    print("Extra memory at its peak, and its growth from half that length:\n")
+    print(markdown(memory_table(done)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

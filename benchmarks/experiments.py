@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.table import experiment_caption, experiment_table
-from benchmarks.table import markdown as as_markdown
+from derived_attention.page.tables import experiment_caption, experiment_table
+from derived_attention.page.tables import markdown as as_markdown
 from derived_attention.runtime import write_atomically
 from derived_attention.training.cluster import Ray, Workers
 from derived_attention.training.grids import run_grid

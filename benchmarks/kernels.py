@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks import run
 from benchmarks.cases import CASES, HEADS, KERNEL_OF
-from benchmarks.table import KERNELS, MODES, load_kernels
 from derived_attention.attention.engine.kernels import HEAD_DIMS, Work, available
 from derived_attention.attention.resources import MODULES
+from derived_attention.page.tables import KERNELS, MODES, load_kernels
 
 LENGTHS = (1024, 4096, 16384, 65536)
 ITEM = 2  # bytes of a bfloat16
@@ -87,7 +87,7 @@ def rooflines() -> Iterator[dict[str, Any]]:
 
 def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
     """Return what a module counts in each mode, of all its kernels."""
-    count = importlib.import_module(f"derived_attention.attention.engine.kernels.{module}").work
+    count = importlib.import_module(f"derived_attention.attention.{module}.triton").work
     if kind is not None:
         return count(kind, **sizes)
     parts = {mode: count(mode, **sizes).values() for mode in MODES}

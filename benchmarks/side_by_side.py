@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import command, experiment
-from benchmarks.table import MODES, load, of_each_kind
 from derived_attention import identity_attention, uniform_attention
 from derived_attention.attention.registry import MECHANISMS
+from derived_attention.page.tables import MODES, load, of_each_kind
 from derived_attention.runtime import seed_everything, write_atomically
 from derived_attention.tasks import runners as tasks
 from derived_attention.tasks.images.data import load_images

@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
     control,
@@ -30,7 +31,6 @@ from benchmarks import (  # noqa: E402
     side_by_side,
     small,
     splitting,
-    table,
 )
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import experiment  # noqa: E402
@@ -39,6 +39,7 @@ from derived_attention.attention.linear.fast import linear_attention  # noqa: E4
 from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
+from derived_attention.page import tables  # noqa: E402
 from derived_attention.tasks.model import Config, SeriesClassifier  # noqa: E402
 from derived_attention.training import measure  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
@@ -46,8 +47,8 @@ from derived_attention.training.recorded import FOLDER, load_experiment  # noqa:
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = table.slug(machine())
-MACHINES = sorted(path for path in table.RESULTS.iterdir() if path.is_dir())
+HERE = tables.slug(machine())
+MACHINES = sorted(path for path in tables.RESULTS.iterdir() if path.is_dir())
 
 
 def check_whole(data, lengths):
@@ -55,14 +56,14 @@ def check_whole(data, lengths):
     assert data["settings"]["lengths"] == lengths and data["rounds"] >= 1
     times = [(x["length"], x["dtype"], x["mode"]) for x in data["times"]]
     dtypes = data["settings"]["dtypes"]
-    assert times == [(n, d, mode) for n in lengths for d in dtypes for mode in table.MODES]
+    assert times == [(n, d, mode) for n in lengths for d in dtypes for mode in tables.MODES]
     for row in data["times"]:
         for numbers in (row["seconds"], row["baseline_seconds"], row["ratio"]):
             assert 0 < numbers["q1"] <= numbers["median"] <= numbers["q3"], row
         assert row["operations"] > 0
     for rows in (data["memory"], data["baseline_memory"]):
         assert [(x["form"], x["mode"]) for x in rows] == [
-            (form, mode) for form in FORMS for mode in table.MODES
+            (form, mode) for form in FORMS for mode in tables.MODES
         ]
         for row in rows:
             assert row["lengths"][1] == 2 * row["lengths"][0]
@@ -79,7 +80,7 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
         + ["--cases", *names, "--output", tmp_path / "new"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    results = table.load(folder=tmp_path / "new")
+    results = tables.load(folder=tmp_path / "new")
     assert list(results) == [HERE] and set(results[HERE]) == set(names)
     assert len(list((tmp_path / "new" / HERE).iterdir())) == 2
     for name, data in results[HERE].items():
@@ -104,12 +105,12 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
 )
 def test_a_wrong_argument_is_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        run.main(arguments)
+        command.main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeypatch, capsys):
-    (example,) = table.load(["window"]).get("amd-epyc").values()
+    (example,) = tables.load(["window"]).get("amd-epyc").values()
     asked, libraries = [], []
 
     def fake(baseline, names, lengths, dims, rounds, device):
@@ -128,12 +129,12 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     def measured(*arguments):
         asked.clear()
         libraries.clear()
-        assert run.main(arguments) == 0
+        assert command.main(arguments) == 0
         return set(asked)
 
-    monkeypatch.setattr(run, "run", fake)
+    monkeypatch.setattr(command, "run", fake)
     monkeypatch.setattr(beside, "main", fake_peers)
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setitem(run.LENGTHS, DEVICE, [1024, 4096])
     assert measured("--lengths", "1024", "1024") == set(CASES)
     assert measured("--dims", "64") == set(CASES) and libraries == [(LIBRARIES, None, True)]
@@ -188,14 +189,14 @@ def test_cases_are_different_mechanisms_beside_what_masks_alike():
 def test_memory_of_what_stores_a_matrix_and_of_what_does_not():
     growth = {}
     for form in FORMS:
-        before, after = run.weigh(BASELINES["sdpa"], form, table.MODES[0], 512, "cpu")["bytes"]
+        before, after = run.weigh(BASELINES["sdpa"], form, tables.MODES[0], 512, "cpu")["bytes"]
         growth[form] = after / before
     assert growth["fast"] < 2.2 and growth["reference"] > 3.5
 
 
 def test_a_row_is_of_its_head_dimension():
     (row,) = run.time_cases(
-        "sdpa", ["performer"], 64, torch.float32, table.MODES[0], 2, "cpu", dim=32
+        "sdpa", ["performer"], 64, torch.float32, tables.MODES[0], 2, "cpu", dim=32
     ).values()
     assert row["dim"] == 32 and row["operations"] > 0
     assert CASES["performer"].options(64, 32)["projection"].shape == (4 * 32, 32)
@@ -236,7 +237,7 @@ def test_a_reference_is_timed_where_a_case_says_so():
     for name, case in CASES.items():
         assert (case.against_reference is not None) == (name == "lasso")
     rows = run.beside_reference("lasso", replace(CASES["lasso"], against_reference=64), 2, "cpu")
-    assert [x["mode"] for x in rows["reference_times"]] == list(table.MODES)
+    assert [x["mode"] for x in rows["reference_times"]] == list(tables.MODES)
     assert all(x["length"] == 64 and x["ratio"]["median"] > 0 for x in rows["reference_times"])
     assert run.beside_reference("window", CASES["window"], 2, "cpu") == {}
 
@@ -329,12 +330,12 @@ def test_peers_are_measured_once_and_written(tmp_path, capsys):
 
 def check_peer(data, lengths, dim):
     times = [(x["length"], x["dim"], x["mode"]) for x in data["times"]]
-    assert times == [(n, dim, mode) for n in lengths for mode in table.MODES]
+    assert times == [(n, dim, mode) for n in lengths for mode in tables.MODES]
     for row in data["times"]:
         for key in ("seconds", "ours_seconds", "baseline_seconds", "ratio", "ours_ratio"):
             assert 0 < row[key]["q1"] <= row[key]["median"] <= row[key]["q3"], (key, row)
         assert min(row[key] for key in ("bytes", "ours_bytes", "baseline_bytes")) > 0
-    check_shape(table.peer_table({"one": data}, max(lengths), dim))
+    check_shape(tables.peer_table({"one": data}, max(lengths), dim))
 
 
 # --- the committed results -----------------------------------------------------------------------
@@ -351,16 +352,16 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         dims = run.DIMS[data["device"]]
         old = run.outdated(path, run.settings(case, lengths, dims, data["device"]))
         assert same and not old, f"{path.name}: run python -m benchmarks"
-        assert data["rounds"] >= 7 and folder.name == table.slug(data["machine"])
+        assert data["rounds"] >= 7 and folder.name == tables.slug(data["machine"])
         assert (data["machine"]["gpu"] is not None) == (data["device"] == "cuda")
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
         assert ("reference_times" in data) == (case.against_reference is not None)
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
-        assert max(growth["fast", mode] for mode in table.MODES) < 2.5, "a line, not a matrix"
+        assert max(growth["fast", mode] for mode in tables.MODES) < 2.5, "a line, not a matrix"
         # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.
         # Where each query has a (D, D) matrix of its own, that is more than the (N, N) one.
         own = path.stem in ("ridge", "ridge_causal", "lasso_causal")
-        assert growth["reference", table.MODES[0]] > (1.9 if own else 3.3), "it stores a matrix"
+        assert growth["reference", tables.MODES[0]] > (1.9 if own else 3.3), "it stores a matrix"
 
 
 @pytest.mark.parametrize("folder", MACHINES, ids=lambda folder: folder.name)
@@ -378,7 +379,7 @@ def test_committed_peers_are_whole_and_as_they_are(folder, peers):
 
 def test_the_committed_kernels_are_those_that_compile():
     """Always: memory that fits, and 8 numbers spill at most. One compiler: the same numbers."""
-    committed = table.load_kernels()
+    committed = tables.load_kernels()
     same = committed["versions"]["triton"] == run.version_of("triton")
     usage, architectures = kernels.usage(), ARCHITECTURES
     assert not same or committed["usage"] == usage, "run python -m benchmarks.kernels"
@@ -402,21 +403,21 @@ def test_the_committed_kernels_are_those_that_compile():
 
 @pytest.fixture
 def measured():
-    return {"amd-epyc": table.load()["amd-epyc"]}
+    return {"amd-epyc": tables.load()["amd-epyc"]}
 
 
 def check_shape(made):
     header, rows = made
     assert rows and {len(row) for row in rows} == {len(header)}
     assert all(isinstance(cell, str) and "|" not in cell for row in [header, *rows] for cell in row)
-    lines = table.markdown(made).splitlines()
+    lines = tables.markdown(made).splitlines()
     assert len(lines) == len(rows) + 2
     assert {line.count("|") for line in lines} == {len(header) + 1}
 
 
 def test_tables_show_the_cases_after_what_they_are_beside(measured):
-    header, rows = table.time_table(measured, ["window", "linear_causal"])
-    assert header[0] == "time, N = 4096" and header[-2:] == list(table.MODES)
+    header, rows = tables.time_table(measured, ["window", "linear_causal"])
+    assert header[0] == "time, N = 4096" and header[-2:] == list(tables.MODES)
     labels = [CASES[name].label for name in ("window", "linear_causal")]
     assert [row[0] for row in rows] == ["SDPA", "SDPA, causal", *labels]
     assert [row[1] for row in rows] == ["", "", "SDPA", "SDPA, causal"]
@@ -424,7 +425,7 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
     assert re.fullmatch(r"≤ 0\.\d\d / 0\.\d\d: (met|missed on AMD EPYC)", rows[2][3])
     assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", rows[2][4])
     files = {name: measured["amd-epyc"][name] for name in ("mgk", "hard_mgk", "smgk")}
-    memory = table.memory_table(files)
+    memory = tables.memory_table(files)
     assert memory[0][0] == "extra memory, AMD EPYC"
     assert [row[0] for row in memory[1][:2]] == ["SDPA, twice the heads", CASES["mgk"].label]
     assert re.fullmatch(r"[\d.]+ MiB, ×\d\.\d", memory[1][1][2])
@@ -432,7 +433,7 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
     assert beside == "", "of other lengths"
     assert min(map(float, factors)) >= 40, "what O(N) saves at N = 4096"
     assert all(re.fullmatch(r"[\d.]+ GiB, ×[34]\.\d", row[5]) for row in memory[1][1:])
-    for made in (table.time_table(measured), memory, (header, rows)):
+    for made in (tables.time_table(measured), memory, (header, rows)):
         check_shape(made)
 
 
@@ -448,7 +449,7 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
         data["machine"]["processor"] = "Intel(R) Xeon(R) CPU @ 2.70GHz"
         data["machine"]["date"], data["rounds"] = "2026-12-01", data["rounds"] + 2
     slow = intel["linear_causal"]["times"][3]
-    assert table.GOAL.items() <= slow.items()
+    assert tables.GOAL.items() <= slow.items()
     slow["ratio"]["median"] = 0.151
     intel["linear_causal"]["times"][2]["baseline_seconds"]["median"] = 1.5
     del cuda["bn_causal"]
@@ -458,38 +459,38 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     times += [row | {"dtype": "bfloat16"} for row in times]
     results = {"amd-epyc": amd, "intel-xeon-2-70ghz": intel, "nvidia-h200": cuda}
     for files, name in zip(results.values(), results, strict=True):
-        assert {table.slug(data["machine"]) for data in files.values()} == {name}
+        assert {tables.slug(data["machine"]) for data in files.values()} == {name}
 
-    made = table.time_table(results, ["linear_causal", "bn_causal"])
+    made = tables.time_table(results, ["linear_causal", "bn_causal"])
     check_shape(made)
     header, (baseline, linear, bn) = made
     kinds = ["AMD EPYC, float32", "Intel Xeon @ 2.70GHz, float32"]
     kinds += ["NVIDIA H200, float32", "NVIDIA H200, bfloat16"]
-    assert header[4:] == [f"{mode} ({kind})" for kind in kinds for mode in table.MODES]
+    assert header[4:] == [f"{mode} ({kind})" for kind in kinds for mode in tables.MODES]
     assert linear[3] == "≤ 0.12 / 0.15: missed on Intel Xeon @ 2.70GHz"
     assert bn[3] == "≤ 1.10 / 1.10: met"
     assert all(linear[4:]) and all(bn[4:8]) and bn[8:] == [""] * 4
     assert re.fullmatch(r"1 = \d+ ms to 1.50 s", baseline[6])
-    gpu = table.time_table({"nvidia-h200": cuda}, ["linear_causal"])
+    gpu = tables.time_table({"nvidia-h200": cuda}, ["linear_causal"])
     assert gpu[1][1][3] == "", "no goal for a GPU"
-    assert table.of_each_kind(results) == [amd, cuda], "memory once for each kind"
+    assert tables.of_each_kind(results) == [amd, cuda], "memory once for each kind"
     rounds = amd["bn_causal"]["rounds"]
-    assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in table.caption(amd)
-    assert table.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
-    both = table.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
+    assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in tables.caption(amd)
+    assert tables.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
+    both = tables.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
     assert f"medians of {rounds} and {rounds + 2} rounds" in both and "and 2026-12-01" in both
 
 
 def test_a_kernel_stands_beside_the_form_without_it(measured):
     files = {"linear_causal": copy.deepcopy(measured["amd-epyc"]["linear_causal"])}
-    assert table.fused_table(files) is None
+    assert tables.fused_table(files) is None
     row = files["linear_causal"]["times"][0] | {"dim": 128}
     quick, slow = ({"q1": x, "median": x, "q3": x} for x in (0.1, 0.2))
     files["linear_causal"]["times"] = [
         row | {"ratio": quick, "unfused_ratio": slow},
         row | {"ratio": slow, "unfused_ratio": quick},
     ]
-    made = table.fused_table(files)
+    made = tables.fused_table(files)
     check_shape(made)
     assert [x[-3:] for x in made[1]] == [
         ["0.10", "0.20", "the kernel"],
@@ -512,21 +513,21 @@ def test_a_roofline_is_the_slower_of_two():
 
 def test_what_is_not_there_is_named(measured, tmp_path):
     with pytest.raises(ValueError, match="no results for quadratic; there are "):
-        table.time_table(measured, ["linear", "quadratic"])
+        tables.time_table(measured, ["linear", "quadratic"])
     with pytest.raises(ValueError, match="no results for linear at N = 8192"):
-        table.time_table(measured, ["linear"], length=8192)
-    assert table.load(folder=tmp_path) == {}
+        tables.time_table(measured, ["linear"], length=8192)
+    assert tables.load(folder=tmp_path) == {}
     with pytest.raises(ValueError, match="no results for any case"):
-        table.time_table({})
+        tables.time_table({})
     (tmp_path / "amd").mkdir()
     (tmp_path / "amd" / "linear.json").write_text('{"schema": 1}')
-    assert table.load(["window"], tmp_path) == {}
+    assert tables.load(["window"], tmp_path) == {}
     with pytest.raises(ValueError, match="amd/linear.json has schema 1; expected 2"):
-        table.load(folder=tmp_path)
+        tables.load(folder=tmp_path)
 
 
 def test_tables_need_no_torch():
-    code = "import sys; import benchmarks.table; sys.exit('torch' in sys.modules)"
+    code = "import sys; import derived_attention.page.tables; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -600,7 +601,7 @@ def test_committed_experiments_are_whole(name, plan):
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
-        check_shape(table.experiment_table(data))
+        check_shape(tables.experiment_table(data))
 
 
 def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
@@ -611,7 +612,7 @@ def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
     rows = {(row["arm"], row["causal"]): row for row in json.loads(committed)["rows"]}
     assert {arm for arm, _ in rows} <= {*MECHANISMS} and ("softmax", True) in rows
     for row in rows.values():
-        for mode in table.MODES:
+        for mode in tables.MODES:
             assert len(row["seconds"][mode]) == len(row["lengths"]) > 1
             assert sorted(row["bytes"][mode]) == row["bytes"][mode] > [0, 0]
 
@@ -630,7 +631,7 @@ def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
         ("a", 1),
         ("b", 1),
     ]
-    header, rows = table.experiment_table(data)
+    header, rows = tables.experiment_table(data)
     assert header == ["attention", "parameters", "MFLOP", "bits", "time of a run"]
     assert [row[:4] for row in rows] == [
         ["a", "1,000", "2.00", "3.0 ± 1.4"],

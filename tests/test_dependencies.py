@@ -31,9 +31,7 @@ PLACES = {
     "data": ["runtime.py", "tasks", "training/fit.py", "training/grids.py"],
     "cluster": ["training/cluster.py"],
     "book": [
-        x.relative_to(PACKAGE)
-        for x in PACKAGE.rglob("*.py")
-        if not LATER & {x.stem, x.parent.stem}
+        x.relative_to(PACKAGE) for x in PACKAGE.rglob("*.py") if not LATER & {x.stem, x.parent.stem}
     ],
     "build": ["page/ledger"],
     "plugs": ["plugs.py"],

@@ -30,6 +30,8 @@ def package(tmp_path):
         "attention/softmax.py": "from derived_attention import helper\n",
         "helper.py": "VALUE = 1\n",
         "alone.py": "import math\n",
+        "page/__init__.py": "",
+        "page/tables.py": "",
         "inventory.csv": "id\n",
         "recorded/__init__.py": "",
         "recorded/scores.json": "[1]",
@@ -76,7 +78,7 @@ def test_what_a_page_imports_changes_its_digest(digest, package, code, file, tex
 def test_a_page_that_shows_measurements_changes_with_them(digest, package):
     (package.parents[0] / "benchmarks" / "results").mkdir(parents=True)
     file = package.parents[0] / "benchmarks" / "results" / "a.json"
-    shows, others = "from benchmarks import table", "x = 1"
+    shows, others = "from derived_attention.page import tables", "x = 1"
     before = digest(shows), digest(others)
     file.write_text("[1]")
     assert digest(shows) != before[0] and digest(others) == before[1]

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.table import DIM, MODES, Files
 from derived_attention.page.plot import COLORS, LABELS
+from derived_attention.page.tables import DIM, MODES, Files
 
 UNITS = {"seconds": (1e3, "ms"), "bytes": (2**-20, "MiB")}
 GREY = COLORS["reference"]
