@@ -16,11 +16,7 @@ from derived_attention.attention.convolutional.fast import (
     _depthwise,
     check_places,
 )
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-    check_flag,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_count, check_flag
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 

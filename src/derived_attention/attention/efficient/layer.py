@@ -18,15 +18,9 @@ from derived_attention.attention.efficient.fast import (
     orthogonal_features,
     performer_attention,
 )
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_count
 from derived_attention.attention.frame.layer import QUERY, Heads, MultiheadAttention, pick
-from derived_attention.attention.linear.fast import (
-    FeatureMap,
-    elu_feature_map,
-)
+from derived_attention.attention.linear.fast import FeatureMap, elu_feature_map
 
 
 class LinformerAttention(MultiheadAttention):

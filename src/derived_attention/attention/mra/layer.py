@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-    check_flag,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_count, check_flag
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.mra.fast import LATER, _check_over, mra_attention
 

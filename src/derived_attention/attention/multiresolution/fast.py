@@ -41,10 +41,7 @@ from derived_attention.attention.frame.checks import (
     is_symbolic,
 )
 from derived_attention.attention.frame.convention import is_per_key, mechanism
-from derived_attention.attention.frame.layer import (
-    in_order,
-    pick,
-)
+from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.linear.fast import wide
 from derived_attention.attention.scaled.fast import check_scale_list, deal_out, head_groups

@@ -9,19 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from derived_attention.attention.engine.filters import (
-    is_boxcar,
-)
+from derived_attention.attention.engine.filters import is_boxcar
 from derived_attention.attention.engine.pooling import pool_pairs
-from derived_attention.attention.frame.checks import (
-    check_flag,
-    check_no_bias,
-)
-from derived_attention.attention.frame.layer import (
-    Group,
-    MultiheadAttention,
-    refuse,
-)
+from derived_attention.attention.frame.checks import check_flag, check_no_bias
+from derived_attention.attention.frame.layer import Group, MultiheadAttention, refuse
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.multiresolution.fast import (
     _ended_keys,

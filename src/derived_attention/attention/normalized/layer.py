@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-)
+from derived_attention.attention.frame.checks import Mechanism
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention

@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-    check_flag,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_count, check_flag
 from derived_attention.attention.frame.layer import Group, Heads, MultiheadAttention, pick
 from derived_attention.attention.frame.masks import Mask
-from derived_attention.attention.linear.fast import (
-    FeatureMap,
-    apply_feature_map,
-    wide,
-)
+from derived_attention.attention.linear.fast import FeatureMap, apply_feature_map, wide
 from derived_attention.attention.primal.fast import (
     ROWS,
     SAMPLINGS,

@@ -40,10 +40,7 @@ from derived_attention.attention.frame.checks import (
     check_no_bias,
 )
 from derived_attention.attention.frame.convention import mechanism
-from derived_attention.attention.frame.layer import (
-    in_order,
-    pick,
-)
+from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention
 from derived_attention.attention.softmax.fast import softmax_attention

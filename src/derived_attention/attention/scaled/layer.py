@@ -14,14 +14,8 @@ from derived_attention.attention.engine.pooling import (
     max_pooling,
     pool_pairs,
 )
-from derived_attention.attention.frame.checks import (
-    check_no_bias,
-)
-from derived_attention.attention.frame.layer import (
-    Group,
-    MultiheadAttention,
-    refuse,
-)
+from derived_attention.attention.frame.checks import check_no_bias
+from derived_attention.attention.frame.layer import Group, MultiheadAttention, refuse
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.scaled.fast import (
