@@ -115,7 +115,7 @@ class Entry:
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
     chapter: int  # where it is derived
-    # The fast form, as ``module.name`` in derived_attention.attention; `references` has the formula.
+    # The fast form, as ``module.name`` in derived_attention.attention; its formula: `references`.
     function: str
     # The layer, written likewise. MultiheadAttention is given the function.
     layer: str = "frame.layer.MultiheadAttention"
