@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,11 @@ def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
     if G == 0 or H % G:
         raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
     return x if G == H else x.repeat_interleave(H // G, at)
+
+
+def scaled(q: Tensor, scale: float | None) -> Tensor:
+    """Return q times the scale, or 1/√D if it is None, in float32 at least."""
+    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
 
 
 def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
