@@ -153,8 +153,8 @@ def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
     sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
     if not broadcasts(sizes, queries):
         raise ValueError(
-            f"query_mask has shape {sizes}; expected one that broadcasts to that of the queries, "
-            f"{queries}"
+            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, "
+            "the shape of the queries"
         )
 
 
