@@ -549,7 +549,7 @@ def test_other_widths_are_self_attention_still():
         assert out.shape == (*batch, T, E) and A.shape == (*batch, T, T)
         short, _ = layer(query[..., :7, :], key[..., :7, :], value[..., :7, :])
         torch.testing.assert_close(short, out[..., :7, :])
-        match = "expected as many keys as queries, as this is self-attention; what mixes queries"
+        match = "expected as many keys as queries, as this is self-attention; a layer"
         with pytest.raises(ValueError, match=match):
             layer(query[..., :5, :], key, value)
 
@@ -746,7 +746,7 @@ def test_bad_forward_is_named():
     for name in ALL_LAYERS:
         x, layer = torch.zeros(B, T, E), ALL_LAYERS[name](E, HEADS)
         for match, changed in (
-            ("attn_mask is .*; expected None: a convolved token holds its neighbours",
+            ("attn_mask is .*; expected None: a convolved key depends on its neighbours",
              {"attn_mask": torch.ones(T, T)}),
             ("is_causal is .*; expected False", {"is_causal": True}),
         ):  # fmt: skip

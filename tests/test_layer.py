@@ -255,7 +255,7 @@ def test_what_pytorch_has_and_the_layer_has_not():
         nn.MultiheadAttention(E, H, **own)
         with pytest.raises(TypeError, match=next(iter(own))):
             MultiheadAttention(E, H, **own)
-    with pytest.raises(ValueError, match="batch_first is False; expected True: inputs here are"):
+    with pytest.raises(ValueError, match="batch_first is False; expected True: inputs are"):
         MultiheadAttention(E, H, batch_first=False)
     with pytest.raises(TypeError, match="positional"):
         MultiheadAttention(E, H, 0.0, True, False)

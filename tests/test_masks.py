@@ -139,7 +139,7 @@ def test_masks_of_a_layer_are_turned_around_and_merged():
     assert mixed[1, 0].tolist() == [[1, 1, NO]] * 3
     alone = of_layer(per_head[:2], padding[0], batch=())
     assert alone.given.shape == (2, 3, 3)
-    with pytest.raises(ValueError, match="for causality alone say is_causal=True"):
+    with pytest.raises(ValueError, match="for causality pass is_causal=True"):
         causal.per_key()
 
 

@@ -133,7 +133,7 @@ def test_other_feature_maps():
     for name, options in {
         "elu": {"feature_map": elu_feature_map},
         "independent": {"data_dependent": False, **weights(D, heads=False)},
-        "sketch": {"sketch": x_of(10, 23)},
+        "sketch": {"sampling": x_of(10, 23)},
         "short": weights(99, heads=False),
     }.items():
         for more in ({}, {"is_causal": True}, {"attn_mask": boolean(B, 1, 1, 21)}):
@@ -178,7 +178,7 @@ def test_a_gaussian_sketch_keeps_inner_products_in_the_mean_and_all_of_a_heavy_r
     x = torch.zeros(100, D, dtype=torch.float64)
     x[37] = 1  # even rows miss it
     gram, even = x.T @ x, landmarks(x, 20, Mask())[0]
-    sketches = [landmarks(x, 20, Mask(), sketch=x_of(20, 130) / 20**0.5)[0] for _ in range(300)]
+    sketches = [landmarks(x, 20, Mask(), x_of(20, 130) / 20**0.5)[0] for _ in range(300)]
     mean = torch.stack([f.T @ f for f in sketches]).mean(0)
     assert not even.any() and float((mean - gram).abs().max()) < 4 * math.sqrt(2 / 20 / 300)
 
@@ -322,7 +322,7 @@ def test_a_feature_map_may_have_parameters_where_the_layer_has_them():
 def test_sums_stay_in_float32_under_autocast():
     (q, k, v), own = (tuple(x.float() for x in inputs())), weights(4)
     own = {key: W.float() for key, W in own.items()}
-    for more in ({}, {"sketch": x_of(4, 10).float()}):
+    for more in ({}, {"sampling": x_of(4, 10).float()}):
         for causal in (False, True):
             run = functools.partial(primal_attention, q, k, v, is_causal=causal, **own, **more)
             with torch.autocast("cpu", torch.bfloat16):
@@ -514,8 +514,8 @@ BAD = [
     ({"data_dependent": False}, ValueError, "makes 6 features; expected 4, as many as W_e has"),
     ({"feature_map": 3}, TypeError, "feature_map is 3; expected a function"),
     ({"sampling": "even "}, ValueError, "sampling is 'even '; expected one of even, random"),
-    ({"sketch": torch.ones(5, 9)}, ValueError, r"sketch has shape \(5, 9\); expected 4 rows"),
-    ({"sketch": torch.ones(4, 9)}, ValueError, r"\(4, 9\); expected .* columns for 10 tokens"),
+    ({"sampling": torch.ones(5, 9)}, ValueError, r"sampling has shape \(5, 9\); expected 4 rows"),
+    ({"sampling": torch.ones(4, 9)}, ValueError, r"\(4, 9\); expected .* columns for 10 tokens"),
     ({"cross": 1}, TypeError, "cross is 1; expected True or False"),
     ({"attn_mask": torch.ones(10)}, ValueError, "other than 0 and -inf; .* there are no weights"),
 ]

@@ -32,6 +32,7 @@ from derived_attention.attention.engine.pooling import (
     POOLINGS,
     ConvolutionPooling,
     average_pooling,
+    head_groups,
     kmeans_pooling,
     max_pooling,
 )
@@ -47,7 +48,6 @@ from derived_attention.attention.references import (
     softmax_attention_reference,
 )
 from derived_attention.attention.scaled.fast import (
-    head_groups,
     normalized_scaled_heads_attention,
     scaled_heads_attention,
 )
@@ -652,7 +652,7 @@ X = torch.zeros(B, H, N, D)
 BAD = [
     (TypeError, "scales is 2; expected a sequence", {"scales": 2}),
     (TypeError, "scales is '1224'; expected a sequence", {"scales": "1224"}),
-    (ValueError, r"scales is \[1, 2\]; expected one number per head, .* 4", {"scales": [1, 2]}),
+    (ValueError, r"scales is \[1, 2\]; expected one number per head, 4", {"scales": [1, 2]}),
     (ValueError, r"scales\[1\] is 0; expected", {"scales": [1, 0, 1, 1]}),
     (ValueError, r"scales\[3\] is -2", {"scales": [1, 1, 1, -2]}),
     (TypeError, r"scales\[0\] is of type float", {"scales": [1.5, 1, 1, 1]}),

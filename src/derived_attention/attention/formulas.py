@@ -39,7 +39,7 @@ def softmax(q, k, v, mask, scale):
 
 
 def scaled(q, scale):
-    """Multiply q by the scale, where there is one: only softmax asks for 1/√D."""
+    """Multiply q by the scale, if there is one: only softmax asks for 1/√D."""
     return q if scale is None else scale * q
 
 
@@ -108,9 +108,9 @@ def windows(M, s, class_token=False, causal=False, device=None):
     return t == torch.arange(count, device=device)[:, None]
 
 
-def averages(W, there, dtype):
-    """P = diag(W 1)⁻¹ W over the steps there are: P X averages each window of X."""
-    W = W.to(dtype) * there.unsqueeze(-2)
+def averages(W, present, dtype):
+    """P = diag(W 1)⁻¹ W over the steps that are present: P X averages each window of X."""
+    W = W.to(dtype) * present.unsqueeze(-2)
     total = W.sum(-1, keepdim=True)
     return W / total.masked_fill(total == 0, 1)
 
@@ -123,7 +123,7 @@ def pooled(h, s, q, k, v, mask, class_token):
         return Q, K, V, own
     P = averages(
         windows(K.shape[-2], s, class_token, device=k.device),
-        own.there(K), k.dtype)
+        own.presence(K), k.dtype)
     return Q, P @ K, P @ V, Mask(P.any(-1).unsqueeze(-2))
 
 
@@ -170,11 +170,11 @@ def mixing_matrix(weight, sides, causal=False):
 def conv1d(
     q, k, v, mask, scale, *, weight, key_weight, query_mask=None, attention=softmax
 ):
-    """H = softmax(C Q (C_k K)ᵀ / √D) V; what is not there counts as 0."""
+    """H = softmax(C Q (C_k K)ᵀ / √D) V; an absent token counts as 0."""
     # (H or 1, N, N) and (H or 1, M, M)
     C = mixing_matrix(weight, (q.shape[-2],), mask.is_causal)
     C_k = mixing_matrix(key_weight, (k.shape[-2],), mask.is_causal)
-    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.there(k))
+    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.presence(k))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
@@ -188,19 +188,19 @@ def conv2d(
     if class_token:
         C, C_k = (F.pad(x, (1, 0, 1, 0)) for x in (C, C_k))
         C[..., 0, 0] = C_k[..., 0, 0] = 1
-    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.there(k))
+    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.presence(k))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
 def asked(q, query_mask):
-    """True where a query is there: (..., N)."""
+    """True where a query is present: (..., N)."""
     every = torch.ones_like(q[..., 0], dtype=torch.bool)
     return every if query_mask is None else every & query_mask
 
 
-def blank(x, there):
-    """0 in the place of what is not there."""
-    return x.masked_fill(~there[..., None], 0)
+def blank(x, present):
+    """Set absent tokens to 0."""
+    return x.masked_fill(~present[..., None], 0)
 
 
 # --- chapter 7: multiresolution heads ---------------------------------------------
@@ -228,7 +228,7 @@ def mrs(
             for n, r in ((N, s), (M, t)))
         # (..., N', N) and (..., M', M)
         down_q = averages(W_q, asked(q, query_mask)[..., h, :], q.dtype)
-        down_k = averages(W_k, own.there(K), k.dtype)
+        down_k = averages(W_k, own.presence(K), k.dtype)
         seen = down_k.any(-1).unsqueeze(-2)  # (..., 1, M')
         if causal:
             ends = [r * torch.arange(len(W), device=q.device)
@@ -296,7 +296,7 @@ def mra(
     return mask.softmax(S, exact > 0 if sparse else None) @ v
 
 
-def best(mass, kept, over, there):
+def best(mass, kept, over, present):
     """True at the `kept` largest of each row, or as many in the mean over rows."""
     each = min(kept, mass.shape[-1])
     if over == "rows":
@@ -304,10 +304,10 @@ def best(mass, kept, over, there):
             -1, mass.topk(each).indices, True)
     top = mass.amax(-1, keepdim=True)
     flat = (mass - top.where(top > -math.inf, 0)).masked_fill(
-        ~there, -math.inf).flatten(-2)
+        ~present, -math.inf).flatten(-2)
     # the rank of each block
     order = flat.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    return (order < each * there.sum(-2)).view_as(mass)
+    return (order < each * present.sum(-2)).view_as(mass)
 
 
 # --- chapters 9 and 10: mixtures --------------------------------------------------
@@ -357,15 +357,15 @@ def primal(
     if rows is not None:
         e, r = (
             x @ v.mT * seen @ rows.mT for x, seen in zip((e, r), past, strict=True))
-    there = mask.there(k)[..., None]  # (..., M, 1)
-    e, r = e @ W_e * there.any(-2, keepdim=True), r @ W_r * there
+    present = mask.presence(k)[..., None]  # (..., M, 1)
+    e, r = e @ W_e * present.any(-2, keepdim=True), r @ W_r * present
     if cross and mask.is_causal:  # r is of keys: a query gets a mean over its past
         last = torch.arange(q.shape[-2], device=q.device).clamp(
             max=max(r.shape[-2] - 1, 0))
         r = running_mean(r)[..., last, :]
     elif cross:
         r = (r.sum(-2, keepdim=True)
-             / there.sum(-2, keepdim=True).clamp(min=1)).expand_as(e)
+             / present.sum(-2, keepdim=True).clamp(min=1)).expand_as(e)
     return F.dropout(torch.cat([e, r], -1), dropout_p) @ W_o.mT
 
 

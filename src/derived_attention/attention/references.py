@@ -275,10 +275,10 @@ def linear_mixture_attention_reference(
 @reference(formulas.primal, per_key=True, drops=True)
 def primal_attention_reference(
     q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
-    sampling="even", sketch=None, cross=False, dropout_p=0.0
+    sampling="even", cross=False, dropout_p=0.0
 ) -> Own:  # fmt: skip
     """Check the weights, and say which rows of the sequence f has."""
-    check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
+    check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling)
     check_output(q, k.shape[-2], W_o, cross, W_e.shape[-1])
     (N, M), n = (x.shape[-2] for x in (q, k)), W_e.shape[-2]
     phi, dtype = checked(feature_map), wide(q)
@@ -288,13 +288,16 @@ def primal_attention_reference(
         return own | {"feature_map": lambda x: phi(formulas.running_mean(x) if running else x)}
     if not mask.is_causal:
         every = torch.eye(M, dtype=dtype, device=q.device).expand(*v.shape[:-1], M)
-        rows = landmarks(every, n, mask, sampling, sketch)[0]  # (..., n', M)
+        rows = landmarks(every, n, mask, sampling)[0]  # (..., n', M)
         own |= {name: own[name][..., : rows.shape[-2], :] for name in ("W_e", "W_r")}
         return own | {"feature_map": phi, "rows": rows}
-    rows = F.one_hot(torch.arange(M, device=q.device) % n, n).mT if sketch is None else sketch
     past = [torch.ones(L, M, dtype=dtype, device=q.device).tril() for L in (N, M)]
-    if sketch is None:  # a row has that many tokens so far
+    if isinstance(sampling, Tensor):
+        rows = sampling
+    else:
+        rows = F.one_hot(torch.arange(M, device=q.device) % n, n).mT
         steps = (torch.arange(len(x), device=q.device).clamp(max=max(M - 1, 0)) for x in past)
+        # a row is the mean of i // n + 1 tokens
         past = [x / (i // n + 1)[:, None] for x, i in zip(past, steps, strict=True)]
     return own | {"feature_map": phi, "rows": rows[..., :M].to(dtype), "past": past}
 

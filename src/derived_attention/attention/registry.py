@@ -1,7 +1,8 @@
-"""The registry: one entry a mechanism, and no other list of them anywhere.
+"""The registry: the only list of all mechanisms, with one entry for each.
 
 Benchmarks, plots, the API page, the contract tests and the package's public names read it. To add
-a mechanism, write its module and its page, add an entry to `MECHANISMS`, and test what is special.
+a mechanism, write its module and its page, add an entry to `MECHANISMS`, and test what is special
+about it: the contract tests cover the rest.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def plain_keys(k: Tensor) -> Tensor:
 
 
 def two_keys(k: Tensor) -> Tensor:
-    """Return keys (..., 2, M, D): the second as random as the first, and other ones."""
+    """Return keys (..., 2, M, D): the second has the distribution of the first."""
     return torch.stack([k, -k.flip(-2)], -3)
 
 
 def two_shifts(N: int, H: int, D: int) -> dict[str, Any]:
-    """Return two shifts for each head, as random as keys, since they make keys."""
+    """Return two shifts for each head, standard normal as the keys that they are added to."""
     return {"shifts": torch.randn(H, 2, D, generator=torch.Generator().manual_seed(0))}
 
 
@@ -60,13 +61,15 @@ def random_features(N: int, H: int, D: int) -> dict[str, Any]:
     return {"projection": draw(D, 4 * D, torch.Generator().manual_seed(0))}
 
 
-def two_fields(N: int, H: int, D: int) -> dict[str, Any]:
+def two_fields_of_layer(N: int, H: int, D: int) -> dict[str, Any]:
     """Return a near field of 64 tokens to each side, and a far field of rank 2 D."""
-    maps = tuple(
-        _load(x) for x in ("linear.fast.elu_feature_map", "efficient.fast.flipped_elu_feature_map")
-    )
-    fields = {"near": torch.tensor(0.5), "far": torch.tensor(0.25)}
-    return {"window": min(64, N // 4), "feature_maps": maps, **fields}
+    maps = "linear.fast.elu_feature_map", "efficient.fast.flipped_elu_feature_map"
+    return {"window": min(64, N // 4), "feature_maps": tuple(map(_load, maps))}
+
+
+def two_fields(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return the same fields with their weights, which are parameters of the layer."""
+    return two_fields_of_layer(N, H, D) | {"near": torch.tensor(0.5), "far": torch.tensor(0.25)}
 
 
 def packed_queries(N: int, H: int, D: int) -> dict[str, Any]:
@@ -75,53 +78,64 @@ def packed_queries(N: int, H: int, D: int) -> dict[str, Any]:
     return {"packed": torch.randn(min(128, 1 + N // 4), D, generator=generator)}
 
 
+def primal_sizes(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return 30 directions, or D if that is less, and ten landmarks for each, at most N / 2."""
+    s = min(30, D)
+    return {"directions": s, "landmarks": min(10 * s, max(1, N // 2))}
+
+
 def primal_weights(N: int, H: int, D: int) -> dict[str, Any]:
-    """Return weights for 30 directions, or D if that is less, and ten rows of f for each."""
-    s, draw = min(30, D), torch.Generator().manual_seed(0)
-    n = min(10 * s, max(1, N // 2))
+    """Return weights of the sizes in `primal_sizes`."""
+    s, n = primal_sizes(N, H, D).values()
+    draw = torch.Generator().manual_seed(0)
     W_e, W_r = torch.randn(2, n, s, generator=draw) / math.sqrt(n)
     return {"W_e": W_e, "W_r": W_r, "W_o": torch.randn(D, 2 * s, generator=draw) / math.sqrt(2 * s)}
 
 
+def nine_taps(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return a filter of 3 x 3 numbers, and the grid of N tokens."""
+    return {"weight": torch.linspace(0.05, 0.2, 9).view(3, 3), "grid": grid_of(N)}
+
+
 def near_root(N: int) -> int:
-    """Largest power of two up to √N, the cheapest stride of sparse patterns."""
+    """Return the largest power of two up to √N, the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
 
 
 def grid_of(N: int) -> tuple[int, int]:
-    """Rows and columns of the squarest image of N pixels."""
+    """Return rows and columns of the squarest image of N pixels."""
     rows = next(r for r in range(math.isqrt(N), 0, -1) if N % r == 0)
     return rows, N // rows
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A mechanism: its names, where it is, what it takes and what it promises."""
+    """A mechanism: its names, its modules, the arguments it takes and the properties it has."""
 
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
     chapter: int  # where it is derived
-    # ``module.name`` in derived_attention.attention: the fast form; ``references`` has the formula,
+    # The fast form, as ``module.name`` in derived_attention.attention; its formula: `references`.
     function: str
-    # and the layer, which is given the function if it is MultiheadAttention.
+    # The layer, written likewise. MultiheadAttention is given the function.
     layer: str = "frame.layer.MultiheadAttention"
-    # Makes its keys of (..., M, D), and sample options; tensors among them are parameters.
+    # How its keys are made of keys (..., M, D), and sample options; tensors in them are parameters.
     keys: Callable[[Tensor], Tensor] = plain_keys
     options: Options = no_options
-    layer_options: Options | None = None  # where they are not those of the function
-    sample: str = ""  # what tables say of the options
+    layer_options: Options | None = None  # of the layer, if other than those of the function
+    sample: str = ""  # the options in words, for tables
     causal: bool = True  # takes is_causal=True
     any_mask: bool = False  # takes masks that differ between queries, not only masks over keys
     square: bool = False  # takes only as many keys as queries
-    alone: bool = True  # what a query gets does not depend on the other queries,
-    placed: bool = False  # but on its place among them
+    alone: bool = True  # the result of a query does not depend on the other queries
+    placed: bool = False  # the result of a query depends on its position
     linear: bool = False  # its time grows linearly with N
-    biased: bool = True  # keys have scores that a floating mask is added to; else it is 0 or -inf
-    weights: bool = True  # it is A V, so that there are weights; else v has D features, as q
+    biased: bool = True  # takes any floating mask, which is added to scores; else only 0 and -inf
+    weights: bool = True  # computes A V, so that there are weights; else v has D features, as q
     averages: bool = True  # its weights sum to 1 over the keys, for any parameters
-    # For benchmarks: the heads of SDPA that each of its heads stands beside; the largest shares of
+    # For benchmarks: heads of SDPA that one of its heads is compared with; the largest shares of
     # SDPA's time, "full" and "causal" (forward, and forward + backward; N = 4096, float32, one
-    # thread of a CPU); the longest N at which the formula is weighed, and 2N.
+    # thread of a CPU); the longest N at which the memory of the formula is measured, beside 2N.
     heads: int = 1
     goals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     reference_length: int = 1024
@@ -137,322 +151,123 @@ class Entry:
         return _load(f"references.{self.function.rpartition('.')[2]}_reference")
 
     def plug(self, N: int, H: int, D: int) -> Callable[..., Any]:
-        """Return what models take: the function or, where it has one, the layer; with options."""
+        """Return its layer, or its function if it has no layer, with the sample options."""
         options = (self.layer_options or self.options)(N, H, D)
-        own_layer = self.layer != Entry.layer
-        return functools.partial(_load(self.layer) if own_layer else self.fast, **options)
+        has_layer = self.layer != Entry.layer
+        return functools.partial(_load(self.layer) if has_layer else self.fast, **options)
 
-    def make_layer(self, embed_dim: int, num_heads: int, N: int, **own: Any) -> torch.nn.Module:
-        """Build its layer with the sample options for N tokens, and `own`."""
+    def make_layer(self, embed_dim: int, num_heads: int, N: int, **options: Any) -> torch.nn.Module:
+        """Build its layer with the sample options for N tokens, and other options."""
         plug = self.plug(N, num_heads, embed_dim // num_heads)
         if self.layer != Entry.layer:
-            return plug(embed_dim, num_heads, **own)
-        return _load(self.layer)(embed_dim, num_heads, attention=plug, **own)
+            return plug(embed_dim, num_heads, **options)
+        return _load(self.layer)(embed_dim, num_heads, attention=plug, **options)
 
 
-def _load(where: str) -> Any:
-    module, _, name = where.rpartition(".")
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
 
 
 _SPARSE, _BN, _CONV = "#966e14", "#009664", "#c8788c"
 
+# fmt: off
 MECHANISMS: dict[str, Entry] = {
     "softmax": Entry("Softmax", "#1e8cf0", 1, "softmax.fast.softmax_attention", any_mask=True),
-    "linear": Entry(
-        "Linear",
-        "#f06e0a",
-        4,
-        "linear.fast.linear_attention",
-        linear=True,
-        goals={"causal": (0.12, 0.15)},
-    ),
-    "window": Entry(
-        "Window",
-        _SPARSE,
-        4,
-        "sparse.fast.window_attention",
+    "linear": Entry("Linear", "#f06e0a", 4, "linear.fast.linear_attention", linear=True,
+        goals={"causal": (0.12, 0.15)}),
+    "window": Entry("Window", _SPARSE, 4, "sparse.fast.window_attention",
         options=lambda N, H, D: {"window": min(64, N // 4)},
-        sample="64 to each side",
-        placed=True,
-        linear=True,
-        goals={"full": (0.09, 0.10)},
-    ),
-    "strided": Entry(
-        "Strided",
-        _SPARSE,
-        4,
-        "sparse.fast.strided_attention",
+        sample="64 to each side", placed=True, linear=True, goals={"full": (0.09, 0.10)}),
+    "strided": Entry("Strided", _SPARSE, 4, "sparse.fast.strided_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
-        sample="every √N-th",
-        placed=True,
-        goals={"full": (0.15, 0.15)},
-    ),
-    "fixed": Entry(
-        "Fixed",
-        _SPARSE,
-        4,
-        "sparse.fast.fixed_attention",
+        sample="every √N-th", placed=True, goals={"full": (0.15, 0.15)}),
+    "fixed": Entry("Fixed", _SPARSE, 4, "sparse.fast.fixed_attention",
         options=lambda N, H, D: {"stride": near_root(N)},
-        sample="blocks of √N",
-        placed=True,
-        goals={"full": (0.10, 0.10)},
-    ),
-    "bn": Entry(
-        "Attention-BN",
-        _BN,
-        5,
-        "normalized.fast.normalized_attention",
+        sample="blocks of √N", placed=True, goals={"full": (0.10, 0.10)}),
+    "bn": Entry("Attention-BN", _BN, 5, "normalized.fast.normalized_attention",
+        layer="normalized.layer.NormalizedAttention", sample="recentred", any_mask=True,
+        goals={"full": (1.05, 1.05), "causal": (1.10, 1.10)}, reference_length=128),
+    "bn_full": Entry("Attention-BN, full", _BN, 5, "normalized.fast.normalized_attention",
         layer="normalized.layer.NormalizedAttention",
-        sample="recentred",
-        any_mask=True,
-        goals={"full": (1.05, 1.05), "causal": (1.10, 1.10)},
-        reference_length=128,
-    ),
-    "bn_full": Entry(
-        "Attention-BN, full",
-        _BN,
-        5,
-        "normalized.fast.normalized_attention",
-        layer="normalized.layer.NormalizedAttention",
-        options=lambda N, H, D: {"eps": 1e-5},
-        any_mask=True,
-        goals={"full": (1.05, 1.05), "causal": (1.10, 1.10)},
-        reference_length=128,
-    ),
-    "sh": Entry(
-        "Attention-SH",
-        "#aa32b4",
-        5,
-        "scaled.fast.scaled_heads_attention",
+        options=lambda N, H, D: {"eps": 1e-5}, any_mask=True,
+        goals={"full": (1.05, 1.05), "causal": (1.10, 1.10)}, reference_length=128),
+    "sh": Entry("Attention-SH", "#aa32b4", 5, "scaled.fast.scaled_heads_attention",
         layer="scaled.layer.ScaledHeadsAttention",
-        options=four_scales,
-        biased=False,
-        sample="scales 1, 2, 4, 8",
-        causal=False,
-        goals={"full": (0.52, 0.52)},
-    ),
-    "bn_sh": Entry(
-        "Attention-BN+SH",
-        "#6ea046",
-        5,
-        "scaled.fast.normalized_scaled_heads_attention",
+        options=four_scales, biased=False,
+        sample="scales 1, 2, 4, 8", causal=False, goals={"full": (0.52, 0.52)}),
+    "bn_sh": Entry("Attention-BN+SH", "#6ea046", 5, "scaled.fast.normalized_scaled_heads_attention",
         layer="scaled.layer.NormalizedScaledHeadsAttention",
-        options=four_scales,
-        biased=False,
-        sample="scales 1, 2, 4, 8",
-        causal=False,
-        goals={"full": (0.52, 0.52)},
-        reference_length=128,
-    ),
-    "conv1d": Entry(
-        "Attention-Conv1D",
-        _CONV,
-        6,
-        "convolutional.fast.conv1d_attention",
+        options=four_scales, biased=False,
+        sample="scales 1, 2, 4, 8", causal=False, goals={"full": (0.52, 0.52)},
+        reference_length=128),
+    "conv1d": Entry("Attention-Conv1D", _CONV, 6, "convolutional.fast.conv1d_attention",
         layer="convolutional.layer.Conv1DAttention",
-        options=lambda N, H, D: {"weight": torch.linspace(0.1, 0.3, 5)},
-        layer_options=no_options,
-        sample="5 taps",
-        alone=False,
-        goals={"full": (1.10, 1.10)},
-    ),
-    "conv2d": Entry(
-        "Attention-Conv2D",
-        _CONV,
-        6,
-        "convolutional.fast.conv2d_attention",
+        options=lambda N, H, D: {"weight": torch.linspace(0.1, 0.3, 5)}, layer_options=no_options,
+        sample="5 taps", alone=False, goals={"full": (1.10, 1.10)}),
+    "conv2d": Entry("Attention-Conv2D", _CONV, 6, "convolutional.fast.conv2d_attention",
         layer="convolutional.layer.Conv2DAttention",
-        options=lambda N, H, D: {
-            "weight": torch.linspace(0.05, 0.2, 9).view(3, 3),
-            "grid": grid_of(N),
-        },
-        layer_options=lambda N, H, D: {"grid": grid_of(N)},
-        sample="3×3 taps",
-        causal=False,
-        square=True,
-        alone=False,
-    ),
-    "mrs": Entry(
-        "MrsHA",
-        "#e65aaa",
-        7,
-        "multiresolution.fast.multiresolution_attention",
+        options=nine_taps, layer_options=lambda N, H, D: {"grid": grid_of(N)},
+        sample="3×3 taps", causal=False, square=True, alone=False),
+    "mrs": Entry("MrsHA", "#e65aaa", 7, "multiresolution.fast.multiresolution_attention",
         layer="multiresolution.layer.MultiresolutionAttention",
-        options=four_scales,
-        biased=False,
-        sample="scales 1, 2, 4, 8",
-        alone=False,
-        goals={"full": (0.38, 0.38)},
-    ),
-    "linformer": Entry(
-        "Linformer",
-        "#a0643c",
-        8,
-        "efficient.fast.linformer_attention",
+        options=four_scales, biased=False,
+        sample="scales 1, 2, 4, 8", alone=False, goals={"full": (0.38, 0.38)}),
+    "linformer": Entry("Linformer", "#a0643c", 8, "efficient.fast.linformer_attention",
         layer="efficient.layer.LinformerAttention",
         options=projections,
         layer_options=lambda N, H, D: {"length": N, "kept": min(128, 1 + N // 4)},
-        sample="128 kept",
-        causal=False,
-        averages=False,
-        linear=True,
-        goals={"full": (0.10, 0.10)},
-    ),
-    "performer": Entry(
-        "Performer",
-        "#8250dc",
-        8,
-        "efficient.fast.performer_attention",
+        sample="128 kept", causal=False, averages=False, linear=True, goals={"full": (0.10, 0.10)}),
+    "performer": Entry("Performer", "#8250dc", 8, "efficient.fast.performer_attention",
         layer="efficient.layer.PerformerAttention",
-        options=random_features,
-        layer_options=lambda N, H, D: {"features": 4 * D},
-        sample="4 D features",
-        linear=True,
-        goals={"full": (0.35, 0.35), "causal": (0.80, 0.60)},
-        reference_length=64,
-    ),
-    "fmm": Entry(
-        "FMM",
-        "#5aa000",
-        8,
-        "efficient.fast.fmm_attention",
+        options=random_features, layer_options=lambda N, H, D: {"features": 4 * D},
+        sample="4 D features", linear=True, goals={"full": (0.35, 0.35), "causal": (0.80, 0.60)},
+        reference_length=64),
+    "fmm": Entry("FMM", "#5aa000", 8, "efficient.fast.fmm_attention",
         layer="efficient.layer.FMMAttention",
-        options=two_fields,
-        layer_options=lambda N, H, D: {
-            key: x for key, x in two_fields(N, H, D).items() if key not in ("near", "far")
-        },
-        sample="64 to each side, 2 maps",
-        averages=False,
-        placed=True,
-        linear=True,
-        goals={"full": (0.32, 0.32), "causal": (0.60, 0.60)},
-    ),
-    "luna": Entry(
-        "Luna",
-        "#468c8c",
-        8,
-        "efficient.fast.luna_attention",
+        options=two_fields, layer_options=two_fields_of_layer,
+        sample="64 to each side, 2 maps", averages=False, placed=True, linear=True,
+        goals={"full": (0.32, 0.32), "causal": (0.60, 0.60)}),
+    "luna": Entry("Luna", "#468c8c", 8, "efficient.fast.luna_attention",
         layer="efficient.layer.LunaAttention",
-        options=packed_queries,
-        layer_options=lambda N, H, D: {"length": min(128, 1 + N // 4)},
-        sample="128 packed",
-        causal=False,
-        linear=True,
-        goals={"full": (0.15, 0.15)},
-    ),
-    "mra": Entry(
-        "MRA-2",
-        "#d25a78",
-        8,
-        "mra.fast.mra_attention",
+        options=packed_queries, layer_options=lambda N, H, D: {"length": min(128, 1 + N // 4)},
+        sample="128 packed", causal=False, linear=True, goals={"full": (0.15, 0.15)}),
+    "mra": Entry("MRA-2", "#d25a78", 8, "mra.fast.mra_attention",
         layer="mra.layer.MRAAttention",
         options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
-        sample="4 blocks of 32",
-        causal=False,
-        alone=False,
-        goals={"full": (0.25, 0.25)},
-    ),
-    "mgk": Entry(
-        "MGK",
-        "#6e6e0a",
-        9,
-        "mixture.fast.mixture_attention",
-        layer="mixture.layer.MixtureAttention",
-        keys=two_keys,
-        sample="2 keys",
-        any_mask=True,
-        heads=2,
-        goals={"full": (0.97, 1.05), "causal": (1.05, 1.10)},
-        reference_length=2048,
-    ),
-    "hard_mgk": Entry(
-        "MGK, hard E-step",
-        "#d21e64",
-        9,
-        "mixture.fast.hard_mixture_attention",
-        layer="mixture.layer.MixtureAttention",
-        keys=two_keys,
+        sample="4 blocks of 32", causal=False, alone=False, goals={"full": (0.25, 0.25)}),
+    "mgk": Entry("MGK", "#6e6e0a", 9, "mixture.fast.mixture_attention",
+        layer="mixture.layer.MixtureAttention", keys=two_keys, sample="2 keys", any_mask=True,
+        heads=2, goals={"full": (0.97, 1.05), "causal": (1.05, 1.10)}, reference_length=2048),
+    "hard_mgk": Entry("MGK, hard E-step", "#d21e64", 9, "mixture.fast.hard_mixture_attention",
+        layer="mixture.layer.MixtureAttention", keys=two_keys,
         layer_options=lambda N, H, D: {"hard": True},
-        sample="2 keys",
-        any_mask=True,
-        heads=2,
-        goals={"full": (1.10, 1.15)},
-        reference_length=2048,
-    ),
-    "smgk": Entry(
-        "sMGK",
-        "#b48c64",
-        10,
-        "mixture.shifted.shifted_mixture_attention",
+        sample="2 keys", any_mask=True, heads=2, goals={"full": (1.10, 1.15)},
+        reference_length=2048),
+    "smgk": Entry("sMGK", "#b48c64", 10, "mixture.shifted.shifted_mixture_attention",
         layer="mixture.layer.MixtureAttention",
-        options=two_shifts,
-        layer_options=lambda N, H, D: {"shifted": True},
-        sample="2 shifts",
-        any_mask=True,
-        heads=2,
-        goals={"full": (1.00, 1.00)},
-        reference_length=2048,
-    ),
-    "mlk": Entry(
-        "MLK",
-        "#505afa",
-        10,
-        "mixture.fast.linear_mixture_attention",
-        layer="mixture.layer.MixtureAttention",
-        keys=two_keys,
+        options=two_shifts, layer_options=lambda N, H, D: {"shifted": True},
+        sample="2 shifts", any_mask=True, heads=2, goals={"full": (1.00, 1.00)},
+        reference_length=2048),
+    "mlk": Entry("MLK", "#505afa", 10, "mixture.fast.linear_mixture_attention",
+        layer="mixture.layer.MixtureAttention", keys=two_keys,
         layer_options=lambda N, H, D: {"linear": True},
-        sample="2 keys",
-        linear=True,
-        heads=2,
-        goals={"causal": (0.12, 0.13)},
-    ),
-    "primal": Entry(
-        "Primal-Attention",
-        "#e6001e",
-        12,
-        "primal.fast.primal_attention",
-        layer="primal.layer.PrimalAttention",
-        options=primal_weights,
-        layer_options=lambda N, H, D: {
-            "directions": min(30, D),
-            "landmarks": min(10 * min(30, D), max(1, N // 2)),
-        },
-        sample="30 directions",
-        square=True,
-        linear=True,
-        biased=False,
-        weights=False,
-        averages=False,
-        goals={"full": (0.05, 0.05)},
-    ),
-    "ridge": Entry(
-        "Ridge",
-        "#3c82aa",
-        13,
-        "splitting.fast.ridge_attention",
-        layer="splitting.layer.RidgeAttention",
-        linear=True,
-        biased=False,
-        averages=False,
-        goals={"full": (0.10, 0.10)},
-        reference_length=128,
-    ),
-    "lasso": Entry(
-        "Lasso, by ADMM",
-        "#147878",
-        13,
-        "splitting.fast.lasso_attention",
-        layer="splitting.layer.LassoAttention",
-        sample="5 steps",
-        biased=False,
-        averages=False,
-        goals={"full": (7.0, 10.0)},
-        reference_length=128,
-    ),
+        sample="2 keys", linear=True, heads=2, goals={"causal": (0.12, 0.13)}),
+    "primal": Entry("Primal-Attention", "#e6001e", 12, "primal.fast.primal_attention",
+        layer="primal.layer.PrimalAttention", options=primal_weights,
+        layer_options=primal_sizes,
+        sample="30 directions", square=True, linear=True, biased=False, weights=False,
+        averages=False, goals={"full": (0.05, 0.05)}),
+    "ridge": Entry("Ridge", "#3c82aa", 13, "splitting.fast.ridge_attention",
+        layer="splitting.layer.RidgeAttention", linear=True, biased=False, averages=False,
+        goals={"full": (0.10, 0.10)}, reference_length=128),
+    "lasso": Entry("Lasso, by ADMM", "#147878", 13, "splitting.fast.lasso_attention",
+        layer="splitting.layer.LassoAttention", sample="5 steps", biased=False, averages=False,
+        goals={"full": (7.0, 10.0)}, reference_length=128),
 }
+# fmt: on
 
-# What else can be imported from `derived_attention`, by module.
+# Other public names, by module.
 _OTHERS = {
     "convolutional.fast": ("mixing_matrix_1d", "mixing_matrix_2d"),
     "convolutional.layer": ("CvTAttention",),
@@ -476,13 +291,13 @@ _OTHERS = {
 
 def _public() -> dict[str, str]:
     """Return the module of every public name."""
-    found = {name: module for module, names in _OTHERS.items() for name in names}
+    modules = {name: module for module, names in _OTHERS.items() for name in names}
     for entry in MECHANISMS.values():
         name = entry.function.rpartition(".")[2]
-        for where in (entry.function, f"references.{name}_reference", entry.layer):
-            module, _, name = where.rpartition(".")
-            found[name] = module
-    return {name: f"{PACKAGE}.{module}" for name, module in found.items()}
+        for path in (entry.function, f"references.{name}_reference", entry.layer):
+            module, _, name = path.rpartition(".")
+            modules[name] = module
+    return {name: f"{PACKAGE}.{module}" for name, module in modules.items()}
 
 
 PUBLIC = _public()

@@ -9,11 +9,11 @@ treats all D channels alike. So it is one matrix C that mixes the tokens, Conv(Q
 
     H = softmax(C Q Kᵀ Cᵀ / √D) V
 
-Softmax sees the scores convolved on both sides, and C commutes with any projection W that has no
-bias: (C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
+The scores are convolved on both sides, and C commutes with any projection W that has no bias:
+(C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
 
-`mixing_matrix_1d` and `mixing_matrix_2d` are C, the references multiply by it, and
-`conv1d_attention` and `conv2d_attention` never store it: they add up shifted copies of Q and K.
+`mixing_matrix_1d` and `mixing_matrix_2d` return C, the references multiply by it, and
+`conv1d_attention` and `conv2d_attention` never store it: they add shifted copies of Q and K.
 As in PyTorch, "convolution" slides the filter without flipping it.
 """
 
@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from derived_attention.attention import formulas
+from derived_attention.attention.engine.pooling import blank
 from derived_attention.attention.frame.checks import (
     check_callable,
     check_count,
@@ -35,9 +36,9 @@ from derived_attention.attention.frame.checks import (
     check_floating,
     check_query_mask,
     is_symbolic,
+    wide,
 )
 from derived_attention.attention.frame.convention import mechanism
-from derived_attention.attention.linear.fast import wide
 from derived_attention.attention.softmax.fast import softmax_attention
 
 Offsets = tuple[tuple[int, ...], ...]
@@ -50,12 +51,13 @@ def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
 
     `weight` is a filter w ``(..., s)``, such as ``(H, s)`` with one for each head, and C is
     ``(..., N, N)``, constant along its diagonals (Toeplitz), with at most s of them not 0. p is
-    ⌊(s − 1) / 2⌋, the "same" padding of ``torch.nn.functional.conv1d``; where s is even, the filter
+    ⌊(s − 1) / 2⌋, the "same" padding of ``torch.nn.functional.conv1d``; if s is even, the filter
     reaches one step further after i than before it. If `causal`, p is s − 1, so that the last
-    number of the filter is for i itself and the others for what comes before.
+    number of the filter belongs to i itself and the others to earlier steps.
     """
     check_flag("causal", causal)
-    _check_filter(weight, 1)
+    check_floating({"weight": weight})
+    _check_sides("weight", weight, 1)
     return formulas.mixing_matrix(weight, (check_count("N", N, 0),), causal)
 
 
@@ -66,45 +68,16 @@ def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = 
     more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
     """
     check_flag("class_token", class_token)
-    _check_filter(weight, 2)
-    C = formulas.mixing_matrix(weight, _check_grid(grid))
+    check_floating({"weight": weight})
+    _check_sides("weight", weight, 2)
+    C = formulas.mixing_matrix(weight, check_grid(grid))
     if not class_token:
         return C
     alone = torch.ones(1, 1, dtype=C.dtype, device=C.device)
     return F.pad(C, (1, 0, 1, 0)) + F.pad(alone, (0, C.shape[-1], 0, C.shape[-1]))
 
 
-def _check_filter(weight: Tensor, sides: int) -> None:
-    check_floating({"weight": weight})
-    _check_sides("weight", weight, sides)
-
-
-def _before(s: int, causal: bool = False) -> int:
-    """Numbers of a filter that stand before the one for the position itself: p."""
-    return s - 1 if causal else (s - 1) // 2
-
-
-def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
-    """Check the filters; return those of queries and keys, and both without what is not there."""
-    check_query_mask(query_mask, q)
-    pair = check_filters(q, sides, weight, key_weight)
-    return *pair, _blank(q, query_mask), _blank(k, mask.present(k.shape[-2]))
-
-
-def check_filters(
-    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
-    weight = _per_head("weight", weight, q, sides)
-    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
-
-
-def _blank(x: Tensor, present: Tensor | None) -> Tensor:
-    """Set the tokens to 0 that are not there, so that they add nothing to their neighbours."""
-    return x if present is None else x.masked_fill(~present.unsqueeze(-1), 0)
-
-
-# --- the same, as a sum of shifted copies --------------------------------------------------------
+# --- the mechanisms, by sums of shifted copies ---------------------------------------------------
 
 
 @mechanism(per_key=True, alone=False)
@@ -116,27 +89,27 @@ def conv1d_attention(
     Parameters
     ----------
     attn_mask : Tensor, optional
-        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. A key that
-        may not be attended counts as 0 in the convolution of its neighbours.
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. A masked
+        key counts as 0 in the convolution of its neighbours.
     is_causal : bool
-        Query i attends keys j ≤ i, and the filter ends at the position itself. The padding on both
-        sides, as eq. 45 has it, would show queries and keys what comes after them.
+        Query i attends keys j ≤ i, and the filter ends at the position itself. With padding on both
+        sides, as in eq. 45, queries and keys would depend on later tokens.
     weight : Tensor
         Filter ``(s,)`` for all heads or ``(H, s)`` for each, in the dtype of `q`, s at least 1. It
         is laid on the sequence as in `mixing_matrix_1d`.
     key_weight : Tensor, optional
-        Filter of the keys, ``(s',)`` or ``(H, s')``, if it is another one. The derivation of eq. 45
-        has one for both, since one feature map is applied to training and to new inputs.
+        Another filter for the keys, ``(s',)`` or ``(H, s')``. The derivation of eq. 45 has one for
+        both, since one feature map is applied to training and to new inputs.
     query_mask : Tensor, optional
         Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then counts
         as 0 in the convolution of its neighbours.
     attention : callable
-        What to do with the convolved queries and keys: `softmax_attention` or another mechanism
-        with its calling convention.
+        The mechanism for the convolved queries and keys: `softmax_attention` or another one with
+        its calling convention.
     """
     check_callable("attention", attention)
     w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
-    q, k = _convolve(q, w, mask.is_causal), _convolve(k, w_k, mask.is_causal)
+    q, k = convolve(q, w, mask.is_causal), convolve(k, w_k, mask.is_causal)
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
@@ -164,23 +137,34 @@ def conv2d_attention(
     check_callable("attention", attention)
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
     w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
-    q, k = (_convolve_grid(*xw, grid, class_token) for xw in ((q, w), (k, w_k)))
+    q, k = convolve_grid(q, w, grid, class_token), convolve_grid(k, w_k, grid, class_token)
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
-def _convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
-    """Convolve (..., H, N, D) on its grid, but for a class token."""
+def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
+    """Return the filters of queries and keys, checked, and q and k with 0 for absent tokens."""
+    check_query_mask(query_mask, q)
+    pair = check_filters(q, sides, weight, key_weight)
+    return *pair, blank(q, query_mask), blank(k, mask.present(k.shape[-2]))
+
+
+def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
+    """Convolve (..., H, N, D) on its grid, and leave a class token as it is."""
     places = x[..., int(class_token) :, :].unflatten(-2, grid)  # (..., H, N_H, N_W, D)
-    mixed = _convolve(places, weight).flatten(-3, -2)
+    mixed = convolve(places, weight).flatten(-3, -2)
     return torch.cat([x[..., :1, :], mixed], -2) if class_token else mixed
 
 
-def _convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
     """Convolve (..., H, N, D) with (H or 1, s), or (..., H, N_H, N_W, D) with (H or 1, s1, s2)."""
-    before = [_before(s, causal) for s in weight.shape[1:]]
-    steps = [range(-p, s - p) for p, s in zip(before, weight.shape[1:], strict=True)]
+    steps = [range(-taps_before(s, causal), s - taps_before(s, causal)) for s in weight.shape[1:]]
     heads = x if x.dim() > weight.dim() else x.unsqueeze(0)
     return _ShiftedSum.apply(heads, weight.flatten(1), tuple(itertools.product(*steps))).view_as(x)
+
+
+def taps_before(s: int, causal: bool = False) -> int:
+    """Return how many taps of a filter precede the one for the position itself: p."""
+    return s - 1 if causal else (s - 1) // 2
 
 
 class _ShiftedSum(torch.autograd.Function):
@@ -193,12 +177,12 @@ class _ShiftedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-        """Take X (..., H, ·, D), weight (H or 1, taps), and an offset along · for each tap."""
+        """Return C X for X (..., H, ·, D), weight (H or 1, taps) and an offset for each tap."""
         return _shifted_sum(x, weight, offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the gradients need."""
+        """Save the tensors of the backward pass."""
         x, weight, ctx.offsets = inputs
         ctx.save_for_backward(x, weight)
 
@@ -213,20 +197,20 @@ class _ShiftedSum(torch.autograd.Function):
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-    """Σ_t w_t x_{i + o_t}, in float32 at least."""
+    """Return Σ_t w_t x_{i + o_t}, computed in float32 at least."""
     taps = weight.to(wide(x)).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
-    source_of = x.to(wide(x)).contiguous()
-    here = offsets.index((0,) * len(offsets[0]))
-    out = source_of * taps[here]
+    inputs = x.to(wide(x)).contiguous()
+    centre = offsets.index((0,) * len(offsets[0]))
+    out = inputs * taps[centre]
     for t, offset in enumerate(offsets):
-        if t != here:
-            to, source = _overlap(out, source_of, offset)
-            to.addcmul_(source, taps[t])
+        if t != centre:
+            target, source = _overlap(out, inputs, offset)
+            target.addcmul_(source, taps[t])
     return out.to(x.dtype)
 
 
 def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
-    """Σ_i g_i · x_{i + o_t} for each head and tap: (H, taps)."""
+    """Return Σ_i g_i · x_{i + o_t} for each head and tap: (H, taps)."""
     grad, x = grad.to(wide(x)), x.to(wide(x))
     head = x.dim() - len(offsets[0]) - 2
     others = [d for d in range(x.dim()) if d != head]
@@ -235,17 +219,25 @@ def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
 
 
 def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """View the places i of y, (..., ·, D), for which i + offset is one of x, and these of x."""
-    for at, o in enumerate(offset, -1 - len(offset)):
-        n = x.shape[at]
+    """View the positions i of y (..., ·, D) for which i + offset is inside x, and those of x."""
+    for dim, o in enumerate(offset, -1 - len(offset)):
+        n = x.shape[dim]
         least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
         length = most(0, n - abs(o))
-        to, source = least(max(0, -o), n), least(max(0, o), n)
-        y, x = y.narrow(at, to, length), x.narrow(at, source, length)
+        target, source = least(max(0, -o), n), least(max(0, o), n)
+        y, x = y.narrow(dim, target, length), x.narrow(dim, source, length)
     return y, x
 
 
 # --- checks --------------------------------------------------------------------------------------
+
+
+def check_filters(
+    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
+    weight = _per_head("weight", weight, q, sides)
+    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
 
 
 def _check_sides(name: str, weight: Tensor, sides: int) -> None:
@@ -271,11 +263,12 @@ def _per_head(name: str, weight: Tensor, q: Tensor, sides: int) -> Tensor:
     return weight if weight.dim() > sides else weight.unsqueeze(0)
 
 
-def _check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
-    if not isinstance(grid, Sequence) or isinstance(grid, str):
-        raise TypeError(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
-    if len(grid) != 2:
-        raise ValueError(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
+def check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
+    """Check for two whole numbers, each at least `least`."""
+    is_sequence = isinstance(grid, Sequence) and not isinstance(grid, str)
+    if not is_sequence or len(grid) != 2:
+        error = ValueError if is_sequence else TypeError
+        raise error(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
     return check_count("grid[0]", grid[0], least), check_count("grid[1]", grid[1], least)
 
 
@@ -283,31 +276,16 @@ def check_places(
     tokens: dict[str, Tensor], grid: tuple[int, int], class_token: bool, is_causal: bool
 ) -> None:
     """Check that all tokens (..., N, D) have a place on the grid."""
-    rows, columns = _check_grid(grid)
+    rows, columns = check_grid(grid)
     check_flag("class_token", class_token)
     if is_causal:
-        raise ValueError(f"is_causal is {is_causal}; expected False: a grid has no past")
+        raise ValueError("is_causal is True; expected False: tokens on a grid have no order")
     N = rows * columns + class_token
     for name, x in tokens.items():
-        if is_symbolic(x.shape[-2]):
+        symbolic = is_symbolic(x.shape[-2])
+        if symbolic or x.shape[-2] != N:
+            actual = "a dynamic length" if symbolic else f"shape {tuple(x.shape)}"
             raise ValueError(
-                f"{name} has a dynamic length; expected {N} tokens, as many as its grid has places"
+                f"{name} has {actual}; expected {N} tokens, for the grid {rows} x {columns} "
+                f"with{'' if class_token else 'out'} a class token"
             )
-        if x.shape[-2] != N:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid {rows} x "
-                f"{columns} with{'' if class_token else 'out'} a class token"
-            )
-
-
-# --- layers --------------------------------------------------------------------------------------
-
-
-def _depthwise(E: int, s: int, stride: int, **factory: Any) -> nn.Sequential:
-    """Build a convolution with a filter for each of E features, "same" padding, and BatchNorm."""
-    left, right = _before(s), s - 1 - _before(s)
-    return nn.Sequential(
-        nn.ZeroPad2d((left, right, left, right)),
-        nn.Conv2d(E, E, s, stride, groups=E, bias=False, **factory),
-        nn.BatchNorm2d(E, **factory),
-    )

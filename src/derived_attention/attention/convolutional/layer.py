@@ -1,4 +1,4 @@
-"""Layers: what is learned of the mechanisms in `derived_attention.attention.convolutional.fast`."""
+"""Layers with the filters of convolutional attention, and CvT's projections (chapter 6)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.convolutional.fast import (
-    _before,
-    _blank,
-    _check_grid,
-    _convolve,
-    _convolve_grid,
-    _depthwise,
+    check_grid,
     check_places,
+    convolve,
+    convolve_grid,
+    taps_before,
 )
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-    check_flag,
-)
+from derived_attention.attention.engine.pooling import blank
+from derived_attention.attention.frame.checks import Mechanism, check_count, check_flag
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 
 
 class _ConvolvedAttention(MultiheadAttention):
-    """What Attention-Conv1D and -Conv2D have in common: filters for each head."""
+    """The base of Attention-Conv1D and -Conv2D: filters for each head."""
 
     shown: tuple[str, ...] = ("filters", "shared")
-    because = "a convolved token holds its neighbours, and is the same for every query"
+    because = "a convolved key depends on its neighbours, and is the same for every query"
     mixes = True
     alone = False
     causal, sides = False, 1
@@ -39,30 +34,29 @@ class _ConvolvedAttention(MultiheadAttention):
         check_flag("shared", shared)
         super().__init__(*args, **options)
         start = self.out_proj.weight.new_zeros(self.num_heads, *size)
-        at: tuple[Any, ...] = (slice(None), *(_before(s, self.causal) for s in size))
-        start[at] = 1  # the identity
+        centre: tuple[Any, ...] = (slice(None), *(taps_before(s, self.causal) for s in size))
+        start[centre] = 1  # the identity
         self.weight = nn.Parameter(start)
         self.key_weight = None if shared else nn.Parameter(start.clone())
         self.filters, self.shared = tuple(start.shape), shared
 
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve (B, H, N, D) with the filters of each head."""
-        return _convolve(x, weight, self.causal)
+        return convolve(x, weight, self.causal)
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Convolve queries and keys first."""
-        q = self.convolve(_blank(q, mask.queries), self.weight)
+        q = self.convolve(blank(q, mask.queries), self.weight)
         weight = self.weight if self.key_weight is None else self.key_weight
-        return super().attend(run, q, self.convolve(_blank(k, mask.keys), weight), v, mask)
+        return super().attend(run, q, self.convolve(blank(k, mask.keys), weight), v, mask)
 
 
 class Conv1DAttention(_ConvolvedAttention):
     """Attention-Conv1D in H heads, with the interface of `MultiheadAttention`.
 
-    It adds the filters ``weight`` (H, s), and ``key_weight`` where keys have their own. A filter
-    starts as the identity, so that the layer starts as softmax attention. Padded keys count as 0 in
-    a convolution, and padded queries do. The forward pass takes no `attn_mask`; padding goes into
-    `key_padding_mask`.
+    It adds filters ``weight`` (H, s), and ``key_weight`` unless `shared`. A filter starts as the
+    identity, so that the layer starts as softmax attention. Padded keys and queries count as 0 in a
+    convolution. The forward pass takes no `attn_mask`; padding goes into `key_padding_mask`.
 
     Parameters
     ----------
@@ -71,8 +65,8 @@ class Conv1DAttention(_ConvolvedAttention):
     shared : bool
         Whether queries and keys have one filter, as in the derivation of eq. 45.
     causal : bool
-        Whether the filters end at the position itself. The forward pass has to be told the same, by
-        `is_causal`.
+        Whether the filters end at the position itself. `is_causal` of the forward pass has to be
+        the same.
     """
 
     shown = ("causal",)
@@ -90,13 +84,13 @@ class Conv1DAttention(_ConvolvedAttention):
         self.causal = causal
         super().__init__(*args, kernel_size=kernel_size, shared=shared, **options)
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
-        """Check that filters and weights are causal alike."""
-        super().check(query, key, value, **given)
-        if given["is_causal"] != self.causal:
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
+        """Check that `is_causal` is the layer's `causal` as well."""
+        super().check(query, key, value, **masks)
+        if masks["is_causal"] != self.causal:
             raise ValueError(
-                f"is_causal is {given['is_causal']}; expected {self.causal}, the `causal` of the "
-                "layer, which says how its filters are laid on the sequence"
+                f"is_causal is {masks['is_causal']}; expected {self.causal}, as the layer was made "
+                f"with causal={self.causal} for its filters"
             )
 
 
@@ -109,22 +103,22 @@ class _OnGrid(MultiheadAttention):
     def __init__(
         self, *args: Any, grid: tuple[int, int], class_token: bool = False, **options: Any
     ) -> None:
-        grid = _check_grid(grid, least=1)
+        grid = check_grid(grid, least=1)
         check_flag("class_token", class_token)
         super().__init__(*args, **options)
         self.grid, self.class_token = grid, class_token
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
-        """Check that all tokens have a place."""
-        super().check(query, key, value, **given)
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
+        """Check that all tokens have a place on the grid as well."""
+        super().check(query, key, value, **masks)
         check_places({"query": query, "key": key}, self.grid, self.class_token, False)
 
 
 class Conv2DAttention(_OnGrid, _ConvolvedAttention):
     """Attention-Conv2D in H heads, with the interface of `MultiheadAttention`.
 
-    It adds filters (H, s, s), and starts, as `Conv1DAttention` does. Its forward pass takes neither
-    `attn_mask` nor `is_causal`.
+    Its filters (H, s, s) start as in `Conv1DAttention`. Its forward pass takes neither `attn_mask`
+    nor `is_causal`.
 
     Parameters
     ----------
@@ -145,7 +139,7 @@ class Conv2DAttention(_OnGrid, _ConvolvedAttention):
     def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve (B, H, N, D) on the grid."""
         check_places({"the sequence": x}, self.grid, self.class_token, False)
-        return _convolve_grid(x, weight, self.grid, self.class_token)
+        return convolve_grid(x, weight, self.grid, self.class_token)
 
 
 class CvTAttention(_OnGrid):
@@ -153,11 +147,11 @@ class CvTAttention(_OnGrid):
 
     Queries, keys and values are each ``BatchNorm(Conv(X)) Wᵀ``: a convolution on the grid with a
     filter for each feature, without bias, then the linear map of `MultiheadAttention`. That is what
-    remark 7 of [Nguyen2023] means. In eq. 44 as printed, the feature map Φ of the kernel stands
-    where BatchNorm and W are, and there is no stride. Unlike eq. 43, it convolves before it
-    projects, features do not share a filter, and values are convolved too. The attention weights it
-    returns are those of the keys that the stride leaves, with a class token first. Its forward pass
-    takes neither masks nor `is_causal`.
+    remark 7 of [Nguyen2023] means. Eq. 44 as printed has the feature map Φ of the kernel instead of
+    BatchNorm and W, and no stride. Unlike eq. 43, it convolves before it projects, features do not
+    share a filter, and values are convolved too. The attention weights it returns are those of the
+    keys that the stride leaves, with a class token first. Its forward pass takes neither masks nor
+    `is_causal`.
 
     Parameters
     ----------
@@ -193,3 +187,13 @@ class CvTAttention(_OnGrid):
         image = convolution(image) if x.dim() > 2 else convolution(image[None])[0]
         x = torch.cat([x[..., :first, :], image.flatten(-2).mT], -2)
         return super().project(part, x, heads)
+
+
+def _depthwise(E: int, s: int, stride: int, **factory: Any) -> nn.Sequential:
+    """Build a convolution with a filter for each of E features, "same" padding, and BatchNorm."""
+    left, right = taps_before(s), s - 1 - taps_before(s)
+    return nn.Sequential(
+        nn.ZeroPad2d((left, right, left, right)),
+        nn.Conv2d(E, E, s, stride, groups=E, bias=False, **factory),
+        nn.BatchNorm2d(E, **factory),
+    )

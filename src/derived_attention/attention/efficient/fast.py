@@ -1,4 +1,4 @@
-"""Attentions whose time is linear in N, each by another way past the (N, M) matrix (chapter 8).
+"""Four attentions whose time is linear in N, which avoid the (N, M) matrix (chapter 8).
 
 The equations of this module, for queries Q (N, D), keys K (M, D) and values V (M, Dv), are ::
 
@@ -7,11 +7,11 @@ The equations of this module, for queries Q (N, D), keys K (M, D) and values V (
     FMM         H = near · H_window + far · Σ_φ H_linear(φ)
     Luna        H = softmax(Q K'ᵀ/√D) V',    K' = A' K,  V' = A' V,  A' = softmax(P Kᵀ/√D)
 
-Linformer and Luna shorten the keys and values before softmax sees them: by learned weights that
-know positions, and by an attention of its own that reads the keys. Performer and FMM keep all keys
-and change the kernel: random features whose mean is softmax's own, and a softmax near by with
-linear attention far away. Each layer of this module binds its parameters in `mechanism` only, so
-that it can be combined with a layer that overrides `mix`.
+Linformer and Luna shorten the keys and values before the softmax: by learned weights for each
+position, and by another attention, whose queries are learned. Performer and FMM keep all keys and
+change the kernel: random features whose mean is softmax's kernel, and softmax for near keys with
+linear attention for far ones. The layers override `mechanism` only, so that they can be combined
+with a layer that overrides `mix`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from derived_attention.attention.frame.checks import (
     check_parameter,
     is_symbolic,
     may_look_at,
+    wide,
 )
-from derived_attention.attention.frame.convention import extend, full_precision, in_full, mechanism
+from derived_attention.attention.frame.convention import (
+    extend,
+    full_precision,
+    in_full,
+    mechanism,
+)
 from derived_attention.attention.frame.masks import Mask, masked_softmax, narrowed
 from derived_attention.attention.linear.fast import (
     CHUNK,
@@ -42,7 +48,6 @@ from derived_attention.attention.linear.fast import (
     ratio,
     segment_length,
     segments,
-    wide,
     with_ones,
 )
 from derived_attention.attention.softmax.fast import sdpa
@@ -62,16 +67,15 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: finite or -inf, as which -8192 and below count;
-        there is no score of one key to add it to, so e to its power, as a share of the largest
-        such power, multiplies the key and its value. So 0 and -inf mean what True and False do,
-        and what is masked is in no sum.
+        True where a key may be attended. Floating: finite, or -inf; -8192 and below count as -inf.
+        As there are no scores of single keys, its exponential, divided by the largest one,
+        multiplies the key and its value. So 0 and -inf act as True and False do.
     is_causal : bool
         False: a sum of keys holds the future of all of them but one.
     key_projection : Tensor
         E ``(kept, n)``, shared by the heads, for up to n keys: M keys meet its first M columns.
     value_projection : Tensor, optional
-        F ``(kept, n)``; E where left out.
+        F ``(kept, n)``; E if left out.
     """
     E, G = check_projections(q, k, mask, key_projection, value_projection)
     if mask.given is not None:
@@ -81,11 +85,11 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
 
 
 def check_projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, Tensor]:
-    """Check E and F, and what a mask may be; cut them to the M keys, float32 at least."""
+    """Check E and F, and the mask; return E and F for the M keys, in float32 at least."""
     if mask.is_causal:
         raise ValueError(
-            "is_causal is True; expected False: a projected key holds later tokens, and is the "
-            "same for every query"
+            "is_causal is True; expected False: a projected key depends on later tokens, and is "
+            "the same for every query"
         )
     M = k.shape[-2]
     E = _rows_of("key_projection", key_projection, q, "n")
@@ -99,9 +103,9 @@ def check_projections(q, k, mask, key_projection, value_projection) -> tuple[Ten
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
     E, G = E.to(wide(q)), G.to(wide(q))
-    if is_symbolic(M):  # a slice would ask if it is all of them
-        kept = torch.arange(M, device=E.device)
-        return E.index_select(1, kept), G.index_select(1, kept)
+    if is_symbolic(M):  # a slice would compare M with n
+        index = torch.arange(M, device=E.device)
+        return E.index_select(1, index), G.index_select(1, index)
     return E[:, :M], G[:, :M]
 
 
@@ -112,10 +116,10 @@ def _combine(E: Tensor, x: Tensor) -> Tensor:
 
 
 def _rows_of(name: str, value: Any, q: Tensor, columns: str | int) -> Tensor:
-    """Check for a matrix (R, columns) with R ≥ 1, any number of columns where that is a letter."""
-    given = isinstance(value, Tensor) and value.dim() == 2
-    rows = value.shape[0] or "R" if given else "R"
-    size = value.shape[1] if given and isinstance(columns, str) else columns
+    """Check for a matrix (R, columns) with R ≥ 1; if `columns` is a letter, of any number."""
+    is_matrix = isinstance(value, Tensor) and value.dim() == 2
+    rows = value.shape[0] or "R" if is_matrix else "R"
+    size = value.shape[1] if is_matrix and isinstance(columns, str) else columns
     return check_parameter(name, value, q, ((rows, size),), f"(R, {columns}) with R at least 1")
 
 
@@ -132,22 +136,22 @@ def orthogonal_features(
 ) -> Tensor:
     """Draw W ``(count, D)``: standard normal rows, orthogonal to each other in blocks of D.
 
-    Each row alone is a standard normal vector: its direction is uniform, that of a row of a random
-    rotation, and its length that of another such vector. So a mean over rows estimates what it
-    would with independent ones, and with less variance [Choromanski2021].
+    Each row alone is a standard normal vector: its direction is that of a row of a random rotation,
+    its length that of another such vector. So a mean over rows has the same expectation as with
+    independent ones, and less variance [Choromanski2021].
 
     Parameters
     ----------
     D, count : int
         Features of a head, and number of rows, at least 1.
     generator : torch.Generator, optional
-        Where the numbers come from; PyTorch's own of that device, where left out.
+        The source of random numbers; if left out, the default one of the device.
     """
     check_count("D", D, 1)
     check_count("count", count, 1)
     kind: dict[str, Any] = {"device": device, "dtype": torch.float64, "generator": generator}
     rotations, R = torch.linalg.qr(torch.randn(-(-count // D), D, D, **kind))
-    rotations = rotations * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform only so
+    rotations = rotations * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # makes them uniform
     lengths = torch.randn(count, D, **kind).norm(dim=-1, keepdim=True)
     W = rotations.mT.flatten(0, 1)[:count] * lengths
     return W.to(torch.get_default_dtype() if dtype is None else dtype)
@@ -177,11 +181,11 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
     exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
     sums in float32 at least.
 
-    A factor of each query divides out, and so does one of each feature, taken from the keys and put
-    on the queries. It is that of the largest key, so that no sum of weights is below 1. Where
-    `is_causal` it is the largest so far, as a query may not know what comes. Keys may grow by any
-    factor: where features of some grow by e⁴⁴ within 64 positions, twice as much work is done for
-    256 of them, and for all where data cannot be looked at, as under ``torch.compile``.
+    A factor of each query divides out. So does a factor of each feature, which is moved from the
+    keys to the queries: the largest feature of any key, so that no sum of weights is below 1; with
+    `is_causal` the largest one so far. Keys may grow by any factor: if features grow by e⁴⁴ within
+    64 positions, twice as much work is done for 256 positions, and for all of them if data cannot
+    be read, as under ``torch.compile``.
 
     Parameters
     ----------
@@ -201,14 +205,14 @@ def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
 
 
 class _Sums(NamedTuple):
-    """What queries have of all keys before a chunk: Σ_j φ(k_j)_r exp(−c_r) [v_j, 1], and c."""
+    """Sums over all keys before a chunk: Σ_j φ(k_j)_r exp(−c_r) [v_j, 1], and c."""
 
     sums: Tensor  # (..., R, Dv + 1)
     top: Tensor  # (..., 1, R): the largest log √R φ(k_j)_r so far
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
-    """Walk over the positions in segments, and carry `_Sums` from one to the next."""
+    """Attend segment by segment, with `_Sums` passed from one to the next."""
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     ends = [*range(length, N, length), N]
@@ -235,17 +239,17 @@ def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
     while size > 1 and size // 2 >= n:
         size //= 2
     missing = max(n + -n % size, size) - x.shape[-2]
-    if missing:  # else it would be copied
+    if missing:  # otherwise do not copy
         x = extend(x, missing, value=fill)
     return x.unflatten(-2, (-1, size))
 
 
 def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
-    """Averages (..., n, Dv) for logarithms of queries a, of keys, and values, all in chunks.
+    """Return averages (..., n, Dv) for logarithms of queries a and of keys, and values, in chunks.
 
-    A feature is taken relative to the largest one among the keys before the chunk, or to the first
-    key: no later one has a part in a query's numbers. Where a later key is larger by more than
-    half of what a float holds, `_by_halves` has no such limit, and twice the work.
+    Features are divided by the largest one among the keys before the chunk, or by that of the first
+    key, which no later key influences. If a later feature is larger by more than half of the range
+    of a float, `_by_halves` is used, which has no such limit and takes twice the work.
     """
     top = logs.detach().amax(-2)  # (..., m, R)
     first = logs[..., 0, :1, :].detach() if past is None else past.top
@@ -259,7 +263,7 @@ def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> t
         slow = ratio(_by_halves(a, logs, v, before, states))
         if not may_look_at(logs):
             return slow.flatten(-3, -2), end
-    relative = logs - before if slow is not None else logs.sub_(before)  # not needed again
+    relative = logs - before if slow is not None else logs.sub_(before)  # logs are not used again
     K = relative.clamp(max=room).exp_() if slow is not None else relative.exp_()
     Q, _ = _powers(a + before if slow is not None else a.add_(before))
     states, sooner = _states((K.mT @ v) * (before - after).mT.exp(), before, after, past)
@@ -270,18 +274,20 @@ def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> t
     return torch.where(late.unsqueeze(-1), slow.flatten(-3, -2), fast), end
 
 
-def _states(own: Tensor, before: Tensor, after: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
-    """Add up what chunks have: sums before each, (..., m, R, Dv + 1), and after the last."""
-    state = torch.zeros_like(own[..., 0, :, :]) if past is None else past.sums
+def _states(
+    chunks: Tensor, before: Tensor, after: Tensor, past: _Sums | None
+) -> tuple[Tensor, _Sums]:
+    """Return the sums before each of the chunks, (..., m, R, Dv + 1), and after the last."""
+    state = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past.sums
     shrink, states = (before - after).mT.exp(), []
-    for sums, factor in zip(own.unbind(-3), shrink.unbind(-3), strict=True):
+    for sums, factor in zip(chunks.unbind(-3), shrink.unbind(-3), strict=True):
         states.append(state)
         state = factor * state + sums
     return torch.stack(states, -3), _Sums(state, after[..., -1, :, :])
 
 
 def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e to the power of x − t, in place, and the largest t of each row, or near -inf."""
+    """Return exp(x − t), in place, and t, the largest number of each row."""
     t = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min / 4)
     return x.sub_(t).exp_(), t
 
@@ -289,9 +295,9 @@ def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
 def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tensor) -> Tensor:
     """Return sums (..., m, C, Dv + 1) up to a factor of each query, for keys of any length.
 
-    A query has itself, the keys before its chunk, and for each power of 2 up to C, if it is in
-    the second half of a block of that many, the keys of the first half. Features of those are
-    taken relative to the largest among them, all of which are in its past.
+    A query attends itself, the keys before its chunk, and for each power of 2 up to C, if it is in
+    the second half of a block of that size, the keys of the first half. The features of each group
+    are divided by the largest one in it, and all of it lies in the past of the query.
     """
     Q, t = _powers(a + logs)
     sums, tops = [Q.sum(-1, keepdim=True) * v], [t]
@@ -299,14 +305,14 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tenso
     sums, tops = [*sums, Q @ states], [*tops, t]
     half = 1
     while half < a.shape[-2]:
-        ours, theirs, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, logs, v))
-        low, keys = torch.finfo(a.dtype).min / 4, theirs[..., 0, :, :]
+        queries, keys, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, logs, v))
+        low, keys = torch.finfo(a.dtype).min / 4, keys[..., 0, :, :]
         most = keys.detach().amax(-2, keepdim=True).clamp(min=low)
-        Q, t = _powers(ours[..., 1, :, :] + most)
+        Q, t = _powers(queries[..., 1, :, :] + most)
         part = (Q @ (keys - most).exp_().mT) @ values[..., 0, :, :]
-        nothing = torch.zeros_like(part), torch.full_like(t, low)  # for the first halves
-        sums.append(torch.stack([nothing[0], part], -3).flatten(-4, -2))
-        tops.append(torch.stack([nothing[1], t], -3).flatten(-4, -2))
+        zeros, lowest = torch.zeros_like(part), torch.full_like(t, low)  # for the first halves
+        sums.append(torch.stack([zeros, part], -3).flatten(-4, -2))
+        tops.append(torch.stack([lowest, t], -3).flatten(-4, -2))
         half *= 2
     most = functools.reduce(torch.maximum, tops)
     parts = [(t - most).exp() * part for t, part in zip(tops, sums, strict=True)]
@@ -314,7 +320,7 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tenso
 
 
 def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:
-    """Return exp(√scale w_r·q + shift_r), (..., N, R), over the largest of each query."""
+    """Return exp(√scale w_r·q + shift_r), (..., N, R), divided by the largest of each query."""
     with full_precision(q.device):
         W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
         rows = torch.cat([W, shift.to(W.dtype)], -1)  # (..., R, D + 1)
@@ -327,20 +333,20 @@ def _key_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_j φ(k_j)_r exp(−c_r) [v_j, 1] (..., R, Dv + 1), and c (..., R, 1).
 
-    Segment by segment, with the largest logarithm so far as c: where it grows, sums are scaled.
+    Segment by segment, with the largest logarithm so far as c; when it grows, sums are scaled.
     """
     M, size = k.shape[-2], segments(k)[0].shape[-2]
     column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
     top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
     sums, c = top.new_zeros(()), top
     for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
-        here = None if column is None else column[..., i * size : (i + 1) * size, :]
-        logarithms = _masked(_logarithms(k_s, W, scale), here)
+        part = None if column is None else column[..., i * size : (i + 1) * size, :]
+        logarithms = _masked(_logarithms(k_s, W, scale), part)
         most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top
-        c = most.masked_fill(most == -math.inf, 0)  # none is there yet
+        c = most.masked_fill(most == -math.inf, 0)  # all keys so far are masked
         with full_precision(k.device):
-            part = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
-            sums = part + (top - c).exp().mT * sums
+            added = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
+            sums = added + (top - c).exp().mT * sums
         top = most
     return sums, c.mT
 
@@ -359,7 +365,7 @@ def check_projection(q: Tensor, projection: Any) -> Tensor:
     return _rows_of("projection", projection, q, q.shape[-1])
 
 
-# --- FMM: near by softmax, far by features -------------------------------------------------------
+# --- FMM: softmax for near keys, features for far ones -------------------------------------------
 
 
 def flipped_elu_feature_map(x: Tensor) -> Tensor:
@@ -379,28 +385,27 @@ def fmm_attention(
     Parameters
     ----------
     scale : float, optional
-        Finite and positive; replaces 1/√D near by, and multiplies q far away, where there is
-        nothing to replace.
+        Finite and positive; replaces 1/√D for near keys, and multiplies q for far ones.
     window : int
         Keys on each side that are near, at least 0.
     near, far : Tensor
         The two weights, ``()`` for all heads or ``(H,)``, one for each.
     feature_maps : sequence of callable
-        At least one; each as in `linear_attention`, with a matrix of its own.
+        At least one; each as in `linear_attention`, for one matrix of low rank.
     """
     maps = check_maps(feature_maps)
     w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
-    own = {**mask.keywords, "scale": scale}
-    H = w_near * window_attention(q, k, v, window=window, **own)
-    every = (linear_attention(q, k, v, feature_map=phi, **own) for phi in maps)
-    return (H + w_far * sum(every)).to(q.dtype)
+    options = {**mask.keywords, "scale": scale}
+    H = w_near * window_attention(q, k, v, window=window, **options)
+    far_fields = (linear_attention(q, k, v, feature_map=phi, **options) for phi in maps)
+    return (H + w_far * sum(far_fields)).to(q.dtype)
 
 
 def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
     """Check for a sequence of functions, not empty, and return it."""
     if isinstance(feature_maps, str) or not isinstance(feature_maps, Iterable):
-        found = f"feature_maps is {feature_maps!r}"
-        raise TypeError(f"{found}; expected a sequence of functions from (..., D)")
+        actual = f"feature_maps is {feature_maps!r}"
+        raise TypeError(f"{actual}; expected a sequence of functions from (..., D)")
     maps = tuple(feature_maps)
     if not maps:
         raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
@@ -408,26 +413,25 @@ def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
 
 
 def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
-    """Check a weight, and give it the two dimensions that it lacks; float32 at least."""
+    """Check the weight of a field, and return it as (..., 1, 1), in float32 at least."""
     shapes = (), tuple(q.shape[-3:-2])
     weight = check_parameter(name, weight, q, shapes, "one number, or one for each head")
     return weight.to(wide(q))[..., None, None]
 
 
-# --- Luna: fewer keys, by an attention of their own ----------------------------------------------
+# --- Luna: fewer keys, by another attention ------------------------------------------------------
 
 
 @mechanism(per_key=True)
 def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
-    """Luna [Ma2021]: l packed queries P attend to all keys, and the queries to what they found.
+    """Luna [Ma2021]: l packed queries P attend all keys, and the queries attend their results.
 
     H = softmax(Q K'ᵀ/√D) V' with K' = A' K, V' = A' V and A' = softmax(P Kᵀ/√D), in
     O((N + M) l D) time. Rows of A = softmax(Q K'ᵀ/√D) A' sum to 1.
 
     The original packs the tokens, Y = A' X, and projects Y to keys and values. That is the same:
-    rows of A' sum to 1, so A' (X W + 1 bᵀ) = (A' X) W + 1 bᵀ. But it has other projections for the
-    tokens that are packed, and hands Y on to the next layer as its P; here P is learned for each
-    layer.
+    rows of A' sum to 1, so A' (X W + 1 bᵀ) = (A' X) W + 1 bᵀ. But it has separate projections for
+    the packed tokens, and Y is the P of the next layer; here P is learned for each layer.
 
     Parameters
     ----------
@@ -435,37 +439,27 @@ def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: added to the scores P Kᵀ/√D.
     is_causal : bool
-        False: a packed key holds the future of all queries but the last.
+        False: a packed key depends on the future of all queries but the last.
     packed : Tensor
         P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
     """
-    pack = _pack(q, k, mask, scale, packed)  # (..., l, M)
+    packed, dtype = check_packed(q, mask, packed), wide(q)
     with full_precision(q.device):
-        K, V = ((pack @ x.to(pack.dtype)).to(q.dtype) for x in (k, v))  # (..., l, D)
+        scores = (scale or 1 / math.sqrt(q.shape[-1])) * packed.to(dtype) @ k.to(dtype).mT
+        A = masked_softmax(scores, mask.per_key())  # (..., l, M), zeros if no key is present
+        K, V = ((A @ x.to(dtype)).to(q.dtype) for x in (k, v))  # (..., l, D)
     return sdpa(q, K, V, Mask(), scale)
 
 
 def check_packed(q: Tensor, mask: Mask, packed: Any) -> Tensor:
-    """Check P, and what a mask may be."""
+    """Check P, and the mask."""
     if mask.is_causal:
         raise ValueError(
-            "is_causal is True; expected False: a packed key holds later tokens, and is the same "
-            "for every query"
+            "is_causal is True; expected False: a packed key depends on later tokens, and is the "
+            "same for every query"
         )
     D = q.shape[-1]
     size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
     shapes = (size, D), (*q.shape[-3:-2], size, D)
     mask.per_key()
     return check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
-
-
-def _pack(q: Tensor, k: Tensor, mask: Mask, scale: float | None, packed: Any) -> Tensor:
-    """Return A' = softmax(P Kᵀ/√D) (..., l, M), float32 at least; zeros if no key is there."""
-    D, dtype = q.shape[-1], wide(q)
-    packed = check_packed(q, mask, packed)
-    with full_precision(q.device):
-        scores = (scale or 1 / math.sqrt(D)) * packed.to(dtype) @ k.to(dtype).mT
-        return masked_softmax(scores, mask.per_key())
-
-
-# --- layers --------------------------------------------------------------------------------------

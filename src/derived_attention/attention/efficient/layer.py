@@ -1,4 +1,4 @@
-"""Layers: what is learned of the mechanisms in `derived_attention.attention.efficient.fast`."""
+"""Layers with the parameters of Linformer, Performer, FMM and Luna (chapter 8)."""
 
 from __future__ import annotations
 
@@ -18,31 +18,25 @@ from derived_attention.attention.efficient.fast import (
     orthogonal_features,
     performer_attention,
 )
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_count
 from derived_attention.attention.frame.layer import QUERY, Heads, MultiheadAttention, pick
-from derived_attention.attention.linear.fast import (
-    FeatureMap,
-    elu_feature_map,
-)
+from derived_attention.attention.linear.fast import FeatureMap, elu_feature_map
 
 
 class LinformerAttention(MultiheadAttention):
     """Linformer in H heads, with the interface of `MultiheadAttention`.
 
     It adds the parameters ``key_projection`` and ``value_projection`` (kept, length), which all
-    heads share. They know positions: a token is weighted by where it stands.
+    heads share. They weight a token by its position.
 
     Parameters
     ----------
     length : int
-        Most keys that a sequence may have.
+        The largest number of keys.
     kept : int
-        Sums of keys, and of values, that are attended to.
+        Number of projected keys and values.
     shared : bool
-        Whether values are projected as keys are; there is no ``value_projection`` then.
+        Whether ``key_projection`` projects values as well.
     """
 
     shown = ("length", "kept", "shared")
@@ -56,20 +50,20 @@ class LinformerAttention(MultiheadAttention):
         attention: Mechanism = linformer_attention,
         **options: Any,
     ) -> None:
-        self_shape = check_count("kept", kept, 1), check_count("length", length, 1)
+        shape = check_count("kept", kept, 1), check_count("length", length, 1)
         super().__init__(*args, attention=attention, **options)
         self.kept, self.length, self.shared = kept, length, shared
 
         def draw() -> nn.Parameter:
-            return nn.Parameter(nn.init.xavier_uniform_(self.out_proj.weight.new_empty(self_shape)))
+            return nn.Parameter(nn.init.xavier_uniform_(self.out_proj.weight.new_empty(shape)))
 
         self.key_projection = draw()
         self.value_projection = None if shared else draw()
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Project keys and values along the length; all heads alike."""
-        own = {"key_projection": self.key_projection, "value_projection": self.value_projection}
-        return functools.partial(base, **own)
+        """Add the projections along the length, the same for all heads."""
+        E, G = self.key_projection, self.value_projection
+        return functools.partial(base, key_projection=E, value_projection=G)
 
 
 class PerformerAttention(MultiheadAttention):
@@ -81,7 +75,7 @@ class PerformerAttention(MultiheadAttention):
     Parameters
     ----------
     features : int, optional
-        R; D log D, rounded, where left out.
+        R; D log D, rounded, if left out.
     """
 
     shown = ("features",)
@@ -102,24 +96,25 @@ class PerformerAttention(MultiheadAttention):
         self.register_buffer("projection", self._draw(None))
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw other random features, as one may between two epochs."""
+        """Draw new random features, for example between two epochs."""
         self.projection.copy_(self._draw(generator))
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
         like = self.out_proj.weight
-        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        return orthogonal_features(self.head_dim, self.features, generator, **kind)
+        return orthogonal_features(
+            self.head_dim, self.features, generator, device=like.device, dtype=like.dtype
+        )
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Hand on the random features; all heads alike."""
+        """Add the random features, the same for all heads."""
         return functools.partial(base, projection=self.projection)
 
 
 class FMMAttention(MultiheadAttention):
     """FMMformer's attention in H heads, with the interface of `MultiheadAttention`.
 
-    It adds the parameters ``near`` and ``far`` (H,), whose sigmoids blend the two fields. They
-    start at 0: half of each.
+    It adds the parameters ``near`` and ``far`` (H,), whose sigmoids are the weights of the two
+    fields. They start at 0: weights of one half.
 
     Parameters
     ----------
@@ -147,9 +142,9 @@ class FMMAttention(MultiheadAttention):
         )
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Blend by the weights of these heads."""
+        """Add the weights of these heads, and the feature maps."""
         near, far = (pick(x.sigmoid(), heads, at=0) for x in (self.near, self.far))
-        learned = iter(self.learned_maps)  # a replica has its own
+        learned = iter(self.learned_maps)  # those of a replica differ from self.feature_maps
         maps = [next(learned) if isinstance(m, nn.Module) else m for m in self.feature_maps]
         return functools.partial(base, near=near, far=far, window=self.window, feature_maps=maps)
 
@@ -158,12 +153,12 @@ class LunaAttention(MultiheadAttention):
     """Luna in H heads, with the interface of `MultiheadAttention`.
 
     It adds the parameter ``packed`` (length, embed_dim), which starts as standard normal numbers
-    and is projected as queries are.
+    and is projected like queries.
 
     Parameters
     ----------
     length : int
-        l, the rows of P: how many packed keys are attended to.
+        l, the rows of P: the number of packed keys.
     """
 
     shown = ("length",)
@@ -178,5 +173,5 @@ class LunaAttention(MultiheadAttention):
         self.packed = nn.Parameter(nn.init.normal_(weight.new_empty(length, self.embed_dim)))
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Pack by the queries that these heads make of P."""
+        """Add P, projected to the queries of these heads."""
         return functools.partial(base, packed=self.project(QUERY, self.packed, heads))

@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.attention.engine.pooling import Pooling, average_pooling
-from derived_attention.attention.frame.checks import check_count, check_shape, is_symbolic
+from derived_attention.attention.engine.pooling import Pooling, average_pooling, blank
+from derived_attention.attention.frame.checks import check_count, check_shape, is_symbolic, wide
 
 
 class Filter(NamedTuple):
-    """How to see less of a sequence, and how to fill it up again."""
+    """A map to fewer steps, and one back to all of them."""
 
     down: Pooling
     up: Callable[[Tensor, int, int], Tensor]  # (..., ⌈N/s⌉, D), s and N to (..., N, D)
 
 
 def get_filter(filters: Any) -> Filter:
-    """Return averages and repetition for "boxcar", else what `wavelet_filter` makes of it."""
+    """Return averages and repetition for "boxcar", or the `wavelet_filter` of a wavelet."""
     return BOXCAR if is_boxcar(filters) else wavelet_filter(filters)
 
 
@@ -46,10 +46,10 @@ BOXCAR = Filter(average_pooling, _repeat)
 def wavelet_filter(wavelet: Any) -> Filter:
     """Low-pass filter of a wavelet, and its dual: log2 s levels of the pyramid.
 
-    Both are scaled so that a constant stays what it is. The sequence is taken as periodic, after
-    its last step is repeated up to a multiple of s. Steps that are not there become the mean of
-    those that are: what they hold makes no difference. How many they are does, near both ends: they
-    are part of the period. Haar's filters are averages and repetition.
+    Both are scaled so that they map a constant to itself. The sequence is continued periodically,
+    after its last step is repeated up to a multiple of s. Absent steps become the mean of those
+    that are present: their numbers have no influence, but how many they are has, near both ends, as
+    they are part of the period. Haar's filters are averages and repetition.
 
     Parameters
     ----------
@@ -66,29 +66,29 @@ def wavelet_filter(wavelet: Any) -> Filter:
     if not low or len(low) % 2 or len(dual) % 2:
         raise ValueError(
             f"filters has a dec_lo of {len(low)} numbers and a rec_lo of {len(dual)}; expected an "
-            "even number of each, as PyWavelets pads them"
+            "even number of each, as in PyWavelets"
         )
 
     def down(x: Tensor, scale: int, present: Tensor | None) -> Any:
-        levels, here = check_levels(scale), None
+        levels, kept = check_levels(scale), None
         if present is not None:
-            here = average_pooling(x, scale, present)[1]
+            kept = average_pooling(x, scale, present)[1]
 
         def pool(y: Tensor) -> Tensor:
-            z = y.to(torch.promote_types(y.dtype, torch.float32))
+            z = y.to(wide(y))
             if present is not None:
                 z = torch.where(present[..., None], z, _mean(z, present))
             missing = -z.shape[-2] % scale if z.shape[-2] else 0
             z = torch.cat([z, z[..., -1:, :].expand(*z.shape[:-2], missing, -1)], -2)
             for _ in range(levels if z.shape[-2] else 0):
                 z = _analyse(z, low)
-            z = z if here is None else z.masked_fill(~here[..., None], 0)
+            z = z if kept is None else z.masked_fill(~kept[..., None], 0)
             return z.to(y.dtype)
 
-        return pool, here
+        return pool, kept
 
     def up(y: Tensor, scale: int, N: int) -> Tensor:
-        z = y.to(torch.promote_types(y.dtype, torch.float32))
+        z = y.to(wide(y))
         for _ in range(check_levels(scale) if N else 0):
             z = _synthesise(z, dual)
         return z[..., :N, :].to(y.dtype)
@@ -97,7 +97,7 @@ def wavelet_filter(wavelet: Any) -> Filter:
 
 
 def _analyse(x: Tensor, low: Sequence[float]) -> Tensor:
-    """One level: Σ_k h_k x_(2t + L/2 − k), from (..., 2n, D) to (..., n, D)."""
+    """Return one level: Σ_k h_k x_(2t + L/2 − k), from (..., 2n, D) to (..., n, D)."""
     n, half = x.shape[-2], len(low) // 2
     t = torch.arange(0, n, 2, device=x.device)
     return sum(h * x[..., (t + half - k) % n, :] for k, h in enumerate(low))  # type: ignore
@@ -114,18 +114,18 @@ def _synthesise(y: Tensor, dual: Sequence[float]) -> Tensor:
 
 
 def _mean(x: Tensor, present: Tensor) -> Tensor:
-    """Mean (..., 1, D) over the steps that are there."""
-    there = present[..., None].to(x.dtype)
-    there = there.expand(*there.shape[:-2], x.shape[-2], 1)
-    total = x.masked_fill(~present[..., None], 0).sum(-2, keepdim=True)
-    return total / there.sum(-2, keepdim=True).clamp(min=1)
+    """Return the mean (..., 1, D) over the steps that are present."""
+    one = present[..., None].to(x.dtype)
+    one = one.expand(*one.shape[:-2], x.shape[-2], 1)
+    total = blank(x, present).sum(-2, keepdim=True)
+    return total / one.sum(-2, keepdim=True).clamp(min=1)
 
 
 def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
     """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
 
-    A last window that is shorter is averaged over what it has. With a wavelet, a low-pass filter of
-    that scale in the place of averages: see `wavelet_filter`.
+    A last window that is shorter is averaged over the steps it has. With a wavelet, a low-pass
+    filter of that scale replaces averages: see `wavelet_filter`.
     """
     return get_filter(filters).down(x, check_count("scale", scale, 1), None)[0](x)
 
@@ -138,12 +138,12 @@ def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
 
 
 def is_boxcar(filters: Any) -> bool:
-    """Say whether filters are averages."""
+    """Return whether filters are averages."""
     return isinstance(filters, str) and filters == "boxcar"
 
 
 def check_levels(scale: int) -> int:
     """Return log2 of a scale."""
     if scale & (scale - 1):
-        raise ValueError(f"a scale is {scale}; expected a power of 2, as filters are wavelets")
+        raise ValueError(f"a scale is {scale}; expected a power of 2 with wavelets")
     return scale.bit_length() - 1

@@ -1,45 +1,52 @@
-"""Poolings for scaled heads: a window of s steps becomes one step (chapter 5, remark 5).
+"""Poolings: a window of s steps becomes one step, for heads of several scales (chapters 5 and 7).
 
-Average, maximum, k-means, and a convolution with stride s; each leaves padding out, and a last
-window that is shorter than the others is pooled over what it has.
+Average, maximum, k-means, and a convolution with stride s. Each leaves padding out, and pools a
+last window that is shorter than the others over the steps that it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import cut_any_length, is_symbolic
+from derived_attention.attention.frame.checks import (
+    check_count,
+    cut_any_length,
+    is_symbolic,
+    wide,
+)
 from derived_attention.attention.frame.convention import extend, full_precision
+from derived_attention.attention.frame.layer import pick
+from derived_attention.attention.frame.masks import Mask
 
-# A pooling looks at the keys, at their scale, and at which of them are there (None: all), and
-# returns the map (..., M, ·) -> (..., N_h, ·) for keys, values and weights, and the same mask for
-# what it returns.
+# A pooling takes keys (..., M, D), a scale, and which keys are present (..., M), or None for all.
+# It returns the map (..., M, ·) -> (..., N_h, ·), for keys, values and weights alike, and which of
+# the N_h windows have a step that is present, or None for all.
 Pool = Callable[[Tensor], Tensor]
 Pooling = Callable[[Tensor, int, Tensor | None], tuple[Pool, Tensor | None]]
+Scale = TypeVar("Scale", int, tuple[int, int])
 KMEANS_STEPS = 10
 
 
 def average_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool, Tensor | None]:
-    """Pool to the mean of each window, over the steps of it that are there.
+    """Pool to the mean of each window, over the steps of it that are present.
 
-    Of keys x ``(..., M, D)``, a scale s, and ``present``, boolean and broadcastable to
-    ``(..., M)``, where not all steps are there. Returns a map from ``(..., M, ·)`` to
-    ``(..., ⌈M/s⌉, ·)``, with 0 for a window without steps, and which windows have some
-    ``(..., ⌈M/s⌉)``, or None. The last window may be shorter than the others.
+    For keys x ``(..., M, D)``, a scale s, and ``present``, boolean and broadcastable to
+    ``(..., M)``, or None. Returns a map from ``(..., M, ·)`` to ``(..., ⌈M/s⌉, ·)``, with 0 for a
+    window without steps, and which windows have steps ``(..., ⌈M/s⌉)``, or None.
     """
     M = x.shape[-2]
     if present is None and not is_symbolic(M) and M % scale == 0:
         return lambda y: windows(y, scale).mean(-2), None
-    there = torch.ones(M, dtype=torch.bool, device=x.device) if present is None else present
-    count = windows(there[..., None], scale).sum(-2)  # (..., M/s, 1)
+    keep = torch.ones(M, dtype=torch.bool, device=x.device) if present is None else present
+    count = windows(keep[..., None], scale).sum(-2)  # (..., M/s, 1)
 
     def pool(y: Tensor) -> Tensor:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        total = windows(_blank(y, present), scale).sum(-2, dtype=wide)
+        total = windows(blank(y, present), scale).sum(-2, dtype=wide(y))
         return (total / count.clamp(min=1)).to(y.dtype)
 
     return pool, None if present is None else (count > 0).squeeze(-1)
@@ -50,21 +57,21 @@ def max_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool, Te
 
     It is not linear: the maximum of projected steps is not the projection of the maximum.
     """
-    there = None if present is None else windows(present[..., None], scale).any(-2)
+    kept = None if present is None else windows(present[..., None], scale).any(-2)
 
     def pool(y: Tensor) -> Tensor:
-        largest = windows(_blank(y, present, -math.inf), scale, -math.inf).amax(-2)
-        return largest if there is None else largest.masked_fill(~there, 0)
+        largest = windows(blank(y, present, -math.inf), scale, -math.inf).amax(-2)
+        return largest if kept is None else largest.masked_fill(~kept, 0)
 
-    return pool, None if there is None else there.squeeze(-1)
+    return pool, None if kept is None else kept.squeeze(-1)
 
 
 def kmeans_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool, Tensor | None]:
     """Pool to the means of ⌈M/s⌉ clusters of steps, found by Lloyd's algorithm on `x`.
 
     It starts from the averages of the windows and takes `KMEANS_STEPS` steps. The clusters are
-    constants to the gradient, their means are not. Where a cluster has lost all its steps, its key
-    is not there.
+    constants to the gradient, their means are not. A cluster that has lost all its steps has no
+    key.
     """
     labels = _clusters(x, scale, present)  # (..., M)
     K = -(-x.shape[-2] // scale)
@@ -75,9 +82,8 @@ def kmeans_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool,
 class ConvolutionPooling(nn.Module):
     """Pool by a convolution with stride s, and one kernel of size s for all channels.
 
-    A window (x_1, ..., x_s) becomes Σ_t w_t x_t, with zeros for steps that are not there. At first
-    w_t = 1/s, the average. It commutes with a linear projection, and with an affine one where the
-    w_t sum to 1.
+    A window (x_1, ..., x_s) becomes Σ_t w_t x_t, with zeros for absent steps. Initially w_t = 1/s,
+    the average. It commutes with a linear projection, and with an affine one if the w_t sum to 1.
 
     Parameters
     ----------
@@ -104,13 +110,13 @@ class ConvolutionPooling(nn.Module):
         if str(scale) not in self.kernels:
             raise ValueError(f"scale is {scale}; expected one of {list(self.kernels)}")
         w = self.kernels[str(scale)][:, None]  # (s, 1)
-        here = None if present is None else windows(present[..., None], scale).any(-2).squeeze(-1)
+        kept = None if present is None else windows(present[..., None], scale).any(-2).squeeze(-1)
 
         def pool(y: Tensor) -> Tensor:
-            cut = windows(_blank(y, present), scale)  # (..., M/s, s or M, ·)
+            cut = windows(blank(y, present), scale)  # (..., M/s, s or M, ·)
             return (cut * w[: cut.shape[-2]]).sum(-2).to(y.dtype)
 
-        return pool, here
+        return pool, kept
 
 
 POOLINGS: dict[str, Pooling] = {
@@ -123,7 +129,7 @@ POOLINGS: dict[str, Pooling] = {
 def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
     """Cut (..., M, D) into (..., ⌈M/s⌉, s, D), with `fill` after the last step.
 
-    A scale above M is M: one window, and nothing to fill.
+    A scale above M counts as M, which gives one window without `fill`.
     """
     M = x.shape[-2]
     if is_symbolic(M):
@@ -135,39 +141,40 @@ def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
     return x.unflatten(-2, (x.shape[-2] // scale, scale))
 
 
-def _blank(x: Tensor, present: Tensor | None, fill: float = 0.0) -> Tensor:
+def blank(x: Tensor, present: Tensor | None, fill: float = 0.0) -> Tensor:
+    """Set absent tokens of x (..., M, ·) to a number."""
     return x if present is None else x.masked_fill(~present[..., None], fill)
 
 
 @torch.no_grad()
 def _clusters(x: Tensor, scale: int, present: Tensor | None) -> Tensor:
     """Label each step with its nearest centre, after `KMEANS_STEPS` steps of Lloyd's algorithm."""
-    x = _blank(x.detach().to(torch.promote_types(x.dtype, torch.float32)), present)
-    # What all steps share would not cancel in x·c − |c|²/2. Steps that are not there share it too.
+    x = blank(x.detach().to(wide(x)), present)
+    # Subtract the mean, which would not cancel exactly in x·c − |c|²/2; also from absent steps.
     x = x - x.mean(-2, keepdim=True) if present is None else x - _mean(x, present)
-    pool, here = average_pooling(x, scale, present)
+    pool, kept = average_pooling(x, scale, present)
     with full_precision(x.device):
         centres = pool(x)  # (..., K, D)
-        labels = _nearest(x, centres, here)
+        labels = _nearest(x, centres, kept)
         for _ in range(KMEANS_STEPS):
             means, count = _cluster_means(x, labels, centres.shape[-2], present)
             centres = torch.where(count[..., None] > 0, means, centres)
-            labels = _nearest(x, centres, here)
+            labels = _nearest(x, centres, kept)
     return labels
 
 
 def _mean(x: Tensor, present: Tensor) -> Tensor:
-    """Mean (..., 1, D) of the steps that are there, the others being 0."""
+    """Return the mean (..., 1, D) of the steps that are present; the others are 0."""
     count = present.expand(*present.shape[:-1], x.shape[-2]).sum(-1)[..., None, None]
     return x.sum(-2, keepdim=True) / count.clamp(min=1)
 
 
-def _nearest(x: Tensor, centres: Tensor, here: Tensor | None) -> Tensor:
-    """Index (..., M) of the nearest centre, in pieces, so that no (M, K) matrix is stored."""
+def _nearest(x: Tensor, centres: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the nearest centre (..., M), in pieces, so that no (M, K) matrix is stored."""
     if x.shape[-2] == 0:
         return torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
     offset = -centres.square().sum(-1) / 2  # x·c − |c|²/2 is largest where |x − c| is smallest
-    offset = offset if here is None else offset.masked_fill(~here, -math.inf)
+    offset = offset if kept is None else offset.masked_fill(~kept, -math.inf)
     pieces = x.split(1024, dim=-2)
     return torch.cat([(p @ centres.mT + offset[..., None, :]).argmax(-1) for p in pieces], -1)
 
@@ -175,34 +182,63 @@ def _nearest(x: Tensor, centres: Tensor, here: Tensor | None) -> Tensor:
 def _cluster_means(
     x: Tensor, labels: Tensor, K: int, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Means (..., K, D) of the steps with each label, at least float32, and counts (..., K)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight = torch.ones_like(labels, dtype=wide)
+    """Return means (..., K, D) of the steps with each label, and counts (..., K), in float32."""
+    dtype = wide(x)
+    weight = torch.ones_like(labels, dtype=dtype)
     weight = weight if present is None else weight * present
     count = weight.new_zeros(*labels.shape[:-1], K).scatter_add(-1, labels, weight)
-    steps = _blank(x, present).to(wide)
+    steps = blank(x, present).to(dtype)
     total = steps.new_zeros(*labels.shape[:-1], K, x.shape[-1])
     total = total.scatter_add(-2, labels[..., None].expand_as(steps), steps)
     return total / count.clamp(min=1)[..., None], count
-
-
-def pool_pairs(
-    pooling: Pooling, key: Tensor, value: Tensor, scale: int, present: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Pool]:
-    """Mix keys and values along their length alike.
-
-    Returns both, (..., N_h, ·), which of the windows have a step that is there, and the map.
-    """
-    pool, present = pooling(key, scale, present)
-    return pool(key), pool(value), present, pool
 
 
 def keep_first(
     pooling: Pooling, x: Tensor, scale: int, present: Tensor | None
 ) -> tuple[Pool, Tensor | None]:
     """Apply a pooling to all steps but the first, the class token, which stays as it is."""
-    rest, here = pooling(x[..., 1:, :], scale, None if present is None else present[..., 1:])
-    if here is not None:
-        first = here.new_ones(*here.shape[:-1], 1) if present is None else present[..., :1]
-        here = torch.cat([first.expand(*here.shape[:-1], -1), here], -1)
-    return lambda y: torch.cat([y[..., :1, :], rest(y[..., 1:, :])], -2), here
+    rest, kept = pooling(x[..., 1:, :], scale, None if present is None else present[..., 1:])
+    if kept is not None:
+        first = kept.new_ones(*kept.shape[:-1], 1) if present is None else present[..., :1]
+        kept = torch.cat([first.expand(*kept.shape[:-1], -1), kept], -1)
+    return lambda y: torch.cat([y[..., :1, :], rest(y[..., 1:, :])], -2), kept
+
+
+# --- heads of several scales ----------------------------------------------------------------------
+
+
+def check_scale_list(scales: Sequence[int], heads: int, name: str = "scales") -> None:
+    """Check for one whole number, at least 1, per head."""
+    if isinstance(scales, str) or not isinstance(scales, Sequence):
+        raise TypeError(f"{name} is {scales!r}; expected a sequence of whole numbers")
+    if len(scales) != heads or heads == 0:
+        raise ValueError(f"{name} is {list(scales)}; expected one number per head, {heads} in all")
+    for h, s in enumerate(scales):
+        check_count(f"{name}[{h}]", s, 1)
+
+
+def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
+    """Return the heads of each scale, or pair of them: ``[1, 1, 2]`` to ``{1: [0, 1], 2: [2]}``."""
+    groups: dict[Scale, list[int]] = {}
+    for h, s in enumerate(scales):
+        groups.setdefault(s, []).append(h)
+    return groups
+
+
+def pooled_heads(
+    pooling: Pooling, k: Tensor, v: Tensor, mask: Mask, heads: list[int], scale: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys, values and attn_mask of some heads, with windows of `scale` steps pooled."""
+    k, v, attn_mask = pick(k, heads), pick(v, heads), mask.given
+    if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
+        attn_mask = pick(attn_mask, heads)
+    if scale == 1:
+        return k, v, attn_mask
+    pool, kept = pooling(k, scale, Mask(attn_mask).present(k.shape[-2]))
+    return pool(k), pool(v), None if kept is None else kept.unsqueeze(-2)
+
+
+def to_steps(pool: Pool, key: Tensor, A: Tensor) -> Tensor:
+    """Distribute weights (B, H', N, N_h) of pooled keys over their steps: (B, H', N, M)."""
+    identity = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+    return A @ pool(identity.expand(*key.shape[:-1], -1)).unsqueeze(-3)

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from derived_attention.attention.engine.blocks import differentiable, in_front, stands_for_many
+from derived_attention.attention.engine.blocks import differentiable, in_front, needs_whole
 from derived_attention.attention.frame.convention import extend, full_precision
-from derived_attention.attention.frame.masks import Mask, cut, flat_heads
+from derived_attention.attention.frame.masks import BlockMask, Mask, cut, flat_heads
 
 ROWS, KEYS = 512, 512  # of a tile
 SCORES = 2**19  # in memory at a time: from some of the heads, where sequences are short
-SAFE = 1e18  # a sum of exponentials and its inverse below this have all their digits
-LOG2 = math.log(2)  # powers of 2 take PyTorch less than half the time of those of e
-FAR = 1e4  # of logarithms: rounding errors of larger ones can make an exponential of more than 1
+SAFE = 1e18  # a sum of exponentials and its inverse below this have full precision
+LOG2 = math.log(2)  # PyTorch computes powers of 2 in less than half the time of those of e
+FAR = 1e4  # rounding errors of larger logarithms can make a weight of more than 1
 
 
 def attend_by_tiles(form: Any, v: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """Attend to keys k (..., R, M, E) in the dtype of q; a query with no key gets zeros.
+    """Attend keys k (..., R, M, E) in the dtype of q, with zeros for a query without keys.
 
     Second derivatives are those of ``form.scores``.
     """
@@ -41,36 +41,34 @@ def attend_by_tiles(form: Any, v: Tensor, mask: Mask, q: Tensor, k: Tensor) -> T
 
 
 class _Tiled(torch.autograd.Function):
-    """The values h and l, and the gradients of the values, the mask, queries and keys."""
+    """Averages h, the logarithms l of their normalisers, and the gradients."""
 
     @staticmethod
     def forward(
         form: Any, is_causal: bool, v: Tensor, attn_mask: Tensor | None, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Take a mask with no row all masked."""
+        """Return h and l for a mask with no row all masked."""
         out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 1)
         closed = _Closed(attn_mask, is_causal, v)
         for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(q, k, v, out, logs):
             k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
             for rows in _cuts(0, q.shape[-2], ROWS):
-                given = q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows
-                out_h[:, rows], logs_h[:, rows] = _average(*given)
+                h, logarithms = _average(q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows)
+                out_h[:, rows], logs_h[:, rows] = h, logarithms
         return out, logs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what the gradients need."""
-        ctx.form, ctx.is_causal, *given = inputs
+        """Save the tensors of the backward pass."""
+        ctx.form, ctx.is_causal, *tensors = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*given, *output)
+        ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to v, the mask, q and k."""
         grad, (v, attn_mask, q, k, out, logs) = grads[0], ctx.saved_tensors
-        some = [x for x in (grad, v, attn_mask, q, k) if x is not None]
-        again = torch.is_grad_enabled() and any(x.requires_grad for x in some)
-        if again or any(map(stands_for_many, some)):
+        if needs_whole(grad, v, attn_mask, q, k):
             return None, None, *differentiable(ctx, grad, v, attn_mask, [q, k])
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         dv, dq, dk = (x.new_zeros(x.shape) for x in (v, q, k))
@@ -79,66 +77,60 @@ class _Tiled(torch.autograd.Function):
             shares = (grad * out).sum(-1, keepdim=True)
             with_logs, grad = torch.cat([q, -logs], -1) / LOG2, torch.cat([grad, -shares], -1)
             far = bool((logs.abs() > FAR).any())
-            for heads, q_h, k_h, v_h, l_h, g_h, *sums in _by_heads(
-                q, k, v, with_logs, grad, dq, dk, dv
-            ):
-                dq_h, dk_h, dv_h = sums
+            tensors = q, k, v, with_logs, grad, dq, dk, dv
+            for heads, q_h, k_h, v_h, *others in _by_heads(*tensors):
                 k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
+                part = _Head(q_h, k_h, v_h, *others)
                 for rows in _cuts(0, q.shape[-2], ROWS):
-                    _spread(q_h, k_h, v_h, l_h, g_h, dq_h, dk_h, dv_h, closed, heads, rows, far)
+                    _spread(part, closed, heads, rows, far)
         return None, None, dv, dmask, dq, dk
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *given: Any) -> Any:
-        """Let the mapped dimension be one more leading dimension."""
-        return _Tiled.apply(form, is_causal, *in_front(info, in_dims[2:], *given)), (0, 0)
+    def vmap(info: Any, in_dims: tuple[Any, ...], form: Any, is_causal: bool, *rest: Any) -> Any:
+        """Make the mapped dimension one more leading dimension."""
+        return _Tiled.apply(form, is_causal, *in_front(info, in_dims[2:], *rest)), (0, 0)
 
 
-class _Closed:
-    """Which scores (b, R, C, T) of a tile no query may see."""
+class _Closed(BlockMask):
+    """The mask of the scores (b, R, C, T) of a tile, and its gradient."""
 
     def __init__(
         self, attn_mask: Tensor | None, is_causal: bool, v: Tensor, dmask: Tensor | None = None
     ) -> None:
-        self.is_causal, self.M = is_causal, v.shape[-2]
-        self.mask = self.dmask = None
-        if attn_mask is not None:
-            self.mask = flat_heads(attn_mask, attn_mask.dim() - 2)  # (b', N or 1, M or 1)
-            which = torch.arange(len(self.mask), device=v.device).view(attn_mask.shape[:-2])
-            self.which = which.expand(v.shape[:-2]).reshape(-1)  # of b' masks, for each head
-        if dmask is not None:
-            self.dmask = flat_heads(dmask, dmask.dim() - 2)
+        super().__init__(attn_mask, is_causal, v)
+        self.M = v.shape[-2]
+        self.dmask = None if dmask is None else flat_heads(dmask, dmask.dim() - 2)
 
     def seen(self, rows: slice) -> int:
-        """Return how many keys some of those queries may see."""
+        """Return how many keys those queries may attend at most."""
         return min(rows.stop, self.M) if self.is_causal else self.M
 
-    def close(self, s: Tensor, heads: slice, rows: slice, keys: slice) -> None:
-        """Mask scores, as `_scores` has them, in place."""
+    def close_tile(self, s: Tensor, heads: slice, rows: slice, keys: slice) -> None:
+        """Mask scores of `_scores` in place."""
         if self.is_causal and keys.stop > rows.start + 1:
             i = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
             s.masked_fill_(torch.arange(keys.start, keys.stop, device=s.device) > i, -math.inf)
         if self.mask is not None:
-            mask = _part(self.mask, rows, keys)[self.which[heads]].unsqueeze(1)
+            mask = _part(self.mask, rows, keys)[self.index[heads]].unsqueeze(1)
             if mask.dtype == torch.bool:  # to add is faster than to fill
                 mask = s.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
             s.add_(mask, alpha=1 / LOG2)
 
     def learn(self, dS: Tensor, heads: slice, rows: slice, keys: slice) -> None:
-        """Add to the gradient of the mask what scores with the gradient dS (b, C, T) give."""
+        """Add the gradient dS (b, C, T) of scores to the gradient of the mask."""
         if self.dmask is not None:
             part = _part(self.dmask, rows, keys)
-            part.index_add_(0, self.which[heads], dS.sum_to_size(len(dS), *part.shape[1:]))
+            part.index_add_(0, self.index[heads], dS.sum_to_size(len(dS), *part.shape[1:]))
 
 
 def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
-    """View those rows and columns of a mask, where it has more than one of them."""
+    """Slice those rows and columns of a mask; a dimension of size 1 stays as it is."""
     part = cut(mask, rows, keys.stop)
     return part if mask.shape[-1] == 1 else part[..., keys.start :]
 
 
 def _by_heads(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Run over leading dimensions, viewed as one: some heads at a time."""
+    """Iterate over leading dimensions, viewed as one: some heads at a time."""
     flat = [flat_heads(x, q.dim() - 2) for x in (q, k, *others)]
     tile = min(q.shape[-2], ROWS) * min(k.shape[-2], KEYS) * k.shape[-3]
     for heads in _cuts(0, len(flat[0]), max(1, SCORES // max(tile, 1))):
@@ -153,25 +145,24 @@ def _average(
     q: Tensor, k: Tensor, v: Tensor, closed: _Closed, heads: slice, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Return h (b, C, Dv) and l (b, C, 1) of q / log 2 (b, C, E), where k and v end in ones."""
-    tiles = _cuts(0, closed.seen(rows), KEYS)
-    beside, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
+    top, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
     with_feature = extend(q, 1, -1)
-    for keys in tiles:
+    for keys in _cuts(0, closed.seen(rows), KEYS):
         s = _scores(with_feature, k, closed, heads, rows, keys)
-        if beside is None:
-            beside = s.amax((1, 3)).unsqueeze(-1)  # (b, C, 1)
-            beside.masked_fill_(beside == -math.inf, 0)  # the mask closes all of the first tile
-            s -= beside.unsqueeze(1)
-            with_feature[..., -1:] = -beside
+        if top is None:  # the largest score of the first tile is subtracted from all
+            top = s.amax((1, 3)).unsqueeze(-1)  # (b, C, 1)
+            top.masked_fill_(top == -math.inf, 0)  # all of the first tile is masked
+            s -= top.unsqueeze(1)
+            with_feature[..., -1:] = -top
         sums.baddbmm_(_total(s.exp2_()), v[:, keys])
-    assert beside is not None  # without keys there is nothing to average
+    assert top is not None  # there is at least one key
     total = sums[..., -1:]
     good = (total > 1 / SAFE) & (total < SAFE)
-    h, logs = sums[..., :-1] / total, LOG2 * (beside + total.log2())
+    h, logs = sums[..., :-1] / total, LOG2 * (top + total.log2())
     if not bool(good.all()):
-        other, its = _safe(q, k[..., :-1], v[..., :-1], closed, heads, rows)
-        h, logs = torch.where(good, h, other), torch.where(good, logs, its)
-    if closed.is_causal and rows.start == 0:  # one value: no rounding that its future could move
+        safe_h, safe_logs = _safe(q, k[..., :-1], v[..., :-1], closed, heads, rows)
+        h, logs = torch.where(good, h, safe_h), torch.where(good, logs, safe_logs)
+    if closed.is_causal and rows.start == 0:  # exact, so that no later key changes its rounding
         h[:, 0] = v[:, 0, :-1]
     return h, logs
 
@@ -179,14 +170,14 @@ def _average(
 def _scores(
     q: Tensor, k: Tensor, closed: _Closed, heads: slice, rows: slice, keys: slice
 ) -> Tensor:
-    """Return masked scores (b, R, C, T), as logarithms to the base 2, as q is divided by log 2."""
+    """Return masked scores (b, R, C, T) as logarithms to the base 2, for q / log 2."""
     s = q.unsqueeze(1) @ k[:, :, keys].mT
-    closed.close(s, heads, rows, keys)
+    closed.close_tile(s, heads, rows, keys)
     return s
 
 
 def _total(p: Tensor) -> Tensor:
-    """Return Σ_r p_r (b, C, T), in the place of the first one."""
+    """Return Σ_r p_r (b, C, T), which overwrites p_1."""
     for r in range(1, p.shape[1]):
         p[:, 0] += p[:, r]
     return p[:, 0]
@@ -195,28 +186,38 @@ def _total(p: Tensor) -> Tensor:
 def _safe(
     q: Tensor, k: Tensor, v: Tensor, closed: _Closed, heads: slice, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_average` does, from all scores at once."""
+    """Return the same as `_average`, from all scores at once."""
     keys = slice(0, closed.seen(rows))
     s = _scores(q, k, closed, heads, rows, keys).mul_(LOG2)
     logs = s.transpose(1, 2).flatten(2).logsumexp(-1, keepdim=True)  # (b, C, 1)
     return _total(s.sub_(logs.unsqueeze(1)).exp_()) @ v[:, keys], logs
 
 
-def _spread(
-    q: Tensor, k: Tensor, v: Tensor, with_logs: Tensor, grad: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, closed: _Closed, heads: slice, rows: slice, far: bool,
-) -> None:  # fmt: skip
-    """Add what those queries give to gradients; grad ends in −grad·h, k and v in ones."""
-    q, with_logs, grad, dq = q[:, rows], with_logs[:, rows], grad[:, rows], dq[:, rows]
+class _Head(NamedTuple):
+    """Some heads in the backward pass: k and v end in ones, grad ends in −grad·h."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    with_logs: Tensor  # [q, −l] / log 2
+    grad: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def _spread(x: _Head, closed: _Closed, heads: slice, rows: slice, far: bool) -> None:
+    """Add the contributions of those queries to the gradients."""
+    q, with_logs, grad, dq = (y[:, rows] for y in (x.q, x.with_logs, x.grad, x.dq))
     g = grad[..., :-1]
     for keys in _cuts(0, closed.seen(rows), KEYS):
-        p = _scores(with_logs, k, closed, heads, rows, keys)
+        p = _scores(with_logs, x.k, closed, heads, rows, keys)
         p = (p.clamp_(max=0) if far else p).exp2_()
-        beyond = grad @ v[:, keys].mT  # (b, C, T)
+        beyond = grad @ x.v[:, keys].mT  # (b, C, T)
         A = p.sum(1) if p.shape[1] > 2 else p[:, 0] + p[:, -1]
-        dv[:, keys].baddbmm_(A.mT, g)
+        x.dv[:, keys].baddbmm_(A.mT, g)
         closed.learn(A.mul_(beyond), heads, rows, keys)
         for r in range(p.shape[1]):
-            own = p[:, r].mul_(beyond)
-            dq.baddbmm_(own, k[:, r, keys, :-1])
-            dk[:, r, keys].baddbmm_(own.mT, q)
+            dS = p[:, r].mul_(beyond)
+            dq.baddbmm_(dS, x.k[:, r, keys, :-1])
+            x.dk[:, r, keys].baddbmm_(dS.mT, q)

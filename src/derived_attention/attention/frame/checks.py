@@ -1,4 +1,4 @@
-"""Argument checks, and the calling convention that every mechanism shares.
+"""Argument checks.
 
 A check runs before any work, reads shapes, dtypes and devices only, and raises ``TypeError``
 (wrong kind: not a tensor, wrong dtype) or ``ValueError`` (wrong shape, device or value) with a
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-POOLED = "the steps of a pooled key have no score of their own to add to"
+POOLED = "the steps of a pooled key have no scores to which it could be added"
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Mechanism = Callable[..., Any]  # (q, k, v, attn_mask, ...) to H; for a model also a class of layers
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = False) -> None:
-    """Check that queries, keys and values are floating, alike, and of matching shapes.
+    """Check that queries, keys and values share a floating dtype and device, and that shapes match.
 
     Keys with `components` are ``(..., R, M, D)``, else ``(..., M, D)``.
     """
@@ -49,7 +49,7 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool =
     if is_causal:
         raise ValueError(
             "attn_mask and is_causal=True were both given; expected one of them: "
-            "fold the causal triangle into attn_mask with `causal_mask`"
+            "merge the causal triangle into attn_mask with `causal_mask`"
         )
     check_mask_kind("attn_mask", attn_mask, q.device)
     scores = (*q.shape[:-1], k.shape[-2])
@@ -63,11 +63,11 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool =
 
 
 def broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Say whether a tensor of some sizes broadcasts to a shape."""
+    """Return whether a tensor with these sizes broadcasts to a shape."""
     if len(sizes) > len(shape):
         return False
     matched = zip(sizes, shape[len(shape) - len(sizes) :], strict=True)
-    return all([have in (1, want) for have, want in matched])  # of a list: old compilers trace it
+    return all([have in (1, want) for have, want in matched])  # a list, for torch.compile
 
 
 def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
@@ -77,19 +77,19 @@ def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
     if mask.dtype != torch.bool and mask.dtype not in FLOATING:
         raise TypeError(f"{name} has dtype {mask.dtype}; expected torch.bool or a floating dtype")
     if mask.device != device:
-        raise ValueError(f"{name} is on device {mask.device}; expected {device}, that of the rest")
+        raise ValueError(f"{name} is on device {mask.device}; expected {device}, that of the query")
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float32 at least."""
+    """Return the dtype in which sums of x are taken: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def may_look_at(x: Tensor) -> bool:
-    """Say whether data can be read.
+    """Return whether the numbers of x can be read by Python code.
 
-    Not under a compiler, in the capture of a CUDA graph, of a tensor on "meta" or a fake one, and
-    not in a transform of ``torch.func``, where one tensor may stand for many.
+    They cannot under a compiler, during the capture of a CUDA graph, of a meta or fake tensor, or
+    in a transform of ``torch.func``, where one tensor may stand for many.
     """
     if torch.compiler.is_compiling() or not has_data(x):
         return False
@@ -97,9 +97,9 @@ def may_look_at(x: Tensor) -> bool:
 
 
 def is_symbolic(*sizes: int) -> bool:
-    """Say whether a size stands for many: ``torch.export`` hands on a dynamic dimension so.
+    """Return whether a size is symbolic, as a dynamic dimension is in ``torch.export``.
 
-    Then what is cut into so many pieces, or compared with a number, would hold for this size alone.
+    Code that splits by such a size, or compares it with a number, is traced for one length only.
     """
     return any(isinstance(n, torch.SymInt) for n in sizes)
 
@@ -107,17 +107,18 @@ def is_symbolic(*sizes: int) -> bool:
 def cut_any_length(x: Tensor, size: int, count: int, fill: float = 0.0, before: int = 0) -> Tensor:
     """Cut (..., n, D) into (..., count, size, D), with `fill` before and after, if n `is_symbolic`.
 
-    By places, as views ask whether n is divisible.
+    It gathers by index, because a view depends on whether n is divisible.
     """
-    at = torch.arange(count, device=x.device)[:, None] * size - before
-    at = at + torch.arange(size, device=x.device)
+    index = torch.arange(count, device=x.device)[:, None] * size - before
+    index = index + torch.arange(size, device=x.device)
     n = x.shape[-2]
-    there = ((at >= 0) & (at < n)).unsqueeze(-1)
-    return x[..., at.clamp(min=0).minimum(at.new_full((), n - 1)), :].masked_fill(~there, fill)
+    inside = ((index >= 0) & (index < n)).unsqueeze(-1)
+    index = index.clamp(min=0).minimum(index.new_full((), n - 1))
+    return x[..., index, :].masked_fill(~inside, fill)
 
 
 def has_data(x: Tensor) -> bool:
-    """Say whether a tensor has numbers: not on "meta", not a fake one, not one in a transform."""
+    """Return whether x stores numbers: not a meta or fake tensor, and none in a transform."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return not (x.is_meta or hasattr(x, "fake_mode") or wrapped)
 
@@ -126,7 +127,7 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     """Refuse NaN and +inf in a floating mask, which would make every output of the row NaN.
 
     On a GPU it waits for the device, once per call and only for a floating mask: a boolean mask or
-    ``is_causal`` costs nothing. It is skipped where `may_look_at` says so.
+    ``is_causal`` costs nothing. It is skipped where `may_look_at` is False.
     """
     if mask.dtype != torch.bool and may_look_at(mask) and not bool((mask < math.inf).all()):
         bad = "NaN" if bool(mask.isnan().any()) else "+inf"
@@ -134,32 +135,31 @@ def check_mask_values(name: str, mask: Tensor) -> None:
 
 
 def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
-    """Refuse a floating mask with numbers other than 0 and -inf; reads data, where that can be."""
+    """Refuse a floating mask with numbers other than 0 and -inf, where `may_look_at` is True."""
     if mask.dtype == torch.bool or not may_look_at(mask):
         return
     if not bool(((mask == 0) | (mask == -math.inf)).all()):
-        raise ValueError(
-            f"{name} has numbers other than 0 and -inf; expected only these: {because}"
-        )
+        raise ValueError(f"{name} has numbers other than 0 and -inf; expected no others: {because}")
 
 
 def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
     """Check for None, or a boolean mask that is False where a query of q (..., N, D) is padding."""
     if query_mask is None:
         return
-    if not isinstance(query_mask, Tensor) or query_mask.dtype != torch.bool:
-        kind = type(query_mask).__name__
-        kind = f"has dtype {query_mask.dtype}" if kind == "Tensor" else f"is of type {kind}"
-        raise TypeError(f"query_mask {kind}; expected a torch.bool Tensor")
+    if not isinstance(query_mask, Tensor):
+        raise TypeError(f"query_mask is {_kind(query_mask)}; expected a torch.bool Tensor")
+    if query_mask.dtype != torch.bool:
+        raise TypeError(f"query_mask has dtype {query_mask.dtype}; expected a torch.bool Tensor")
     sizes, queries = tuple(query_mask.shape), tuple(q.shape[:-1])
     if not broadcasts(sizes, queries):
         raise ValueError(
-            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, the queries'"
+            f"query_mask has shape {sizes}; expected one that broadcasts to {queries}, "
+            "the shape of the queries"
         )
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    """Check that `value` is a whole Python number, at least `least`, and return it."""
+    """Check that `value` is a whole number, at least `least`, and return it."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {_kind(value)}; expected a whole number")
     if value < least:
@@ -191,7 +191,7 @@ def check_flag(name: str, value: bool) -> None:
 
 
 def check_callable(name: str, value: Mechanism, expected: str = "a function of (q, k, v)") -> None:
-    """Check for something that can be called."""
+    """Check that `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}")
 
@@ -218,19 +218,19 @@ def check_floating(tensors: Mapping[str, Any]) -> None:
 
 
 def autocasts(device: torch.device) -> bool:
-    """Say whether autocast is on for a device; "meta" has none."""
+    """Return whether autocast is on for a device; it never is for "meta"."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_shape(name: str, x: Tensor, expected: tuple, meaning: str) -> None:
-    """Check for an exact shape, explained by `meaning`."""
+    """Check that x has the shape `expected`, explained by `meaning`."""
     if tuple(x.shape) != expected:
         shape = "(" + ", ".join(map(str, expected)) + ")"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}: {meaning}")
 
 
 def check_parameter(name: str, value: Any, q: Tensor, shapes: tuple, meaning: str) -> Tensor:
-    """Check for a floating tensor of one of some shapes, on the device of `q`."""
+    """Check for a floating tensor with one of these shapes on the device of `q`, and return it."""
     if not isinstance(value, Tensor) or value.dtype not in FLOATING:
         kind = f"of dtype {value.dtype}" if isinstance(value, Tensor) else _kind(value)
         raise TypeError(f"{name} is {kind}; expected a floating Tensor")

@@ -1,8 +1,14 @@
-"""The calling convention of every mechanism, written once: that of PyTorch's own attention.
+"""The calling convention of every mechanism: that of PyTorch's own attention.
 
-`mechanism` turns a short function ``form(q, k, v, mask, scale, *, own)`` into one with the
-arguments of ``torch.nn.functional.scaled_dot_product_attention``. Checks, masks, dropout and shared
-heads are its business, so that what stands in a chapter's module is the chapter's mathematics.
+A family writes its mathematics as a function ``form(q, k, v, mask, scale, *, ...)``: it gets q, k
+and v checked, a `Mask`, the scale as a float or None, and after the star the options of the
+mechanism, which it checks itself; it returns H ``(..., N, Dv)``. `mechanism` makes a function of it
+that has the arguments of ``torch.nn.functional.scaled_dot_product_attention`` and takes care of
+checks, masks, dropout and shared heads. The decorator's arguments say what else holds of the form,
+and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
+for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
+that a query's result does not depend on other queries, ``softmax`` that adding a number to all
+scores of a query changes nothing. A formula decorated with `in_full` runs in float32 at least.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +36,7 @@ from derived_attention.attention.frame.checks import (
 )
 from derived_attention.attention.frame.masks import Mask, settled
 
-# What help() and the API page say of every mechanism; its own docstring has what it adds.
+# Inserted into the docstring of every mechanism, for help() and the API page.
 PARAMETERS = {
     "q, k, v": """q, k, v : Tensor
     Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)``, in one of
@@ -39,14 +46,14 @@ PARAMETERS = {
     to the scores, finite or -inf; -8192 or below, such as ``torch.finfo(dtype).min``, counts as
     -inf. If it requires a gradient, PyTorch may store the matrix.""",
     "dropout_p": """dropout_p : float
-    Probability of dropping a weight. Above 0 the (N, M) matrix is stored, and a mechanism
-    without a formula for it is asked for A with the identity in the place of V.""",
+    Probability of dropping a weight. Above 0 the (N, M) matrix A is stored; a mechanism without
+    a shorter way to A computes it with the identity for V.""",
     "is_causal": """is_causal : bool
     Query i attends keys j ≤ i, counted from the top left where N ≠ M. Excludes `attn_mask`.""",
     "scale": """scale : float, optional
     Finite and positive; replaces 1/√D.""",
     "enable_gqa": """enable_gqa : bool
-    Whether k and v may have fewer heads than q, a divisor of H, which its neighbours share.""",
+    Whether k and v may have fewer heads than q, a divisor of H, each shared by neighbours.""",
 }
 COMPONENTS = """q, k, v : Tensor
     Queries ``(..., H, N, D)``, values ``(..., H, M, Dv)``, one for each of M tokens, and keys
@@ -64,15 +71,15 @@ Tensor
 Raises
 ------
 TypeError
-    For an argument that is not a tensor, or not floating, or of another dtype than `q` (under
+    For an argument that is not a tensor, not floating, or of another dtype than `q` (under
     autocast dtypes may differ), a mask that is neither boolean nor floating, a `scale` that is
     not a number.
 ValueError
-    For shapes or devices that do not fit, a mask that holds NaN or +inf (not looked at under
-    ``torch.compile``), `attn_mask` with `is_causal`, a number that is out of its range.
+    For shapes or devices that do not match, a mask that holds NaN or +inf (not checked under
+    ``torch.compile``), `attn_mask` with `is_causal`, a number out of its range.
 RuntimeError, NotImplementedError
-    For a second derivative, or one in forward mode, where a fused kernel has none. No wrong one is
-    returned, and the formula, ``..._reference``, has them all.
+    For a second derivative, or one in forward mode, that a fused kernel does not have. The
+    formula, ``..._reference``, has them all.
 """
 
 
@@ -86,29 +93,30 @@ def mechanism(
     alone: bool = True,
     softmax: bool = False,
 ) -> Mechanism:
-    """Give `form` the arguments that `softmax_attention` describes, and those of its own.
+    """Give `form` the arguments that `softmax_attention` describes, beside its options.
 
     Parameters
     ----------
     form : callable
-        ``form(q, k, v, mask, scale, *, own)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
-        ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None where it was left out.
+        ``form(q, k, v, mask, scale, *, ...)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
+        ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None if it was left out.
     weights : callable, optional
-        ``weights(q, k, attn_mask, is_causal, *, scale, own)`` returns A, where there is a shorter
-        way to it than ``form`` with V = I.
+        ``weights(q, k, attn_mask, is_causal, *, scale, ...)`` returns A, if that is cheaper than
+        ``form`` with V = I.
     components, per_key : bool
-        Whether keys are ``(..., R, M, D)``, and whether a mask has to be one over keys.
+        Whether keys are ``(..., R, M, D)``, and whether a mask has to be the same for all queries.
     drops : bool
         Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
     alone : bool
-        Whether what a query gets depends on no other query.
+        Whether the result of a query depends on no other query.
     softmax : bool
-        Whether it is a softmax of q·k: what all keys share changes nothing.
+        Whether it is a softmax of q·k, which does not change with a vector added to all keys.
     """
     if form is None:
-        how: dict[str, Any] = {"weights": weights, "components": components}
-        how |= {"per_key": per_key, "drops": drops, "alone": alone, "softmax": softmax}
-        return functools.partial(mechanism, **how)
+        return functools.partial(
+            mechanism, weights=weights, components=components, per_key=per_key, drops=drops,
+            alone=alone, softmax=softmax,
+        )  # fmt: skip
 
     @functools.wraps(form)
     def attend(
@@ -121,7 +129,7 @@ def mechanism(
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-        **own: Any,
+        **options: Any,
     ) -> Tensor:
         check_flag("enable_gqa", enable_gqa)
         if enable_gqa:
@@ -133,17 +141,18 @@ def mechanism(
         if per_key:
             mask.per_key()  # raises for another one
         if drops:
-            own["dropout_p"] = dropout_p
+            options["dropout_p"] = dropout_p
         elif dropout_p > 0:
-            if own.pop("fused", None):
-                raise ValueError("fused is True, and dropout_p above 0: the weights are stored")
-            A = weights_of(attend, q, k, **mask.keywords, scale=scale, **own)
+            if options.pop("fused", None):
+                raise ValueError(
+                    f"fused is True, and dropout_p is {dropout_p}; expected dropout_p=0, or fused "
+                    "False or None: dropout needs the stored weights"
+                )
+            A = weights_of(attend, q, k, **mask.keywords, scale=scale, **options)
             return F.dropout(A, dropout_p) @ v.to(A.dtype)
-        return form(q, k, v, mask, scale, **own)
+        return form(q, k, v, mask, scale, **options)
 
-    attend.weights = weights  # type: ignore[attr-defined]
-    attend.per_key, attend.alone = per_key, alone  # type: ignore[attr-defined]
-    attend.softmax = softmax  # type: ignore[attr-defined]
+    vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax)
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -158,7 +167,7 @@ def prepare(
     scale: float | None,
     components: bool = False,
 ) -> tuple[Mask, float | None]:
-    """Check what all mechanisms have in common; return the mask, and the scale as a float."""
+    """Check the arguments that all mechanisms share; return the mask, and the scale as a float."""
     check_qkv(q, k, v, components)
     check_mask(attn_mask, q, k, is_causal)
     mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
@@ -166,16 +175,16 @@ def prepare(
 
 
 def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Return A (..., N, M), what a mechanism makes of V = I: exact where it is linear in V."""
-    direct = getattr(attention, "weights", None)
-    if direct is not None:
-        return direct(q, k, **options)
+    """Return A (..., N, M): the result for V = I, which is A if the mechanism is linear in V."""
+    compute = getattr(attention, "weights", None)
+    if compute is not None:
+        return compute(q, k, **options)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
 
 
 def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
-    """Yield the functions that a mechanism is made of: under its options, and among them."""
+    """Yield the functions of a mechanism: under its partials, and those given as ``attention``."""
     while isinstance(attention, functools.partial):
         inner = attention.keywords.get("attention")
         if callable(inner):
@@ -185,33 +194,38 @@ def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
 
 
 def is_per_key(attention: Mechanism) -> bool:
-    """Say whether a mechanism takes masks over keys only."""
+    """Return whether a mechanism takes only masks that are the same for all queries."""
     return any(getattr(part, "per_key", False) for part in parts_of(attention))
 
 
 def takes(function: Mechanism, name: str) -> bool:
-    """Say whether a function, or a class, has an argument of that name."""
+    """Return whether a function or a class has an argument of that name."""
     try:
         return name in inspect.signature(function).parameters
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return False
 
 
 def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
     """Repeat the heads of keys or values, dimension `at`, for as many heads as q has."""
     if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
-        return x  # the checks that follow say what is wrong
+        return x  # `prepare` raises the error
     H, G = q.shape[-3], x.shape[at]
     if G == 0 or H % G:
         raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
     return x if G == H else x.repeat_interleave(H // G, at)
 
 
-def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
-    """Put so many slices of one number behind x in a dimension, and before it; below 0, drop some.
+def scaled(q: Tensor, scale: float | None) -> Tensor:
+    """Return q times the scale, or 1/√D if it is None, in float32 at least."""
+    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
 
-    ``F.pad`` does it, too, but in some releases of PyTorch not for empty tensors, and with a copy
-    for a gradient.
+
+def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
+    """Append `after` slices of a constant to x along `dim`, and prepend `before`.
+
+    A negative `after` drops the last slices. ``F.pad`` fails for empty tensors in some releases of
+    PyTorch, and copies for a gradient.
     """
 
     def slices(count: int) -> list[Tensor]:
@@ -224,36 +238,38 @@ def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """Switch autocast off for a while, so that float32 sums stay in float32."""
+    """Switch autocast off in a with block, so that float32 sums stay in float32."""
     if not autocasts(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def in_full(form: Mechanism) -> Mechanism:
-    """Let a formula compute in float32 at least, its options too, and return the dtype of q."""
+    """Let a formula compute in float32 at least, with its options, and return the dtype of q."""
 
     @functools.wraps(form)
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **own: Any) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
         dtype = wide(q)
-        for name, x in own.items():
+        for name, x in options.items():
             if isinstance(x, Tensor) and x.is_floating_point():
-                own[name] = x.to(dtype)
+                options[name] = x.to(dtype)
         with full_precision(q.device):
-            return form(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale, **own).to(q.dtype)
+            return form(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale, **options).to(q.dtype)
 
     return run
 
 
 def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
-    """Return the common arguments, and those that `form` has of its own."""
+    """Return the common arguments and the options of `form`."""
     common = inspect.signature(attend, follow_wrapped=False).parameters.values()
     shared = [p for p in common if p.kind != p.VAR_KEYWORD]
-    taken = {p.name for p in shared}
-    given = [p for p in inspect.signature(form).parameters.values() if p.name not in taken]
-    own = [p for p in given if p.kind == p.KEYWORD_ONLY]
-    rest = [p for p in given if p.kind == p.VAR_KEYWORD]
-    return inspect.Signature([*shared, *own, *rest], return_annotation="Tensor")
+    names = {p.name for p in shared}
+    kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    every = inspect.signature(form).parameters.values()
+    options = [p for p in every if p.name not in names and p.kind in kinds]
+    return inspect.Signature([*shared, *options], return_annotation="Tensor")
 
 
 def _document(form: Mechanism, components: bool, per_key: bool) -> str:
@@ -263,12 +279,13 @@ def _document(form: Mechanism, components: bool, per_key: bool) -> str:
         fast = name.removesuffix("_reference")
         return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
     title = "Parameters\n----------\n"
-    before, _, own = text.partition(title)
-    own, _, after = own.partition("\n\n")
+    before, _, options = text.partition(title)
+    options, _, after = options.partition("\n\n")
     common = dict(PARAMETERS)
     common |= {"q, k, v": COMPONENTS} if components else {}
     common |= {"attn_mask": PER_KEY} if per_key else {}
-    given = {line.partition(" :")[0] for line in own.splitlines() if not line.startswith(" ")}
-    kept = [entry for key, entry in common.items() if key not in given]
-    parameters = "\n".join([*kept, own]).rstrip()
+    lines = options.splitlines()
+    replaced = {line.partition(" :")[0] for line in lines if not line.startswith(" ")}
+    entries = [entry for key, entry in common.items() if key not in replaced]
+    parameters = "\n".join([*entries, options]).rstrip()
     return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"

@@ -1,15 +1,15 @@
 """The multi-head layer: mix along the length, project, attend, join (chapter 1).
 
 `MultiheadAttention` runs any mechanism with the calling convention of `softmax_attention` in H
-heads. Its forward pass is written once. A layer of another kind overrides one of four steps:
+heads. Its forward pass is written once. The layer of a family overrides one or more of four steps:
 
-- `mix` says which heads attend which keys and values: shorter ones, if it pools them;
-- `project` turns a sequence into heads: several keys a token, if they are mixtures;
-- `mechanism` gives the function that heads run its learned parameters;
-- `attend` runs it.
+- `mix` yields groups of heads with the keys and values that they attend, shorter if it pools them;
+- `project` turns a sequence into heads, with several keys for each token if they are mixtures;
+- `mechanism` gives a group's function its learned parameters;
+- `attend` runs that function.
 
-Whether a layer attends its own sequence is declared when it is made, by `cross`, and never guessed.
-No tensor tells: compilers, hooks, checkpointing and ``torch.func`` hand on what was one tensor as
+Whether a layer attends its own sequence is declared when it is made, by `cross`. It cannot be
+inferred from the tensors: compilers, hooks, checkpointing and ``torch.func`` pass on one tensor as
 several. `MultiheadAttention` says what follows from it.
 """
 
@@ -45,15 +45,15 @@ ALL = slice(None)
 
 
 class Group(NamedTuple):
-    """Heads that attend alike, and what they attend."""
+    """Heads that attend the same keys by the same function."""
 
     heads: Heads
     key: Tensor  # (B, M', kdim), not projected yet
     value: Tensor  # (B, M', vdim)
     mask: Mask  # over the M' keys
-    base: Mechanism  # what these heads run, before `mechanism` has seen it
+    base: Mechanism  # their function, without the parameters that `mechanism` adds
     spread: Callable[[Tensor], Tensor] | None = None  # weights (..., N, M') to those of M steps
-    query: Tensor | None = None  # (B, N', embed_dim), where these heads have fewer queries
+    query: Tensor | None = None  # (B, N', embed_dim), if these heads have fewer queries
     restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·); linear
 
 
@@ -61,38 +61,37 @@ class MultiheadAttention(nn.Module):
     """Attention in H heads, with the interface and the parameters of ``nn.MultiheadAttention``.
 
     ``MultiHead(X) = Concat(H_1, ..., H_H) W_Oᵀ`` with ``H_h = attention(X W_Qᵀ, X W_Kᵀ, X W_Vᵀ)``
-    on the h-th slice of D columns, D = embed_dim / H unless you say another `head_dim`.
-    ``load_state_dict`` takes what PyTorch's layer has saved, and the results are the same. These
-    are the differences:
+    on the h-th slice of D columns, D = embed_dim / H unless `head_dim` is given.
+    ``load_state_dict`` takes the state of PyTorch's layer, and the results are the same. These are
+    the differences:
 
     - a query that may attend nothing gets zeros from its heads, where PyTorch's layer gives NaN;
-    - ``is_causal=True`` needs no `attn_mask`, and where there is one, both hold;
+    - ``is_causal=True`` needs no `attn_mask`, and if there is one, both hold;
     - sequences are batch first, and arguments after `bias` are keywords;
     - there is no `add_bias_kv` and no `add_zero_attn`;
     - a layer is declared to be self-attention or cross-attention, by `cross`;
-    - nested tensors are padded for a while: ``nn.TransformerEncoder`` makes them in evaluation;
-    - an error names the argument; a mask with NaN or +inf is one.
+    - nested tensors, which ``nn.TransformerEncoder`` makes in evaluation, are padded internally;
+    - a mask with NaN or +inf is an error.
 
-    From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism but those
-    whose tokens lie on a grid, Attention-Conv2D and CvT. The shortest one it may be is above all
-    scales, and MRA-2's kept blocks; where a mechanism pools, PyTorch cannot prove what holds for
-    every length, and has to be told ``prefer_deferred_runtime_asserts_over_guards=True``. What
-    walks over a sequence of known length, as sparse patterns, mixtures, causal Performer, ridge and
-    the lasso do, stores a matrix.
+    From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism except those
+    whose tokens lie on a grid, Attention-Conv2D and CvT. The minimum length has to be larger than
+    all scales, and than MRA-2's kept blocks; mechanisms that pool need
+    ``prefer_deferred_runtime_asserts_over_guards=True``. With a dynamic length, sparse patterns,
+    mixtures, causal Performer, ridge and the lasso store an (N, M) matrix.
 
     Parameters
     ----------
     embed_dim, num_heads : int
-        Width of the layer, and number of heads H, which divides it where `head_dim` is left out.
+        Width of the layer, and number of heads H, which divides it if `head_dim` is left out.
     dropout : float
         Probability of dropping an attention weight in training. Any value above 0 makes the layer
         store the (N, M) matrix in training, at the cost that `need_weights` has in `forward`.
     bias : bool
         Whether the projections have biases.
     kdim, vdim : int, optional
-        Features of key and value; `embed_dim` where left out.
+        Features of key and value; `embed_dim` if left out.
     batch_first : bool
-        True; there is no other layout here.
+        True; no other layout is supported.
     attention : callable
         A mechanism with the calling convention of `softmax_attention`; a module's parameters
         become the layer's.
@@ -100,50 +99,49 @@ class MultiheadAttention(nn.Module):
         D, the features of a head; the output projection maps H D features to `embed_dim`.
     kv_heads : int, optional
         Number G of heads that keys and values have, which divides H: head h attends with those of
-        head ``h // (H / G)``. 1 is multi-query attention [Shazeer2019]; H where left out.
+        head ``h // (H / G)``. 1 is multi-query attention [Shazeer2019]; H if left out.
     projected : bool
         False: there are no projections and no parameters. Head h is the h-th slice of the features,
         and so is its output; `bias` has no meaning, and sizes cannot differ from `embed_dim`.
     cross : bool
-        False: self-attention, query i and key i belong to one token. So what is padding among the
-        keys is padding among the queries, Primal-Attention adds to a query its own key's score, and
-        sparse coding without projections leaves a query's own key out. True: cross-attention, the
-        queries are another sequence's, and none of this holds. Nothing else decides: which objects
-        `query` and `key` are, or what they hold, makes no difference. Many mechanisms give the same
-        numbers either way, and then no declaration is needed, as in
-        ``nn.TransformerDecoderLayer.multihead_attn``; one that does not wants as many keys as
-        queries, unless `cross`. Where queries are pooled or convolved together, True is an error,
-        as each of them would show the others what comes after them.
+        False: self-attention, query i and key i belong to one token. So a padded key is a padded
+        query, Primal-Attention adds to a query its own key's score, and sparse coding without
+        projections leaves a query's own key out. True: cross-attention, the queries belong to
+        another sequence, and none of this holds. Only this argument decides, not whether `query`
+        and `key` are one tensor. Many mechanisms give the same numbers either way, and then no
+        declaration is needed, as in ``nn.TransformerDecoderLayer.multihead_attn``; the others
+        expect as many keys as queries unless `cross` is True. Mechanisms that pool or convolve
+        queries refuse True, as queries would depend on later ones.
 
     Raises
     ------
     TypeError, ValueError
-        For a size that does not fit, a `dropout` outside [0, 1], `batch_first=False`, an
-        `attention` that cannot be called, `cross` where queries are mixed.
+        For sizes that do not match, a `dropout` outside [0, 1], `batch_first=False`, an
+        `attention` that is not callable, or `cross` with a mechanism that mixes queries.
     """
 
-    # nn.TransformerEncoderLayer reads this name: False keeps it from replacing, in evaluation, our
-    # forward by its own fused softmax attention, whatever the mechanism is.
+    # nn.TransformerEncoderLayer reads this name: False keeps it from replacing this forward pass,
+    # in evaluation, by its own fused softmax attention, whatever the mechanism is.
     _qkv_same_embed_dim = False
 
-    # Attributes that `extra_repr` tells.
-    shown: tuple[str, ...] = ("num_heads", "kv_heads", "attention")
-    refused: tuple[str, ...] = ()  # arguments of `forward` that a kind of layer does not take,
-    because = ""  # and why
-    weighs = True  # whether there are attention weights to return: what it computes is A V
-    out_proj: Any  # Linear, or Identity
-    mixes = False  # whether a kind of layer mixes along the length elsewhere than in `mix`
-    alone = True  # whether what a query gets depends on no other query
+    # What the layer of a family declares:
+    shown: tuple[str, ...] = ("num_heads", "kv_heads", "attention")  # attributes in `extra_repr`
+    refused: tuple[str, ...] = ()  # arguments of `forward` that it does not take,
+    because = ""  # and the reason
+    weighs = True  # whether it computes A V, so that there are weights to return
+    mixes = False  # whether it mixes along the length elsewhere than in `mix`
+    alone = True  # whether the result of a query depends on no other query
     any_mask = True  # whether masks may differ between queries, if the function takes them
-    paired = False  # whether cross-attention is something else, so that one has to declare it
-    bare = True  # whether it may be without projections; a kind of layer has to say so itself
+    paired = False  # whether self- and cross-attention differ, so that `cross` matters
+    bare = True  # whether it works without projections; not inherited
+    out_proj: Any  # Linear, or Identity
 
     def __init_subclass__(cls) -> None:
-        """Give a subclass the signature of its own arguments, and of those that it hands on."""
-        found: dict[str, inspect.Parameter] = {}
+        """Give a subclass the signature of its own arguments and of those that it passes on."""
+        parameters: dict[str, inspect.Parameter] = {}
         for kind in (k for k in reversed(cls.__mro__) if issubclass(k, MultiheadAttention)):
-            found |= inspect.signature(vars(kind).get("__init__", kind.__init__)).parameters
-        named = [p for p in found.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            parameters |= inspect.signature(vars(kind).get("__init__", kind.__init__)).parameters
+        named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         del named[0]  # self
         cls.__signature__ = inspect.Signature(sorted(named, key=lambda p: p.kind))  # type: ignore
         cls.bare = vars(cls).get("bare", False)
@@ -166,29 +164,20 @@ class MultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads):
-            raise ValueError(
-                f"embed_dim is {embed_dim} and num_heads {num_heads}; "
-                "expected positive numbers, embed_dim a multiple of num_heads"
-            )
-        D = embed_dim // num_heads if head_dim is None else check_count("head_dim", head_dim, 1)
-        groups = num_heads if kv_heads is None else check_count("kv_heads", kv_heads, 1)
-        if num_heads % groups:
-            raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of num_heads {num_heads}")
+        D, G = _head_sizes(embed_dim, num_heads, head_dim, kv_heads)
         check_probability("dropout", dropout)
         if not batch_first:
             raise ValueError(
-                "batch_first is False; expected True: inputs here are (batch, length, features), "
-                "so transpose the first two dimensions of yours"
+                "batch_first is False; expected True: inputs are (batch, length, features)"
             )
         check_callable("attention", attention)
-        self._check_projected(projected, (kdim, vdim, D * num_heads, groups * D), embed_dim)
+        self._check_projected(projected, (kdim, vdim, D * num_heads, D * G), embed_dim)
         super().__init__()
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.batch_first = batch_first
-        self.head_dim, self.kv_heads = D, groups
+        self.head_dim, self.kv_heads = D, G
         self._declare(cross, attention)
 
         self.projected = projected
@@ -199,18 +188,20 @@ class MultiheadAttention(nn.Module):
             self.out_proj = nn.Identity()
 
     def _declare(self, cross: bool, attention: Mechanism) -> None:
-        """Settle what the layer attends, from what was said of it and what its function does."""
+        """Set what follows from `cross` and from the attributes of the function."""
         check_flag("cross", cross)
-        asks, parts = takes(attention, "cross"), list(parts_of(attention))
-        self.attention = functools.partial(attention, cross=True) if asks and cross else attention
-        self.cross, self.paired = cross, self.paired or asks
-        self.asks = takes(attention, "query_mask")
+        differs, parts = takes(attention, "cross"), list(parts_of(attention))
+        self.attention = (
+            functools.partial(attention, cross=True) if differs and cross else attention
+        )
+        self.cross, self.paired = cross, self.paired or differs
+        self.takes_query_mask = takes(attention, "query_mask")
         self.any_mask = self.any_mask and not is_per_key(attention)
         if not all(getattr(f, "alone", True) for f in (self, *parts)):
             self.mix_queries()
 
     def mix_queries(self) -> None:
-        """Say that queries are pooled or convolved together, and refuse to attend another sequence.
+        """Declare that queries are pooled or convolved together, which excludes `cross`.
 
         Raises
         ------
@@ -221,25 +212,25 @@ class MultiheadAttention(nn.Module):
         if self.cross:
             raise ValueError(
                 f"cross is True; expected False: {type(self).__name__} mixes queries along their "
-                "length, and each would show the others what comes after them, as in a decoder; "
-                "expected a mechanism that takes each query for itself, or query scales of 1"
+                "length, so that in a decoder they would depend on later ones; use a mechanism "
+                "that treats each query alone, or query scales of 1"
             )
 
     def _check_projected(self, projected: bool, sizes: tuple, embed_dim: int) -> None:
         check_flag("projected", projected)
         if not projected and not self.bare:
             kind = type(self).__name__
-            raise ValueError(f"projected is False; expected True for {kind}, which learns more")
+            raise ValueError(f"projected is False; expected True: {kind} has other parameters")
         if not projected and not {*sizes} <= {None, embed_dim}:
             raise ValueError(
-                "projected is False; expected kdim, vdim, head_dim and kv_heads to be left out: "
-                f"all are slices of {embed_dim} features"
+                "projected is False with kdim, vdim, head_dim or kv_heads; expected them to be "
+                f"left out: heads are slices of the {embed_dim} features"
             )
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
         """Draw the same weights in the same order as PyTorch's layer, for each seed."""
         D, H, G = self.head_dim, self.num_heads, self.kv_heads
-        # And of the same type, which dynamic quantisation leaves alone: its weight is looked at.
+        # Of the same type as PyTorch's, which dynamic quantisation leaves alone, as we read weight.
         self.out_proj = NonDynamicallyQuantizableLinear(H * D, self.embed_dim, bias=bias, **factory)
 
         def weight(*shape: int) -> nn.Parameter:
@@ -280,22 +271,22 @@ class MultiheadAttention(nn.Module):
         key_padding_mask : Tensor, optional
             ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added,
             and padding where it is -8192 or below: -inf, or ``torch.finfo(dtype).min``.
-            With `is_causal` padding is as if it were not there, on whichever side it stands, and
-            what stands in its place is W_O of zeros; but where `attn_mask` is given too, or masks
-            may differ between queries, it is only not attended.
+            With `is_causal` the result is that of the sequence without its padding, on whichever
+            side that is, and W_O of zeros at padding; but with `attn_mask`, or if masks may differ
+            between queries, padding is only not attended.
         need_weights, average_attn_weights : bool
             Whether to return the weights as well, and their mean over the heads. True, PyTorch's
-            default, stores (N, M) matrices. Another mechanism than softmax is asked for its A with
-            the identity in the place of V, as A I = A: exact where it is linear in V, in O(N M²).
+            default, stores (N, M) matrices. A mechanism without a shorter way computes A with the
+            identity for V, as A I = A, in O(N M²); that is exact if it is linear in V.
         attn_mask : Tensor, optional
             ``(N, M)``, or ``(B·H, N, M)``. Boolean: True where a query may **not** attend, the
             opposite of `softmax_attention`. Floating: added to the scores.
         is_causal : bool
             Query i attends keys j ≤ i only.
         query_padding_mask : Tensor, optional
-            ``(B, N)``. True, or -inf, where a query is padding: it takes no part in what is made of
-            several queries. Left out, it is `key_padding_mask` in self-attention, and in
-            cross-attention all queries are there.
+            ``(B, N)``. True, or -inf, where a query is padding: it is left out when queries are
+            pooled or convolved. If None, it is `key_padding_mask` in self-attention, and no query
+            is padding in cross-attention.
 
         Returns
         -------
@@ -307,17 +298,17 @@ class MultiheadAttention(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            Naming the argument, what it was and what was expected.
+            Naming the argument, its value and what was expected.
         """
-        given, padding = (query, key, value), (key_padding_mask, query_padding_mask)
-        how: tuple[Any, ...] = (need_weights, attn_mask, average_attn_weights, is_causal)
-        if any(isinstance(x, Tensor) and x.is_nested for x in given):
-            return self._forward_nested(given, padding, how)
-        return self._forward(given, *padding, *how)
+        inputs, padding = (query, key, value), (key_padding_mask, query_padding_mask)
+        rest: tuple[Any, ...] = (need_weights, attn_mask, average_attn_weights, is_causal)
+        if any(isinstance(x, Tensor) and x.is_nested for x in inputs):
+            return self._forward_nested(inputs, padding, rest)
+        return self._forward(inputs, *padding, *rest)
 
     def _forward(
         self,
-        given: tuple[Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor],
         key_padding_mask: Tensor | None,
         query_padding_mask: Tensor | None,
         need_weights: bool,
@@ -325,61 +316,61 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as `forward` says."""
-        query, key, value = given
+        """Attend as `forward` does, with tensors that are not nested."""
+        query, key, value = inputs
         need_weights = need_weights and self.weighs
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         self.check(query, key, value, **masks, is_causal=is_causal, need_weights=need_weights)
-        own: dict[str, Any] = {"query_padding_mask": query_padding_mask, "cross": self.cross}
-        sizes = query, key, self.num_heads
-        mask = Mask.of_layer(attn_mask, key_padding_mask, is_causal, *sizes, **own)
+        mask = Mask.of_layer(
+            attn_mask, key_padding_mask, is_causal, query, key, self.num_heads,
+            query_padding_mask=query_padding_mask, cross=self.cross,
+        )  # fmt: skip
         if is_causal and key_padding_mask is not None and attn_mask is None and not self.any_mask:
-            check_no_bias(
-                "key_padding_mask", key_padding_mask, "causal, there is nothing to add to"
-            )
-            output, A = self._run_without_padding(given, mask, need_weights)
+            because = "with is_causal=True there are no scores to which it could be added"
+            check_no_bias("key_padding_mask", key_padding_mask, because)
+            output, A = self._run_without_padding(inputs, mask, need_weights)
         else:
             output, A = self.run(query, key, value, mask, need_weights)
         return output, A if A is None or not average_attn_weights else A.mean(-3)
 
     def _run_without_padding(
-        self, given: tuple[Tensor, Tensor, Tensor], mask: Mask, need_weights: bool
+        self, inputs: tuple[Tensor, Tensor, Tensor], mask: Mask, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend causally as if padding were not there: move it to the end, where no query looks.
+        """Attend causally with the padding moved to the end, where no query attends it.
 
-        So it may stand anywhere, and forms that are causal without any mask can run. What it holds
-        becomes 0, as NaN would be seen where it is multiplied by 0.
+        So padding may be anywhere, and the mechanism needs no mask. Its numbers become 0, as a NaN
+        would remain when it is multiplied by 0.
         """
-        N, M = given[0].shape[-2], given[1].shape[-2]
+        N, M = inputs[0].shape[-2], inputs[1].shape[-2]
         if self.cross or N != M:
             raise ValueError(
                 f"key_padding_mask is given with is_causal=True for {N} queries and {M} keys, and "
-                f"cross={self.cross}; expected self-attention: where queries are not those of the "
-                "keys, this mechanism cannot leave keys out of the past"
+                f"cross={self.cross}; expected self-attention: in cross-attention this mechanism "
+                "cannot leave keys out of the past"
             )
         assert mask.keys is not None
-        there = mask.keys.mT  # (B, N, 1)
-        order = (~there).to(torch.uint8).sort(stable=True, dim=-2).indices
+        present = mask.keys.mT  # (B, N, 1)
+        order = (~present).to(torch.uint8).sort(stable=True, dim=-2).indices
         back = order.argsort(-2)
-        query, key, value = (_moved(x.masked_fill(~there, 0), order) for x in given)
+        query, key, value = (_moved(x.masked_fill(~present, 0), order) for x in inputs)
         moved = Mask(None, True)
-        moved.keys = _moved(there, order).mT
+        moved.keys = _moved(present, order).mT
         moved.queries = None if mask.queries is None else _moved(mask.queries.mT, order).mT
         output, A = self.run(query, key, value, moved, need_weights)
         bias = self.out_proj.bias if self.projected else None
-        nothing = output.new_zeros(()) if bias is None else bias.to(output.dtype)
-        output = torch.where(there, _moved(output, back), nothing)
+        of_zeros = output.new_zeros(()) if bias is None else bias.to(output.dtype)
+        output = torch.where(present, _moved(output, back), of_zeros)
         if A is None:
             return output, None
-        there, back = (x.unsqueeze(-3).expand(A.shape[:-1] + (1,)) for x in (there, back))
-        return output, _moved(_moved(A, back).mT, back).mT.masked_fill(~there, 0)
+        present, back = (x.unsqueeze(-3).expand(A.shape[:-1] + (1,)) for x in (present, back))
+        return output, _moved(_moved(A, back).mT, back).mT.masked_fill(~present, 0)
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `forward` does, with a mask that is made; inputs are not checked.
+        """Attend as `forward` does, with a `Mask`; inputs are not checked.
 
-        Returns the output, and the weights (B, H, N, M) where they are asked for.
+        Returns the output, and the weights (B, H, N, M) if `need_weights`.
         """
         outputs, maps, groups = [], [], []
         q = None  # (B, H, N, D)
@@ -400,32 +391,32 @@ class MultiheadAttention(nn.Module):
         return output, in_order(maps, self._order(groups)) if need_weights else None
 
     def _forward_nested(
-        self, given: tuple[Any, Any, Any], padding: tuple[Tensor | None, ...], how: tuple
+        self, inputs: tuple[Any, Any, Any], padding: tuple[Tensor | None, ...], rest: tuple
     ) -> tuple[Tensor, Tensor | None]:
         """Pad nested query, key and value, attend, and cut the output to the queries again."""
-        for name, x in zip(("query", "key", "value"), given, strict=True):
+        for name, x in zip(("query", "key", "value"), inputs, strict=True):
             if not (isinstance(x, Tensor) and x.is_nested):
                 raise TypeError(f"{name} is not nested; expected all of query, key, value to be")
         for name, mask in zip(("key", "query"), padding, strict=True):
             if mask is not None:
                 raise ValueError(
                     f"{name}_padding_mask is given with nested tensors; expected None: their "
-                    "lengths say what is padding"
+                    "lengths define the padding"
                 )
-        queries, keys, values = ([len(row) for row in x.unbind()] for x in given)
+        queries, keys, values = ([len(row) for row in x.unbind()] for x in inputs)
         if values != keys:
-            raise ValueError("value has other lengths than key; expected one value for each key")
+            raise ValueError(f"value has the lengths {values}; expected those of key, {keys}")
         if self.paired and not self.cross and queries != keys:
-            raise ValueError(f"key has other lengths than query; {self._paired()}")
-        q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in given)
-        output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *how)
+            raise ValueError(f"key has the lengths {keys}, and query {queries}; {self._paired()}")
+        q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in inputs)
+        output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *rest)
         rows = [x[:length] for x, length in zip(output, queries, strict=True)]
-        if given[0].layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), given[0].offsets()), A
+        if inputs[0].layout == torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), inputs[0].offsets()), A
         return torch.nested.as_nested_tensor(rows), A
 
     def extra_repr(self) -> str:
-        """Show what the parameters do not; a checkpoint tells two layers apart by this text."""
+        """Return the options as text; a checkpoint is compared with its model by it."""
         kinds = reversed(type(self).__mro__)
         names = [name for kind in kinds for name in vars(kind).get("shown", ())]
         names += ["dropout"] if self.projected and self.dropout else []
@@ -435,9 +426,9 @@ class MultiheadAttention(nn.Module):
 
     # --- the steps, for layers of other kinds to override ----------------------------------------
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
-        """Check the inputs of `forward`; `given` are its masks, `is_causal` and `need_weights`."""
-        refuse(given, self.refused, self.because)
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
+        """Check the inputs of `forward`; `masks` include `is_causal` and `need_weights`."""
+        refuse(masks, self.refused, self.because)
         inputs = {"query": query, "key": key, "value": value}
         weights = {"the layer's weights": self.out_proj.weight} if self.projected else {}
         check_floating({**weights, **inputs})
@@ -453,17 +444,17 @@ class MultiheadAttention(nn.Module):
         meaning = "batch and length of key, vdim features"
         check_shape("value", value, (*batch, M, self.vdim), meaning)
         if self.paired and not self.cross and M != N:
-            found = f"key has shape {tuple(key.shape)}, and there are {N} queries"
-            raise ValueError(f"{found}; {self._paired()}")
+            actual = f"key has shape {tuple(key.shape)}, and there are {N} queries"
+            raise ValueError(f"{actual}; {self._paired()}")
 
     def _paired(self) -> str:
-        """Say what is expected of self-attention."""
-        other = "for cross-attention say cross=True when you make the layer"
-        other = other if self.alone else "what mixes queries along their length is nothing else"
-        return f"expected as many keys as queries, as this is self-attention; {other}"
+        """Return what self-attention expects, for messages."""
+        advice = "for cross-attention make the layer with cross=True"
+        advice = advice if self.alone else "a layer that mixes queries has no cross-attention"
+        return f"expected as many keys as queries, as this is self-attention; {advice}"
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
-        """Mix `key` and `value` along their length: yield all heads, in groups that attend alike.
+        """Yield all heads in groups, with the `key` and `value` that they attend, mixed or pooled.
 
         Here there is one group, and nothing is mixed.
         """
@@ -481,28 +472,28 @@ class MultiheadAttention(nn.Module):
         return self.to_heads(x, weight, bias, heads)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Give the function that these heads run what the layer has learned."""
+        """Return the function that these heads run: `base` with the layer's parameters."""
         return base
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
-        """Return H (B, H', N, D); A (B, H', N, M) where v is None."""
-        run = self.told(run, mask)
+        """Return H (B, H', N, D), or A (B, H', N, M) if v is None."""
+        run = self.with_query_mask(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
         return run(q, k, v, **mask.keywords)
 
-    def told(self, run: Mechanism, mask: Mask) -> Mechanism:
-        """Say which queries are padding to a function that mixes them."""
-        if mask.queries is None or not self.asks:
+    def with_query_mask(self, run: Mechanism, mask: Mask) -> Mechanism:
+        """Give a function that mixes queries the mask that says which of them are padding."""
+        if mask.queries is None or not self.takes_query_mask:
             return run
         return functools.partial(run, query_mask=mask.queries)
 
     # --- what they share -------------------------------------------------------------------------
 
     def to_heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, heads: Heads) -> Tensor:
-        """Project x by those rows of `weight` that some heads own or share, and cut it into heads.
+        """Project x by the rows of `weight` that belong to these heads: (..., H', N, D).
 
-        `weight` is ``(G D, ·)`` for G heads, of which H / G neighbours share each.
+        `weight` is ``(G D, ·)`` for G heads, each shared by H / G neighbours.
         """
         D, r = self.head_dim, self.num_heads * self.head_dim // len(weight)
         if isinstance(heads, slice):
@@ -518,8 +509,8 @@ class MultiheadAttention(nn.Module):
     def _join(self, outputs: list[Tensor], groups: list[Group]) -> Tensor:
         """Join the heads' outputs by W_O: (B, N, embed_dim).
 
-        Heads with fewer queries are projected first and restored to N after: that is less work, and
-        the same, as both are linear.
+        Heads with fewer queries are projected first and restored to N afterwards, which is less
+        work and gives the same result, as both maps are linear.
         """
         if not self.projected:
             pairs = zip(outputs, groups, strict=True)
@@ -544,12 +535,26 @@ class MultiheadAttention(nn.Module):
     def _attend(
         self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return H, and A where it is asked for, or needed for dropout."""
+        """Return H, and A if it is asked for or needed for dropout."""
         drop = self.dropout if self.training else 0.0
         if not need_weights and drop == 0:
             return self.attend(run, q, k, v, mask), None
         A = F.dropout(self.attend(run, q, k, None, mask), drop)
         return A @ v, A  # (B, H', N, M) @ (B, H', M, D)
+
+
+def _head_sizes(E: int, H: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
+    """Check the sizes of a layer; return the features of a head, and the heads of keys."""
+    if E < 1 or H < 1 or (head_dim is None and E % H):
+        raise ValueError(
+            f"embed_dim is {E} and num_heads {H}; "
+            "expected positive numbers, embed_dim a multiple of num_heads"
+        )
+    D = E // H if head_dim is None else check_count("head_dim", head_dim, 1)
+    G = H if kv_heads is None else check_count("kv_heads", kv_heads, 1)
+    if H % G:
+        raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of num_heads {H}")
+    return D, G
 
 
 def _moved(x: Tensor, order: Tensor) -> Tensor:
@@ -558,34 +563,34 @@ def _moved(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _text(value: Any) -> str:
-    """Return an option as text, the same in every process: of functions the names."""
+    """Return an option as text that is the same in every process: functions by their names."""
     if isinstance(value, functools.partial):
-        given = [_text(x) for x in value.args]
-        given += [f"{key}={_text(x)}" for key, x in value.keywords.items()]
-        return f"{_text(value.func)}({', '.join(given)})"
+        arguments = [_text(x) for x in value.args]
+        arguments += [f"{key}={_text(x)}" for key, x in value.keywords.items()]
+        return f"{_text(value.func)}({', '.join(arguments)})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
-    if isinstance(value, nn.Module):  # it is a part of the layer, and shown as one
+    if isinstance(value, nn.Module):  # a child of the layer, which its repr shows
         return type(value).__name__
     return getattr(value, "__qualname__", None) or str(value)
 
 
 def _beyond(lengths: list[int], x: Tensor) -> Tensor:
-    """Return (B, N), True where a sequence of x (B, N, ·) has ended."""
+    """Return (B, N), True after the end of each sequence in x (B, N, ·)."""
     steps = torch.arange(x.shape[1], device=x.device)
     return steps >= torch.tensor(lengths, device=x.device)[:, None]
 
 
 def pick(x: Tensor, heads: Heads, at: int = -3) -> Tensor:
-    """Take some heads, dimension `at`: a view where they are neighbours."""
+    """Return those heads of x, which are its dimension `at`; a view if they are neighbours."""
     if not isinstance(heads, slice) and len(heads) == heads[-1] - heads[0] + 1:
         heads = slice(heads[0], heads[-1] + 1)
-    where = (heads,) if at == 0 else (..., heads, *(ALL,) * (-1 - at))
-    return x if heads == ALL else x[where]
+    index = (heads,) if at == 0 else (..., heads, *(ALL,) * (-1 - at))
+    return x if heads == ALL else x[index]
 
 
 def in_order(parts: list, order: list[int]) -> Tensor:
-    """Put the heads of all groups back into their order."""
+    """Concatenate the heads of all groups, sorted by their number."""
     if len(parts) == 1:
         return parts[0]
     joined = torch.cat(parts, -3)
@@ -594,9 +599,10 @@ def in_order(parts: list, order: list[int]) -> Tensor:
     return joined[..., [order.index(h) for h in range(len(order))], :, :]
 
 
-def refuse(given: dict[str, Any], names: tuple[str, ...], because: str) -> None:
-    """Raise ValueError for those arguments of `forward` that a layer does not take."""
+def refuse(masks: dict[str, Any], names: tuple[str, ...], because: str) -> None:
+    """Raise ValueError for arguments of `forward` that a layer does not take."""
     for name in names:
-        if given.get(name) is not None and given[name] is not False:
-            expected = "None" if isinstance(given[name], Tensor) else "False"
+        value = masks.get(name)
+        if value is not None and value is not False:
+            expected = "None" if isinstance(value, Tensor) else "False"
             raise ValueError(f"{name} is given; expected {expected}: {because}")

@@ -1,17 +1,13 @@
-"""Layers: what is learned of the mechanisms in `derived_attention.attention.mra.fast`."""
+"""The layer of `mra_attention` (chapter 8)."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_count,
-    check_flag,
-)
+from derived_attention.attention.frame.checks import Mechanism
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
-from derived_attention.attention.mra.fast import LATER, _check_over, mra_attention
+from derived_attention.attention.mra.fast import LATER, check_sizes, mra_attention
 
 
 class MRAAttention(MultiheadAttention):
@@ -41,12 +37,10 @@ class MRAAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
-        self.block, self.kept = check_count("block", block, 1), check_count("kept", kept, 1)
-        _check_over(over)
-        check_flag("sparse", sparse)
-        self.over, self.sparse = over, sparse
+        check_sizes(block, kept, over, sparse)
+        self.block, self.kept, self.over, self.sparse = block, kept, over, sparse
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
-        """Say how long blocks are, how many are kept, and of which."""
-        own = {"block": self.block, "kept": self.kept, "over": self.over, "sparse": self.sparse}
-        return functools.partial(base, **own)
+        """Add the options of the layer."""
+        options = {"block": self.block, "kept": self.kept, "over": self.over, "sparse": self.sparse}
+        return functools.partial(base, **options)

@@ -5,19 +5,18 @@ The equation of this module, for head h with the scales s of its queries and s' 
     H_h = ↑_s softmax((↓_s Q)(↓_s' K)ᵀ / √D) (↓_s' V)
 
 where ↓_s averages windows of s steps, and ↑_s repeats each result s times: eq. 16 of
-[MrsFormer]. With s = 1 a head is Attention-SH; with s' = 1 only its output is coarse. In the
-place of averages may stand the low-pass filter of a wavelet, and then its dual in that of
-repetition: ↓↑ is the identity, so ↑↓ is a projection. In the place of softmax may stand any
-mechanism.
+[MrsFormer]. With s = 1 a head is Attention-SH; with s' = 1 only its output is coarse. Averages can
+be replaced by the low-pass filter of a wavelet, and repetition by its dual: ↓↑ is the identity, so
+↑↓ is a projection. Softmax can be replaced by any mechanism.
 
-A causal head may read what is pooled of a window only where the window has ended. So window t ends
-at step t s, the queries t s, ..., t s + s − 1 share its result, and the first window is one step.
+A causal head may use a pooled window only after it has ended. So window t ends at step t s, the
+queries t s, ..., t s + s − 1 share its result, and the first window is one step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,13 @@ from derived_attention.attention.engine.filters import (
     is_boxcar,
     wavelet_filter,
 )
-from derived_attention.attention.engine.pooling import Pooling, keep_first, pool_pairs
+from derived_attention.attention.engine.pooling import (
+    Pooling,
+    check_scale_list,
+    head_groups,
+    keep_first,
+    pooled_heads,
+)
 from derived_attention.attention.frame.checks import (
     Mechanism,
     check_callable,
@@ -39,102 +44,12 @@ from derived_attention.attention.frame.checks import (
     check_query_mask,
     cut_any_length,
     is_symbolic,
+    wide,
 )
 from derived_attention.attention.frame.convention import is_per_key, mechanism
-from derived_attention.attention.frame.layer import (
-    in_order,
-    pick,
-)
+from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
-from derived_attention.attention.linear.fast import wide
-from derived_attention.attention.scaled.fast import check_scale_list, deal_out, head_groups
 from derived_attention.attention.softmax.fast import softmax_attention
-
-Restore = Callable[[Tensor], Tensor]
-
-# --- a filter with a class token, or causal ------------------------------------------------------
-
-
-def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
-    """Lay the windows of a filter on the sequence."""
-    if causal:
-        return Filter(functools.partial(_ended, filters.down), filters.up)
-    if not class_token:
-        return filters
-    down = functools.partial(keep_first, filters.down)
-
-    def up(y: Tensor, scale: int, N: int) -> Tensor:
-        return torch.cat([y[..., :1, :], filters.up(y[..., 1:, :], scale, max(N - 1, 0))], -2)
-
-    return Filter(down, up)
-
-
-def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
-    """Pool the first step, and the windows after it that end where a group of queries begins."""
-    if is_symbolic(x.shape[-2]):
-        return _ended_means(x, scale, present)
-    windows = -(-x.shape[-2] // scale)
-    used = 1 + (windows - 1) * scale if windows else 0
-    cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
-    pool, here = keep_first(down, x[..., :used, :], scale, cut)
-    return lambda y: pool(y[..., :used, :]), here
-
-
-def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
-    """Pool to the averages of these windows of x (..., n, D), where n is not known."""
-    there = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
-
-    def total(y: Tensor) -> Tensor:
-        count = (y.shape[-2] - 1) // scale + 1
-        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
-
-    steps = total(there.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
-
-    def pool(y: Tensor) -> Tensor:
-        found = y.to(wide(y)).masked_fill(~there.unsqueeze(-1), 0)
-        return (total(found) / steps.clamp(min=1)).to(y.dtype)
-
-    return pool, None if present is None else (steps > 0).squeeze(-1)
-
-
-def _ended_mask(queries: int, keys: int, s: int, t: int, device: torch.device) -> Tensor:
-    """Boolean (N', M'): which windows of keys have ended where a window of queries ends."""
-    i, j = torch.arange(queries, device=device) * s, torch.arange(keys, device=device) * t
-    return j <= i[:, None]
-
-
-def _ended_keys(
-    base: Mechanism, queries: int, keys: int, s: int, t: int, device: torch.device
-) -> tuple[Mechanism, Tensor | None]:
-    """Return a causal mechanism for windows of other scales, and the mask it needs, if any."""
-    if is_per_key(base):
-        return functools.partial(_in_step, base, s, t), None
-    return base, _ended_mask(queries, keys, s, t, device)
-
-
-def _in_step(
-    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
-) -> Tensor:
-    """Attend with query i among the keys j t ≤ i s, by a base that knows j ≤ i alone.
-
-    Query i takes the place ⌊i s / t⌋, that of its last key. At most ⌈t / s⌉ queries have the same
-    one: they are dealt out to as many sequences, with another query's result where there is none.
-    """
-    i = torch.arange(q.shape[-2], device=q.device)
-    place = i * s // t
-    lane = i - (place * t + s - 1) // s  # i less the first with this place
-    source = i.new_zeros(-(-t // s), k.shape[-2])
-    source[lane, place] = i
-    lanes = len(source)
-    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., M, D), as heads stay the third from last
-    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
-    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
-
-
-# --- the formula: head by head, window by window -------------------------------------------------
-
-
-# --- the same, one call for all heads of two scales ----------------------------------------------
 
 
 @mechanism(alone=False)
@@ -151,16 +66,16 @@ def multiresolution_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: 0 or -inf, as which -8192 and below count. A
-        key that may not be attended is left out of its pooled key, and a pooled key with none left
-        is masked. Any mask where all scales are 1.
+        True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
+        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
+        mask if all scales are 1.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
-        t s + s − 1 read it. So a coarse head is up to s − 1 steps late, and sees no future. Where
+        t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
         s ≠ s', a mask of (N / s) (M / s') entries is stored. Not with wavelets, whose filters reach
-        the future, and not with a class token.
+        into the future, and not with a class token.
     scales, key_scales : sequence of int
-        s and s' for each head, at least 1; s' = s where `key_scales` is left out. Powers of 2 with
+        s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
         wavelets.
     filters : str or pywt.Wavelet
         ``"boxcar"``, averages and repetition, or a discrete wavelet of PyWavelets, as
@@ -174,28 +89,98 @@ def multiresolution_attention(
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
-    lay = check_filters(filters, pairs, class_token, mask.is_causal)
+    laid = check_filters(filters, pairs, class_token, mask.is_causal)
     check_callable("attention", attention)
     check_query_mask(query_mask, q)
-    asked = None if query_mask is None else query_mask.expand(q.shape[:-1])  # (..., H, N)
+    if query_mask is not None:
+        query_mask = query_mask.expand(q.shape[:-1])  # (..., H, N)
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
     for (s, t), heads in groups.items():
-        q_h, k_h, v_h, given = pick(q, heads), pick(k, heads), pick(v, heads), mask.given
-        if given is not None and given.dim() > 2 and given.shape[-3] > 1:
-            given = pick(given, heads)
-        if t > 1:
-            k_h, v_h, given, _ = pool_pairs(lay.down, k_h, v_h, t, Mask(given).present(k.shape[-2]))
-            given = None if given is None else given.unsqueeze(-2)
+        q_h, run = pick(q, heads), attention
+        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, heads, t)
         if s > 1:
-            there = None if asked is None else pick(asked, heads, at=-2)
-            q_h = lay.down(q_h, s, there)[0](q_h)  # (..., H', N', D)
-        run = attention
+            present = None if query_mask is None else pick(query_mask, heads, at=-2)
+            q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
         if s != t and mask.is_causal:
-            run, given = _ended_keys(attention, q_h.shape[-2], k_h.shape[-2], s, t, q.device)
-        own = {"is_causal": mask.is_causal and given is None, "scale": scale}
-        H = run(q_h, k_h, v_h, attn_mask=given, **own)
-        outputs.append(H if s == 1 else lay.up(H, s, N))
+            run, attn_mask = causal_windows(attention, q_h, k_h, s, t)
+        options = {"is_causal": mask.is_causal and attn_mask is None, "scale": scale}
+        H = run(q_h, k_h, v_h, attn_mask=attn_mask, **options)
+        outputs.append(H if s == 1 else laid.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
+
+
+# --- windows after a class token, or causal ------------------------------------------------------
+
+
+def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
+    """Return a filter whose windows begin after a class token, or end as causality asks."""
+    if causal:
+        return Filter(functools.partial(_ended, filters.down), filters.up)
+    if not class_token:
+        return filters
+    down = functools.partial(keep_first, filters.down)
+
+    def up(y: Tensor, scale: int, N: int) -> Tensor:
+        return torch.cat([y[..., :1, :], filters.up(y[..., 1:, :], scale, max(N - 1, 0))], -2)
+
+    return Filter(down, up)
+
+
+def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool the first step alone, and then windows that end where a group of queries begins."""
+    if is_symbolic(x.shape[-2]):
+        return _ended_means(x, scale, present)
+    windows = -(-x.shape[-2] // scale)
+    used = 1 + (windows - 1) * scale if windows else 0
+    cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
+    pool, kept = keep_first(down, x[..., :used, :], scale, cut)
+    return lambda y: pool(y[..., :used, :]), kept
+
+
+def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool to the averages of the same windows of x (..., n, D), if n is symbolic."""
+    keep = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
+
+    def total(y: Tensor) -> Tensor:
+        count = (y.shape[-2] - 1) // scale + 1
+        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
+
+    steps = total(keep.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
+
+    def pool(y: Tensor) -> Tensor:
+        sums = total(y.to(wide(y)).masked_fill(~keep.unsqueeze(-1), 0))
+        return (sums / steps.clamp(min=1)).to(y.dtype)
+
+    return pool, None if present is None else (steps > 0).squeeze(-1)
+
+
+def causal_windows(
+    base: Mechanism, query: Tensor, key: Tensor, s: int, t: int
+) -> tuple[Mechanism, Tensor | None]:
+    """Let windows of s queries attend windows of t keys that have ended: a function, a mask."""
+    if is_per_key(base):
+        return functools.partial(_in_step, base, s, t), None
+    i, j = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
+    return base, j * t <= (i * s)[:, None]
+
+
+def _in_step(
+    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """Attend with query i among the keys j t ≤ i s, by a base that has only j ≤ i.
+
+    Query i takes the place ⌊i s / t⌋, that of its last key. At most ⌈t / s⌉ queries have the same
+    place: they are put into as many sequences, whose other places repeat the first query.
+    """
+    i = torch.arange(q.shape[-2], device=q.device)
+    place = i * s // t
+    lane = i - (place * t + s - 1) // s  # i minus the first query with this place
+    source = i.new_zeros(-(-t // s), k.shape[-2])
+    source[lane, place] = i
+    lanes = len(source)
+    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., M, D), as heads stay the third from last
+    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
+    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -208,12 +193,12 @@ def check_scales(
     mask: Mask,
     class_token: bool,
 ) -> list[tuple[int, int]]:
-    """Return (s, s') of each head, after checking them, and that the mask can be pooled."""
+    """Check the scales, and that the mask can be pooled; return (s, s') of each head."""
     if q.dim() < 3:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
     pairs = check_pairs(scales, key_scales, q.shape[-3])
     check_flag("class_token", class_token)
-    if _pools(pairs):
+    if pools(pairs):
         mask.per_key()
         if mask.given is not None:
             check_no_bias("attn_mask", mask.given)
@@ -221,9 +206,9 @@ def check_scales(
     return pairs
 
 
-def _pools(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Say whether some head has windows of more than one step."""
-    return max([max(pair) for pair in pairs]) > 1  # of a list: what old compilers can trace
+def pools(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether any head has windows of more than one step."""
+    return max([max(pair) for pair in pairs]) > 1  # a list, for torch.compile
 
 
 def check_pairs(
@@ -240,18 +225,18 @@ def check_ends(class_token: bool, is_causal: bool) -> None:
     """Refuse a class token in causal attention."""
     if class_token and is_causal:
         raise ValueError(
-            "is_causal is True with class_token=True; expected one of them: the first token, which "
-            "is to sum up all others, would see itself only"
+            "is_causal is True with class_token=True; expected one of them: a class token stands "
+            "first, and would attend only itself"
         )
 
 
 def check_filters(
     filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
 ) -> Filter:
-    """Return a filter with its windows laid on the sequence."""
+    """Return the filter of a name or a wavelet, with its windows laid on the sequence."""
     if is_boxcar(filters):
         return _laid(BOXCAR, class_token, is_causal)
-    found = wavelet_filter(filters)
+    wavelet = wavelet_filter(filters)
     for s in {s for pair in pairs for s in pair}:
         check_levels(s)
     if is_causal:
@@ -259,17 +244,4 @@ def check_filters(
             'is_causal is True with a wavelet; expected filters="boxcar": a wavelet reaches beyond '
             "its window, into the future"
         )
-    return _laid(found, class_token, False)
-
-
-# --- layers --------------------------------------------------------------------------------------
-
-
-def _up(lay: Filter, s: int, N: int, y: Tensor) -> Tensor:
-    return lay.up(y, s, N)
-
-
-def _spread(pool: Restore, key: Tensor, up: Restore | None, A: Tensor) -> Tensor:
-    """Give each query the weights of its window, and each step its part of a window's."""
-    A = deal_out(pool, key, A)
-    return A if up is None else up(A)
+    return _laid(wavelet, class_token, False)

@@ -1,4 +1,4 @@
-"""Layers: what is learned of the mechanisms in `multiresolution.fast`."""
+"""The layer of `multiresolution_attention`, alone or around another layer (chapter 7)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from derived_attention.attention.engine.filters import (
-    is_boxcar,
-)
-from derived_attention.attention.engine.pooling import pool_pairs
-from derived_attention.attention.frame.checks import (
-    check_flag,
-    check_no_bias,
-)
-from derived_attention.attention.frame.layer import (
-    Group,
-    MultiheadAttention,
-    refuse,
-)
+from derived_attention.attention.engine.filters import Filter, is_boxcar
+from derived_attention.attention.engine.pooling import Pool, head_groups, to_steps
+from derived_attention.attention.frame.checks import check_flag, check_no_bias
+from derived_attention.attention.frame.layer import Group, MultiheadAttention, refuse
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.multiresolution.fast import (
-    _ended_keys,
-    _pools,
-    _spread,
-    _up,
+    causal_windows,
     check_ends,
     check_filters,
     check_pairs,
+    pools,
 )
-from derived_attention.attention.scaled.fast import head_groups
 
 
 class MultiresolutionAttention(MultiheadAttention):
@@ -40,9 +28,9 @@ class MultiresolutionAttention(MultiheadAttention):
 
     It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
     joins the heads before it repeats their results. Padded keys and queries are left out of the
-    windows. The attention weights it returns are those of the steps. Where a scale is above 1 the
+    windows. The attention weights it returns are those of the steps. If a scale is above 1 the
     forward pass takes no `attn_mask`; padding goes into `key_padding_mask`. With ``cross=True`` the
-    scales of queries are 1, and those of keys anything.
+    scales of queries have to be 1.
 
     Parameters
     ----------
@@ -54,7 +42,7 @@ class MultiresolutionAttention(MultiheadAttention):
 
     shown = ("scales", "key_scales", "filter", "class_token")
     refused = ()
-    because = "a window has several queries and keys; key_padding_mask says which are not there"
+    because = "a window has several queries and keys; padding goes into key_padding_mask"
 
     def __init__(
         self,
@@ -77,50 +65,60 @@ class MultiresolutionAttention(MultiheadAttention):
         self.filters, self.class_token = filters, class_token
         self.filter = filters if is_boxcar(filters) else getattr(filters, "name", "of its own")
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
-        """Check, too, for masks that cannot be pooled."""
-        super().check(query, key, value, **given)
-        if _pools(self.pairs):
-            refuse(given, ("attn_mask",), self.because)
-            check_ends(self.class_token, given["is_causal"])
-            check_filters(self.filters, self.pairs, self.class_token, given["is_causal"])
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
+        """Refuse masks that cannot be pooled as well."""
+        super().check(query, key, value, **masks)
+        if pools(self.pairs):
+            refuse(masks, ("attn_mask",), self.because)
+            check_ends(self.class_token, masks["is_causal"])
+            check_filters(self.filters, self.pairs, self.class_token, masks["is_causal"])
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Pool queries, keys and values for the heads of each pair of scales."""
-        if _pools(self.pairs) and mask.given is not None:
+        if pools(self.pairs) and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
-        lay = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
-        known = (None, None) if mask.causal else (mask.keys, mask.queries)  # padding comes last
-        there, queries = (None if x is None else x.squeeze(-2) for x in known)
+        laid = check_filters(self.filters, self.pairs, self.class_token, mask.causal)
+        padding = (None, None) if mask.causal else (mask.keys, mask.queries)  # causal: at the end
+        present, present_queries = (None if x is None else x.squeeze(-2) for x in padding)
         for (s, t), heads in head_groups(self.pairs).items():
             if s == t == 1:
                 yield Group(heads, key, value, mask, self.attention, query=query)
                 continue
-            keys, values, here, pool = pool_pairs(lay.down, key, value, t, there)
-            pooled, up, asked = query, None, queries
+            pool, kept = laid.down(key, t, present)
+            keys, values, base = pool(key), pool(value), self.attention
+            queries, up, kept_queries = query, None, present_queries
             if s > 1:
-                down, asked = lay.down(query, s, queries)
-                pooled = down(query)  # (B, N', embed_dim)
-                up = functools.partial(_up, lay, s, query.shape[-2])
-            spread = functools.partial(_spread, pool, key, up)
-            base, given = self.attention, None if here is None else here[..., None, None, :]
+                down, kept_queries = laid.down(query, s, present_queries)
+                queries = down(query)  # (B, N', embed_dim)
+                up = functools.partial(_up, laid, s, query.shape[-2])
+            attn_mask = None if kept is None else kept[..., None, None, :]
             if mask.causal and s != t:
-                length = pooled.shape[-2], keys.shape[-2]
-                base, given = _ended_keys(base, *length, s, t, keys.device)
-            seen = Mask(given, mask.causal and given is None)
+                base, attn_mask = causal_windows(base, queries, keys, s, t)
+            seen = Mask(attn_mask, mask.causal and attn_mask is None)
             seen.keys, seen.queries = (
-                None if x is None else x.unsqueeze(-2) for x in (here, asked)
+                None if x is None else x.unsqueeze(-2) for x in (kept, kept_queries)
             )
-            yield Group(heads, keys, values, seen, base, spread, pooled, up)
+            spread = functools.partial(_to_steps, pool, key, up)
+            yield Group(heads, keys, values, seen, base, spread, queries, up)
 
 
-class _Made(type):
-    """What `multiresolution_layer` makes: no module has its name, so a pickle has its base."""
+def _up(laid: Filter, s: int, N: int, y: Tensor) -> Tensor:
+    return laid.up(y, s, N)
 
 
-def _recipe(kind: _Made) -> Any:
-    made = "made_of" in vars(kind)  # a subclass of what was made has a name
-    return (multiresolution_layer, (vars(kind)["made_of"],)) if made else kind.__qualname__
+def _to_steps(pool: Pool, key: Tensor, up: Any, A: Tensor) -> Tensor:
+    """Give each query the weights of its window, and each step its part of a window's weight."""
+    A = to_steps(pool, key, A)
+    return A if up is None else up(A)
+
+
+class _Generated(type):
+    """The type of generated classes, which are pickled by their base: no module contains them."""
+
+
+def _reduce(kind: _Generated) -> Any:
+    generated = "made_of" in vars(kind)  # a subclass of a generated class is pickled by its name
+    return (multiresolution_layer, (vars(kind)["made_of"],)) if generated else kind.__qualname__
 
 
 @functools.cache
@@ -140,14 +138,17 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
     if not (isinstance(layer, type) and issubclass(layer, MultiheadAttention)):
         raise TypeError(f"layer is {layer!r}; expected a class of MultiheadAttention")
     if layer.mixes or layer.mix is not MultiheadAttention.mix:
-        raise ValueError(f"layer is {layer.__name__}, which mixes along the length itself")
+        raise ValueError(
+            f"layer is {layer.__name__}, which mixes along the length itself; expected one that "
+            "does not"
+        )
     if layer is MultiheadAttention:
         return MultiresolutionAttention
     text = f"`{layer.__name__}` at several scales: with `MultiresolutionAttention`'s arguments."
     parents = (MultiresolutionAttention, layer)
-    own = {"__doc__": text, "__module__": __name__, "made_of": layer}
-    made: Any = _Made(f"Mrs{layer.__name__}", parents, own)
-    return made
+    namespace = {"__doc__": text, "__module__": __name__, "made_of": layer}
+    generated: Any = _Generated(f"Mrs{layer.__name__}", parents, namespace)
+    return generated
 
 
-copyreg.pickle(_Made, _recipe)  # type: ignore[arg-type]
+copyreg.pickle(_Generated, _reduce)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ are taken over them: padding does not count, and a causal query sees the mean of
 
 Softmax does not change when a number is added to all scores of a query. So centring the keys
 changes nothing, s⁻¹ can be applied twice to the query, and Attention-BN is one call of softmax
-attention with another query, ``(q_i − β μ) / (σ² + ε)``. `normalized_attention_reference` is the
-formula as it stands, `normalized_attention` that call.
+attention with another query, ``(q_i − β μ) / (σ² + ε)``. `normalized_attention_reference` computes
+the formula as printed, `normalized_attention` makes that call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from derived_attention.attention.frame.checks import (
     check_flag,
     check_parameter,
     check_positive,
+    wide,
 )
 from derived_attention.attention.frame.convention import full_precision, mechanism
 from derived_attention.attention.frame.masks import Mask, allowed, anchor, shared_offset
-from derived_attention.attention.linear.fast import wide
 from derived_attention.attention.softmax.fast import softmax_attention
 
 
@@ -41,13 +41,14 @@ def normalized_attention(
 ) -> Tensor:
     """Attention-BN, eqs. 22 and 26 of [Nguyen2023], at the cost of the mechanism it is given.
 
-    The masks also say what μ and σ² are taken over: for each query, the keys it may attend. A
-    floating mask excludes where it is -inf. A mask that is the same for all queries (padding) costs
-    nothing; another one costs two products with it. The causal form uses running sums; the printed
-    μ, over all keys, would show a query its future. For half precision, statistics are computed in
-    float32; and with `eps` everything is, where queries have statistics of their own: those of two
-    or three keys make numbers that half precision, and autocast, would lose. In float16, gradients
-    overflow where keys are so alike that 1/(σ² + ε) nears 10⁵: take an `eps` of 10⁻³ or more there.
+    μ and σ² are taken over the keys that a query may attend by its mask; a floating mask excludes a
+    key where it is -inf. A mask that is the same for all queries (padding) costs nothing; another
+    one costs two products with it. The causal form uses running sums, as with the printed μ, over
+    all keys, a query would depend on its future. For half precision, statistics are computed in
+    float32, and with `eps` and statistics that differ between queries everything is: those of two
+    or three keys make numbers out of the range of half precision and autocast. In float16,
+    gradients overflow if keys are so similar that 1/(σ² + ε) nears 10⁵: take an `eps` of at least
+    10⁻³.
 
     Parameters
     ----------
@@ -55,24 +56,24 @@ def normalized_attention(
         Weight β of the mean, finite. A tensor, of one element or of shape ``(H,)`` for one β per
         head, gets a gradient. β = 0 without `eps` is the mechanism itself.
     eps : float, optional
-        Positive. Given, features are divided by √(σ² + ε): with β = 1 this is eq. 22. Left out,
-        they are only centred: eq. 26.
+        Positive. With it, features are divided by √(σ² + ε): with β = 1 this is eq. 22. If left
+        out, they are only centred: eq. 26.
     attention : callable
-        What to do with the normalised queries and keys: `softmax_attention` or another mechanism
-        with its calling convention. A sparse one's own pattern does not enter the statistics.
+        The mechanism for the normalised queries and keys: `softmax_attention` or another one with
+        its calling convention. A sparse pattern does not change the statistics.
     center_keys : bool, optional
         False: normalise the query alone. Exact for every mechanism that is a softmax of q·k, such
         as a sparse one. True: normalise the keys too, as linear attention needs; in the causal form
-        key j then gets the statistics of the keys up to j, since statistics of each query's own
-        would take N copies of the keys. None: False for `softmax_attention`, else True, which has
-        to be confirmed in the causal form, where the two differ.
+        key j then gets the statistics of the keys up to j, since separate statistics for each query
+        would take N copies of the keys. None: False for `softmax_attention`, else True, but the
+        causal form requires an explicit value, because the two differ there.
     """
     beta, eps = check_normalization(beta, eps, q)
     center_keys = _check_center_keys(attention, center_keys, mask)
     if k.shape[-2] == 0:  # no statistics, and nothing to attend
         return attention(q, k, v, scale=scale, **mask.keywords)
-    each = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
-    if eps is not None and each:
+    per_query = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
+    if eps is not None and per_query:
         dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
         with full_precision(q.device):
             return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
@@ -85,8 +86,8 @@ def _attend(q, k, v, mask, scale, beta, eps, attention, center_keys) -> Tensor:
     if center_keys:
         k = _normalize(k, mean, variance, None, beta, eps)
     elif eps is not None and torch.finfo(k.dtype).bits >= 32:
-        # Softmax does not mind. 1/(σ² + ε) may be large, and what all keys share would not cancel
-        # without rounding errors; but half precision would round what is left of them.
+        # Softmax does not change. 1/(σ² + ε) may be large, and an offset of all keys would cancel
+        # only up to rounding errors; but in half precision the subtraction itself rounds.
         k = k - shared_offset(k, mask)
     if mask.is_causal:
         mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
@@ -98,12 +99,12 @@ def _attend(q, k, v, mask, scale, beta, eps, attention, center_keys) -> Tensor:
 def key_statistics(
     k: Tensor, mask: Mask, *, variance: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Mean and variance of the keys that each query may attend, and how many these are.
+    """Return mean, variance and number of the keys that each query may attend.
 
-    Of keys ``(..., M, D)``, M at least 1, they are ``(..., R, D)``, at least float32. R is 1 where
+    For keys ``(..., M, D)``, M at least 1, they are ``(..., R, D)``, in float32 at least. R is 1 if
     all queries have the same keys, N under another mask, where queries without a key get zeros,
     and M if causal: the running statistics of keys 1 to j. The variance divides by the number of
-    keys; without `variance` it is None. The count is broadcastable to ``(..., R, 1)``.
+    keys; without `variance` it is None. The number is broadcastable to ``(..., R, 1)``.
     """
     k = k.to(wide(k))
     if mask.is_causal:
@@ -117,7 +118,7 @@ def key_statistics(
 
 
 def _at_queries(running: Tensor, N: int) -> Tensor:
-    """Take a row for each query: query i has seen the keys up to i, or all, if they are fewer."""
+    """Return row i for query i, or the last one if there are fewer keys."""
     M = running.shape[-2]
     if N <= M:
         return running[..., :N, :]
@@ -126,12 +127,12 @@ def _at_queries(running: Tensor, N: int) -> Tensor:
 
 
 def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Statistics of keys 1..j for each j, by Welford's recurrence written as a running sum.
+    """Return the statistics of keys 1..j for each j, by Welford's recurrence as a running sum.
 
-    Its terms, (k_j − μ_j)² j/(j−1), are never negative, so nothing cancels, however large μ is.
+    Its terms, (k_j − μ_j)² j/(j−1), are not negative, so nothing cancels, however large μ is.
     """
     count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype, device=k.device)[:, None]  # (M, 1)
-    mean = k.cumsum(-2).div_(count)  # in place: no backward pass needs what is overwritten
+    mean = k.cumsum(-2).div_(count)  # in place, as no backward pass needs the sums
     if not variance:
         return mean, None, count
     terms = (k - mean).square().mul_(count / (count - 1).clamp(min=1))  # the first one is 0
@@ -139,29 +140,29 @@ def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | Non
 
 
 def _masked_statistics(
-    k: Tensor, here: Tensor, variance: bool
+    k: Tensor, keep: Tensor, variance: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Statistics over the keys where `here` (..., R, M) is True, R = 1 or N."""
-    here = here.expand(*here.shape[:-1], k.shape[-2])
-    count = here.sum(-1, keepdim=True)  # (..., R, 1)
-    share = here.to(k.dtype) / count.clamp(min=1)  # (..., R, M)
+    """Return the statistics over the keys where `keep` (..., R, M) is True, R = 1 or N."""
+    keep = keep.expand(*keep.shape[:-1], k.shape[-2])
+    count = keep.sum(-1, keepdim=True)  # (..., R, 1)
+    share = keep.to(k.dtype) / count.clamp(min=1)  # (..., R, M)
     mean = _weighted_sum(share, k)  # (..., H, R, D)
     if not variance:
         return mean, None, count
-    # E(k−c)² − (μ−c)² for any c; a c near μ keeps it from cancelling. With padding the anchor's
-    # mean is μ. With a window it may be far, so float64 has to bear what is left.
-    some = anchor(here).unsqueeze(-2)  # (..., 1, M)
-    c = _weighted_sum(some.to(k.dtype) / some.sum(-1, keepdim=True).clamp(min=1), k.detach())
+    # The variance is E(k−c)² − (μ−c)² for any c, and cancels least for a c near μ. With padding
+    # the anchor's mean is μ. With a window it may be far from μ, hence float64.
+    chosen = anchor(keep).unsqueeze(-2)  # (..., 1, M)
+    c = _weighted_sum(chosen.to(k.dtype) / chosen.sum(-1, keepdim=True).clamp(min=1), k.detach())
     exact = k.dtype if k.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    k, share = (k - c).to(exact), here.to(exact) / count.clamp(min=1)
+    k, share = (k - c).to(exact), keep.to(exact) / count.clamp(min=1)
     spread = _weighted_sum(share, k.square()) - _weighted_sum(share, k).square()
     return mean, spread.clamp(min=0).to(mean.dtype), count
 
 
 def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """Sum Σ_j weights_rj x_j: (..., R, M) and (..., H, M, D) to (..., H, R, D).
+    """Return Σ_j weights_rj x_j: (..., R, M) and (..., H, M, D) to (..., H, R, D).
 
-    Weights that all heads share meet all heads in one product, without a copy for each.
+    If all heads share the weights, one product covers them, without a copy for each.
     """
     shared = weights.dim() < 3 or weights.shape[-3] == 1
     if x.dim() < 3 or weights.shape[-2] == 1 or not shared:
@@ -174,8 +175,8 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
 def _normalize(x, mean, variance, several, beta, eps, twice=False) -> Tensor:
     """Centre and scale queries or keys; `twice` scales for the other side of q·k too.
 
-    A query that may not attend `several` keys becomes 0: its score has no weight to change, and
-    would be as large as 1/ε. Keys have None there: one that is alone now has later queries.
+    A query that may not attend `several` keys becomes 0: its weight is 1 with any score, and the
+    score would be as large as 1/ε. For keys `several` is None, as later queries attend more.
     """
     if isinstance(beta, Tensor):
         out = x - beta * mean  # (..., H, N, D)
@@ -209,7 +210,7 @@ def check_normalization(
 
 
 def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:
-    """Check `attention` and settle whether its keys are centred."""
+    """Check `attention`, and return whether its keys are centred."""
     check_callable("attention", attention)
     if center_keys is None:
         target = attention.func if isinstance(attention, functools.partial) else attention
@@ -222,8 +223,7 @@ def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mas
     check_flag("center_keys", center_keys)
     if center_keys and mask.given is not None and mask.given.shape[-2] > 1:
         raise ValueError(
-            f"attn_mask has shape {tuple(mask.given.shape)}, one row per query, and the keys are "
-            "to be centred; expected one row for all queries, or center_keys=False where the "
-            "attention is a softmax of q·k"
+            f"attn_mask has shape {tuple(mask.given.shape)}, one row per query, and center_keys is "
+            "True; expected one row for all queries, or center_keys=False with a softmax of q·k"
         )
     return center_keys

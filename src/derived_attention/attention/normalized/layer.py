@@ -1,4 +1,4 @@
-"""Layers: what is learned of the mechanisms in `derived_attention.attention.normalized.fast`."""
+"""The layer with the parameters of `normalized_attention` (chapter 5)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-)
+from derived_attention.attention.frame.checks import Mechanism
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention
@@ -27,7 +25,7 @@ class NormalizedAttention(MultiheadAttention):
     beta : float or sequence of float
         β, one for all heads or one for each.
     learn_beta : bool
-        Whether β is a parameter that starts there. Else it is no part of the state.
+        Whether β is a parameter that starts at `beta`. Otherwise it is no part of the state.
     eps, center_keys
         As in `normalized_attention`.
     """
@@ -57,16 +55,16 @@ class NormalizedAttention(MultiheadAttention):
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Normalise before `base`, with the β of these heads."""
-        own = {"eps": self.eps, "attention": base, "center_keys": self.center_keys}
-        return functools.partial(normalized_attention, beta=self._beta(heads), **own)
+        options = {"eps": self.eps, "attention": base, "center_keys": self.center_keys}
+        return functools.partial(normalized_attention, beta=self._beta(heads), **options)
 
-    def told(self, run: Mechanism, mask: Mask) -> Mechanism:
-        """Say it to what is given the normalised queries."""
-        base = super().told(run.keywords["attention"], mask)  # type: ignore[attr-defined]
-        return functools.partial(run, attention=base)
+    def with_query_mask(self, run: Mechanism, mask: Mask) -> Mechanism:
+        """Give the mask to the mechanism that attends with the normalised queries."""
+        base = run.keywords["attention"]  # type: ignore[attr-defined]
+        return functools.partial(run, attention=super().with_query_mask(base, mask))
 
     def _beta(self, heads: Heads) -> float | Tensor:
-        """Return β of some heads; what is fixed is made of numbers, which no move can lose."""
+        """Return β of these heads; fixed ones stay Python numbers, on any device."""
         if self.beta is not None:
             return self.beta[heads]
         fixed = self.fixed_betas

@@ -1,4 +1,4 @@
-"""Primal-Attention: projection scores in the place of attention weights (chapters 11 and 12).
+"""Primal-Attention: projection scores instead of attention weights (chapters 11 and 12).
 
 The equations of this module are those of [Chen2023], for queries q_i, keys k_j, a feature map g and
 F = f(X), n rows of the sequence X (or its sketch), with W_e, W_r (n, s) and W_o (Dv, 2s) ::
@@ -6,9 +6,9 @@ F = f(X), n rows of the sequence X (or its sketch), with W_e, W_r (n, s) and W_o
     e(x_i) = (Fᵀ W_e)ᵀ g(q_i),    r(x_j) = (Fᵀ W_r)ᵀ g(k_j),    o_i = W_o [e(x_i); r(x_i)]
     J = ½ Σ_i e_iᵀ Λ e_i + ½ Σ_j r_jᵀ Λ r_j − tr(W_eᵀ W_r)
 
-No matrix of queries and keys is formed: (Fᵀ W_e) is (D, s). Read the other way round, e(x_i) is
+No matrix of queries and keys is formed: (Fᵀ W_e) is (D, s). Equivalently, e(x_i) is
 Σ_m (x_m · g(q_i)) w_m, linear attention over the n rows of F, whose values w_m are parameters.
-That is how the formula is written here as a reference, and how the causal form is computed.
+The formula is written in that form as a reference, and the causal scores are computed so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from derived_attention.attention.frame.checks import (
     check_flag,
     check_no_bias,
     is_symbolic,
+    wide,
 )
 from derived_attention.attention.frame.convention import full_precision, mechanism, prepare
 from derived_attention.attention.frame.masks import Mask
@@ -37,7 +38,6 @@ from derived_attention.attention.linear.fast import (
     apply_feature_map,
     causal_sums,
     segments,
-    wide,
 )
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
@@ -47,7 +47,7 @@ SAMPLINGS = ("even", "random")
 def cosine_feature_map(x: Tensor) -> Tensor:
     """g(x) = x / ‖x‖, whose kernel is the cosine of the angle; 0, without a gradient, at x = 0.
 
-    In float32 at least, and divided by Σ|x_i| first: then ‖x‖² is from 1/D to 1, or x = 0.
+    In float32 at least. It divides by Σ|x_i| first: then ‖x‖² is from 1/D to 1, or x = 0.
     """
     x = x.to(wide(x))
     total = x.detach().abs().sum(-1, keepdim=True)
@@ -55,7 +55,56 @@ def cosine_feature_map(x: Tensor) -> Tensor:
     return x * x.square().sum(-1, keepdim=True).clamp(min=0.5 / x.shape[-1]).rsqrt()
 
 
-# --- the scores -----------------------------------------------------------------------------------
+# --- the mechanism --------------------------------------------------------------------------------
+
+
+@mechanism(per_key=True, drops=True)
+def primal_attention(
+    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
+    sampling="even", cross=False, dropout_p=0.0,
+) -> Tensor:  # fmt: skip
+    """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
+
+    O((N + M) p s + n p s) operations, and no matrix of queries and keys. There are no attention
+    weights: v is not averaged; the projection weights depend on it.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and the sequence X of f(X),
+        ``(..., H, M, p)``, with p the number of features. M = N unless `cross`.
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key is present. Floating: 0, or -inf; -8192 and below count as -inf. An absent
+        key is in no row of f(V), and its score r is 0.
+    dropout_p : float
+        Probability of dropping a score; there are no weights to drop.
+    is_causal : bool
+        Position i depends on positions j ≤ i only. Data-dependent: f is a sum over these, token j
+        in row j mod n, divided by i // n + 1; while i < n each token has a row of its own. Not
+        data-dependent: q and k become running means before g, as in Listing 1.
+    scale : float, optional
+        Finite and positive; multiplies q before g. No influence if g is the cosine map.
+    W_e, W_r : Tensor
+        ``(n, s)`` or ``(H, n, s)``: n rows for each of s directions; ``(p, s)`` or ``(H, p, s)`` if
+        not `data_dependent`. For a sequence shorter than n only the first M rows are used.
+    W_o : Tensor
+        ``(Dv, 2 s)`` or ``(H, Dv, 2 s)``: the map from scores to the output.
+    data_dependent : bool
+        Whether the projection weights are f(V)ᵀ W_e and f(V)ᵀ W_r, or W_e and W_r.
+    feature_map : callable
+        g, from ``(..., D)`` to ``(..., p)``, for each token alone.
+    sampling : str or Tensor
+        The rows of f(V), if there are more than n tokens: ``"even"``, evenly spaced ones;
+        ``"random"``, drawn without replacement in each call, in their order; or a sketch S
+        ``(n, L)``, or ``(H, n, L)``, with L ≥ M, such as a Gaussian one: f(V) = S V.
+    cross : bool
+        Whether queries and keys belong to different sequences. Then r, which belongs to keys, is
+        added to every query as its mean over the keys that are present; if causal, over j ≤ i.
+    """
+    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
+    scores = scores_of(q, k, v, mask, scale, projection)
+    return join(scores, mask, W_o, cross, dropout_p).to(q.dtype)
 
 
 def primal_scores(
@@ -70,8 +119,7 @@ def primal_scores(
     scale: float | None = None,
     data_dependent: bool = True,
     feature_map: FeatureMap = cosine_feature_map,
-    sampling: str = "even",
-    sketch: Tensor | None = None,
+    sampling: str | Tensor = "even",
 ) -> tuple[Tensor, Tensor]:
     """Return the scores e (..., N, s) of queries and r (..., M, s) of keys, eq. 5 of [Chen2023].
 
@@ -79,124 +127,126 @@ def primal_scores(
     Scores are in float32 at least.
     """
     mask, scale = prepare(q, k, v, attn_mask, is_causal, scale)
-    how = (data_dependent, feature_map, sampling, sketch)
-    return _scores(q, k, v, mask, scale, W_e, W_r, *how)[:2]
+    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
+    return scores_of(q, k, v, mask, scale, projection)[:2]
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-    W_e: Tensor,
-    W_r: Tensor,
-    data_dependent: bool = True,
-    feature_map: FeatureMap = cosine_feature_map,
-    sampling: str = "even",
-    sketch: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return e, r, and which rows (..., n) of the weights took part; None for all."""
-    check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling, sketch)
-    W_e, W_r = (W.to(wide(q)) for W in (W_e, W_r))
+class Projection(NamedTuple):
+    """The options of `primal_attention` that define its scores."""
+
+    W_e: Tensor
+    W_r: Tensor
+    data_dependent: bool = True
+    feature_map: FeatureMap = cosine_feature_map
+    sampling: str | Tensor = "even"
+
+
+class Scores(NamedTuple):
+    """Scores of queries (..., N, s) and of keys (..., M, s), and which rows of W were used."""
+
+    e: Tensor
+    r: Tensor
+    used: Tensor | None  # (..., n); None for all
+
+
+def scores_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, by: Projection
+) -> Scores:
+    """Return the scores e and r, zero for absent keys, and for queries without any key."""
+    check_scores(q, k.shape[-2], mask, by.W_e, by.W_r, by.data_dependent, by.sampling)
+    W_e, W_r = (W.to(wide(q)) for W in (by.W_e, by.W_r))
     used = None
-    if data_dependent and mask.is_causal:
-        run = functools.partial(_causal_scores, feature_map, v, sketch)
+    if by.data_dependent and mask.is_causal:
+        run = functools.partial(_causal_scores, by, v)
         e, r = run(q, W_e, scale), run(k, W_r, None)  # (..., N, s), (..., M, s)
-        if sketch is None:
+        if not isinstance(by.sampling, Tensor):
             used = torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
     else:
         if mask.is_causal:
             q, k = running_mean(q), running_mean(k)
-        if data_dependent:
+        if by.data_dependent:
             with full_precision(q.device):
-                rows, used = landmarks(v.to(W_e.dtype), W_e.shape[-2], mask, sampling, sketch)
+                rows, used = landmarks(v.to(W_e.dtype), W_e.shape[-2], mask, by.sampling)
                 n = rows.shape[-2]
                 W_e, W_r = (rows.mT @ W[..., :n, :] for W in (W_e, W_r))  # (..., p, s)
-        project = functools.partial(_project, feature_map, data_dependent)
-        e, r = project(q, W_e, scale), project(k, W_r, None)  # (..., N, s), (..., M, s)
-    return *_masked(e, r, mask), used
+        e, r = _project(by, q, W_e, scale), _project(by, k, W_r, None)  # (..., N, s), (..., M, s)
+    present = mask.present(r.shape[-2])
+    if present is not None:
+        return Scores(e * present.any(-1)[..., None, None], r * present.unsqueeze(-1), used)
+    return Scores(e if r.shape[-2] else 0 * e, r, used)
 
 
-def _project(
-    feature_map: FeatureMap, data_dependent: bool, x: Tensor, W: Tensor, scale: Any
-) -> Tensor:
-    """Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
+def _project(by: Projection, x: Tensor, W: Tensor, scale: float | None) -> Tensor:
+    """Return Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
     parts = []
     for x_s in segments(x):
-        phi = apply_feature_map(feature_map, x_s if scale is None else scale * x_s)
-        _check_width(phi, W.shape[-2], data_dependent)
+        phi = apply_feature_map(by.feature_map, x_s if scale is None else scale * x_s)
+        check_width(phi, W.shape[-2], by.data_dependent)
         with full_precision(x.device):
             parts.append(phi @ W)
     return torch.cat(parts, -2)
 
 
-def _masked(e: Tensor, r: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Set r to zero where a key is not there, and e where there is none at all."""
-    there = mask.present(r.shape[-2])
-    if there is not None:
-        return e * there.any(-1)[..., None, None], r * there.unsqueeze(-1)
-    return (e if r.shape[-2] else 0 * e), r
-
-
-def _causal_scores(
-    feature_map: FeatureMap, x: Tensor, sketch: Tensor | None, q: Tensor, W: Tensor, scale: Any
-) -> Tensor:
-    """Σ_{j ≤ i} (x_j · g(q_i)) u_j, where token j has row j mod n of W as its value u_j.
+def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None) -> Tensor:
+    """Return Σ_{j ≤ i} (x_j · g(q_i)) u_j, where the value u_j of token j is row j mod n of W.
 
     A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
-    steps = torch.arange(M, device=x.device)
     with full_precision(q.device):
-        U = W[..., steps % n, :] if sketch is None else sketch[..., :M].to(W.dtype).mT @ W
+        if isinstance(by.sampling, Tensor):
+            U = by.sampling[..., :M].to(W.dtype).mT @ W
+        else:
+            U = W[..., torch.arange(M, device=x.device) % n, :]
 
     def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
-        phi = apply_feature_map(feature_map, q_s if scale is None else scale * q_s)
-        _check_width(phi, x.shape[-1], True)
+        phi = apply_feature_map(by.feature_map, q_s if scale is None else scale * q_s)
+        check_width(phi, x.shape[-1], True)
         return phi, x_s.to(phi.dtype)
 
     sums = causal_sums(pair, q, x, U)
-    if sketch is not None:
+    if isinstance(by.sampling, Tensor):
         return sums
     last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)
 
 
 def running_mean(x: Tensor) -> Tensor:
-    """Mean of the tokens j ≤ i of x (..., N, D), for each i: the causal step of Listing 1."""
+    """Return the mean of the tokens j ≤ i of x (..., N, D) for each i, as in Listing 1."""
     counts = torch.arange(1, x.shape[-2] + 1, dtype=wide(x), device=x.device)
     return x.to(counts.dtype).cumsum(-2) / counts.unsqueeze(-1)
 
 
 def landmarks(
-    x: Tensor, n: int, mask: Mask, sampling: str = "even", sketch: Tensor | None = None
+    x: Tensor, n: int, mask: Mask, sampling: str | Tensor = "even"
 ) -> tuple[Tensor, Tensor | None]:
-    """Return f(x), at most n rows of x (..., M, p), and which of n rows there are: (..., n).
+    """Return f(x), at most n rows of x (..., M, p), and which of n rows are used: (..., n).
 
-    Of the c tokens that are there min(n, c) are taken, in their order, so that row m of the weights
-    belongs to the m-th of them; other rows are zeros. A `sketch` S gives S x, and None: all rows.
+    Of the c tokens that are present min(n, c) are taken, in their order, so that row m of the
+    weights belongs to the m-th of them; other rows are zeros. A sketch S gives S x, and None, as it
+    uses all rows.
     """
-    M, there = x.shape[-2], mask.present(x.shape[-2])
-    if sketch is not None:
-        x = x if there is None else x * there.unsqueeze(-1)
-        return sketch[..., :M].to(x.dtype) @ x, None
+    M, present = x.shape[-2], mask.present(x.shape[-2])
+    if isinstance(sampling, Tensor):
+        x = x if present is None else x * present.unsqueeze(-1)
+        return sampling[..., :M].to(x.dtype) @ x, None
     place = torch.arange(n, device=x.device)
-    if there is None and not is_symbolic(M):
+    if present is None and not is_symbolic(M):
         if M <= n:
             return x, place < M
-        if sampling == "even":  # as below, without a sort
+        if sampling == "even":  # the same as below, without a sort
             return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
-    if there is None:
-        there = torch.ones(M, dtype=torch.bool, device=x.device)
-    count = there.sum(-1, keepdim=True)  # (..., 1)
+    if present is None:
+        present = torch.ones(M, dtype=torch.bool, device=x.device)
+    count = present.sum(-1, keepdim=True)  # (..., 1)
     used, n = place < count, n if is_symbolic(M) else min(n, M)  # (..., n)
     if sampling == "random":
-        drawn = torch.rand(there.shape, device=x.device).masked_fill(~there, -1).topk(n).indices
-        late = drawn + M * there.logical_not().gather(-1, drawn)  # absent ones come last
-        chosen = late.sort(-1).values % max(M, 1)
+        noise = torch.rand(present.shape, device=x.device).masked_fill(~present, -1)
+        drawn = noise.topk(n).indices
+        keys = drawn + M * present.logical_not().gather(-1, drawn)  # sorts absent tokens last
+        chosen = keys.sort(-1).values % max(M, 1)
     else:
-        order = there.logical_not().to(torch.uint8).sort(stable=True, dim=-1).indices
+        order = present.logical_not().to(torch.uint8).sort(stable=True, dim=-1).indices
         last = (count - 1).clamp(min=0)
         gaps = (count.clamp(max=n) - 1).clamp(min=1)
         chosen = order.gather(-1, (place[:n] * last // gaps).minimum(last))
@@ -204,75 +254,22 @@ def landmarks(
     return x.gather(-2, chosen) * used[..., :n].unsqueeze(-1), used
 
 
-# --- the mechanism --------------------------------------------------------------------------------
-
-
-@mechanism(per_key=True, drops=True)
-def primal_attention(
-    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
-    sampling="even", sketch=None, cross=False, dropout_p=0.0, kept=None,
-) -> Tensor:  # fmt: skip
-    """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
-
-    O((N + M) p s + n p s) operations, and no matrix of queries and keys. There are no attention
-    weights: v is not averaged, it is what the projection depends on.
-
-    Parameters
-    ----------
-    q, k, v : Tensor
-        Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and the sequence that f reads,
-        ``(..., H, M, p)``, with p the number of features. M = N unless `cross`.
-    attn_mask : Tensor, optional
-        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there. Floating: 0 or -inf, as which -8192 and below count. A key that
-        is not there is in no row of f(V), and its score r is 0.
-    dropout_p : float
-        Probability of dropping a score: they stand in the place of weights.
-    is_causal : bool
-        Position i depends on positions j ≤ i only. Data-dependent: f is a sum over these, token j
-        in row j mod n, divided by i // n + 1; while i < n that is all of them, each in a row of its
-        own. Not data-dependent: q and k become running means before g, as in Listing 1.
-    scale : float, optional
-        Finite and positive; multiplies q before g. Without influence where g is the cosine map.
-    W_e, W_r : Tensor
-        ``(n, s)`` or ``(H, n, s)``: n rows for each of s directions; ``(p, s)`` or ``(H, p, s)`` if
-        not `data_dependent`. Only the first M rows are used of a sequence shorter than n.
-    W_o : Tensor
-        ``(Dv, 2 s)`` or ``(H, Dv, 2 s)``: what is made of the scores.
-    data_dependent : bool
-        Whether the projection weights are f(V)ᵀ W_e and f(V)ᵀ W_r, or W_e and W_r.
-    feature_map : callable
-        g, from ``(..., D)`` to ``(..., p)``, each token on its own.
-    sampling : str
-        Which n of more than n tokens are the rows of f(V): ``"even"``, evenly spaced, or
-        ``"random"``, drawn without replacement at each call, in their order. Causal: see there.
-    sketch : Tensor, optional
-        S ``(n, L)``, or ``(H, n, L)``, with L ≥ M: f(V) = S V instead, as a Gaussian sketch.
-    cross : bool
-        Whether queries and keys belong to different sequences. Then r, which belongs to keys, comes
-        to every query as its mean over the keys that are there; if causal, over those j ≤ i.
-    kept : list, optional
-        e, r and which rows of the weights took part (None for all) are appended to it.
-    """
-    how = (W_e, W_r, data_dependent, feature_map, sampling, sketch)
-    e, r, used = _scores(q, k, v, mask, scale, *how)
-    if kept is not None:
-        kept.append((e, r, used))
-    return _join(e, r, mask, W_o, cross, dropout_p).to(q.dtype)
-
-
-def _join(e: Tensor, r: Tensor, mask: Mask, W_o: Tensor, cross: bool, dropout_p: float) -> Tensor:
-    """W_o [e; r], with the scores r of keys brought to the queries."""
+def join(scores: Scores, mask: Mask, W_o: Tensor, cross: bool, dropout_p: float) -> Tensor:
+    """Return W_o [e; r], with the scores r of keys brought to the queries."""
+    e, r, _ = scores
     check_output(e, r.shape[-2], W_o, cross, e.shape[-1])
     N, M, s = e.shape[-2], r.shape[-2], e.shape[-1]
     if cross and mask.is_causal and M:
         r = running_mean(r)[..., torch.arange(N, device=r.device).clamp(max=M - 1), :]
     elif cross:
-        there = mask.present(M)
-        count = max(M, 1) if there is None else there.sum(-1)[..., None, None].clamp(min=1)
+        present = mask.present(M)
+        count = max(M, 1) if present is None else present.sum(-1)[..., None, None].clamp(min=1)
         r = (r.sum(-2, keepdim=True) / count).expand(*e.shape[:-1], s)
     with full_precision(e.device):
         return F.dropout(torch.cat([e, r], -1), dropout_p) @ W_o.to(e.dtype).mT
+
+
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_output(q: Tensor, M: int, W_o: Tensor, cross: bool, s: int) -> None:
@@ -287,53 +284,53 @@ def check_output(q: Tensor, M: int, W_o: Tensor, cross: bool, s: int) -> None:
 
 
 def check_scores(
-    q: Tensor,
-    M: int,
-    mask: Mask,
-    W_e: Tensor,
-    W_r: Tensor,
-    data_dependent: bool,
-    sampling: str,
-    sketch: Tensor | None,
-) -> None:
-    """Check the weights of the scores, and what f reads."""
+    q: Tensor, M: int, mask: Mask, W_e: Tensor, W_r: Tensor, data_dependent: bool,
+    sampling: str | Tensor,
+) -> None:  # fmt: skip
+    """Check the weights of the scores, and the sampling or sketch."""
     check_flag("data_dependent", data_dependent)
     _check_weights("W_e", W_e, q)
     _check_weights("W_r", W_r, q)
     if W_r.shape[-2:] != W_e.shape[-2:]:
-        found = f"W_r has shape {tuple(W_r.shape)}"
-        raise ValueError(f"{found}; expected the rows and directions of W_e, {tuple(W_e.shape)}")
-    if sampling not in SAMPLINGS:
-        raise ValueError(f"sampling is {sampling!r}; expected one of {', '.join(SAMPLINGS)}")
+        raise ValueError(
+            f"W_r has shape {tuple(W_r.shape)}; expected the rows and directions of W_e, "
+            f"{tuple(W_e.shape)}"
+        )
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, "there are no weights of keys to change")
-    if sketch is not None:
-        _check_weights("sketch", sketch, q)
-        found, n = f"sketch has shape {tuple(sketch.shape)}", W_e.shape[-2]
-        if sketch.shape[-2] != n or sketch.shape[-1] < M:
-            raise ValueError(f"{found}; expected {n} rows, as W_e, and columns for {M} tokens")
+    if isinstance(sampling, Tensor):
+        _check_weights("sampling", sampling, q)
+        n = W_e.shape[-2]
+        if sampling.shape[-2] != n or sampling.shape[-1] < M:
+            raise ValueError(
+                f"sampling has shape {tuple(sampling.shape)}; expected {n} rows, as W_e, and "
+                f"columns for {M} tokens"
+            )
+    elif sampling not in SAMPLINGS:
+        expected = ", ".join(SAMPLINGS)
+        raise ValueError(f"sampling is {sampling!r}; expected one of {expected}, or a sketch")
 
 
 def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
-    """Check for a floating (rows, columns) or (H, rows, columns), not empty, where q is."""
+    """Check for a floating (rows, columns) or (H, rows, columns), not empty, on the device of q."""
     if not isinstance(W, Tensor) or W.dtype not in FLOATING:
         kind = f"dtype {W.dtype}" if isinstance(W, Tensor) else f"type {type(W).__name__}"
         raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
     if W.device != q.device:
         raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
-    wanted = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
-    if not wanted or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
+    fits = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
+    if not fits or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"
         heads = f", or ({q.shape[-3]}, rows, {size}) for each head" if q.dim() > 2 else ""
-        expected = f"(rows, {size}){heads}"
-        raise ValueError(f"{name} has shape {tuple(W.shape)}; expected {expected}")
+        raise ValueError(f"{name} has shape {tuple(W.shape)}; expected (rows, {size}){heads}")
 
 
-def _check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
+def check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
+    """Check that a feature map makes as many features as the weights have rows."""
     if phi.shape[-1] != p:
-        where = "v has features" if data_dependent else "W_e has rows"
+        source = "v has features" if data_dependent else "W_e has rows"
         raise ValueError(
-            f"feature_map makes {phi.shape[-1]} features; expected {p}, as many as {where}"
+            f"feature_map makes {phi.shape[-1]} features; expected {p}, as many as {source}"
         )
 
 
@@ -343,13 +340,13 @@ def _check_width(phi: Tensor, p: int, data_dependent: bool) -> None:
 def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tensor) -> Tensor:
     """J = ½ Σ_i e_iᵀ Λ e_i + ½ Σ_j r_jᵀ Λ r_j − tr(W_eᵀ W_r), eq. 1 of [Chen2023].
 
-    It is a quadratic form in (W_e, W_r), so it is 0 wherever its gradient is; that it is 0 says
+    It is a quadratic form in (W_e, W_r), so it is 0 wherever its gradient is; being 0 implies
     little else (chapter 11).
 
     Parameters
     ----------
     e, r : Tensor
-        Scores ``(..., N, s)`` and ``(..., M, s)``, as of `primal_scores`.
+        Scores ``(..., N, s)`` and ``(..., M, s)``, as from `primal_scores`.
     W_e, W_r : Tensor
         ``(..., n, s)``.
     Lambda : Tensor
@@ -364,40 +361,34 @@ def ksvd_objective(e: Tensor, r: Tensor, W_e: Tensor, W_r: Tensor, Lambda: Tenso
     return (energy - (W_e * W_r).sum(-2)).sum(-1)
 
 
-class _Collectors(threading.local):  # a compiler can follow it, unlike a ContextVar
+class Collectors(threading.local):  # torch.compile can trace it, unlike a ContextVar
+    """The lists that `ksvd_objectives` fills in this thread, the innermost last."""
+
     def __init__(self) -> None:
-        self.lists: list[list[Tensor]] = []  # of `ksvd_objectives`, the innermost last
+        self.lists: list[list[Tensor]] = []
 
 
-_collectors = _Collectors()
+collectors = Collectors()
 
 
 @contextlib.contextmanager
 def ksvd_objectives() -> Iterator[list[Tensor]]:
-    """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs inside, in their order.
+    """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs in a with block.
 
-    In this thread; and no backward pass, where checkpointing would run layers again.
+    Only in this thread. The backward pass belongs outside the block, as checkpointing runs layers
+    again in it.
 
-    J is `ksvd_objective` with means over the tokens that are there in the place of sums, so that Λ
-    does not depend on the length, and with those rows of the weights that took part.
+    J is `ksvd_objective` with means over the present tokens instead of sums, so that Λ does not
+    depend on the length, and with the rows of the weights that were used.
 
     Examples
     --------
-    >>> with ksvd_objectives() as found:
+    >>> with ksvd_objectives() as objectives:
     ...     output = model(x)
-    >>> loss = loss + eta * sum(J.square().mean() for J in found)  # doctest: +SKIP
+    >>> loss = loss + eta * sum(J.square().mean() for J in objectives)  # doctest: +SKIP
     """
-    _collectors.lists.append([])
+    collectors.lists.append([])
     try:
-        yield _collectors.lists[-1]
+        yield collectors.lists[-1]
     finally:
-        _collectors.lists.pop()
-
-
-# --- the layer ------------------------------------------------------------------------------------
-
-
-def _shared(scores: Tensor, there: Tensor | None) -> Tensor:
-    """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over those there."""
-    here = scores.new_ones(scores.shape[-2]) if there is None else there.to(scores.dtype)
-    return scores * (here / here.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
+        collectors.lists.pop()

@@ -18,42 +18,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from derived_attention.attention.engine.pooling import (
     POOLINGS,
-    Pool,
     Pooling,
+    check_scale_list,
+    head_groups,
     keep_first,
     kmeans_pooling,
-    pool_pairs,
+    pooled_heads,
     windows,
 )
 from derived_attention.attention.frame.checks import (
     Mechanism,
     check_callable,
-    check_count,
     check_flag,
     check_no_bias,
 )
 from derived_attention.attention.frame.convention import mechanism
-from derived_attention.attention.frame.layer import (
-    in_order,
-    pick,
-)
+from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention
 from derived_attention.attention.softmax.fast import softmax_attention
 
-Scale = TypeVar("Scale", int, tuple[int, int])
-
-# --- the formula: head by head, window by window -------------------------------------------------
-
-
-# --- the same, one call for all heads of a scale -------------------------------------------------
+HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
 
 
 @mechanism
@@ -67,11 +58,11 @@ def scaled_heads_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating: 0 or -inf, as which -8192 and below count. A
-        key that may not be attended is left out of its pooled key, and a pooled key with none left
-        is masked. Any mask where all scales are 1.
+        True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
+        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
+        mask if all scales are 1.
     is_causal : bool
-        True only where all scales are 1: a pooled key holds the future of all its steps but one.
+        True only if all scales are 1: a pooled key holds the future of all its steps but one.
     scales : sequence of int
         s_h for each head, at least 1. Keys and values of head h become ⌈M / s_h⌉.
     pooling : str or callable
@@ -83,11 +74,13 @@ def scaled_heads_attention(
         `softmax_attention` or another mechanism with its calling convention.
     positional : bool
         Whether `attention` depends on the positions of queries and keys, as sparse patterns do. It
-        then runs on the pooled sequence, where query i stands at ⌊i / s_h⌋. Needs N = M and
+        then runs on the pooled sequence, where query i has the position ⌊i / s_h⌋. Needs N = M and
         windows of steps: no `class_token`, no k-means.
     """
-    own = dict(pooling=pooling, class_token=class_token, attention=attention, positional=positional)
-    return _by_scale(q, k, v, mask, scale, lambda base, heads: base, scales=scales, **own)
+    options = dict(
+        pooling=pooling, class_token=class_token, attention=attention, positional=positional
+    )
+    return _by_scale(q, k, v, mask, scale, lambda base, heads: base, scales=scales, **options)
 
 
 @mechanism
@@ -106,8 +99,8 @@ def normalized_scaled_heads_attention(
     check_normalization(beta, eps, q)
 
     def bind(base: Mechanism, heads: list[int]) -> Mechanism:
-        own = {"beta": of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
-        return functools.partial(normalized_attention, attention=base, **own)
+        options = {"beta": of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
+        return functools.partial(normalized_attention, attention=base, **options)
 
     return _by_scale(q, k, v, mask, scale, bind, scales=scales, **pooled)
 
@@ -116,39 +109,26 @@ def _by_scale(
     q, k, v, mask, scale, bind, *, scales, pooling="average", class_token=False,
     attention=softmax_attention, positional=False
 ) -> Tensor:  # fmt: skip
-    """Check, and give the heads of each scale to their mechanism, with pooled keys and values."""
+    """Run the heads of each scale on pooled keys and values; `bind` adds options of those heads."""
     check_scales(scales, q, mask)
     pool_by = check_pooling(pooling, class_token)
     check_positions(attention, positional, q, k, pooling, class_token)
     outputs, groups = [], head_groups(scales)
     for s, heads in groups.items():
-        run = bind(_aligned(attention, s, positional), heads)
-        k_s, v_s, given = pick(k, heads), pick(v, heads), mask.given
-        if given is not None and given.dim() > 2 and given.shape[-3] > 1:
-            given = pick(given, heads)
-        if s > 1:
-            there = Mask(given).present(k.shape[-2])
-            k_s, v_s, present, _ = pool_pairs(pool_by, k_s, v_s, s, there)
-            given = None if present is None else present.unsqueeze(-2)
-        own = {"attn_mask": given, "is_causal": mask.is_causal, "scale": scale}
-        outputs.append(run(pick(q, heads), k_s, v_s, **own))
+        run = bind(aligned(attention, s, positional), heads)
+        k_h, v_h, attn_mask = pooled_heads(pool_by, k, v, mask, heads, s)
+        options = {"attn_mask": attn_mask, "is_causal": mask.is_causal, "scale": scale}
+        outputs.append(run(pick(q, heads), k_h, v_h, **options))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
 
-def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
-    """Return the heads of each scale, or pair of them: ``[1, 1, 2]`` to ``{1: [0, 1], 2: [2]}``."""
-    groups: dict[Scale, list[int]] = {}
-    for h, s in enumerate(scales):
-        groups.setdefault(s, []).append(h)
-    return groups
-
-
 def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
-    """Return the β of some heads."""
+    """Return the β of these heads."""
     return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
 
 
-def _aligned(base: Mechanism, s: int, positional: bool) -> Mechanism:
+def aligned(base: Mechanism, s: int, positional: bool) -> Mechanism:
+    """Let a mechanism see query i at the position ⌊i / s⌋, if it depends on positions."""
     return functools.partial(_attend_aligned, base, s) if positional and s > 1 else base
 
 
@@ -157,8 +137,8 @@ def _attend_aligned(
 ) -> Tensor:
     """Attend with query i at position ⌊i / s⌋ among the pooled keys.
 
-    The queries are dealt out to s sequences, the t-th of which has step t of every window. Each is
-    as long as the pooled keys, and in it query and key of a window stand at the same place.
+    The queries are split into s sequences: the t-th has step t of every window. Each is as long as
+    the pooled keys, so that the query and the key of a window have the same position.
     """
     N = q.shape[-2]
     s = min(s, N or s)
@@ -171,11 +151,9 @@ def _attend_aligned(
 
 # --- checks --------------------------------------------------------------------------------------
 
-HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
-
 
 def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
-    """Check `scales` against the heads of `q`, and that the masks can be pooled by them."""
+    """Check `scales` against the heads of `q`, and that the mask can be pooled."""
     if q.dim() < 3:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
     check_scale_list(scales, q.shape[-3])
@@ -190,20 +168,8 @@ def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
             check_no_bias("attn_mask", mask.given)
 
 
-def check_scale_list(scales: Sequence[int], heads: int, name: str = "scales") -> None:
-    """Check for one whole number, at least 1, per head."""
-    if isinstance(scales, str) or not isinstance(scales, Sequence):
-        raise TypeError(f"{name} is {scales!r}; expected a sequence of whole numbers")
-    if len(scales) != heads or heads == 0:
-        raise ValueError(
-            f"{name} is {list(scales)}; expected one number per head, of which there are {heads}"
-        )
-    for h, s in enumerate(scales):
-        check_count(f"{name}[{h}]", s, 1)
-
-
 def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
-    """Return the function of a name in `POOLINGS`, made to leave a class token alone."""
+    """Return a pooling, by its name in `POOLINGS` or as given, that keeps a class token."""
     if isinstance(pooling, str) and pooling not in POOLINGS:
         raise ValueError(f"pooling is {pooling!r}; expected one of {list(POOLINGS)}, or a function")
     function = POOLINGS[pooling] if isinstance(pooling, str) else pooling
@@ -215,25 +181,16 @@ def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
 def check_positions(
     attention: Mechanism, positional: bool, q: Tensor, k: Tensor, pooling: Any, class_token: bool
 ) -> None:
-    """Check `attention`, and that pooled keys have positions where it needs them."""
+    """Check `attention`, and that pooled keys have positions if it depends on them."""
     check_callable("attention", attention)
     check_flag("positional", positional)
     if positional and (class_token or pooling in ("k-means", kmeans_pooling)):
-        what = "class_token=True" if class_token else "k-means"
+        cause = "class_token=True" if class_token else "k-means"
         raise ValueError(
-            f"positional is True with {what}; expected False: not all keys are windows"
+            f"positional is True with {cause}; expected False: not all keys are windows"
         )
     if positional and q.shape[-2] != k.shape[-2]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)}; expected as many keys as queries where positional is "
-            f"True: {q.shape[-2]}"
+            f"k has shape {tuple(k.shape)}; expected as many keys as queries, {q.shape[-2]}, with "
+            "positional=True"
         )
-
-
-# --- layers --------------------------------------------------------------------------------------
-
-
-def deal_out(pool: Pool, key: Tensor, A: Tensor) -> Tensor:
-    """Deal weights (B, H', N, N_h) of pooled keys out to their steps: (B, H', N, M)."""
-    identity = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
-    return A @ pool(identity.expand(*key.shape[:-1], -1)).unsqueeze(-3)

@@ -1,4 +1,4 @@
-"""Layers: what is learned of the mechanisms in `derived_attention.attention.scaled.fast`."""
+"""Layers with the parameters of `scaled_heads_attention` and of Attention-BN+SH (chapter 5)."""
 
 from __future__ import annotations
 
@@ -11,38 +11,30 @@ from torch import Tensor
 from derived_attention.attention.engine.pooling import (
     ConvolutionPooling,
     Pooling,
+    check_scale_list,
+    head_groups,
     max_pooling,
-    pool_pairs,
+    to_steps,
 )
-from derived_attention.attention.frame.checks import (
-    check_no_bias,
-)
-from derived_attention.attention.frame.layer import (
-    Group,
-    MultiheadAttention,
-    refuse,
-)
+from derived_attention.attention.frame.checks import check_no_bias
+from derived_attention.attention.frame.layer import Group, MultiheadAttention, refuse
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.scaled.fast import (
     HOLDS_LATER,
-    _aligned,
+    aligned,
     check_pooling,
     check_positions,
-    check_scale_list,
-    deal_out,
-    head_groups,
 )
 
 
 class ScaledHeadsAttention(MultiheadAttention):
     """Attention-SH in H heads, with the interface and the parameters of `MultiheadAttention`.
 
-    It pools `key` and `value` before it projects them, once for each scale, and projects for each
-    head what that head attends. The attention weights it returns are those of the steps: a pooled
-    key's weight is dealt out to its steps as pooling weighs them; with ``"max"`` there are none.
-    Where a scale is above 1 the forward pass takes neither `attn_mask` nor `is_causal`; padding
-    goes into `key_padding_mask`.
+    It pools `key` and `value` before it projects them, once for each scale. The attention weights
+    it returns are those of the steps: the weight of a pooled key is distributed over its steps as
+    the pooling weighs them; with ``"max"`` there are none. If a scale is above 1 the forward pass
+    takes neither `attn_mask` nor `is_causal`; padding goes into `key_padding_mask`.
 
     Parameters
     ----------
@@ -54,7 +46,7 @@ class ScaledHeadsAttention(MultiheadAttention):
         As in `scaled_heads_attention`.
     """
 
-    shown = ("scales", "how", "class_token")
+    shown = ("scales", "how", "class_token")  # a checkpoint compares this text
 
     def __init__(
         self,
@@ -75,32 +67,31 @@ class ScaledHeadsAttention(MultiheadAttention):
         self.how = pooling if isinstance(pooling, str) else "of its own"
         self.class_token, self.positional = class_token, positional
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
-        """Check, too, for masks that cannot be pooled."""
-        super().check(query, key, value, **given)
+    def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
+        """Refuse masks that cannot be pooled as well."""
+        super().check(query, key, value, **masks)
         check_positions(self.attention, self.positional, query, key, self.pooling, self.class_token)
         if max(self.scales) == 1:
             return
-        refuse(given, ("attn_mask", "is_causal"), f"{HOLDS_LATER}, with scales {self.scales}")
+        refuse(masks, ("attn_mask", "is_causal"), f"{HOLDS_LATER}, with scales {self.scales}")
         if self.pooling in ("max", max_pooling):
-            because = "with max pooling; a maximum is no weighted sum, so steps have no weights"
-            refuse(given, ("need_weights",), because)
+            because = "with max pooling steps have no weights, as a maximum is no weighted sum"
+            refuse(masks, ("need_weights",), because)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Pool keys and values for the heads of each scale."""
         if max(self.scales) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         for s, heads in head_groups(self.scales).items():
-            base = _aligned(self.attention, s, self.positional)
+            base = aligned(self.attention, s, self.positional)
             if s == 1:
                 yield Group(heads, key, value, mask, base)
                 continue
             present = None if mask.keys is None else mask.keys.squeeze(-2)
-            pooling = check_pooling(self.pooling, self.class_token)
-            pooled, values, present, pool = pool_pairs(pooling, key, value, s, present)
-            steps = functools.partial(deal_out, pool, key)
-            given = None if present is None else present[..., None, None, :]
-            yield Group(heads, pooled, values, Mask(given), base, steps)
+            pool, kept = check_pooling(self.pooling, self.class_token)(key, s, present)
+            attn_mask = None if kept is None else kept[..., None, None, :]
+            spread = functools.partial(to_steps, pool, key)
+            yield Group(heads, pool(key), pool(value), Mask(attn_mask), base, spread)
 
 
 class NormalizedScaledHeadsAttention(NormalizedAttention, ScaledHeadsAttention):

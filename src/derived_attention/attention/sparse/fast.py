@@ -1,4 +1,4 @@
-"""Sparse attention: softmax over a few keys, in patterns that blocks can follow (chapter 4).
+"""Sparse attention: softmax over a few keys, in patterns that blocks can cover (chapter 4).
 
 The equation of this module, with a set S(i) of keys for each query i, is ::
 
@@ -10,14 +10,13 @@ and its patterns are ::
     strided   S(i) = {j : |i − j| < stride, or i − j is a multiple of stride}
     fixed     S(i) = {j : ⌊j/stride⌋ = ⌊i/stride⌋, or j mod stride ≥ stride − summary}
 
-less the j > i where `is_causal`. The last two are those of Child et al. (2019), both of their sets
+without the j > i if `is_causal`. The last two are those of Child et al. (2019), both of their sets
 in one head. A ``<pattern>_mask`` is S as a matrix, a ``<pattern>_attention_reference`` is softmax
 attention under it, and a ``<pattern>_attention`` gives the same H and forms no (N, M) matrix.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -26,15 +25,20 @@ import torch
 from torch import Tensor
 
 from derived_attention.attention import formulas
-from derived_attention.attention.engine.blocks import stands_for_many
-from derived_attention.attention.frame.checks import check_count, is_symbolic
-from derived_attention.attention.frame.convention import extend, full_precision, in_full, mechanism
+from derived_attention.attention.engine.blocks import stands_for_many, to_front
+from derived_attention.attention.frame.checks import check_count, is_symbolic, wide
+from derived_attention.attention.frame.convention import (
+    extend,
+    full_precision,
+    in_full,
+    mechanism,
+    scaled,
+)
 from derived_attention.attention.frame.masks import Mask, flat_heads, masked_softmax, within
-from derived_attention.attention.linear.fast import wide
 from derived_attention.attention.softmax.fast import sdpa
 
-BLOCK = 32  # fewest queries in a block of a window: smaller ones cost more calls than they save
-SCORES = 2**18  # of two groups, in memory at a time: what the cache of a processor holds
+BLOCK = 32  # fewest queries in a block of a window: smaller blocks are slower
+SCORES = 2**18  # of two groups, in memory at a time: they fit in the cache of a processor
 Device = torch.device | str | None
 
 # --- the patterns as matrices -------------------------------------------------------------------
@@ -45,18 +49,18 @@ def window_mask(
 ) -> Tensor:
     """Boolean (N, M) mask of a local window: query i attends the keys with ``|i − j| ≤ window``.
 
-    With `is_causal` without the keys j > i. Numbers that are not whole are a TypeError, and N, M or
-    `window` below 0 a ValueError.
+    With `is_causal` only keys j ≤ i. TypeError for numbers that are not whole, ValueError for
+    N, M or `window` below 0.
     """
     check_count("window", window, 0)
     i, j = _pairs(N, M, device)
-    return _past(i, j, _is_near(i, j, window), is_causal)
+    return _past(i, j, (i - j).abs() <= window, is_causal)
 
 
 def strided_mask(
     N: int, M: int, stride: int, *, is_causal: bool = False, device: Device = None
 ) -> Tensor:
-    """Boolean (N, M) mask: query i attends its neighbourhood, and every `stride`-th key from there.
+    """Boolean (N, M) mask: query i attends its neighbours, and every `stride`-th key from itself.
 
     ``|i − j| < stride``, or i − j a multiple of `stride`: Child et al.'s strided pattern, for
     data with a period, such as the rows of an image. With `is_causal` any key reaches any later
@@ -64,8 +68,7 @@ def strided_mask(
     """
     check_count("stride", stride, 1)
     i, j = _pairs(N, M, device)
-    keep = _is_near(i, j, stride - 1) | ((i - j) % stride == 0)
-    return _past(i, j, keep, is_causal)
+    return _past(i, j, ((i - j).abs() < stride) | ((i - j) % stride == 0), is_causal)
 
 
 def fixed_mask(
@@ -73,18 +76,14 @@ def fixed_mask(
 ) -> Tensor:
     """Boolean (N, M) mask: query i attends its block, and the last `summary` keys of every block.
 
-    Child et al.'s fixed pattern, for data without a period, such as text. Blocks have `stride`
-    positions, and start at 0, stride, 2 stride, ...; the last may be shorter, and then has fewer
-    summaries or none. `summary` is from 1 to `stride`. Otherwise as `window_mask`.
+    Child et al.'s fixed pattern, for data without a period, such as text. Blocks of `stride`
+    positions start at 0, stride, 2 stride, ...; a shorter last block has fewer summaries or none.
+    `summary` is from 1 to `stride`. Otherwise as `window_mask`.
     """
     check_fixed(stride, summary)
     i, j = _pairs(N, M, device)
     keep = (i // stride == j // stride) | (j % stride >= stride - summary)
     return _past(i, j, keep, is_causal)
-
-
-def _is_near(i: Tensor, j: Tensor, window: int) -> Tensor:
-    return (i - j).abs() <= window
 
 
 def _past(i: Tensor, j: Tensor, keep: Tensor, is_causal: bool) -> Tensor:
@@ -97,18 +96,15 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
     return torch.arange(N, device=device)[:, None], torch.arange(M, device=device)  # (N, 1), (M,)
 
 
-# --- the formula: softmax under a mask ----------------------------------------------------------
-
-
-# --- the same by blocks -------------------------------------------------------------------------
+# --- attention by blocks ------------------------------------------------------------------------
 
 
 @mechanism(per_key=True)
 def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
-    Memory is O(N window), too. Queries in blocks, and for each block the stretch of keys that its
-    windows cover: all blocks are one fused call, under a mask that is a band.
+    Memory is O(N window), too. Queries are cut into blocks; each block attends the stretch of keys
+    that its windows cover. All blocks are one fused call, under a banded mask.
 
     Parameters
     ----------
@@ -126,11 +122,17 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
     C = min(max(window, BLOCK), N)  # queries in a block
     W = window + C + (0 if is_causal else window)  # keys in its stretch
     rows = -(-N // C)
-    stretches = functools.partial(_stretches, size=C, before=window, width=W, rows=rows)
-    i, j = _positions(1, C, q.device), _stretch_positions(rows, C, window, W, q.device)
-    band = _past(i, j[:1], _is_near(i, j[:1], window), is_causal)  # (1, C, W): all blocks' alike
+
+    def stretches(x: Tensor) -> Tensor:  # (..., rows, W, D): every C-th from -window, 0 outside x
+        after = (rows - 1) * C + W - window - x.shape[-2]
+        return extend(x, after, before=window).unfold(-2, W, C).mT  # a view: overlaps stored once
+
+    start = torch.arange(rows, device=q.device)[:, None, None] * C - window
+    i, j = torch.arange(C, device=q.device)[:, None], start + torch.arange(W, device=q.device)
+    band = _past(i, j[:1], (i - j[:1]).abs() <= window, is_causal)  # (1, C, W): one for all blocks
     keep = band & (0 <= j) & (j < M)  # (rows, C, W)
-    blocks = _blocks(q, C, rows)  # (..., H, rows, C, D)
+    blocks = extend(q, rows * C - N) if rows * C > N else q
+    blocks = blocks.unflatten(-2, (rows, C))  # (..., H, rows, C, D)
     near = Mask(within(keep, None if column is None else stretches(column).mT))
     H = sdpa(blocks, stretches(k), stretches(v), near, scale)  # keys (..., H, rows, W, D)
     return H.flatten(-3, -2)[..., :N, :]
@@ -140,12 +142,11 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
 def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
     """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time, O(N + M) memory.
 
-    Written as a table with `stride` columns, row after row, a query meets two groups of keys: its
+    In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
     neighbours, by blocks, and its column. A stride near √M is the cheapest. One softmax runs over
-    both groups, and a key in both is left out of the second.
-    Some queries at a time, and again in the backward pass. Sums are in float32 at least, under
-    autocast too. Where the stride nears M, the pattern is nearly everything, and
-    `softmax_attention` is the cheaper way to it.
+    both groups, and a key in both is left out of the second. Scores are computed for some queries
+    at a time, and again in the backward pass. Sums are in float32 at least, under autocast too. For
+    a stride near M, where nearly all keys are attended, `softmax_attention` is cheaper.
 
     Parameters
     ----------
@@ -160,9 +161,9 @@ def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
 def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
     """Softmax attention under `fixed_mask`: O(N (stride + summary M/stride)) time, O(N + M) memory.
 
-    A query meets two groups of keys: its own block, and the summaries of all blocks, which are the
-    same keys for all queries. One softmax runs over both, and the summaries of a query's own block
-    are left out of the second. Otherwise as `strided_attention`.
+    A query attends two groups of keys: its own block, and the summaries of all blocks, which are
+    the same keys for all queries. One softmax runs over both, and the summaries of a query's own
+    block are left out of the second. Otherwise as `strided_attention`.
 
     Parameters
     ----------
@@ -176,14 +177,14 @@ def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
 
 
 def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
-    """Attend to near keys and to far ones: the summaries of blocks, or a column if there is 0."""
+    """Attend near keys and far ones: the summaries of blocks, or a column if `summary` is 0."""
     column, lengths = _key_column(mask, k.shape[-2]), (q.shape[-2], k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
         return sdpa(q, k, v, Mask(), scale)
     size = stride if is_symbolic(*lengths) else min(stride, max(lengths))
     groups = _Groups(size, min(summary, size), mask.is_causal, column is not None)
-    Q, K, V = _scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-    if column is not None:  # one more feature of the key, and 1 is that of the query
+    Q, K, V = scaled(q, scale), k.to(wide(q)), v.to(wide(q))
+    if column is not None:  # the mask is one more feature of the key, and the query's is 1
         lowest = torch.finfo(K.dtype).min / 4
         if column.dtype == torch.bool:
             column = torch.zeros_like(column, dtype=K.dtype).masked_fill(~column, lowest)
@@ -196,48 +197,47 @@ def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
 
 
 class _Groups(NamedTuple):
-    """Which keys a block of `size` queries meets, and products with both groups of them.
+    """Which keys a block of `size` queries attends, and products with both groups of them.
 
-    Near are the blocks of keys around its own, far is the query's column of the table or, with a
-    `summary`, the last keys of each block. Keys and values are padded blocks (·, size, D): one in
-    front of the first, and as many after the last as the queries need.
+    Near keys are the blocks of keys around its own; far keys are the query's column of the table
+    or, with a `summary`, the last keys of each block. Keys and values are padded blocks
+    (·, size, D): one before the first, and as many after the last as the queries need.
     """
 
     size: int
     summary: int
     is_causal: bool
-    masked: bool  # whether some keys have a score that closes them
+    masked: bool  # whether a mask gives some keys the lowest score
 
     @property
     def around(self) -> tuple[int, int]:
-        """Blocks of keys before a query's own, and in all."""
+        """How many near blocks of keys precede a query's own, and how many there are in all."""
         if self.summary:
             return 0, 1
         return 1, 2 if self.is_causal else 3
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the result with all scores in memory: it can be differentiated at will."""
+        """Return the result with all scores in memory, which has derivatives of any order."""
         N, M = q.shape[-2], k.shape[-2]
-        own = (self.size, self.summary) if self.summary else (self.size,)
+        sizes = (self.size, self.summary) if self.summary else (self.size,)
         pattern = fixed_mask if self.summary else strided_mask
-        keep = pattern(N, M, *own, is_causal=self.is_causal, device=q.device)
+        keep = pattern(N, M, *sizes, is_causal=self.is_causal, device=q.device)
         scores = q @ k.mT
         return masked_softmax(scores, keep & (scores > _closed(scores))) @ v
 
     def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
-        """Cut x (n, D) into blocks, padded to so many, after others of zeros."""
-        n = rows * self.size - x.shape[0]
-        x = extend(x, n, before=before * self.size)
+        """Cut x (n, D) into `rows` blocks, padded with zeros, after `before` blocks of zeros."""
+        x = extend(x, rows * self.size - x.shape[0], before=before * self.size)
         return x.unflatten(0, (before + rows, self.size))
 
     def near(self, x: Tensor, start: int, rows: int) -> Tensor:
-        """View (rows, W, D) of padded blocks of keys: those around each block of queries."""
+        """View the near keys (rows, W, D) of `rows` blocks of queries from `start` on."""
         before, width = self.around
         flat = x[start + 1 - before :].flatten(0, 1)
         return flat.unfold(0, width * self.size, self.size).mT[:rows]
 
     def far(self, x: Tensor, seen: int) -> Tensor:
-        """View those of the first blocks of keys: (size, seen, D), or (seen · summary, D)."""
+        """View the far keys in the first `seen` blocks: (size, seen, D), or (seen · summary, D)."""
         x = x[1 : 1 + seen]
         return x[:, self.size - self.summary :].flatten(0, 1) if self.summary else x.transpose(0, 1)
 
@@ -252,7 +252,7 @@ class _Groups(NamedTuple):
             far.baddbmm_(x.transpose(0, 1), self.far(y, seen).mT, beta=0)
 
     def gather(self, out: Tensor, P: Tensor, y: Tensor, start: int, seen: int) -> None:
-        """Add to blocks `out` what weights P give of both groups of y."""
+        """Add the sums of both groups of y, weighted by P, to blocks `out`."""
         W = self.around[1] * self.size
         out.baddbmm_(P[..., :W], self.near(y, start, len(out)))
         if self.summary:
@@ -261,23 +261,23 @@ class _Groups(NamedTuple):
             out.transpose(0, 1).baddbmm_(P[..., W:].transpose(0, 1), self.far(y, seen))
 
     def spread(self, dy: Tensor, P: Tensor, x: Tensor, start: int, seen: int) -> None:
-        """Add to both groups of `dy` what weights P give of blocks x: the adjoint of `gather`."""
+        """Add blocks x, weighted by P, to both groups of `dy`: the adjoint of `gather`."""
         before, width = self.around
         C, W = self.size, width * self.size
         for part in range(width):
             at = start + 1 - before + part
             dy[at : at + len(x)].baddbmm_(P[..., part * C : (part + 1) * C].mT, x)
         if self.summary:
-            found = P.flatten(0, 1)[:, W:].mT @ x.flatten(0, 1)
-            dy[1 : 1 + seen, C - self.summary :] += found.view(seen, self.summary, -1)
+            far = P.flatten(0, 1)[:, W:].mT @ x.flatten(0, 1)
+            dy[1 : 1 + seen, C - self.summary :] += far.view(seen, self.summary, -1)
         else:
             self.far(dy, seen).baddbmm_(P[..., W:].transpose(0, 1).mT, x.transpose(0, 1))
 
     def close(self, S: Tensor, band: Tensor | None, start: int, seen: int, M: int) -> None:
-        """Give -∞ to scores of keys that are not there, not in the pattern, or met already."""
+        """Set scores to -∞ of keys that are padding, not in the pattern, or in both groups."""
         (before, width), C, rows = self.around, self.size, len(S)
-        last = -(-M // C) - 1  # block of keys, and how many are in it
-        there, W = M - last * C, width * C
+        last = -(-M // C) - 1  # the last block of keys, which has `in_last` of them
+        in_last, W = M - last * C, width * C
         if band is not None:
             S[..., :W] += band
         for part in range(width):
@@ -286,35 +286,33 @@ class _Groups(NamedTuple):
                 S[0, :, at] = -math.inf
             if (a := max(last - first, -1)) < rows:
                 if a >= 0:
-                    S[a, :, part * C + there : at.stop] = -math.inf
+                    S[a, :, part * C + in_last : at.stop] = -math.inf
                 S[a + 1 :, :, at] = -math.inf
         each = self.summary or 1
-        if (own := min(seen - start, rows)) > 0:  # far keys of these queries' blocks
-            met = torch.ones(rows, own, dtype=torch.bool, device=S.device)
-            met = met.triu() if self.is_causal else met.tril().triu()
-            met = met.repeat_interleave(each, -1)[:, None]
-            S[..., W + start * each : W + (start + own) * each].masked_fill_(met, -math.inf)
+        if (count := min(seen - start, rows)) > 0:  # far keys in these queries' own blocks
+            near = torch.ones(rows, count, dtype=torch.bool, device=S.device)
+            near = near.triu() if self.is_causal else near.tril().triu()
+            near = near.repeat_interleave(each, -1)[:, None]
+            S[..., W + start * each : W + (start + count) * each].masked_fill_(near, -math.inf)
         if seen > last:
             if self.summary:
-                S[..., W + last * each + max(0, there - C + each) :] = -math.inf
+                S[..., W + last * each + max(0, in_last - C + each) :] = -math.inf
             else:
-                S[:, there:, -1] = -math.inf
+                S[:, in_last:, -1] = -math.inf
 
     def band(self, like: Tensor) -> Tensor | None:
-        """Return what closes the near keys (size, W) that are not in the pattern."""
+        """Return (size, W), -∞ for near keys that are not in the pattern and 0 for the others."""
         (before, width), C = self.around, self.size
         i = torch.arange(C, device=like.device)[:, None]
         j = torch.arange(-before * C, (width - before) * C, device=like.device)
-        if self.summary:
-            keep = _past(i, j, torch.ones_like(i == j), self.is_causal)
-        else:
-            keep = _past(i, j, _is_near(i, j, C - 1), self.is_causal)
+        keep = torch.ones_like(i == j) if self.summary else (i - j).abs() < C
+        keep = _past(i, j, keep, self.is_causal)
         return like.new_zeros(keep.shape).masked_fill_(~keep, -math.inf)
 
     def weights(
         self, q: Tensor, k: Tensor, band: Tensor | None, start: int, seen: int, M: int, empty: bool
     ) -> Tensor:
-        """Return weights (rows, size, W + ·) of blocks q of queries, the first of them `start`."""
+        """Return the weights (rows, size, W + ·) of blocks q of queries, the first one `start`."""
         far = seen * (self.summary or 1)
         S = q.new_empty(*q.shape[:2], self.around[1] * self.size + far)
         self.products(S, q, k, start, seen)
@@ -324,40 +322,40 @@ class _Groups(NamedTuple):
         return A if dead is None else A.masked_fill_(dead, 0)
 
     def steps(self, N: int, M: int) -> list[tuple[slice, int]]:
-        """Cut blocks of queries, and say how many blocks of keys their far group is of."""
+        """Cut the blocks of queries, each cut with the number of blocks its far keys are in."""
         rows, keys = -(-N // self.size), -(-M // self.size)
         scores = self.size * (self.around[1] * self.size + keys * (self.summary or 1))
-        some = max(1, SCORES // scores)
-        cuts = [slice(a, min(a + some, rows)) for a in range(0, rows, some)]
+        step = max(1, SCORES // scores)
+        cuts = [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
         return [(cut, min(cut.stop, keys) if self.is_causal else keys) for cut in cuts]
 
 
 def _closed(x: Tensor) -> float:
-    """Return the score below which a key is closed: a quarter of the lowest, and some more."""
+    """Return the score below which a key counts as masked: half of the lowest one a mask gives."""
     return torch.finfo(x.dtype).min / 8
 
 
 class _InGroups(torch.autograd.Function):
-    """Attention to two groups of keys, head by head, some blocks of queries at a time."""
+    """Attention to two groups of keys, for one head and some blocks of queries at a time."""
 
     @staticmethod
     def forward(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take q with 1/√D in it."""
+        """Return H for queries that are scaled."""
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         for q_h, k_h, v_h, out_h in _by_head(q, k, v, out):
             Q, K, V, band, empty = _prepared(groups, q_h, k_h, v_h)
-            found = v.new_zeros(*Q.shape[:2], v.shape[-1])
+            sums = v.new_zeros(*Q.shape[:2], v.shape[-1])
             for rows, seen in groups.steps(len(q_h), len(k_h)):
                 A = groups.weights(Q[rows], K, band, rows.start, seen, len(k_h), empty)
-                groups.gather(found[rows], A, V, rows.start, seen)
-            out_h.copy_(found.flatten(0, 1)[: len(q_h)])
+                groups.gather(sums[rows], A, V, rows.start, seen)
+            out_h.copy_(sums.flatten(0, 1)[: len(q_h)])
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the gradients need."""
-        ctx.groups, *given = inputs
-        ctx.save_for_backward(*given, output)
+        """Save the tensors of the backward pass."""
+        ctx.groups, *tensors = inputs
+        ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -368,28 +366,25 @@ class _InGroups(torch.autograd.Function):
             if again or any(map(stands_for_many, (grad, q, k, v))):
                 pull: Any = torch.func.vjp(groups.whole, q, k, v)[1]
                 return None, *pull(grad)
-            found = [x.new_empty(x.shape) for x in (q, k, v)]
-            for q_h, k_h, v_h, *rest in _by_head(q, k, v, out, grad, *found):
-                _backward_of_head(groups, q_h, k_h, v_h, *rest)
-        return None, *found
+            grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+            for head in _by_head(q, k, v, out, grad, *grads):
+                _backward_of_head(groups, *head)
+        return None, *grads
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], groups: _Groups, *given: Tensor) -> Any:
-        """Let the mapped dimension be one more leading dimension."""
-        moved = [
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(given, in_dims[1:], strict=True)
-        ]
-        return _InGroups.apply(groups, *moved), 0
+    def vmap(info: Any, in_dims: tuple[Any, ...], groups: _Groups, *tensors: Tensor) -> Any:
+        """Make the mapped dimension one more leading dimension."""
+        pairs = zip(tensors, in_dims[1:], strict=True)
+        return _InGroups.apply(groups, *(to_front(info, x, dim) for x, dim in pairs)), 0
 
 
 def _by_head(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Run over all leading dimensions of tensors, as if they were one."""
+    """Iterate over all leading dimensions of tensors, as if they were one."""
     return zip(*(flat_heads(x, x.dim() - 2) for x in tensors), strict=True)
 
 
 def _prepared(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Cut q, k and v of one head into blocks; say if some query may have no key."""
+    """Cut q, k and v of one head into blocks; return the band, and if a query may have no key."""
     rows, keys = -(-len(q) // groups.size), -(-len(k) // groups.size)
     padded = max(rows, keys) + 1
     empty = groups.masked or len(q) > len(k)
@@ -397,7 +392,10 @@ def _prepared(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ..
     return groups.blocks(q, rows), K, V, groups.band(k), empty
 
 
-def _backward_of_head(groups: _Groups, q, k, v, out, grad, dq, dk, dv) -> None:
+def _backward_of_head(
+    groups: _Groups, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor,
+    dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
     """Write the gradients of one head."""
     N, M = len(q), len(k)
     Q, K, V, band, empty = _prepared(groups, q, k, v)
@@ -418,48 +416,14 @@ def _backward_of_head(groups: _Groups, q, k, v, out, grad, dq, dk, dv) -> None:
         d.copy_(D[1:].flatten(0, 1)[:M])
 
 
-def _scaled(q: Tensor, scale: float | None) -> Tensor:
-    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
-
-
-def _blocks(x: Tensor, size: int, rows: int) -> Tensor:
-    """Cut (..., L, D) into (..., rows, size, D), after dropping rows or appending rows of zeros."""
-    missing = rows * size - x.shape[-2]
-    if missing:
-        x = extend(x, missing)
-    return x.unflatten(-2, (rows, size))
-
-
-def _stretches(x: Tensor, *, size: int, before: int, width: int, rows: int) -> Tensor:
-    """Overlapping stretches (..., rows, width, D) of (..., L, D): every `size`-th from -`before`.
-
-    Zeros stand where x ends. A view of one padded copy: the overlaps are stored once.
-    """
-    after = (rows - 1) * size + width - before - x.shape[-2]
-    return extend(x, after, before=before).unfold(-2, width, size).mT
-
-
-def _positions(rows: int, size: int, device: torch.device) -> Tensor:
-    """Positions (rows, size, 1) of what `_blocks` cuts."""
-    return torch.arange(rows * size, device=device).view(rows, size, 1)
-
-
-def _stretch_positions(
-    rows: int, size: int, before: int, width: int, device: torch.device
-) -> Tensor:
-    """Positions (rows, 1, width) of what `_stretches` cuts; out of range where it has zeros."""
-    start = torch.arange(rows, device=device)[:, None, None] * size - before
-    return start + torch.arange(width, device=device)
-
-
 def _key_column(mask: Mask, M: int) -> Tensor | None:
-    """Mask over keys as a column (..., M, 1), to be cut as keys are."""
+    """Return the mask over keys as a column (..., M, 1), which is cut as keys are."""
     rows = mask.per_key()
     return None if rows is None else rows.expand(*rows.shape[:-1], M).mT
 
 
 def check_fixed(stride: int, summary: int) -> None:
-    """Check the numbers of the fixed pattern."""
+    """Check the sizes of the fixed pattern."""
     check_count("stride", stride, 1)
     check_count("summary", summary, 1)
     if summary > stride:
