@@ -87,7 +87,7 @@ def rooflines() -> Iterator[dict[str, Any]]:
 
 def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
     """Return what a module counts in each mode, of all its kernels."""
-    count = importlib.import_module(f"derived_attention.attention.engine.kernels.{module}").work
+    count = importlib.import_module(f"derived_attention.attention.{module}.triton").work
     if kind is not None:
         return count(kind, **sizes)
     parts = {mode: count(mode, **sizes).values() for mode in MODES}
