@@ -112,18 +112,16 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
-# Which of `engine.kernels` a GPU can run: the module, the kind of its work, and what
-# that has to know beside the sizes. Without a kind, the module counts in each mode, kernel by
-# kernel.
-KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+# Which kernels a GPU can run: the family, the kind of its `work`, and options beside the sizes.
+KERNEL_OF: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mgk": ("mixture", "mgk", {}),
     "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
     "hard_mgk": ("mixture", "hard_mgk", {}),
     "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
     "smgk": ("mixture", "smgk", {}),
     "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
-    "linear_causal": ("linear", None, {}),
-    "mlk_causal": ("linear", None, {"R": 2}),
+    "linear_causal": ("linear", "linear", {}),
+    "mlk_causal": ("linear", "linear", {"R": 2}),
     "lasso": ("splitting", "lasso", {}),
     "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
 }

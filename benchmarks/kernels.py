@@ -79,22 +79,12 @@ def rooflines() -> Iterator[dict[str, Any]]:
         for dim in HEAD_DIMS:
             for length in LENGTHS:
                 sizes = {"B": 1, "H": HEADS, "N": length, "M": length, "D": dim}
-                ours = work_of(module, kind, **sizes, **own)
+                ours = importlib.import_module(f"derived_attention.attention.{module}.triton").work(
+                    kind, **sizes, **own
+                )
                 theirs = sdpa_work(heads, length, dim, causal)
                 for mode in MODES:
                     yield row(name, length, dim, mode, ours[mode], theirs[mode])
-
-
-def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
-    """Return what a module counts in each mode, of all its kernels."""
-    count = importlib.import_module(f"derived_attention.attention.{module}.triton").work
-    if kind is not None:
-        return count(kind, **sizes)
-    parts = {mode: count(mode, **sizes).values() for mode in MODES}
-    return {
-        mode: Work(sum(x.operations for x in found), sum(x.bytes for x in found))
-        for mode, found in parts.items()
-    }
 
 
 def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -> dict[str, Any]:

@@ -258,13 +258,12 @@ def test_who_insists_hears_what_the_kernel_does_not_know(monkeypatch):
 
 
 def test_who_refuses_or_says_nothing_gets_no_kernel(monkeypatch):
-    monkeypatch.delattr(module, "mixture")
-    monkeypatch.delattr(module, "shifted_mixture")
+    monkeypatch.delattr(module, "attend")
     q, k, v, b = qkvb(n=3, m=3, d=4, dv=4)
     for refused in ({"fused": False}, {}):
         shifted_mixture_attention(q, k, v, shifts=b, **refused)
         mixture_attention(*qkv(n=3, m=3), **refused)
-    with pytest.raises(AttributeError, match="mixture"):
+    with pytest.raises(AttributeError, match="attend"):
         mixture_attention(*qkv(n=3, m=3), fused=True)
 
 

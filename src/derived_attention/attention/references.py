@@ -40,7 +40,7 @@ from derived_attention.attention.linear.fast import (
     elu_feature_map,
     linear_attention_weights,
 )
-from derived_attention.attention.mixture.fast import components_of, per_component
+from derived_attention.attention.mixture.components import components_of, per_component
 from derived_attention.attention.mixture.shifted import check_shifts
 from derived_attention.attention.mra.fast import check_blocks, mra_attention_weights
 from derived_attention.attention.multiresolution.fast import check_scales as check_pairs
@@ -274,7 +274,7 @@ def linear_mixture_attention_reference(
     q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
 ) -> Own:
     """Check the priors, and the feature map's results."""
-    return {"priors": per_component("priors", priors, q, k), "feature_map": checked(feature_map)}
+    return {"priors": per_component("priors", priors, k), "feature_map": checked(feature_map)}
 
 
 @reference(formulas.primal, per_key=True, drops=True)

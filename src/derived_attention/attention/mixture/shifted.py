@@ -31,13 +31,14 @@ from derived_attention.attention.engine.blocks import (
 from derived_attention.attention.frame.checks import check_floating, check_shape, may_look_at
 from derived_attention.attention.frame.convention import full_precision, mechanism
 from derived_attention.attention.frame.masks import BlockMask
-from derived_attention.attention.mixture.fast import (
+from derived_attention.attention.mixture.components import (
     Components,
     centred,
     components_of,
-    mixture_attention,
+    kernel_tensors,
     runs_kernel,
 )
+from derived_attention.attention.mixture.fast import mixture_attention
 from derived_attention.attention.softmax.fast import sdpa
 
 
@@ -94,22 +95,26 @@ def shifted_mixture_attention(
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:
-        own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
-        own.update(normalized=normalized, hard=hard, fused=fused, scale=scale, **mask.keywords)
-        return mixture_attention(q, shifted_keys(k, shifts), v, **own)
+        mixture: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
+        mixture |= {"normalized": normalized, "hard": hard, "fused": fused, "scale": scale}
+        return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)
     if fused and not distance:
         raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
-    if distance and runs_kernel(fused, q, k, v, parts, mask):
-        from derived_attention.attention.mixture import triton as mixture
-
-        return mixture.shifted_mixture(q, k, v, shifts, parts, mask, hard)
+    kernel, dtype = distance and runs_kernel(fused, q, k, v, parts, mask), q.dtype
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
-            return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
-        queries, keys = centred(q, k.unsqueeze(-3), parts, mask)
-        tensors = separate(queries, keys.squeeze(-3), shifts, parts)
-        return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
+            return sdpa(Q, K, V, mask, parts.scale).to(dtype)
+        if kernel:
+            from derived_attention.attention.mixture import triton
+
+            q, k, v = kernel_tensors(q, k.unsqueeze(-3), v, parts, mask)
+            _, _, u, w = separate(q.to(parts.wide), k.squeeze(-3).to(parts.wide), shifts, parts)
+            a = parts.scale * parts.precisions
+            return triton.attend(q, k, v, a, u.mT, w, mask, hard).to(dtype)
+        q, k = centred(q, k.unsqueeze(-3), parts, mask)
+        tensors = separate(q, k.squeeze(-3), shifts, parts)
+        return attend(_Shifted(hard), v, mask, *tensors).to(dtype)
 
 
 def separate(

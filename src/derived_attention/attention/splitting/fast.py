@@ -33,7 +33,7 @@ from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.formulas import signed_power
 from derived_attention.attention.frame.checks import is_symbolic
 from derived_attention.attention.frame.convention import full_precision, in_full, mechanism
-from derived_attention.attention.frame.masks import Mask, flat_heads
+from derived_attention.attention.frame.masks import flat_heads
 from derived_attention.attention.splitting.solver import (
     CHUNK,
     Options,
@@ -262,12 +262,13 @@ def _steps(
 
 
 def _mixed(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, solver: Solver, block: Block, in_place: bool
+    options: Options, tensors: list[Tensor], solver: Solver, block: Block, in_place: bool = False
 ) -> Tensor:
-    """Return what the codes of one block mix, for tensors in the dtype that it wants."""
+    """Return what the codes of one block mix, for q, k and v in the dtype that it wants."""
+    q, k, v = tensors
     solve = solver.part(block.heads, block.rows, q.dtype)
-    for w, _ in _steps(options, q, k, solve, block, in_place):
-        pass
+    for step in _steps(options, q, k, solve, block, in_place):
+        w = step[0]
     return signed_power(F.softshrink(w, 1.0), options.power) @ v[block.heads, : block.m]
 
 
@@ -293,7 +294,7 @@ class _Coding(torch.autograd.Function):
             dtype = _precision(options, block.rows, k)
             if dtype not in cast:
                 cast[dtype] = [x.to(dtype) for x in (q, k, v)]
-            mixed = _mixed(options, *cast[dtype], solver, block, in_place)
+            mixed = _mixed(options, cast[dtype], solver, block, in_place)
             flat[block.heads, block.rows] = mixed.to(q.dtype)
         return out
 
@@ -338,7 +339,7 @@ def _gradients(options: Options, grad: Tensor, *tensors: Tensor) -> list[Tensor]
             cast[dtype] = [x.to(dtype) for x in (q, k, v)], zeros
         solve = solver.part(block.heads, block.rows, dtype)
         g = grad[block.heads, block.rows].to(dtype)
-        _spread(options, *cast[dtype][0], solve, block, g, cast[dtype][1])
+        _spread(options, cast[dtype][0], solve, block, g, cast[dtype][1])
     for _, wider in list(cast.values())[1:]:
         for total, x in zip(sums, wider, strict=True):
             total += x
@@ -346,11 +347,11 @@ def _gradients(options: Options, grad: Tensor, *tensors: Tensor) -> list[Tensor]
 
 
 def _spread(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, solve: Solve, block: Block, g: Tensor,
+    options: Options, tensors: list[Tensor], solve: Solve, block: Block, g: Tensor,
     sums: list[Tensor],
 ) -> None:  # fmt: skip
     """Add what one block, whose output has the gradient g, gives to dq, dk, dv and dρ."""
-    (heads, rows, m), (dq, dk, dv, drho) = block, sums
+    (heads, rows, m), (q, k, v), (dq, dk, dv, drho) = block, tensors, sums
     K = k[heads, :m]
     steps = list(_steps(options, q, k, solve, block))
     z = F.softshrink(steps[-1][0], 1.0)
@@ -386,8 +387,8 @@ def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Te
     for rows in _chunks(q.shape[-2]):
         block, dtype = Block(ALL, rows, options.seen(rows.stop, k.shape[-2])), q.dtype
         wider = _precision(options, rows, K)
-        cast = (x.to(wider) for x in (Q, K, V))
-        parts.append(_mixed(options, *cast, solver, block, False).to(dtype))
+        cast = [x.to(wider) for x in (Q, K, V)]
+        parts.append(_mixed(options, cast, solver, block).to(dtype))
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
 

@@ -164,9 +164,9 @@ class Solver:
 class Past(NamedTuple):
     """The keys of causal queries in chunks of C, and what comes before each, in double precision.
 
-    Let L Lᵀ = Σ_j k_j k_jᵀ + ρ I over the keys before a chunk, M = L⁻¹, and K̃ = K_c Mᵀ the keys of
-    the chunk, whitened. Then G_i = L (I + Σ_{j ≤ i} k̃_j k̃_jᵀ) Lᵀ. Let F Fᵀ = I + K̃ K̃ᵀ and E = F⁻¹ K̃:
-    the leading part of F belongs to the leading keys, so that G_i⁻¹ = Mᵀ (I − E_{≤i}ᵀ E_{≤i}) M.
+    Let L Lᵀ = Σ_j k_j k_jᵀ + ρ I over the keys before a chunk, M = L⁻¹, and K̃ = K_c Mᵀ its own
+    keys, whitened. Then G_i = L (I + Σ_{j ≤ i} k̃_j k̃_jᵀ) Lᵀ. Let F Fᵀ = I + K̃ K̃ᵀ and E = F⁻¹ K̃: the
+    leading part of F belongs to the leading keys, so that G_i⁻¹ = Mᵀ (I − E_{≤i}ᵀ E_{≤i}) M.
     """
 
     keys: Tensor  # (..., n, C, D), padded with rows of zeros
