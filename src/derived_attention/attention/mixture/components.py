@@ -146,15 +146,19 @@ def kernel_tensors(
     return *centred(q, k, parts, mask), v.to(dtype)
 
 
-def kernel_terms(q: Tensor, k: Tensor, parts: Components) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return a (H or none, R, 1, 1), u (..., R, N) or None, and w (..., R, M) of a kernel."""
+def kernel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return q, k, v, a, u and w as a kernel takes them."""
+    q, k, v = kernel_tensors(q, k, v, parts, mask)
     a, w, u = parts.scale * parts.precisions, parts.log_weights, None
     if parts.distance:
         w = w - a * _squares(k, a) / 2
     if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
         u = (a.amin(-3, keepdim=True) - a) * _squares(q, a).unsqueeze(-3) / 2
         u = u.squeeze(-1)
-    return a, u, w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(k.shape[:-1])
+    w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(k.shape[:-1])
+    return q, k, v, a, u, w
 
 
 def _squares(x: Tensor, like: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ are shifts of one key have a form of their own, in `shifted`; `layer` has the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,12 +61,13 @@ from derived_attention.attention.mixture.components import (
     Components,
     components_of,
     features,
-    kernel_tensors,
-    kernel_terms,
+    kernel_arguments,
     per_component,
     runs_kernel,
 )
 from derived_attention.attention.softmax.fast import sdpa, widen
+
+Reduction = Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]  # of q, k, v, mask and scale
 
 
 @mechanism(components=True)
@@ -107,37 +109,31 @@ def mixture_attention(
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     kernel, dtype = runs_kernel(fused, q, k, v, parts, mask), q.dtype
+    reduce = _reduction(q, k, v, mask, hard)
     with full_precision(v.device):
         if kernel:
             from derived_attention.attention.mixture import triton
 
-            q, k, v = kernel_tensors(q, k, v, parts, mask)
-            return triton.attend(q, k, v, *kernel_terms(q, k, parts), mask, hard).to(dtype)
-        in_blocks = k.shape[-3] > 1 and (mask.is_causal or hard or _in_parts(v))
-        q, k = features(q, k, parts, mask, parts.wide if in_blocks else parts.dtype)
-        if not in_blocks:
-            return _joined(q, k, v.to(q.dtype), parts, mask).to(dtype)
-        if hard or not _by_tiles(q, k, v):
-            return attend(_Most() if hard else _Sum(), v, mask, parts.scale * q, k).to(dtype)
-        return attend_by_tiles(_Sum(), v, mask, parts.scale * q, k).to(dtype)
-
-
-def _joined(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask) -> Tensor:
-    """Attend to R M keys at once."""
-    R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
-    if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
-        v = widen(v, k.shape[-1])
-    v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
-    if mask.given is not None:
-        sizes = (*mask.given.shape[:-1], R, M)
-        mask = Mask(mask.given.unsqueeze(-2).expand(sizes).flatten(-2))  # (..., N, R M)
-    return sdpa(q, k.flatten(-3, -2), v.flatten(-3, -2), mask, parts.scale)[..., :Dv]
+            tensors = kernel_arguments(q, k, v, parts, mask)
+            return triton.attend(*tensors, mask, hard).to(dtype)
+        q, k = features(q, k, parts, mask, parts.dtype if reduce is _joined else parts.wide)
+        return reduce(q, k, v, mask, parts.scale).to(dtype)
 
 
 @mechanism(components=True)
 def hard_mixture_attention(q, k, v, mask, scale, **mixture) -> Tensor:
     """`mixture_attention` with ``hard=True``, and the other arguments of that."""
     return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **mixture)
+
+
+def _reduction(q: Tensor, k: Tensor, v: Tensor, mask: Mask, hard: bool) -> Reduction:
+    """Choose how scores scale · q_i·k_jr become weights of values."""
+    if k.shape[-3] == 1 or not (mask.is_causal or hard or _in_parts(v)):
+        return _joined
+    if hard:
+        return _most
+    tiles = all(_in_parts(x) and may_look_at(x) and x.numel() for x in (q, k, v))
+    return _tiled if tiles else _summed
 
 
 def _in_parts(x: Tensor) -> bool:
@@ -148,9 +144,29 @@ def _in_parts(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _by_tiles(*tensors: Tensor) -> bool:
-    """Say whether tiles, which look at rows, may be those parts."""
-    return all(_in_parts(x) and may_look_at(x) and x.numel() for x in tensors)
+def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Attend to R M keys at once."""
+    R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
+    v = v.to(q.dtype)
+    if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
+        v = widen(v, k.shape[-1])
+    v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
+    if mask.given is not None:
+        sizes = (*mask.given.shape[:-1], R, M)
+        mask = Mask(mask.given.unsqueeze(-2).expand(sizes).flatten(-2))  # (..., N, R M)
+    return sdpa(q, k.flatten(-3, -2), v.flatten(-3, -2), mask, scale)[..., :Dv]
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend_by_tiles(_Sum(), v, mask, scale * q, k)
+
+
+def _summed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend(_Sum(), v, mask, scale * q, k)
+
+
+def _most(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend(_Most(), v, mask, scale * q, k)
 
 
 class _Sum(NamedTuple):

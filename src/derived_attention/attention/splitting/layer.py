@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from derived_attention.attention.engine.layer import FusedAttention
 from derived_attention.attention.frame.checks import (
     Mechanism,
     check_count,
@@ -108,7 +109,7 @@ class RidgeAttention(MultiheadAttention):
         return functools.partial(base, lam=lam)
 
 
-class LassoAttention(RidgeAttention):
+class LassoAttention(FusedAttention, RidgeAttention):
     """Lasso attention in H heads; the rest is as in `RidgeAttention`.
 
     Parameters
@@ -132,23 +133,22 @@ class LassoAttention(RidgeAttention):
         rho: float = 10.0,
         iterations: int = 5,
         power: int | None = None,
-        fused: bool | None = None,
         attention: Mechanism = lasso_attention,
         **options: Any,
     ) -> None:
         super().__init__(*args, attention=attention, **options)
         self.rho = check_positive("rho", rho)
         self.iterations = check_count("iterations", iterations, 1)
-        self.power, self.fused = check_power(power), fused
+        self.power = check_power(power)
         self.log_rho = self.logarithm(self.rho)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Pass λ, ρ and the other options to the mechanism."""
         rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
         options = {"rho": rho, "iterations": self.iterations, "power": self.power}
-        if self.fused is not None:
-            options["fused"] = self.fused
-        return functools.partial(super().mechanism(base, heads), **options)
+        return functools.partial(
+            super().mechanism(base, heads), **options, **self.kernel_keywords()
+        )
 
 
 def _before(tokens: Tensor, x: Tensor) -> Tensor:
