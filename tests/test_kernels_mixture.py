@@ -292,20 +292,6 @@ def test_the_layer_hands_it_on(options, monkeypatch):
 # --- what a GPU is to do -----------------------------------------------------------------------
 
 
-def test_two_components_cost_less_than_two_heads():
-    """Of the operations of twice as many heads of softmax attention, forward."""
-    sizes = {"B": 2, "H": 4, "N": 100, "M": 300, "D": 64}
-    found = module.work("mgk", **sizes)
-    heads = 4 * 2 * (2 * 4) * 100 * 300 * 64
-    assert found["forward"].operations == 0.75 * heads
-    assert found["forward + backward"].operations == (0.75 + 11 / 4) * heads
-    assert module.work("smgk", **sizes)["forward"].operations == 0.5 * heads
-    causal = module.work("mgk", **sizes, is_causal=True)["forward"]
-    assert causal.operations == pytest.approx(0.75 * heads * 101 / 600)
-    with pytest.raises(ValueError, match="kind is 'mlk'"):
-        module.work("mlk", **sizes)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_launches_name_every_argument(dtype):
     for launch in module.launches(64, dtype):

@@ -53,14 +53,6 @@ class Launch:
         return cls(name, kernel, arguments, known, constants["num_warps"], constants["num_stages"])
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a kernel has to do: operations of its matrix products, and bytes from and to memory."""
-
-    operations: float
-    bytes: float
-
-
 @functools.cache
 def available() -> bool:
     """Say whether a version of Triton is installed that the kernels are tested on."""

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.engine.kernels import NAMES, Launch, Work
+from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
@@ -171,23 +171,6 @@ def _key_features(
 
 
 @triton.jit
-def _sliced_scores(
-    q, k, priors, start, N, M, scale, q_n, k_r, k_n, D: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr, ELU: tl.constexpr,
-    MIXED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """φ(q_i)·φ(k_j) of a block, a slice of the features at a time: float32 fills registers."""
-    A = tl.zeros((C, C), ACC)
-    for f in tl.static_range(0, D, SLICE):
-        x = _query_features(q + f, start, N, q_n, scale, D - f, C, SLICE, ELU, ACC)
-        y = _key_features(
-            k + f, priors, start, M, k_r, k_n, D - f, R, C, SLICE, ELU, MIXED, DOT, ACC
-        )
-        A = scores(x.to(DOT), y, A, PRECISION)
-    return A
-
-
-@triton.jit
 def _reciprocal(z, TINY: tl.constexpr):
     """1/z, and 0 where z is 0 or has lost its digits."""
     lost = tl.abs(z) < TINY
@@ -290,7 +273,7 @@ def _outputs(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, TINY: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h_i = (Σ_{j≤i in the block} a_ij v_j + Sᵀφ(q_i)) / z_i, and 1/z_i."""
     ACC: tl.constexpr = states.dtype.element_ty
@@ -310,14 +293,7 @@ def _outputs(
         total = tl.sum(phi_q.to(ACC) * z[None, :], 1)
         z += tl.sum(phi_k.to(ACC), 0)
         values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
-        if SLICE == F:
-            A = scores(phi_q, phi_k, None, PRECISION)
-        else:
-            A = _sliced_scores(
-                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
-                PRECISION, ACC,
-            )  # fmt: skip
-        A = hide(A, i, j, True, 0)
+        A = hide(scores(phi_q, phi_k, None, PRECISION), i, j, True, 0)
         sums = dot(phi_q, S.to(DOT), None, PRECISION)
         sums = dot(A.to(DOT), values, sums, PRECISION)
         if NORMALIZE:
@@ -385,7 +361,7 @@ def _key_gradients(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    RP: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    RP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dφ(k_j) = Σ_{i≥j in the block} (dh_i·v_j + dz_i) φ(q_i) / z_i + R [v_j, 1], and dv_j.
 
@@ -414,24 +390,13 @@ def _key_gradients(
         start = c * segment + (steps - 1 - step) * C
         phi_q = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
         if NORMALIZE:
-            one_over = load_numbers(scales, start, N, 0.0, C)[:, None]
-            phi_q *= one_over
+            phi_q *= load_numbers(scales, start, N, 0.0, C)[:, None]
         phi_q = phi_q.to(DOT)
         phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, DOT, ACC)
         values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
         dh = load_rows(dout, start, N, d_n, DV, C, V).to(DOT)
 
-        if SLICE == F:
-            A = scores(phi_k, phi_q, None, PRECISION)
-        else:
-            A = _sliced_scores(
-                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
-                PRECISION, ACC,
-            )  # fmt: skip
-            if NORMALIZE:
-                A *= one_over
-            A = tl.trans(A)
-        A = hide(A, i, j, True, 0).to(DOT)
+        A = hide(scores(phi_k, phi_q, None, PRECISION), i, j, True, 0).to(DOT)
         tl.debug_barrier()  # one after the other: registers have no room for all
         dvalues = scores(phi_k, S.to(DOT), None, PRECISION)
         store_rows(dv, dot(A, dh, dvalues, PRECISION), start, M, DV, C, V)
@@ -614,13 +579,11 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
 
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
     """Return what kernels are compiled for, but for the positions of a block."""
-    F, V = padded(D), padded(DV)
-    whole = options.product == torch.bfloat16
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
-        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "SLICE": F if whole else max(16, F // 4),
+        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny,
+        "F": padded(D), "V": padded(DV), "RP": triton.next_power_of_2(R),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
@@ -652,34 +615,3 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
         Launch.of(f"linear{kernel.__name__}", kernel, types, STRIDE, constants | sizes.of(kernel))
         for kernel in KERNELS
     ]
-
-
-def work(kind: str, *, B: int, H: int, N: int, M: int, D: int, R: int = 1) -> dict[str, Work]:
-    """Count what "linear" costs in bfloat16 on an H100, "forward" and "forward + backward".
-
-    Operations are those of the matrix products: scores of whole blocks, of which causality needs
-    half, and the state, which is summed once for what comes after the segment and once more inside
-    it. Bytes are those of tensors that a kernel reads or writes, each once, and of the states:
-    written, added up (read and written), read. Heads are taken in parts, where registers do not
-    have room for the state of all values.
-    """
-    if kind != "linear":
-        raise ValueError(f"kind is {kind!r}; expected 'linear'")
-    options = Options(1.0, True, True, torch.bfloat16)
-    width = min(D, values_at_once(D, options))
-    sizes = blocks(padded(D), padded(width), options)
-    m, size = min(N, M), options.dtype.itemsize
-    count = min(-(-N // SEGMENT), max(1, PROGRAMS * 132 // (B * H)))  # segments
-    state = 4 * 4 * D * (width + 1) * (count - 1)
-    query, keys = size * N * D, size * R * m * D
-    values, result, row = size * m * width, size * N * width, 4 * N
-    before = count > 1  # else nothing is summed beforehand
-    products = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
-    moved = (keys + values) * (1 + before) + query + result + row + state
-    again = 2 * D * width * ((3 + before) * N + 3 * m)
-    again += 2 * N * sizes.backward * (5 * D + 3 * width)
-    back = 4 * query + 3 * keys + 3 * values + 3 * result + 6 * row + 5 * state // 4
-    parts = B * H * -(-D // width)
-    forward = Work(parts * products, parts * moved)
-    both = Work(parts * (products + again), parts * (moved + back))
-    return {"forward": forward, "forward + backward": both}

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.engine.kernels import NAMES, Launch, Work
+from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     load_numbers,
@@ -482,28 +482,3 @@ def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) 
     kind = "hard" if hard else "shifted" if shared else "soft"
     name = f"mixture.{kernel.__name__}, {kind}"
     return Launch.of(name, kernel, types, f"*{NAMES[dtype]}", constants)
-
-
-def work(
-    kind: str, *, B: int, H: int, N: int, M: int, D: int, R: int = 2, is_causal: bool = False
-) -> dict[str, Work]:
-    """Count what "mgk", "hard_mgk" or "smgk" costs in bfloat16, "forward" and "forward + backward".
-
-    A pair of query and key that see each other costs, forward, 2D operations for each product of
-    scores (R, or one of shifted keys) and 2D for the values. Backward, both kernels make the
-    scores and dO·v again, and each score has its part in dq and in dk: 4 times the first and 3
-    times the second. Bytes are those of each tensor once: forward q, k, v, O, and w, u, log Z in
-    float32; backward these, dO, the gradients, and δ written and read.
-    """
-    expected = ("mgk", "hard_mgk", "smgk")
-    if kind not in expected:
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(expected)}")
-    C, heads, size = 1 if kind == "smgk" else R, B * H, torch.bfloat16.itemsize
-    pairs = heads * (sum(min(i + 1, M) for i in range(N)) if is_causal else N * M)
-    tensors = heads * size * D * (2 * N + (C + 1) * M)  # q, k, v and the output
-    tensors += heads * 4 * (R * M + R * N * (kind == "smgk"))  # w and u
-    row = heads * 4 * N
-    first = Work(2 * pairs * (C + 1) * D, tensors + row)
-    again = Work(2 * pairs * (4 * C + 3) * D, 2 * tensors + 3 * row)
-    both = Work(first.operations + again.operations, first.bytes + again.bytes)
-    return {"forward": first, "forward + backward": both}

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.engine.kernels import NAMES, Launch, Work
+from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
@@ -469,36 +469,3 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
         constants = fixed | blocks(kernel, dtype, head_dim)._asdict()
         name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
         yield Launch.of(name, kernel, types, "*fp32", constants)
-
-
-def work(
-    kind: str, *, B: int, H: int, N: int, M: int, D: int, iterations: int = 5,
-    is_causal: bool = False,
-) -> dict[str, Work]:  # fmt: skip
-    """Count what "lasso" costs in bfloat16, "forward" and "forward + backward".
-
-    Operations are 2 for each pair of query and key that see each other, and each feature that a
-    product sums over. With k steps the forward pass has k(k + 3) / 2 products; the backward pass
-    has k(3k + 3) / 2 for the gradients of queries, in k launches, 4k + 1 for that of keys, and
-    k + 1 for that of values: with k = 5, 20 and 72 in all. To these come those with G⁻¹, one for
-    each step, and KᵀK. Bytes are what each launch has to read and write once.
-    """
-    if kind != "lasso":
-        raise ValueError(f"kind is {kind!r}; expected 'lasso'")
-    n, size = iterations, torch.bfloat16.itemsize
-    pairs = sum(min(i + 1, M) for i in range(N)) if is_causal else N * M
-    small = 2 * D * D * (n * N + M)  # G⁻¹ and KᵀK
-    first = 2 * pairs * D * (n * (n + 3) // 2) + small
-    again = 2 * pairs * D * (n * (3 * n + 1) // 2 + 6 * n + 2) + small
-    queries, keys = N * D, M * D
-    solved = queries * (4 + size) * n  # each R is read, and t written
-    pairs_of_steps = n * (n - 1) // 2 * queries * size
-    moved = solved + (n - 1) * (queries * 8 + keys * size) + pairs_of_steps
-    moved += size * (n * queries + 2 * keys) + 4 * queries
-    each = size * (n * queries + 2 * keys + queries) + 12 * N
-    back = n * (each + 4 * queries) + pairs_of_steps + solved
-    back += 2 * each + size * n * queries + 8 * keys + 4 * queries * n
-    heads = B * H
-    forward = Work(heads * first, heads * moved)
-    both = Work(heads * (first + again), heads * (moved + back))
-    return {"forward": forward, "forward + backward": both}
