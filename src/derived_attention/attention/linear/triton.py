@@ -4,20 +4,20 @@ The sums are, with a_ij = φ(q_i)ᵀ Σ_r π_r φ(k_jr) for j ≤ i, or without 
 
     h_i = Σ_j a_ij v_j / z_i,    z_i = Σ_j a_ij
 
-A program has a segment of the sequence, and walks over its blocks. What comes before a block is in
-the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; what is inside it has its scores. The
-state before a segment has to be there first: `_key_states` sums each segment, `_accumulate` adds
-up the segments. There are only as many of them as fill the GPU, so that states are a small share
-of what goes through memory, however long the sequence is.
+A program has a segment of the sequence, and goes through its blocks. What comes before a block is
+in the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; within the block there are scores.
+The states before all segments are computed first: `_key_states` sums each segment, `_accumulate`
+adds up the segments. There are only as many of them as fill the GPU, so that states are a small
+share of the memory traffic, however long the sequence is.
 
-Backward, with dz_i = −dh_i·h_i, is two walks more ::
+Backward, with dz_i = −dh_i·h_i, there are two passes ::
 
     dφ(q_i) = Σ_{j≤i} (dh_i·v_j + dz_i) φ(k_j) / z_i
     dφ(k_j) = Σ_{i≥j} (dh_i·v_j + dz_i) φ(q_i) / z_i,    dv_j = Σ_{i≥j} a_ij dh_i / z_i
 
-The second one is from the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
+The second one starts at the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
 
-Without causality, linear attention is two matrix products, and PyTorch's are the best there are.
+Without causality, linear attention is two matrix products, which PyTorch has.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def _accumulate(states, count, size, REVERSE: tl.constexpr, ROWS: tl.constexpr, 
         total += tl.sum(tile, 0)
 
 
-# --- walks ---------------------------------------------------------------------------------------
+# --- passes --------------------------------------------------------------------------------------
 
 
 @triton.jit

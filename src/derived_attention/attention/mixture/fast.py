@@ -77,10 +77,10 @@ def mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One product of weights and values for all components: on a CPU tile by tile (`tiles`), and in
-    the kernels of `triton`. Elsewhere one softmax attention on R M keys;
-    but the causal form, since a triangle fits no repeated keys, and the hard form compute some rows
-    of scores at a time, and again in the backward pass.
+    One product of weights and values for all components, tile by tile, on a CPU and in the Triton
+    kernel. Elsewhere one softmax attention on R M keys; but the causal form, since a triangle does
+    not fit repeated keys, and the hard form compute some rows of scores at a time, and again in the
+    backward pass.
 
     Parameters
     ----------
@@ -88,10 +88,10 @@ def mixture_attention(
         1/σ² of all components, 1/√D where left out. Excludes `variances`.
     priors : Tensor, optional
         π, ``(R,)`` or ``(H, R)``, not negative; all equal where left out. A factor common to all
-        divides out. Values are not looked at. A component whose prior is 0 is not there.
+        divides out. Values are not read. A component whose prior is 0 takes no part.
     variances : float or Tensor, optional
         σ², positive: a number for all components, or a tensor ``(R,)`` or ``(H, R)``, whose values
-        are not looked at.
+        are not read.
     distance : bool
         True: the Gaussian kernel of eq. 7. False: s_ijr = log π_r + q_i·k_jr/σ_r², eq. 6.
     normalized : bool, optional
@@ -103,9 +103,9 @@ def mixture_attention(
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     fused : bool, optional
-        True: run the Triton kernel of `engine.kernels`, an error where it cannot run,
-        as where `attn_mask` requires a gradient, or q or v has more than 256 features. False, or
-        left out: PyTorch's form.
+        True: run the Triton kernel, or raise a ValueError where it cannot run, as where `attn_mask`
+        requires a gradient, or q or v has more than 256 features. False, or left out: PyTorch's
+        form.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     kernel, dtype = runs_kernel(fused, q, k, v, parts, mask), q.dtype
@@ -192,9 +192,9 @@ class _Sum(NamedTuple):
         s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
         for r in range(k.shape[1]):
             mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
-        # In place, but for a traced graph, which may want gradients.
-        free = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if free else None).view_as(s)
+        # In place, but not in a traced graph, which may want gradients.
+        in_place = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if in_place else None).view_as(s)
         A = p.sum(2)
         if mask.is_causal and block.rows.start == 0 and block.m:  # one key: nothing to round
             A[:, 0, 0] = 1
@@ -203,7 +203,7 @@ class _Sum(NamedTuple):
     def spread(
         self, A: Tensor, beyond: Tensor, p: Tensor, ours: Tensors, grads: Tensors, block: Block
     ) -> None:
-        """Add to `grads` what those rows of scores, with the gradients dS, give to our tensors."""
+        """Add the gradients of q and k through those rows of scores to `grads`."""
         (q, k), (dq, dk) = ours, grads
         for r in range(p.shape[2]):
             spread_product(p[:, :, r].mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
@@ -231,10 +231,10 @@ class _Most(NamedTuple):
     def spread(
         self, A: Tensor, beyond: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block
     ) -> None:
-        """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
+        """Add the gradients of q and k through those rows of scores to `grads`."""
         (q, k), (dq, dk) = ours, grads
-        for r, own in split_shares(beyond.mul_(A), shares):
-            spread_product(own, [q, k[:, r]], [dq, dk[:, r]], block)
+        for r, dS in split_shares(beyond.mul_(A), shares):
+            spread_product(dS, [q, k[:, r]], [dq, dk[:, r]], block)
 
 
 # --- the linear kernel ---------------------------------------------------------------------------
@@ -272,9 +272,9 @@ def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixt
     """γ_ijr = exp(s_ijr) / Σ_r' exp(s_ijr'): how probable component r is, if token j explains i.
 
     Eq. 8 of [Nguyen2022], with the index j that γ lacks there, and j for j' in its denominator.
-    Arguments and errors are those of `mixture_attention`, but for `hard`. The result is
+    Arguments and errors are those of `mixture_attention` without `hard`. The result is
     ``(..., H, R, N, M)``, float32 at least, and sums to 1 over R. Queries do not depend on each
-    other: for a long sequence, call it on some of them at a time.
+    other: for a long sequence, call it on parts of them.
     """
     _, scale = prepare(q, k, None, None, False, scale, components=True)
     parts = components_of(q, k, scale, False, **mixture)
@@ -303,13 +303,13 @@ def em_priors(
     sum of log Σ_jr exp(s_ijr) over the queries never falls, whatever the kernel is.
 
     The update printed in [Nguyen2022], π_jr = Σ_i γ_ijr / N, has no a_ij. It is the step for one
-    token j that had to explain all queries, those too that attend elsewhere. By it the likelihood
-    above can fall.
+    token j that had to explain all queries, those that attend elsewhere too. It can lower the
+    likelihood above.
 
     Parameters
     ----------
     q, k, attn_mask, is_causal, scale, mixture
-        As in `mixture_attention`, but for `hard`.
+        As in `mixture_attention`, without `hard`.
     weighted : bool
         False: the printed update, averaged over the tokens j that each query may attend.
     query_mask : Tensor, optional

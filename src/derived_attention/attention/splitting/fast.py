@@ -65,19 +65,19 @@ def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix
 
     It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
     a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
-    regression of each query is that on the keys before and at it. W is found in double precision,
-    and causal or without the own key so is everything. A query gets NaN where λ is lost beside its
-    keys all the same, about 10⁷ √λ long.
+    regression of each query is that on the keys up to its own. W is computed in double precision,
+    and so is everything if causal or with `exclude_self`. A query gets NaN where its keys are still
+    so long, about 10⁷ √λ, that λ is lost beside them.
 
     Parameters
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there. Floating: 0 or -inf, as which -8192 and below count.
+        True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not looked at.
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not read.
     exclude_self : bool
         Query i has every key but the i-th; there are as many of them.
     prefix : int
@@ -154,13 +154,12 @@ def lasso_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key is there; else it takes no part. Floating: 0 or -inf, as which
-        -8192 and below count.
+        True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
     scale : float, optional
         Finite and positive; multiplies q. Nothing is multiplied where it is left out.
     lam : float or Tensor
         λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½. A
-        tensor's values are not looked at.
+        tensor's values are not read.
     rho : float or Tensor
         ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
     iterations : int
@@ -175,10 +174,10 @@ def lasso_attention(
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
     fused : bool, optional
-        True: run the Triton kernels of `engine.kernels`, an error where they cannot run,
-        as for more than 16 iterations, or 128 features of q or of v. False, or left out: PyTorch's
-        form. Kernels store no codes at all, but make them again for each step: with 5 of them that
-        is twice as many products. In bfloat16 they multiply in bfloat16, and add in float32.
+        True: run the Triton kernels, or raise a ValueError where they cannot run, as for more than
+        16 iterations, or 128 features of q or of v. False, or left out: PyTorch's form. Kernels
+        store no codes, but compute them again for each step: with 5 steps that is twice as many
+        products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
     fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
@@ -222,7 +221,7 @@ def _runs_kernels(
 
 
 def _blocks(options: Options, q: Tensor, k: Tensor) -> Iterator[Block]:
-    """Cut heads (b, ·, ·) and queries: on a CPU so that the codes of a block stay in its cache."""
+    """Cut heads (b, ·, ·) and queries; on a CPU the codes of a block stay in its cache."""
     b, N, M = len(q), q.shape[-2], k.shape[-2]
     size = max(1, b if q.device.type != "cpu" else CODES // (CHUNK * max(M, 1)))
     for h in range(0, b, size):
