@@ -112,21 +112,11 @@ _DENSE: dict[str, Mechanism] = {
 _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
 
 
-# Which of `engine.kernels` a GPU can run: the module, the kind of its work, and what
-# that has to know beside the sizes. Without a kind, the module counts in each mode, kernel by
-# kernel.
-KERNEL_OF: dict[str, tuple[str, str | None, dict[str, Any]]] = {
-    "mgk": ("mixture", "mgk", {}),
-    "mgk_causal": ("mixture", "mgk", {"is_causal": True}),
-    "hard_mgk": ("mixture", "hard_mgk", {}),
-    "hard_mgk_causal": ("mixture", "hard_mgk", {"is_causal": True}),
-    "smgk": ("mixture", "smgk", {}),
-    "smgk_causal": ("mixture", "smgk", {"is_causal": True}),
-    "linear_causal": ("linear", None, {}),
-    "mlk_causal": ("linear", None, {"R": 2}),
-    "lasso": ("splitting", "lasso", {}),
-    "lasso_causal": ("splitting", "lasso", {"is_causal": True}),
-}
+# What a GPU can run with kernels of the package.
+FUSED = (
+    *(f"{name}{end}" for name in ("mgk", "hard_mgk", "smgk") for end in ("", "_causal")),
+    *("linear_causal", "mlk_causal", "lasso", "lasso_causal"),
+)
 
 
 def two_heads(form: Mechanism) -> Mechanism:
@@ -180,7 +170,7 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
         timed,
-        name + "_causal" * is_causal in KERNEL_OF,
+        name + "_causal" * is_causal in FUSED,
     )
 
 

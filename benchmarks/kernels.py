@@ -8,7 +8,6 @@ whichever is longer; no kernel is faster, and none is as fast. It is a bound, no
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import os
 import subprocess
@@ -17,13 +16,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import run
+<<<<<<< HEAD
 from benchmarks.cases import CASES, HEADS, KERNEL_OF
 from derived_attention.attention.engine.kernels import HEAD_DIMS, Work, available
 from derived_attention.attention.resources import MODULES
 from derived_attention.page.tables import KERNELS, MODES, load_kernels
+=======
+from benchmarks.cases import CASES, FUSED, HEADS
+from benchmarks.table import KERNELS, MODES, load_kernels
+from benchmarks.work import WORK, Work, sdpa
+from derived_attention.attention.engine.kernels import HEAD_DIMS, available
+>>>>>>> hC
 
 LENGTHS = (1024, 4096, 16384, 65536)
-ITEM = 2  # bytes of a bfloat16
 # Dense products of bfloat16 a second, and bytes a second, by NVIDIA's data sheets.
 DEVICES = {
     "A100 SXM 80 GB": (312e12, 2.039e12),
@@ -47,20 +52,6 @@ def usage() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def sdpa_work(heads: int, length: int, dim: int, is_causal: bool) -> dict[str, Work]:
-    """Count what a fused softmax attention must do: 2 products forward, and 5 more backward.
-
-    Bytes are those of each tensor once: q, k, v, the output and a logarithm a row in float32; and
-    backward these, three gradients and that of the output, and a sum a row, written and read.
-    """
-    pairs = heads * (length * (length + 1) // 2 if is_causal else length**2)
-    tensor, row = heads * length * dim * ITEM, heads * length * 4
-    forward = Work(2 * pairs * 2 * dim, 4 * tensor + row)
-    backward = Work(2 * pairs * 5 * dim, 8 * tensor + 3 * row)
-    both = Work(forward.operations + backward.operations, forward.bytes + backward.bytes)
-    return dict(zip(MODES, (forward, both), strict=True))
-
-
 def seconds(work: Work) -> dict[str, float]:
     """Return the roofline of each device."""
     return {
@@ -71,20 +62,21 @@ def seconds(work: Work) -> dict[str, float]:
 
 def rooflines() -> Iterator[dict[str, Any]]:
     """Yield the least time of each kernel and of what it is beside, at B = 1, in bfloat16."""
-    for name, (module, kind, own) in KERNEL_OF.items():
-        if module not in MODULES:
-            continue
+    for name in FUSED:
         causal = name.endswith("_causal")
         heads = 2 * HEADS if "double" in CASES[name].baseline else HEADS
         for dim in HEAD_DIMS:
             for length in LENGTHS:
                 sizes = {"B": 1, "H": HEADS, "N": length, "M": length, "D": dim}
-                ours = work_of(module, kind, **sizes, **own)
-                theirs = sdpa_work(heads, length, dim, causal)
+                kind = name.removesuffix("_causal")
+                masked = {"is_causal": True} if causal and kind not in ("linear", "mlk") else {}
+                ours = WORK[kind](**sizes, **masked)
+                theirs = sdpa(heads, length, dim, causal)
                 for mode in MODES:
                     yield row(name, length, dim, mode, ours[mode], theirs[mode])
 
 
+<<<<<<< HEAD
 def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
     """Return what a module counts in each mode, of all its kernels."""
     count = importlib.import_module(f"derived_attention.attention.{module}.triton").work
@@ -97,6 +89,8 @@ def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
     }
 
 
+=======
+>>>>>>> hC
 def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -> dict[str, Any]:
     """Return what the file says of a case at a length."""
     return {

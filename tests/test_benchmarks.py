@@ -390,11 +390,11 @@ def test_the_committed_kernels_are_those_that_compile():
     rows = list(kernels.rooflines())
     assert committed["rooflines"] == rows, "run python -m benchmarks.kernels"
     assert {row["case"] for row in rows} == {name for name, case in CASES.items() if case.kernel}
-    assert set(kernels.KERNEL_OF) <= set(CASES)
+    assert set(kernels.FUSED) <= set(CASES)
     for name, entry in MECHANISMS.items():  # of what is linear in N only the causal form has one
         if "fused" in inspect.signature(entry.fast).parameters:
-            assert f"{name}_causal" in kernels.KERNEL_OF and entry.linear != (
-                name in kernels.KERNEL_OF
+            assert f"{name}_causal" in kernels.FUSED and entry.linear != (
+                name in kernels.FUSED
             )
 
 
@@ -503,7 +503,7 @@ def test_a_roofline_is_the_slower_of_two():
     peak, bandwidth = kernels.DEVICES["H200 SXM"]
     assert kernels.seconds(kernels.Work(peak, 0))["H200 SXM"] == 1
     assert kernels.seconds(kernels.Work(peak, 2 * bandwidth))["H200 SXM"] == 2
-    full, half = (kernels.sdpa_work(8, 4096, 64, causal) for causal in (False, True))
+    full, half = (kernels.sdpa(8, 4096, 64, causal) for causal in (False, True))
     assert full["forward"].operations == measure.attention_flops(4096, 4096, 64, heads=8)
     both = "forward + backward"
     assert full[both].operations == 3.5 * full["forward"].operations

@@ -220,19 +220,3 @@ def test_a_program_takes_as_much_of_the_sequence_as_leaves_every_one_busy(monkey
     assert linear.segment_length(1000, 4, device) == 1024
     monkeypatch.setattr(linear, "PROGRAMS", 1000)
     assert linear.segment_length(1000, 4, device) == linear.SEGMENT
-
-
-def test_work_is_counted_by_hand():
-    sizes = {"B": 1, "H": 1000, "N": 4096, "M": 4096, "D": 64}  # one segment a head: no states
-    forward = linear.work("forward", **sizes)["linear"]
-    assert forward.bytes == 1000 * 4096 * (4 * 64 * 2 + 4)
-    assert forward.operations == 1000 * 4096 * (2 * 2 * 64 * 64 + 2 * 64 * (64 + 64))
-    whole = linear.work("forward + backward", **sizes)["linear"]
-    assert whole.bytes == forward.bytes + 1000 * 4096 * (13 * 64 * 2 + 6 * 4)
-    few, longer = (
-        linear.work("forward", **sizes | {"H": 1, "N": n, "M": n})["linear"].bytes
-        for n in (2**17, 2**19)
-    )
-    assert 3 * few < longer < 4 * few, "there are no more states where there are more positions"
-    with pytest.raises(ValueError, match="kind is 'backward'"):
-        linear.work("backward", **sizes)

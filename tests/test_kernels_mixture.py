@@ -253,18 +253,17 @@ def test_who_insists_hears_what_the_kernel_does_not_know(monkeypatch):
     with pytest.raises(ValueError, match="distance False"):
         shifted_mixture_attention(q, k, v, shifts=b, distance=False, fused=True)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    with pytest.raises(ValueError, match="there is no Triton"):
+    with pytest.raises(ValueError, match="Triton .* is not installed"):
         shifted_mixture_attention(q, k, v, shifts=b, fused=True)
 
 
 def test_who_refuses_or_says_nothing_gets_no_kernel(monkeypatch):
-    monkeypatch.delattr(module, "mixture")
-    monkeypatch.delattr(module, "shifted_mixture")
+    monkeypatch.delattr(module, "attend")
     q, k, v, b = qkvb(n=3, m=3, d=4, dv=4)
     for refused in ({"fused": False}, {}):
         shifted_mixture_attention(q, k, v, shifts=b, **refused)
         mixture_attention(*qkv(n=3, m=3), **refused)
-    with pytest.raises(AttributeError, match="mixture"):
+    with pytest.raises(AttributeError, match="attend"):
         mixture_attention(*qkv(n=3, m=3), fused=True)
 
 
@@ -291,20 +290,6 @@ def test_the_layer_hands_it_on(options, monkeypatch):
 
 
 # --- what a GPU is to do -----------------------------------------------------------------------
-
-
-def test_two_components_cost_less_than_two_heads():
-    """Of the operations of twice as many heads of softmax attention, forward."""
-    sizes = {"B": 2, "H": 4, "N": 100, "M": 300, "D": 64}
-    found = module.work("mgk", **sizes)
-    heads = 4 * 2 * (2 * 4) * 100 * 300 * 64
-    assert found["forward"].operations == 0.75 * heads
-    assert found["forward + backward"].operations == (0.75 + 11 / 4) * heads
-    assert module.work("smgk", **sizes)["forward"].operations == 0.5 * heads
-    causal = module.work("mgk", **sizes, is_causal=True)["forward"]
-    assert causal.operations == pytest.approx(0.75 * heads * 101 / 600)
-    with pytest.raises(ValueError, match="kind is 'mlk'"):
-        module.work("mlk", **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

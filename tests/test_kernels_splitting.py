@@ -225,18 +225,3 @@ def test_a_layer_hands_it_on():
         out = layer(x, x, x, need_weights=False)[0]
         found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
     assert max(relative_errors(*found)) < TOL
-
-
-def test_work_is_what_the_launches_do():
-    """By hand for 5 steps, D = Dv and large N: 20 products forward, and 72 backward."""
-    from derived_attention.attention.splitting.triton import work
-
-    N, D = 2**20, 64
-    count = work("lasso", B=2, H=3, N=N, M=N, D=D)
-    product = 2 * 6 * N * N * D
-    assert count["forward"].operations / product == pytest.approx(20, rel=1e-3)
-    assert count["forward + backward"].operations / product == pytest.approx(92, rel=1e-3)
-    causal = work("lasso", B=2, H=3, N=N, M=N, D=D, is_causal=True)
-    assert causal["forward"].operations / product == pytest.approx(10, rel=1e-3)
-    with pytest.raises(ValueError, match="kind is 'ridge'; expected 'lasso'"):
-        work("ridge", B=1, H=1, N=1, M=1, D=1)

@@ -284,7 +284,7 @@ def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
         others, far = torch.arange(6) != 2, sizes[0] > 44
         assert found[-1].all != far
-        assert torch.equal(found[-1].may[0], others if far else torch.ones(6).bool())
+        assert torch.equal(found[-1].factored[0], others if far else torch.ones(6).bool())
         if mask:  # else all queries have a part in what is taken from all tokens
             same = FORMS[0](q * others[:, None], k, v, shifts=SHIFTS, scale=1.0, **mask)
             assert torch.equal(same[others], results[0][others])

@@ -40,7 +40,7 @@ from derived_attention.attention.linear.fast import (
     elu_feature_map,
     linear_attention_weights,
 )
-from derived_attention.attention.mixture.fast import components_of, per_component
+from derived_attention.attention.mixture.components import components_of, per_component
 from derived_attention.attention.mixture.shifted import check_shifts
 from derived_attention.attention.mra.fast import check_blocks, mra_attention_weights
 from derived_attention.attention.multiresolution.fast import check_scales as check_pairs
@@ -54,7 +54,12 @@ from derived_attention.attention.primal.fast import (
 from derived_attention.attention.scaled.fast import check_scales, of_heads
 from derived_attention.attention.softmax.fast import attention_weights
 from derived_attention.attention.sparse.fast import check_fixed
-from derived_attention.attention.splitting.fast import How, check_lasso, number, prepare_codes
+from derived_attention.attention.splitting.solver import (
+    Options,
+    check_lasso,
+    penalty,
+    prepare_codes,
+)
 
 Own = dict[str, Any]
 
@@ -269,7 +274,7 @@ def linear_mixture_attention_reference(
     q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
 ) -> Own:
     """Check the priors, and the feature map's results."""
-    return {"priors": per_component("priors", priors, q, k), "feature_map": checked(feature_map)}
+    return {"priors": per_component("priors", priors, k), "feature_map": checked(feature_map)}
 
 
 @reference(formulas.primal, per_key=True, drops=True)
@@ -307,10 +312,10 @@ def ridge_attention_reference(
     q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0
 ) -> Own:
     """Check λ, and say which keys are atoms of which query."""
-    how = How(mask.is_causal, exclude_self, prefix)
-    q, *_, present = prepare_codes(q, k, v, mask, None, how)
-    lam = number("lam", lam, q)[..., None, None]
-    return {"lam": lam, "atoms": how.atoms(q.shape[-2], present)}
+    options = Options(mask.is_causal, exclude_self, prefix)
+    q, *_, present = prepare_codes(q, k, v, mask, None, options)
+    lam = penalty("lam", lam, q)[..., None, None]
+    return {"lam": lam, "atoms": options.atoms(q.shape[-2], present)}
 
 
 @reference(formulas.lasso, per_key=True)
@@ -319,8 +324,8 @@ def lasso_attention_reference(
     prefix=0, residuals=None
 ) -> Own:  # fmt: skip
     """Check λ, ρ and the steps, and say which keys are atoms of which query."""
-    how = How(mask.is_causal, exclude_self, prefix, iterations, power)
-    q, *_, present, lam, rho = check_lasso(q, k, v, mask, None, how, lam, rho)
+    options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
+    q, *_, present, lam, rho = check_lasso(q, k, v, mask, None, options, lam, rho)
     own = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
     own |= {"iterations": iterations, "power": power, "residuals": residuals}
-    return own | {"atoms": how.atoms(q.shape[-2], present)}
+    return own | {"atoms": options.atoms(q.shape[-2], present)}

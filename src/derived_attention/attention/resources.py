@@ -66,9 +66,9 @@ class Usage:
 def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     """Yield all kernels as they are launched for that many features a head."""
     for name in MODULES:
-        yield from importlib.import_module(
-            f"derived_attention.attention.engine.kernels.{name}"
-        ).launches(head_dim, dtype)
+        yield from importlib.import_module(f"derived_attention.attention.{name}.triton").launches(
+            head_dim, dtype
+        )
 
 
 def usage(launch: Launch, capability: int, head_dim: int, dtype: str) -> Usage:

@@ -1,13 +1,13 @@
-"""Triton kernels behind the functions of `derived_attention.attention`: what a GPU can run.
+"""When a mechanism runs its Triton kernel, and what a kernel is to a compiler and to a table.
 
-A kernel is there where PyTorch's own would read more, or compute more, than the mechanism needs. A
-mechanism that has one takes ``fused``: True runs the kernel, or raises where it cannot run; False,
-and None where it is left out, run PyTorch's form. None of them has run on a GPU yet, so that nobody
-gets one who has not asked for it. Without a GPU, ``TRITON_INTERPRET=1`` runs kernels on the CPU one
-program at a time, which is how the tests check them; and `resources` compiles them ahead of time.
+A family has a kernel where PyTorch's own would read more, or compute more, than the mechanism
+needs. Its mechanism takes ``fused``: True runs the kernel, or raises where it cannot run; False and
+None run PyTorch's form. No kernel has run on a GPU yet, so that only a caller who asks gets one.
+Without a GPU, ``TRITON_INTERPRET=1`` runs kernels on the CPU, one program at a time, as the tests
+do; `derived_attention.attention.resources` compiles them ahead of time.
 
-Modules here import Triton, which comes with PyTorch's builds for CUDA: import them where `chosen`
-has said yes.
+The modules called ``triton`` import Triton, which comes with PyTorch's builds for CUDA: import them
+where `chosen` has returned True.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
-OLDEST = (3, 5)  # Triton: before it the interpreter has no products of float64
+OLDEST = (3, 5)  # Triton: the interpreter of older ones has no products of float64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -34,36 +34,39 @@ class Launch:
     ``"constexpr"`` for those of `constants`.
     """
 
-    name: str  # what a table calls it
+    name: str  # in a table
     kernel: Any
     arguments: Mapping[str, str]
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
 
-
-@dataclass(frozen=True)
-class Work:
-    """What a kernel has to do: operations of its matrix products, and bytes from and to memory."""
-
-    operations: float
-    bytes: float
+    @classmethod
+    def of(
+        cls, name: str, kernel: Any, types: Mapping[str, str], other: str,
+        constants: Mapping[str, Any],
+    ) -> Launch:  # fmt: skip
+        """Sort what may be more than a kernel takes by its arguments; `other` is a type."""
+        known = {x: constants[x] for x in kernel.arg_names if x in constants}
+        kinds = {**types, **dict.fromkeys(known, "constexpr")}
+        arguments = {x: kinds.get(x, other) for x in kernel.arg_names}
+        return cls(name, kernel, arguments, known, constants["num_warps"], constants["num_stages"])
 
 
 @functools.cache
 def available() -> bool:
-    """Say whether there is a Triton that kernels are tested on."""
+    """Say whether a version of Triton is installed that the kernels are tested on."""
     try:
         import triton
-    except ImportError:  # some need setuptools, and do not say so
+    except ImportError:
         return False
     return tuple(map(int, triton.__version__.split(".")[:2])) >= OLDEST
 
 
 def interpreted() -> bool:
-    """Say whether kernels run in Triton's interpreter, so also on the CPU.
+    """Say whether kernels run in Triton's interpreter, and so on the CPU too.
 
-    What Triton makes of a function says so in every version; where it keeps the setting has moved.
+    The type of a compiled function says so in every version; the setting has moved.
     """
     if not available():
         return False
@@ -75,17 +78,15 @@ def interpreted() -> bool:
 
 
 def chosen(fused: bool | None, *tensors: Tensor) -> bool:
-    """Say whether a mechanism is to run its kernel on `tensors`, which have one dtype and device.
-
-    It is where somebody insists, and nowhere else.
+    """Say whether a mechanism is to run its kernel on `tensors`, which share a dtype and a device.
 
     Raises
     ------
     TypeError
         If `fused` is neither None nor a bool.
     ValueError
-        If it is True, and the kernel cannot run; under ``torch.compile`` and in a transform of
-        ``torch.func``, too, which cannot look into a kernel.
+        If it is True and the kernel cannot run; also under ``torch.compile`` and in a transform of
+        ``torch.func``, which cannot look into a kernel.
     """
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
@@ -95,14 +96,14 @@ def chosen(fused: bool | None, *tensors: Tensor) -> bool:
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:
-    """Return what keeps a kernel from running; nothing, if it can."""
+    """Return what keeps a kernel from running, or nothing."""
     q = tensors[0]
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
         return "a transform of torch.func is at work"
     if not available():
-        return f"there is no Triton {'.'.join(map(str, OLDEST))} or newer here"
+        return f"Triton {'.'.join(map(str, OLDEST))} or newer is not installed"
     if interpreted():
         return ""
     if not q.is_cuda:

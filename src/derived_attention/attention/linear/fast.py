@@ -97,9 +97,9 @@ def linear_attention(
         parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
         non-negative. A module with parameters does too. Default elu + 1.
     fused : bool, optional
-        True: run the Triton kernel of `engine.kernels`, an error where it cannot run, as
-        without `is_causal`: there PyTorch's two products are the best there are. False, or left
-        out: PyTorch's form.
+        True: run the Triton kernel, or raise a ValueError where it cannot run, as without
+        `is_causal`, where two products of PyTorch are all the work. False, or left out: PyTorch's
+        form.
     """
     check_fused_is_causal(fused, mask)
     pair = functools.partial(features, feature_map, scale=scale)
@@ -119,11 +119,11 @@ def linear_attention(
 
 
 def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
-    """Raise if somebody insists on a kernel that is for causal sums alone."""
+    """Raise if `fused` asks for the kernel of causal sums without `is_causal`."""
     if fused is True and not mask.is_causal:
         raise ValueError(
-            "fused is True, and is_causal False; expected True: elsewhere two matrix products, "
-            "which are PyTorch's, are all there is"
+            "fused is True, and is_causal False; expected is_causal=True: without causality two "
+            "matrix products of PyTorch are all the work"
         )
 
 
@@ -144,9 +144,9 @@ def causal_sums(
 ) -> Tensor:
     """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
 
-    Walks over the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next: a feature
-    of a token may depend on no other token. `begin` makes the values of a segment, and `end` what
-    is kept of its sums, while they are in the cache.
+    Goes through the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next, so a
+    feature of a token may depend on no other token. `begin` makes the values of a segment, and
+    `end` turns its sums into the result, while they are in the cache.
     """
     if is_symbolic(q.shape[-2], k.shape[-2]):
         return _sums_of_any_length(pair, q, k, v, begin, end)
@@ -171,12 +171,14 @@ def causal_sums(
 def _sums_of_any_length(
     pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any, end: Any
 ) -> Tensor:
-    """Return what `causal_sums` does for a length that is not known: all chunks at once."""
+    """Return what `causal_sums` does for a symbolic length: all chunks at once."""
     N, M, phi = q.shape[-2], k.shape[-2], pair(q, k)
     with full_precision(q.device):
         parts = (*phi, begin(v, phi[1].dtype))
         if _same_size(N, M):
-            count = N // CHUNK + 3  # more than needed, as one would be another case to a compiler
+            count = (
+                N // CHUNK + 3
+            )  # more than needed: to a compiler, one chunk is a case of its own
             q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
             before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
             sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
@@ -187,19 +189,19 @@ def _sums_of_any_length(
 
 
 def _same_size(n: Any, m: Any) -> bool:
-    """Say whether two sizes that are not known are one."""
+    """Say whether two symbolic sizes are equal."""
     return is_symbolic(n) and is_symbolic(m) and n.node.expr == m.node.expr
 
 
 def segments(x: Tensor) -> tuple[Tensor, ...]:
-    """Cut x (..., n, ·) into segments; where n is not known, all of it is one."""
+    """Cut x (..., n, ·) into segments; one segment where n is symbolic."""
     return (x,) if is_symbolic(x.shape[-2]) else x.split(segment_length(x), -2)
 
 
 def segment_length(x: Tensor) -> int:
     """Return how many of the positions of x (..., n, ·) to take at once.
 
-    The large steps are bound by memory on a CPU; elsewhere they are few, and one is best.
+    Large steps are bound by memory on a CPU; elsewhere one step is best.
     """
     return SEGMENT if x.device.type == "cpu" else max(x.shape[-2], 1)
 
@@ -213,11 +215,11 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
     n = q.shape[-2]
     size = max(1, min(CHUNK, n))
     q, k, v = (_chunks(x, n, size) for x in (q, k, v))  # (..., n / C, C, ·)
-    own = (k.mT @ v).unbind(-3)  # of each chunk, (..., F, Dv + 1)
-    state = torch.zeros_like(own[0]) if state is None else state
-    *before, state = itertools.accumulate(own, initial=state)
-    # before[c] ends before chunk c. To subtract chunk c from a sum that has it would leave its
-    # rounding errors there, and with them a trace of the future.
+    sums_of_chunks = (k.mT @ v).unbind(-3)  # (..., F, Dv + 1)
+    state = torch.zeros_like(sums_of_chunks[0]) if state is None else state
+    *before, state = itertools.accumulate(sums_of_chunks, initial=state)
+    # before[c] ends before chunk c. Subtracting chunk c from a longer sum would leave rounding
+    # errors, and with them a trace of the future.
     sums = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
     sums += q @ torch.stack(before, -3)
     return sums.flatten(-3, -2)[..., :n, :], state

@@ -4,20 +4,20 @@ The sums are, with a_ij = φ(q_i)ᵀ Σ_r π_r φ(k_jr) for j ≤ i, or without 
 
     h_i = Σ_j a_ij v_j / z_i,    z_i = Σ_j a_ij
 
-A program has a segment of the sequence, and walks over its blocks. What comes before a block is in
-the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; what is inside it has its scores. The
-state before a segment has to be there first: `_key_states` sums each segment, `_accumulate` adds
-up the segments. There are only as many of them as fill the GPU, so that states are a small share
-of what goes through memory, however long the sequence is.
+A program has a segment of the sequence, and goes through its blocks. What comes before a block is
+in the state S = Σ_j φ(k_j) [v_j, 1]ᵀ, which stays in registers; within the block there are scores.
+The states before all segments are computed first: `_key_states` sums each segment, `_accumulate`
+adds up the segments. There are only as many of them as fill the GPU, so that states are a small
+share of the memory traffic, however long the sequence is.
 
-Backward, with dz_i = −dh_i·h_i, is two walks more ::
+Backward, with dz_i = −dh_i·h_i, there are two passes ::
 
     dφ(q_i) = Σ_{j≤i} (dh_i·v_j + dz_i) φ(k_j) / z_i
     dφ(k_j) = Σ_{i≥j} (dh_i·v_j + dz_i) φ(q_i) / z_i,    dv_j = Σ_{i≥j} a_ij dh_i / z_i
 
-The second one is from the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
+The second one starts at the end, with the state R = Σ_i φ(q_i)/z_i [dh_i, dz_i]ᵀ of what is after.
 
-Without causality, linear attention is two matrix products, and PyTorch's are the best there are.
+Without causality, linear attention is two matrix products, which PyTorch has.
 """
 
 from __future__ import annotations
@@ -31,15 +31,24 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.engine.kernels import NAMES, Launch, Work, interpreted
+from derived_attention.attention.engine.kernels import NAMES, Launch
+from derived_attention.attention.engine.triton import (
+    dot,
+    hide,
+    load_numbers,
+    load_rows,
+    padded,
+    precision,
+    scores,
+    store_numbers,
+    store_rows,
+)
 
-WIDEST = 128  # features: a row of more spills registers
-SEGMENT = 64  # a segment is a multiple of it, and it is one of all blocks
+WIDEST = 128  # features: a longer row spills registers
+SEGMENT = 64  # positions: every segment is a multiple of it, and every block a divisor
 PROGRAMS = 4  # segments for each multiprocessor, of all heads together
 TILE = {"ROWS": 16, "E": 128}  # states, and entries of each, that `_accumulate` reads at a time
 
-# Triton's interpreter multiplies the bits of bfloat16: there, rounded numbers are made wide again.
-WIDE = tl.constexpr(interpreted())
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -53,19 +62,13 @@ class Options(NamedTuple):
 
     @property
     def product(self) -> torch.dtype:
-        """What factors of products are rounded to; float16 has no room for what is summed up."""
+        """The dtype of factors of products; sums exceed the range of float16."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     @property
     def precision(self) -> str:
-        """What Triton takes products of float32 in: TF32 has float16's digits."""
-        tf32 = self.dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
-        return "tf32" if tf32 and self.product == torch.float32 else "ieee"
-
-    @property
-    def scalar(self) -> bool:
-        """Whether products are not for tensor cores: they take more registers."""
-        return self.product != torch.bfloat16 and self.precision == "ieee"
+        """How Triton takes products of float32."""
+        return precision(self.dtype) if self.product == torch.float32 else "ieee"
 
 
 class Blocks(NamedTuple):
@@ -76,6 +79,14 @@ class Blocks(NamedTuple):
     forward_warps: int
     backward_warps: int
     num_stages: int
+
+    def of(self, kernel: Any) -> dict[str, int]:
+        """Return the positions of a block of a kernel, and Triton's options."""
+        backward = kernel in (_query_gradients, _key_gradients)
+        C, warps = (
+            (self.backward, self.backward_warps) if backward else (self.forward, self.forward_warps)
+        )
+        return {"C": C, "num_warps": warps, "num_stages": self.num_stages}
 
 
 def blocks(F: int, V: int, options: Options) -> Blocks:
@@ -88,72 +99,30 @@ def blocks(F: int, V: int, options: Options) -> Blocks:
 
 
 def values_at_once(F: int, options: Options) -> int:
-    """Return of how many values the state fits in registers; 0 if of none.
+    """Return for how many values the state fits in registers; 0 if for none.
 
     The sums of a value depend on no other, so that the wrapper can go on with the next ones.
     """
     if F > WIDEST:
         return 0
-    if options.scalar:
-        return 16
-    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // _padded(F)
-
-
-def _padded(size: int) -> int:
-    """Return the power of two that a matrix product takes for a size."""
-    return max(16, triton.next_power_of_2(size))
+    if options.product != torch.bfloat16 and options.precision == "ieee":
+        return 16  # without tensor cores products take more registers
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // padded(F)
 
 
 # --- what kernels share --------------------------------------------------------------------------
 
 
 @triton.jit
-def _tile(x, start, length, stride, COLUMNS, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows start, …, start + C − 1 of x (length, COLUMNS), with zeros where there is none."""
-    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
-    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
-    x += tl.cast(start, tl.int64) * stride
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def _put(
-    x, tile, start, length, stride, COLUMNS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Store a tile (C, WIDTH) where `_tile` has it from."""
-    rows, columns = tl.arange(0, C), tl.arange(0, WIDTH)
-    there = (start + rows < length)[:, None] & (columns < COLUMNS)[None, :]
-    x += tl.cast(start, tl.int64) * stride
-    tile = tile.to(x.dtype.element_ty)
-    tl.store(x + rows[:, None] * stride + columns[None, :], tile, mask=there)
-
-
-@triton.jit
-def _row(x, start, length, other, C: tl.constexpr):
-    """Entries start, …, start + C − 1 of x (length,), with `other` where there is none."""
-    rows = start + tl.arange(0, C)
-    return tl.load(x + rows, mask=rows < length, other=other)
-
-
-@triton.jit
-def _rounded(x, DOT: tl.constexpr):
-    """Round to the dtype of matrix products."""
-    x = x.to(DOT)
-    return x.to(tl.float32) if WIDE and DOT == tl.bfloat16 else x
-
-
-@triton.jit
-def _product(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def _precise(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Add A B to total, with one factor, the first or the second, rounded to two numbers."""
     wide = a if FIRST else b
-    high = _rounded(wide, DOT)
-    precision: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
-    left, right = (high, b) if FIRST else (a, high)
-    total = tl.dot(left, right, total, input_precision=precision, out_dtype=total.dtype)
+    high = wide.to(DOT)
+    precise: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
+    total = dot(high, b, total, precise) if FIRST else dot(a, high, total, precise)
     if DOT == tl.bfloat16:
-        low = _rounded(wide - high.to(wide.dtype), DOT)
-        left, right = (low, b) if FIRST else (a, low)
-        total = tl.dot(left, right, total, out_dtype=total.dtype)
+        low = (wide - high.to(wide.dtype)).to(DOT)
+        total = dot(low, b, total, precise) if FIRST else dot(a, low, total, precise)
     return total
 
 
@@ -167,8 +136,7 @@ def _phi(x, scale, start, length, D, ELU: tl.constexpr):
         x = x * scale
         x = tl.exp(tl.minimum(x, 0.0)) + tl.maximum(x, 0.0)
         rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
-        there = (start + rows < length)[:, None] & (columns < D)[None, :]
-        x = tl.where(there, x, 0.0)
+        x = tl.where((start + rows < length)[:, None] & (columns < D)[None, :], x, 0.0)
     return x
 
 
@@ -184,58 +152,41 @@ def _query_features(
     C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """φ(scale·q_i), (C, F)."""
-    return _phi(_tile(q, start, N, stride, D, C, F).to(ACC), scale, start, N, D, ELU)
+    return _phi(load_rows(q, start, N, stride, D, C, F).to(ACC), scale, start, N, D, ELU)
 
 
 @triton.jit
 def _key_features(
     k, priors, start, M, stride_r, stride, D,
     R: tl.constexpr, C: tl.constexpr, F: tl.constexpr, ELU: tl.constexpr,
-    MIXED: tl.constexpr, ACC: tl.constexpr,
+    MIXED: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Σ_r π_r φ(k_jr), (C, F): mixed features are in no memory."""
+    """Σ_r π_r φ(k_jr), (C, F), in the dtype of products: no memory holds mixed features."""
     phi = tl.zeros((C, F), ACC)
     for r in tl.static_range(R):
-        x = _tile(k + r * stride_r, start, M, stride, D, C, F).to(ACC)
+        x = load_rows(k + r * stride_r, start, M, stride, D, C, F).to(ACC)
         x = _phi(x, 1.0, start, M, D, ELU)
         phi += tl.load(priors + r) * x if MIXED else x
-    return phi
-
-
-@triton.jit
-def _scores(
-    q, k, priors, start, N, M, scale, q_n, k_r, k_n, D,
-    R: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr, ELU: tl.constexpr,
-    MIXED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """φ(q_i)·φ(k_j) of a block, some features at a time: in float32 all of them fill registers."""
-    A = tl.zeros((C, C), ACC)
-    for f in range(0, D, SLICE):
-        x = _query_features(q + f, start, N, q_n, scale, D - f, C, SLICE, ELU, ACC)
-        y = _key_features(k + f, priors, start, M, k_r, k_n, D - f, R, C, SLICE, ELU, MIXED, ACC)
-        x, y = _rounded(x, DOT), tl.trans(_rounded(y, DOT))
-        A = tl.dot(x, y, A, input_precision=PRECISION, out_dtype=ACC)
-    return A
+    return phi.to(DOT)
 
 
 @triton.jit
 def _reciprocal(z, TINY: tl.constexpr):
-    """1/z, and 0 where z is 0 or has lost its digits: so is the row."""
+    """1/z, and 0 where z is 0 or has lost its digits."""
     lost = tl.abs(z) < TINY
     return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, z))
 
 
 @triton.jit
-def _state(states, slot, F: tl.constexpr, V: tl.constexpr):
-    """Read S (F, V) and its last column (F,) from a slot."""
+def _load_state(states, slot, F: tl.constexpr, V: tl.constexpr):
+    """Load S (F, V) and its last column (F,) from a slot."""
     f, v = tl.arange(0, F), tl.arange(0, V)
     states += tl.cast(slot, tl.int64) * (F * (V + 1))
     return tl.load(states + f[:, None] * V + v[None, :]), tl.load(states + F * V + f)
 
 
 @triton.jit
-def _put_state(states, slot, S, z, F: tl.constexpr, V: tl.constexpr):
-    """Write S (F, V) and its last column (F,) to a slot."""
+def _store_state(states, slot, S, z, F: tl.constexpr, V: tl.constexpr):
     f, v = tl.arange(0, F), tl.arange(0, V)
     states += tl.cast(slot, tl.int64) * (F * (V + 1))
     tl.store(states + f[:, None] * V + v[None, :], S)
@@ -261,12 +212,11 @@ def _key_states(
     priors += head % H * priors_h
     S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
     for start in range(c * segment, tl.minimum((c + 1) * segment, M), C):
-        phi = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
-        phi = _rounded(phi, DOT)
-        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        S = tl.dot(tl.trans(phi), values, S, input_precision=PRECISION, out_dtype=ACC)
+        phi = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, DOT, ACC)
+        values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
+        S = dot(tl.trans(phi), values, S, PRECISION)
         z += tl.sum(phi.to(ACC), 0)
-    _put_state(states, head * tl.num_programs(1) + c, S, z, F, V)
+    _store_state(states, head * tl.num_programs(1) + c, S, z, F, V)
 
 
 @triton.jit
@@ -287,20 +237,19 @@ def _query_states(
     for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
         phi = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
         if NORMALIZE:
-            phi *= _row(scales, start, N, 0.0, C)[:, None]
-        phi = _rounded(phi, DOT)
+            phi *= load_numbers(scales, start, N, 0.0, C)[:, None]
+        phi = phi.to(DOT)
         if NORMALIZE:
-            z += tl.sum(phi.to(ACC) * _row(slopes, start, N, 0.0, C)[:, None], 0)
-        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
-        S = tl.dot(tl.trans(phi), dh, S, input_precision=PRECISION, out_dtype=ACC)
-    _put_state(states, head * tl.num_programs(1) + c - 1, S, z, F, V)
+            z += tl.sum(phi.to(ACC) * load_numbers(slopes, start, N, 0.0, C)[:, None], 0)
+        S = dot(tl.trans(phi), load_rows(dout, start, N, d_n, DV, C, V).to(DOT), S, PRECISION)
+    _store_state(states, head * tl.num_programs(1) + c - 1, S, z, F, V)
 
 
 @triton.jit
 def _accumulate(states, count, size, REVERSE: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr):
     """Add up the states of segments in place, each with those before it, or after it.
 
-    Some segments are read at a time: one after the other would wait for the memory each time.
+    Several segments are read at a time: one by one, each would wait for the memory.
     """
     entries = tl.program_id(1) * E + tl.arange(0, E)
     states += tl.program_id(0).to(tl.int64) * count * size
@@ -308,14 +257,14 @@ def _accumulate(states, count, size, REVERSE: tl.constexpr, ROWS: tl.constexpr, 
     for begin in range(0, count, ROWS):
         rows = begin + tl.arange(0, ROWS)
         rows = count - 1 - rows if REVERSE else rows
-        there = ((rows >= 0) & (rows < count))[:, None] & (entries < size)[None, :]
+        within = ((rows >= 0) & (rows < count))[:, None] & (entries < size)[None, :]
         pointers = states + rows[:, None] * size + entries[None, :]
-        tile = tl.load(pointers, mask=there, other=0.0)
-        tl.store(pointers, tl.cumsum(tile, 0) + total[None, :], mask=there)
+        tile = tl.load(pointers, mask=within, other=0.0)
+        tl.store(pointers, tl.cumsum(tile, 0) + total[None, :], mask=within)
         total += tl.sum(tile, 0)
 
 
-# --- walks ---------------------------------------------------------------------------------------
+# --- passes --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -324,7 +273,7 @@ def _outputs(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, TINY: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h_i = (Σ_{j≤i in the block} a_ij v_j + Sᵀφ(q_i)) / z_i, and 1/z_i."""
     ACC: tl.constexpr = states.dtype.element_ty
@@ -336,33 +285,24 @@ def _outputs(
     out, scales = out + head * N * DV, scales + head * N
     S, z = tl.zeros((F, V), ACC), tl.zeros((F,), ACC)
     if c > 0:  # the sum up to the segment before: to subtract this one's would leave a trace of it
-        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
-    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+        S, z = _load_state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
-        phi_q = _rounded(_query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC), DOT)
-        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
-        phi_k = _rounded(phi_k, DOT)
+        phi_q = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC).to(DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, DOT, ACC)
         total = tl.sum(phi_q.to(ACC) * z[None, :], 1)
         z += tl.sum(phi_k.to(ACC), 0)
-        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        if SLICE == F:
-            A = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION, out_dtype=ACC)
-        else:
-            A = _scores(
-                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
-                PRECISION, ACC,
-            )  # fmt: skip
-        A = tl.where(past, A, 0.0)
-        sums = tl.dot(phi_q, _rounded(S, DOT), input_precision=PRECISION, out_dtype=ACC)
-        sums = tl.dot(_rounded(A, DOT), values, sums, input_precision=PRECISION, out_dtype=ACC)
+        values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
+        A = hide(scores(phi_q, phi_k, None, PRECISION), i, j, True, 0)
+        sums = dot(phi_q, S.to(DOT), None, PRECISION)
+        sums = dot(A.to(DOT), values, sums, PRECISION)
         if NORMALIZE:
             one_over = _reciprocal(total + tl.sum(A, 1), TINY)
             sums *= one_over[:, None]
-            rows = start + tl.arange(0, C)
-            tl.store(scales + rows, one_over, mask=rows < N)
-        _put(out, sums, start, N, DV, DV, C, V)
+            store_numbers(scales, one_over, start, N, C)
+        store_rows(out, sums, start, N, DV, C, V)
         tl.debug_barrier()  # one after the other: registers have no room for both
-        S = tl.dot(tl.trans(phi_k), values, S, input_precision=PRECISION, out_dtype=ACC)
+        S = dot(tl.trans(phi_k), values, S, PRECISION)
 
 
 @triton.jit
@@ -389,31 +329,29 @@ def _query_gradients(
     dq, scales, slopes = dq + head * N * D, scales + head * N, slopes + head * N
     S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Sᵀ
     if c > 0:
-        S, z = _state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
+        S, z = _load_state(states, head * (tl.num_programs(1) - 1) + c - 1, F, V)
         S = tl.trans(S)
-    past = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for start in range(c * segment, tl.minimum((c + 1) * segment, N), C):
-        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
-        phi_k = _rounded(phi_k, DOT)
-        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
-        w = _product(dh, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, DOT, ACC)
+        values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
+        dh = load_rows(dout, start, N, d_n, DV, C, V).to(DOT)
+        w = _precise(dh, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
         tl.debug_barrier()  # one after the other: registers have no room for both
-        dA = tl.dot(dh, tl.trans(values), input_precision=PRECISION, out_dtype=ACC)
-        w = _product(tl.where(past, dA, 0.0), phi_k, w, True, DOT, PRECISION)
+        dA = hide(scores(dh, values, None, PRECISION), i, j, True, 0)
+        w = _precise(dA, phi_k, w, True, DOT, PRECISION)
         tl.debug_barrier()
-        x = _tile(q, start, N, q_n, D, C, F).to(ACC)
+        x = load_rows(q, start, N, q_n, D, C, F).to(ACC)
         if NORMALIZE:
-            ones = _rounded(tl.where(past, 1.0, 0.0), DOT)
-            keys = tl.dot(ones, phi_k, input_precision=PRECISION, out_dtype=ACC) + z[None, :]
-            phi_q = _rounded(_phi(x, scale, start, N, D, ELU), DOT).to(ACC)  # as in z_i
-            one_over = _row(scales, start, N, 0.0, C)
+            ones = tl.where(j <= i, 1.0, 0.0).to(DOT)
+            keys = dot(ones, phi_k, None, PRECISION) + z[None, :]
+            phi_q = _phi(x, scale, start, N, D, ELU).to(DOT).to(ACC)  # as in z_i
+            one_over = load_numbers(scales, start, N, 0.0, C)
             dz = -one_over * tl.sum(phi_q * w, 1)
             w = (w + dz[:, None] * keys) * one_over[:, None]
-            rows = start + tl.arange(0, C)
-            tl.store(slopes + rows, dz, mask=rows < N)
-        _put(dq, w * _slope(x, scale, ELU), start, N, D, D, C, F)
-        S = tl.dot(tl.trans(values), phi_k, S, input_precision=PRECISION, out_dtype=ACC)
+            store_numbers(slopes, dz, start, N, C)
+        store_rows(dq, w * _slope(x, scale, ELU), start, N, D, C, F)
+        S = dot(tl.trans(values), phi_k, S, PRECISION)
         z += tl.sum(phi_k.to(ACC), 0)
 
 
@@ -423,7 +361,7 @@ def _key_gradients(
     q_b, q_h, q_n, k_b, k_h, k_r, k_n, v_b, v_h, v_n, d_b, d_h, d_n, priors_h,
     D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, ELU: tl.constexpr, MIXED: tl.constexpr,
     NORMALIZE: tl.constexpr, C: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    RP: tl.constexpr, SLICE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    RP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dφ(k_j) = Σ_{i≥j in the block} (dh_i·v_j + dz_i) φ(q_i) / z_i + R [v_j, 1], and dv_j.
 
@@ -441,9 +379,9 @@ def _key_gradients(
     dk, dv = dk + head * R * M * D, dv + head * M * DV
     S, z = tl.zeros((V, F), ACC), tl.zeros((F,), ACC)  # Rᵀ
     if c < tl.num_programs(1) - 1:
-        S, z = _state(states, head * (tl.num_programs(1) - 1) + c, F, V)
+        S, z = _load_state(states, head * (tl.num_programs(1) - 1) + c, F, V)
         S = tl.trans(S)
-    later = tl.arange(0, C)[:, None] <= tl.arange(0, C)[None, :]  # key j, query i ≥ j
+    i, j = tl.arange(0, C)[None, :], tl.arange(0, C)[:, None]
     components = tl.arange(0, RP)
     dpi = tl.zeros((RP,), ACC)
     end = tl.minimum((c + 1) * segment, N)
@@ -452,52 +390,39 @@ def _key_gradients(
         start = c * segment + (steps - 1 - step) * C
         phi_q = _query_features(q, start, N, q_n, scale, D, C, F, ELU, ACC)
         if NORMALIZE:
-            phi_q *= _row(scales, start, N, 0.0, C)[:, None]
-        phi_q = _rounded(phi_q, DOT)
-        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, ACC)
-        phi_k = _rounded(phi_k, DOT)
-        values = _rounded(_tile(v, start, M, v_n, DV, C, V), DOT)
-        dh = _rounded(_tile(dout, start, N, d_n, DV, C, V), DOT)
+            phi_q *= load_numbers(scales, start, N, 0.0, C)[:, None]
+        phi_q = phi_q.to(DOT)
+        phi_k = _key_features(k, priors, start, M, k_r, k_n, D, R, C, F, ELU, MIXED, DOT, ACC)
+        values = load_rows(v, start, M, v_n, DV, C, V).to(DOT)
+        dh = load_rows(dout, start, N, d_n, DV, C, V).to(DOT)
 
-        if SLICE == F:
-            A = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION, out_dtype=ACC)
-        else:
-            A = _scores(
-                q, k, priors, start, N, M, scale, q_n, k_r, k_n, D, R, C, SLICE, ELU, MIXED, DOT,
-                PRECISION, ACC,
-            )  # fmt: skip
-            if NORMALIZE:
-                A *= _row(scales, start, N, 0.0, C)[:, None]
-            A = tl.trans(A)
-        A = _rounded(tl.where(later, A, 0.0), DOT)
+        A = hide(scores(phi_k, phi_q, None, PRECISION), i, j, True, 0).to(DOT)
         tl.debug_barrier()  # one after the other: registers have no room for all
-        state = tl.trans(_rounded(S, DOT))
-        dvalues = tl.dot(phi_k, state, input_precision=PRECISION, out_dtype=ACC)
-        dvalues = tl.dot(A, dh, dvalues, input_precision=PRECISION, out_dtype=ACC)
-        _put(dv, dvalues, start, M, DV, DV, C, V)
+        dvalues = scores(phi_k, S.to(DOT), None, PRECISION)
+        store_rows(dv, dot(A, dh, dvalues, PRECISION), start, M, DV, C, V)
         tl.debug_barrier()
 
-        dA = tl.dot(values, tl.trans(dh), input_precision=PRECISION, out_dtype=ACC)
+        dA = scores(values, dh, None, PRECISION)
         if NORMALIZE:
-            dz = _row(slopes, start, N, 0.0, C)
+            dz = load_numbers(slopes, start, N, 0.0, C)
             dA += dz[None, :]
-        dA = _rounded(tl.where(later, dA, 0.0), DOT)
-        dphi = _product(values, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
-        dphi = tl.dot(dA, phi_q, dphi, input_precision=PRECISION, out_dtype=ACC)
+        dA = hide(dA, i, j, True, 0).to(DOT)
+        dphi = _precise(values, S, tl.zeros((C, F), ACC), False, DOT, PRECISION)
+        dphi = dot(dA, phi_q, dphi, PRECISION)
         if NORMALIZE:
             dphi += z[None, :]
             z += tl.sum(phi_q.to(ACC) * dz[:, None], 0)
-        S = tl.dot(tl.trans(dh), phi_q, S, input_precision=PRECISION, out_dtype=ACC)
+        S = dot(tl.trans(dh), phi_q, S, PRECISION)
 
         tl.debug_barrier()
         for r in tl.static_range(R):
-            x = _tile(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
+            x = load_rows(k + r * k_r, start, M, k_n, D, C, F).to(ACC)
             dx = dphi * _slope(x, 1.0, ELU)
             if MIXED:
                 phi = _phi(x, 1.0, start, M, D, ELU)
                 dpi += tl.where(components == r, tl.sum(phi * dphi), 0.0)
                 dx *= tl.load(priors + r)
-            _put(dk + r * M * D, dx, start, M, D, D, C, F)
+            store_rows(dk + r * M * D, dx, start, M, D, C, F)
     if MIXED:
         dpriors += (head * tl.num_programs(1) + c) * RP
         tl.store(dpriors + components, dpi)
@@ -507,16 +432,9 @@ def _key_gradients(
 
 
 def causal_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    priors: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    elu: bool = False,
-    normalize: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None = None, *, scale: float | None = None,
+    elu: bool = False, normalize: bool = False, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Compute h_i = Σ_{j≤i} (φ(q_i)ᵀ Σ_r π_r φ(k_jr)) v_j, over the sum of the weights or not.
 
     Parameters
@@ -533,8 +451,8 @@ def causal_sums(
     normalize : bool
         Whether to divide by Σ_j φ(q_i)ᵀφ(k_j); 0 where that is 0 or has lost its digits.
     dtype : torch.dtype, optional
-        That of the result, and of products but for float16, which has no room for their sums: they
-        are in TF32, with as many digits. Left out: that of q.
+        That of the result, and of products; but float16 is multiplied in TF32, as its range is too
+        small for the sums. That of q where left out.
 
     Returns
     -------
@@ -544,24 +462,21 @@ def causal_sums(
     options = Options(scale or 1.0, elu, normalize, q.dtype if dtype is None else dtype)
     width = values_at_once(q.shape[-1], options)
     if not width:
-        raise ValueError(
-            f"q has {q.shape[-1]} features a head; expected no more than registers can hold, "
-            f"{WIDEST}"
-        )
+        raise ValueError(f"q has {q.shape[-1]} features a head; expected at most {WIDEST}")
     m = min(q.shape[-2], k.shape[-2])
     k, v = k[..., :m, :], v[..., :m, :]
     if priors is None:
         k = k.unsqueeze(-3)
     leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-3], v.shape[:-2])
-    q, v = (_four(x.unsqueeze(-3), leading).squeeze(2) for x in (q, v))
-    k = _four(k, leading)
+    q, v = (_five(x.unsqueeze(-3), leading).squeeze(2) for x in (q, v))
+    k = _five(k, leading)
     if priors is not None:
         priors = priors.expand(q.shape[1], -1).contiguous()
     outputs = [_Causal.apply(q, k, part, priors, options) for part in v.split(width, -1)]
     return torch.cat(outputs, -1).reshape(*leading, q.shape[-2], v.shape[-1])
 
 
-def _four(x: Tensor, leading: torch.Size) -> Tensor:
+def _five(x: Tensor, leading: torch.Size) -> Tensor:
     """View x (..., R, n, D), with those leading dimensions, as (B, H, R, n, D)."""
     x = x.expand(*leading, *x.shape[-3:])
     return x.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *x.shape[-3:])
@@ -576,8 +491,7 @@ class _Causal(torch.autograd.Function):
     ) -> Tensor:
         call = _Call(q, k, v, priors, options)
         out = call.new(*q.shape[:-1], v.shape[-1], dtype=options.dtype)
-        scales = call.new(*q.shape[:-1])
-        states = call.states()
+        scales, states = call.new(*q.shape[:-1]), call.states()
         call.run(_key_states, call.count - 1, states=states)
         call.accumulate(states, False)
         call.run(_outputs, call.count, states=states, out=out, scales=scales)
@@ -592,13 +506,13 @@ class _Causal(torch.autograd.Function):
         call = _Call(q, k, v, priors, ctx.options, dout)
         dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
         dpriors = call.new(*q.shape[:2], max(call.count, 1), triton.next_power_of_2(k.shape[2]))
-        own = {"scales": scales, "slopes": call.new(*scales.shape)}
-        call.run(_query_gradients, call.count, states=states, dq=dq, **own)
+        sums = {"scales": scales, "slopes": call.new(*scales.shape)}
+        call.run(_query_gradients, call.count, states=states, dq=dq, **sums)
         states = call.states()
-        call.run(_query_states, call.count - 1, states=states, **own)
+        call.run(_query_states, call.count - 1, states=states, **sums)
         call.accumulate(states, True)
-        own |= {"dk": dk, "dv": dv, "dpriors": dpriors}
-        call.run(_key_gradients, call.count, states=states, **own)
+        sums |= {"dk": dk, "dv": dv, "dpriors": dpriors}
+        call.run(_key_gradients, call.count, states=states, **sums)
         if priors is None:
             return dq, dk, dv, None, None
         return dq, dk, dv, dpriors.sum((0, 2))[:, : k.shape[2]].to(priors), None
@@ -611,79 +525,65 @@ class _Call:
         self, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options,
         dout: Tensor | None = None,
     ) -> None:  # fmt: skip
-        given = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
-        given = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in given.items()}
+        tensors = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
+        tensors = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}
         (B, H, N, D), (R, M), DV = q.shape, k.shape[2:4], v.shape[-1]
         self.like, self.heads = q, B * H
         self.empty = not (q.numel() and k.numel() and v.numel())
         self.dtype = torch.promote_types(q.dtype, torch.promote_types(options.dtype, torch.float32))
         segment = segment_length(N, self.heads, q.device)
         self.count = triton.cdiv(N, segment)
-        self.sizes = blocks(_padded(D), _padded(DV), options)
+        self.blocks = blocks(padded(D), padded(DV), options)
         self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
         self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
-        self.pool |= given | _constants(D, DV, R, options, priors is not None)
-        for name, x in given.items():
+        self.pool |= tensors | _constants(D, DV, R, options, priors is not None)
+        for name, x in tensors.items():
             dimensions = zip("bhrn" if name == "k" else "bhn", x.stride(), strict=False)
             self.pool |= {f"{name[0]}_{letter}": stride for letter, stride in dimensions}
         if priors is not None:
             self.pool |= {"priors": priors, "priors_h": priors.stride(0)}
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return room for what a kernel writes, or zeros where there is nothing to launch."""
+        """Return memory for a kernel to write, or zeros where nothing is to be launched."""
         make = self.like.new_zeros if self.empty else self.like.new_empty
         return make(shape, dtype=dtype or self.dtype)
 
     def states(self) -> Tensor:
-        """Return room for the states of all segments but one."""
+        """Return memory for the states of all segments but one."""
         return self.new(self.heads, max(self.count - 1, 0), self.pool["F"] * (self.pool["V"] + 1))
-
-    def run(self, kernel: Any, segments: int, **own: Tensor) -> None:
-        """Launch a program for each head and segment."""
-        if segments > 0:
-            self._launch(kernel, (self.heads, segments), own)
 
     def accumulate(self, states: Tensor, reverse: bool) -> None:
         """Add up the states of segments."""
         _, count, size = states.shape
         if count > 1:
-            own = {"states": states, "count": count, "size": size, "REVERSE": reverse}
-            self._launch(_accumulate, (self.heads, triton.cdiv(size, TILE["E"])), own)
+            sizes = {"states": states, "count": count, "size": size, "REVERSE": reverse}
+            self.run(_accumulate, triton.cdiv(size, TILE["E"]), **sizes)
 
-    def _launch(self, kernel: Any, grid: tuple[int, int], own: dict[str, Any]) -> None:
-        if self.empty:
+    def run(self, kernel: Any, programs: int, **arguments: Any) -> None:
+        """Launch that many programs for each head."""
+        if self.empty or programs <= 0:
             return
-        C, how = _how(kernel, self.sizes)
-        pool = self.pool | own | {"C": C}
+        sizes = self.blocks.of(kernel)
+        pool = self.pool | arguments | {"C": sizes.pop("C")}
         with torch.cuda.device_of(self.like):
-            kernel[grid](**{name: pool[name] for name in kernel.arg_names}, **how)
-
-
-def _how(kernel: Any, sizes: Blocks) -> tuple[int, dict[str, int]]:
-    """Return the positions of a block, and Triton's options."""
-    backward = kernel in (_query_gradients, _key_gradients)
-    C = sizes.backward if backward else sizes.forward
-    warps = sizes.backward_warps if backward else sizes.forward_warps
-    return C, {"num_warps": warps, "num_stages": sizes.num_stages}
+            kernel[self.heads, programs](**{name: pool[name] for name in kernel.arg_names}, **sizes)
 
 
 def segment_length(N: int, heads: int, device: torch.device) -> int:
     """Return how many positions a program has, for programs to fill the GPU."""
     cuda = device.type == "cuda"
-    here = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-    count = max(1, PROGRAMS * here // max(heads, 1))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+    count = max(1, PROGRAMS * processors // max(heads, 1))
     return SEGMENT * max(1, triton.cdiv(triton.cdiv(N, SEGMENT), count))
 
 
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
     """Return what kernels are compiled for, but for the positions of a block."""
-    F, V = _padded(D), _padded(DV)
-    whole = options.product == torch.bfloat16
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
-        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny, "F": F, "V": V,
-        "RP": triton.next_power_of_2(R), "SLICE": F if whole else max(16, F // 4),
+        "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny,
+        "F": padded(D), "V": padded(DV), "RP": triton.next_power_of_2(R),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
@@ -707,78 +607,11 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return the kernels as `linear_attention` launches them, for `resources`."""
     options = Options(1.0, True, True, dtype)
     values = min(head_dim, values_at_once(head_dim, options))
-    sizes = blocks(_padded(head_dim), _padded(values), options)
-    tensors = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{NAMES[dtype]}")
-    result = []
-    for kernel in KERNELS:
-        C, how = _how(kernel, sizes)
-        own = _constants(head_dim, values, 1, options, False) | {"C": C, "REVERSE": True}
-        own = {name: value for name, value in own.items() if name in kernel.arg_names}
-        types = TYPES | tensors | dict.fromkeys(own, "constexpr")
-        arguments = {name: types.get(name, STRIDE) for name in kernel.arg_names}
-        result.append(Launch(f"linear{kernel.__name__}", kernel, arguments, own, **how))
-    return result
-
-
-def work(
-    kind: str,
-    *,
-    B: int,
-    H: int,
-    N: int,
-    M: int,
-    D: int,
-    Dv: int | None = None,
-    R: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    multiprocessors: int = 132,
-) -> dict[str, Work]:
-    """Count what the kernels have to do.
-
-    Operations are those of the matrix products: scores of whole blocks, of which causality needs
-    half, and the state, which is summed once for what comes after the segment and once more inside
-    it. Bytes are those of tensors that a kernel reads or writes, each once, and of the states:
-    written, added up (read and written), read. Heads are taken in parts, where registers do not
-    have room for the state of all values.
-
-    Parameters
-    ----------
-    kind : str
-        "forward" or "forward + backward".
-    B, H, N, M, D, Dv, R : int
-        Sizes of batch, heads, queries, keys, features, values (D, if left out) and components.
-    dtype : torch.dtype
-        That of the arguments.
-    multiprocessors : int
-        Of the GPU: there are `PROGRAMS` segments for each, of all heads together.
-
-    Returns
-    -------
-    dict
-        Of the kernel's name: a `Work`.
-
-    Raises
-    ------
-    ValueError
-        If `kind` is another.
-    """
-    if kind not in ("forward", "forward + backward"):
-        raise ValueError(f"kind is {kind!r}; expected 'forward' or 'forward + backward'")
-    options, Dv = Options(1.0, True, True, dtype), D if Dv is None else Dv
-    width = min(Dv, values_at_once(D, options))
-    sizes = blocks(_padded(D), _padded(width), options)
-    m, size, twice = min(N, M), dtype.itemsize, 2 if dtype == torch.bfloat16 else 1
-    count = min(-(-N // SEGMENT), max(1, PROGRAMS * multiprocessors // (B * H)))
-    state = 4 * 4 * D * (width + 1) * (count - 1)
-    query, keys = size * N * D, size * R * m * D
-    values, result, row = size * m * width, size * N * width, 4 * N
-    before = count > 1  # else nothing is, and nothing is summed beforehand
-    products = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
-    moved: float = (keys + values) * (1 + before) + query + result + row + state
-    if kind != "forward":
-        products += 2 * D * width * ((twice + 1 + before) * N + 3 * m)
-        products += 2 * N * sizes.backward * ((3 + twice) * D + 3 * width)
-        moved += 3 * query + 2 * keys + 2 * values + 3 * result + 6 * row + 5 * state // 4
-        moved += query + keys + values
-    parts = B * H * -(-Dv // width)
-    return {"linear": Work(float(parts * products), float(parts * moved))}
+    sizes = blocks(padded(head_dim), padded(values), options)
+    tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    types = TYPES | dict.fromkeys(tensors, f"*{NAMES[dtype]}")
+    constants = _constants(head_dim, values, 1, options, False) | {"REVERSE": True}
+    return [
+        Launch.of(f"linear{kernel.__name__}", kernel, types, STRIDE, constants | sizes.of(kernel))
+        for kernel in KERNELS
+    ]

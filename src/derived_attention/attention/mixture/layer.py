@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from derived_attention.attention.engine.layer import FusedAttention
 from derived_attention.attention.frame.checks import Mechanism, check_count, check_positive
 from derived_attention.attention.frame.convention import weights_of
-from derived_attention.attention.frame.layer import ALL, KEY, Heads, MultiheadAttention
+from derived_attention.attention.frame.layer import ALL, KEY, Heads
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.mixture.fast import (
     em_priors,
@@ -24,7 +25,7 @@ from derived_attention.attention.mixture.fast import (
 from derived_attention.attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 
 
-class MixtureAttention(MultiheadAttention):
+class MixtureAttention(FusedAttention):
     """Transformer-MGK's attention in H heads, with the interface of `MultiheadAttention`.
 
     The projection of `MultiheadAttention` makes the keys of the first component; ``key_weight``
@@ -45,8 +46,8 @@ class MixtureAttention(MultiheadAttention):
     priors : {"fixed", "learned", "em"}
         π is 1/R; or the softmax of the parameter ``prior_logits`` (H, R); or the buffer
         ``priors`` (H, R), and each forward pass in training mode ends with a step of `em_priors`
-        on its queries. Padded ones do not count. All start at 1/R. Not under activation
-        checkpointing, which runs a forward pass twice.
+        on its queries, without padded ones. All start at 1/R. Not under activation checkpointing,
+        which runs a forward pass twice.
     variances : float or sequence of float, optional
         σ², one for all components or one for each; √D where left out.
     learn_variances : bool
@@ -78,7 +79,6 @@ class MixtureAttention(MultiheadAttention):
         variances: float | Sequence[float] | None = None,
         learn_variances: bool = False,
         mixture: dict[str, Any] | None = None,
-        fused: bool | None = None,
         **options: Any,
     ) -> None:
         R = check_count("components", components, 1)
@@ -93,43 +93,48 @@ class MixtureAttention(MultiheadAttention):
         function = linear_mixture_attention if linear else function
         super().__init__(*args, attention=function, **options)
         self.paired |= priors == "em"
-        D, like = self.head_dim, self.out_proj.weight
-        sigma2 = _variances(math.sqrt(D) if variances is None else variances, R)
-        self.components, self.hard, self.linear, self.fused = R, hard, linear, fused
+        self.components, self.hard, self.linear = R, hard, linear
         self.kind = "linear" if linear else "hard" if hard else "soft"
         self.mixture = {} if mixture is None else dict(mixture)
-        self.fixed_variances = sigma2
-        start = like.new_ones(self.num_heads, R) * like.new_tensor(sigma2)
+        width = math.sqrt(self.head_dim) if variances is None else variances
+        self.fixed_variances = _variances(width, R)
+        even = self.out_proj.weight.new_ones(self.num_heads, R)
+        start = even * even.new_tensor(self.fixed_variances)
         self.log_variances = nn.Parameter(start.log()) if learn_variances else None
-        even = like.new_full((self.num_heads, R), 1 / R)
-        self.prior_logits = nn.Parameter(torch.zeros_like(even)) if priors == "learned" else None
-        self.register_buffer("priors", even if priors == "em" else None)
-        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        shifts = torch.randn(self.kv_heads, R, D, **kind) if shifted else None
-        self.shifts = None if shifts is None else nn.Parameter(shifts)
+        learned = priors == "learned"
+        self.prior_logits = nn.Parameter(torch.zeros_like(even)) if learned else None
+        self.register_buffer("priors", torch.full_like(even, 1 / R) if priors == "em" else None)
+        self._make_keys(shifted)
+
+    def _make_keys(self, shifted: bool) -> None:
+        """Make the parameters of the keys beyond those of one projection."""
+        like, (G, R, D) = self.out_proj.weight, (self.kv_heads, self.components, self.head_dim)
+        self.shifts: nn.Parameter | None = None
         self.key_weight: nn.Parameter | None = None
         self.key_bias: nn.Parameter | None = None
-        if R > 1 and not shifted:
-            width = self.kv_heads * D
-            weights = [like.new_empty(width, self.kdim) for _ in range(R - 1)]
+        if shifted:
+            shifts = torch.randn(G, R, D, device=like.device, dtype=like.dtype)
+            self.shifts = nn.Parameter(shifts)
+        elif R > 1:
+            weights = [like.new_empty(G * D, self.kdim) for _ in range(R - 1)]
             self.key_weight = nn.Parameter(torch.stack(list(map(nn.init.xavier_uniform_, weights))))
             if self.in_proj_bias is not None:
-                self.key_bias = nn.Parameter(like.new_zeros(R - 1, width))
+                self.key_bias = nn.Parameter(like.new_zeros(R - 1, G * D))
 
     def keywords(self) -> dict[str, Any]:
         """Return what the function gets beside q, k, v and masks: priors, variances, `mixture`."""
-        own = dict(self.mixture)
+        keywords = dict(self.mixture)
         if self.prior_logits is not None:
-            own["priors"] = self.prior_logits.softmax(-1)
+            keywords["priors"] = self.prior_logits.softmax(-1)
         elif self.priors is not None:
-            own["priors"] = self.priors
+            keywords["priors"] = self.priors
         if self.log_variances is not None:
-            own["variances"] = self.log_variances.exp()
+            keywords["variances"] = self.log_variances.exp()
         elif not self.linear:
-            same = len(set(self.fixed_variances)) == 1  # a number spares a feature, see _augment
+            same = len(set(self.fixed_variances)) == 1  # a number spares a feature, see `features`
             many = self.out_proj.weight.new_tensor(self.fixed_variances)
-            own["variances"] = self.fixed_variances[0] if same else many
-        return own
+            keywords["variances"] = self.fixed_variances[0] if same else many
+        return keywords
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, N, D), k (B, H, R, M, D) and v (B, H, M, D), as `responsibilities` wants.
@@ -141,7 +146,7 @@ class MixtureAttention(MultiheadAttention):
         return q, self._components(k), v
 
     def _components(self, k: Tensor) -> Tensor:
-        """Give keys that wait to be shifted their dimension of components: (B, H, R, M, D)."""
+        """Give keys that are still to be shifted their dimension of components: (B, H, R, M, D)."""
         return k if self.shifts is None else shifted_keys(k, self._shifts(k))
 
     def _shifts(self, k: Tensor) -> Tensor:
@@ -151,22 +156,22 @@ class MixtureAttention(MultiheadAttention):
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Attend to mixtures, and in training mode let EM take a step."""
-        own = {**mask.keywords, **self.keywords()}
-        if self.fused is not None:
-            own["fused"] = False if v is None else self.fused
+        keywords = {**mask.keywords, **self.keywords(), **self.kernel_keywords()}
+        if v is None and self.fused:
+            keywords["fused"] = False
         if self.linear:
             k = self._components(k)
         else:
-            own["hard"] = self.hard
+            keywords["hard"] = self.hard
             if self.shifts is not None:
-                own["shifts"] = self._shifts(k)
-        result = weights_of(run, q, k, **own) if v is None else run(q, k, v, **own)
+                keywords["shifts"] = self._shifts(k)
+        result = weights_of(run, q, k, **keywords) if v is None else run(q, k, v, **keywords)
         if self.training and self.priors is not None:
             refuse_recomputation()
             queries = mask.queries
-            there = None if queries is None else queries.expand(q.shape[:-1])
-            own = {"query_mask": there, **mask.keywords, **self.keywords()}
-            self.priors.copy_(em_priors(q, self._components(k), **own))
+            present = None if queries is None else queries.expand(q.shape[:-1])
+            keywords = {"query_mask": present, **mask.keywords, **self.keywords()}
+            self.priors.copy_(em_priors(q, self._components(k), **keywords))
         return result
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
@@ -187,8 +192,8 @@ def refuse_recomputation() -> None:
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
         raise RuntimeError(
             "priors is 'em' under activation checkpointing; expected 'fixed' or 'learned', or no "
-            "checkpointing of this layer: a forward pass moves the priors, so that the second one "
-            "would not compute what the first one did"
+            "checkpointing of this layer: a forward pass changes the priors, so a second one would "
+            "not compute what the first one did"
         )
 
 

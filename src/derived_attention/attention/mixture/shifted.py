@@ -31,13 +31,14 @@ from derived_attention.attention.engine.blocks import (
 from derived_attention.attention.frame.checks import check_floating, check_shape, may_look_at
 from derived_attention.attention.frame.convention import full_precision, mechanism
 from derived_attention.attention.frame.masks import BlockMask
-from derived_attention.attention.mixture.fast import (
+from derived_attention.attention.mixture.components import (
     Components,
     centred,
     components_of,
-    mixture_attention,
+    kernel_tensors,
     runs_kernel,
 )
+from derived_attention.attention.mixture.fast import mixture_attention
 from derived_attention.attention.softmax.fast import sdpa
 
 
@@ -68,13 +69,13 @@ def shifted_mixture_attention(
 ) -> Tensor:  # fmt: skip
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
-    Some queries at a time, in float32 at least, and again in the backward pass. The weights are
-    exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), with n_i = max_r u_ir and
-    m_j = max_r w_jr, so that no exponential overflows. The sum is at least exp(−g_i), with the gap
-    g_i = n_i − min_r u_ir. For queries where that could cost precision (more than 43 in float32,
-    354 in float64), and where data cannot be looked at (``torch.compile``, capture of a CUDA
-    graph), log Σ_r exp(u_ir + w_jr) is added to the scores instead; and so is max_r, in the hard
-    form. To look makes a GPU wait once per call.
+    The scores of some queries at a time, in float32 at least, and again in the backward pass. The
+    weights are exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where n_i is
+    max_r u_ir and m_j is max_r w_jr, so that no exponential overflows. The sum is at least
+    exp(−g_i), with the gap g_i = n_i − min_r u_ir. For queries where that could cost precision (a
+    gap of more than 43 in float32, 354 in float64), and where values cannot be read
+    (``torch.compile``, capture of a CUDA graph), log Σ_r exp(u_ir + w_jr) is added to the scores
+    instead; and so is max_r, in the hard form. Reading the gaps synchronises a GPU once per call.
 
     Parameters
     ----------
@@ -94,22 +95,26 @@ def shifted_mixture_attention(
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:
-        own: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
-        own.update(normalized=normalized, hard=hard, fused=fused, scale=scale, **mask.keywords)
-        return mixture_attention(q, shifted_keys(k, shifts), v, **own)
+        mixture: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
+        mixture |= {"normalized": normalized, "hard": hard, "fused": fused, "scale": scale}
+        return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)
     if fused and not distance:
         raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
-    if distance and runs_kernel(fused, q, k, v, parts, mask):
-        from derived_attention.attention.mixture import triton as mixture
-
-        return mixture.shifted_mixture(q, k, v, shifts, parts, mask, hard)
+    kernel, dtype = distance and runs_kernel(fused, q, k, v, parts, mask), q.dtype
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
-            return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
-        queries, keys = centred(q, k.unsqueeze(-3), parts, mask)
-        tensors = separate(queries, keys.squeeze(-3), shifts, parts)
-        return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
+            return sdpa(Q, K, V, mask, parts.scale).to(dtype)
+        if kernel:
+            from derived_attention.attention.mixture import triton
+
+            q, k, v = kernel_tensors(q, k.unsqueeze(-3), v, parts, mask)
+            _, _, u, w = separate(q.to(parts.wide), k.squeeze(-3).to(parts.wide), shifts, parts)
+            a = parts.scale * parts.precisions
+            return triton.attend(q, k, v, a, u.mT, w, mask, hard).to(dtype)
+        q, k = centred(q, k.unsqueeze(-3), parts, mask)
+        tensors = separate(q, k.squeeze(-3), shifts, parts)
+        return attend(_Shifted(hard), v, mask, *tensors).to(dtype)
 
 
 def separate(
@@ -127,24 +132,24 @@ def separate(
 class _Shifted(NamedTuple):
     """Weights exp(s_ij), where s_ij = q_i·k_j + log Σ_r exp(u_ir + w_jr), or max_r if hard.
 
-    Query i may multiply, exp(q_i·k_j + m_j) by Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where the sum
-    is far from underflow for all j. With the r of the largest w_jr, its term is at least
+    The factored form multiplies exp(q_i·k_j + m_j) by Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where
+    the sum is far from underflow for all j: the r of the largest w_jr has a term of at least
     exp(min_r u_ir − n_i). Half the range of exponents for it leaves the other half to the weights:
-    those that vanish are nothing beside the row's largest. Other queries add the logarithm. Each
-    query decides for itself, so that, if causal, no later token moves a bit of its result.
+    those that vanish are nothing beside the row's largest. Other queries add the logarithm. This is
+    decided query by query, so that, if causal, no later token changes a bit of a result.
     """
 
     hard: bool
-    may: Tensor | None = None  # (b, N): which queries may multiply; None: nobody looked
-    all: bool = False  # whether all may
+    factored: Tensor | None = None  # (b, N): which queries multiply; None: values were not read
+    all: bool = False  # whether all do
 
     def settled(self, ours: Tensors) -> _Shifted:
-        """Look at u (b, N, R)."""
+        """Choose the factored queries by u (b, N, R)."""
         u = ours[2]
         if self.hard or not may_look_at(u) or not u.numel():
             return self
-        may = u.amax(-1) - u.amin(-1) <= -math.log(torch.finfo(u.dtype).tiny) / 2
-        return self._replace(may=may, all=bool(may.all()))
+        factored = u.amax(-1) - u.amin(-1) <= -math.log(torch.finfo(u.dtype).tiny) / 2
+        return self._replace(factored=factored, all=bool(factored.all()))
 
     def scores(self, q: Tensor, k: Tensor, u: Tensor, w: Tensor) -> Tensor:
         """Return all s (..., N, M), of tensors as `weights` takes them, with any leading ones."""
@@ -155,15 +160,15 @@ class _Shifted(NamedTuple):
         self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
     ) -> tuple[Tensor, Any]:
         """Take q (b, N, D), k (b, M, D), u (b, N, R), w (b, R, M); see `_Most` of mixtures."""
-        if self.may is None:
+        if self.factored is None:
             A, shares = self._add(ours, mask, block, keep)
             return A, (None, None, shares)
         A, sums = self._multiply(ours, mask, block)
-        may = None if self.all else self.may[block.heads, block.rows, None]  # (b, C, 1)
-        if may is None or bool(may.all()):
+        rows = None if self.all else self.factored[block.heads, block.rows, None]  # (b, C, 1)
+        if rows is None or bool(rows.all()):
             return A, (None, sums, None)
         other, shares = self._add(ours, mask, block, keep)
-        return torch.where(may, A, other), (may, sums.masked_fill_(~may, 1), shares)
+        return torch.where(rows, A, other), (rows, sums.masked_fill_(~rows, 1), shares)
 
     def _add(self, ours: Tensors, mask: BlockMask, block: Block, keep: bool) -> tuple:
         """Return rows of A (b, C, m), and if `keep` the shares of components."""
@@ -189,14 +194,14 @@ class _Shifted(NamedTuple):
         """Add to `grads` what those rows of scores, with the gradient dS, give to our tensors."""
         dS = beyond.mul_(A)
         spread_product(dS, ours[:2], grads[:2], block)
-        (may, sums, shares), (du, dw), (_, rows, m) = kept, grads[2:], block
+        (factored, sums, shares), (du, dw), (_, rows, m) = kept, grads[2:], block
         if shares is not None:
-            added = dS if may is None else dS.masked_fill(may, 0)
-            for r, own in split_shares(added, shares):
-                du[:, rows, r] += own.sum(-1)
-                dw[:, r, :m] += own.sum(-2)
+            added = dS if factored is None else dS.masked_fill(factored, 0)
+            for r, part in split_shares(added, shares):
+                du[:, rows, r] += part.sum(-1)
+                dw[:, r, :m] += part.sum(-2)
         if sums is not None:
-            dS = dS if may is None else dS.masked_fill_(~may, 0)
+            dS = dS if factored is None else dS.masked_fill_(~factored, 0)
             x, y, _ = _factors(*_cut_tensors(ours, block)[2:])
             dS.div_(sums)
             du[:, rows] += x * (dS @ y.mT)

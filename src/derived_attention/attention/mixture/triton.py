@@ -32,102 +32,80 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from derived_attention.attention.engine.kernels import NAMES, Launch, Work, interpreted
-from derived_attention.attention.frame.convention import full_precision
+from derived_attention.attention.engine.kernels import NAMES, Launch
+from derived_attention.attention.engine.triton import (
+    dot,
+    load_numbers,
+    load_rows,
+    padded,
+    place,
+    precision,
+    scores,
+    store_numbers,
+    store_rows,
+)
 from derived_attention.attention.frame.masks import Mask, narrowed
-from derived_attention.attention.mixture.fast import Components, autocast_dtype, centred
-from derived_attention.attention.mixture.shifted import separate
 
-LOG2E = tl.constexpr(math.log2(math.e))  # exp2 is what a GPU has
+LOG2E = tl.constexpr(math.log2(math.e))  # GPUs compute exp2
 LARGE = tl.constexpr(1.5e38)  # a finite mask stays finite in base 2
 INF = tl.constexpr(math.inf)
-INTERPRETED = tl.constexpr(interpreted())
 
 
 # --- the kernels ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rows(x, start, count, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where SIZE rows of a matrix (count, WIDTH) are from a first one on, and which are."""
-    rows, columns = tl.arange(0, SIZE), tl.arange(0, BLOCK)
-    there = (rows < count - start)[:, None]
-    if BLOCK > WIDTH:
-        there = there & (columns < WIDTH)[None, :]
-    first = x + tl.cast(start, tl.int64) * stride  # what is left is the same for all blocks
-    return first + rows[:, None] * stride + columns[None, :], there
-
-
-@triton.jit
-def _load(x, start, count, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of a matrix, with zeros beyond its rows and its width."""
-    at, there = _rows(x, start, count, stride, SIZE, WIDTH, BLOCK)
-    return tl.load(at, there, other=0.0)
-
-
-@triton.jit
-def _store(x, value, start, count, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store rows of a contiguous matrix."""
-    at, there = _rows(x, start, count, WIDTH, SIZE, WIDTH, BLOCK)
-    tl.store(at, value.to(x.dtype.element_ty), there)
-
-
-@triton.jit
-def _numbers(x, start, count, other, SIZE: tl.constexpr):
-    """Load SIZE numbers of a vector (count,), from a first one on, with `other` beyond them."""
-    each = tl.arange(0, SIZE)
-    return tl.load(x + start + each, each < count - start, other=other)
-
-
-@triton.jit
-def _put(x, value, start, count, SIZE: tl.constexpr):
-    """Store numbers of a vector."""
-    each = tl.arange(0, SIZE)
-    tl.store(x + start + each, value, each < count - start)
-
-
-@triton.jit
-def _dot(a, b, total, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a b, added to a total if there is one."""
-    if INTERPRETED and a.dtype == tl.bfloat16:  # of which the interpreter multiplies the bits
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, out_dtype=ACC)
-    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def _bias(MASK, i, j, stride_n, stride_m, N, M, DIAGONAL: tl.constexpr, ACC: tl.constexpr):
+def _bias(
+    MASK, i, j, stride_n, stride_m, N, M,
+    DIAGONAL: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """Return what a mask adds to the scores, in base 2, of queries i and keys j.
 
     They are (C, 1) and (1, C'), or (1, C) and (C', 1).
     """
+    bias = 0.0
     if DIAGONAL:
-        return tl.where(i >= j, 0.0, -INF)
-    at = MASK + i.to(tl.int64) * stride_n + j.to(tl.int64) * stride_m
-    given = tl.load(at, (i < N) & (j < M), other=0)
-    if MASK.dtype.element_ty == tl.uint8:
-        return tl.where(given != 0, 0.0, -INF)
-    given = given.to(ACC)
-    inside = tl.minimum(tl.maximum(given * LOG2E, -LARGE), LARGE)
-    return tl.where(given == -INF, -INF, inside)
+        bias = tl.where(i >= j, 0.0, -INF)
+    elif HAS_MASK:
+        at = MASK + i.to(tl.int64) * stride_n + j.to(tl.int64) * stride_m
+        mask = tl.load(at, (i < N) & (j < M), other=0)
+        if MASK.dtype.element_ty == tl.uint8:
+            bias = tl.where(mask != 0, 0.0, -INF)
+        else:
+            mask = mask.to(ACC)
+            inside = tl.minimum(tl.maximum(mask * LOG2E, -LARGE), LARGE)
+            bias = tl.where(mask == -INF, -INF, inside)
+    return bias
 
 
 @triton.jit
-def _shares(scores, most, HARD: tl.constexpr):
+def _score(dots, a, w, u, bias, HAS_U: tl.constexpr, BIASED: tl.constexpr):
+    """Return s_ijr in base 2 from q_i·k_jr; w, u and the bias of a mask broadcast to it."""
+    score = dots * (a * LOG2E) + w * LOG2E
+    if HAS_U:
+        score += u * LOG2E
+    if BIASED:
+        score += bias
+    return score
+
+
+@triton.jit
+def _shares(s, most, HARD: tl.constexpr):
     """Return Z_i P_ijr = exp(s_ijr − m_i) for all r, or the first best one and zeros."""
     result = ()
     if HARD:
-        best = scores[0]
-        for r in tl.static_range(1, len(scores)):
-            best = tl.maximum(best, scores[r])
+        best = s[0]
+        for r in tl.static_range(1, len(s)):
+            best = tl.maximum(best, s[r])
         left = tl.exp2(best - most)
-        for r in tl.static_range(len(scores) - 1):
-            own = tl.where(scores[r] == best, left, 0.0)
-            left -= own
-            result = result + (own,)
+        for r in tl.static_range(len(s) - 1):
+            share = tl.where(s[r] == best, left, 0.0)
+            left -= share
+            result = result + (share,)
         result = result + (left,)
     else:
-        for r in tl.static_range(len(scores)):
-            result = result + (tl.exp2(scores[r] - most),)
+        for r in tl.static_range(len(s)):
+            result = result + (tl.exp2(s[r] - most),)
     return result
 
 
@@ -156,12 +134,11 @@ def forward(
     without keys leaves m_i = ∞ there, so that exp(s_ij − ∞) = 0, and Z_i = 1.
     """
     ACC: tl.constexpr = W.dtype.element_ty
-    blocks = tl.cdiv(N, BLOCK_N)
-    start_n = tl.program_id(0) % blocks * BLOCK_N
-    z = (tl.program_id(0) // blocks).to(tl.int64)
+    z, start_n = place(N, BLOCK_N)
     b, h = z // H, z % H
-    i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
+    MASK += b * mask_b + h * mask_h
+    i, block = (start_n + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, BLOCK_M)[None, :]
+    q = load_rows(Q + b * q_b + h * q_h, start_n, N, q_n, D, BLOCK_N, BLOCK_D)
     m = tl.full((BLOCK_N,), -INF, ACC)
     Z = tl.zeros((BLOCK_N,), ACC)
     out = tl.zeros((BLOCK_N, BLOCK_DV), ACC)
@@ -170,26 +147,20 @@ def forward(
         first = start_n // BLOCK_M * BLOCK_M if diagonal else 0
         last = tl.minimum(start_n + BLOCK_N, M) if diagonal else edge
         for start_m in range(first, last, BLOCK_M):
-            j = start_m + among
-            if HAS_MASK or diagonal:
-                at = MASK + b * mask_b + h * mask_h
-                bias = _bias(at, i[:, None], j[None, :], mask_n, mask_m, N, M, diagonal, ACC)
+            bias = _bias(MASK, i, start_m + block, mask_n, mask_m, N, M, diagonal, HAS_MASK, ACC)
             shrunk = tl.full((BLOCK_N,), 1.0, ACC)
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
-                    dots = _dot(q, tl.trans(k), None, ACC, PRECISION)
-                w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)  # no key beyond M
-                own = dots * (tl.load(A + h * R + r) * LOG2E) + (w * LOG2E)[None, :]
+                    keys = K + b * k_b + h * k_h + r * k_r
+                    k = load_rows(keys, start_m, M, k_m, D, BLOCK_M, BLOCK_D)
+                    dots = scores(q, k, None, PRECISION)
+                w = load_numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)  # no key beyond M
+                u = m
                 if HAS_U:
-                    u = _numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
-                    own += (u * LOG2E)[:, None]
-                if HAS_MASK or diagonal:
-                    own += bias
-                if HARD:
-                    score = own if r == 0 else tl.maximum(score, own)  # noqa: F821
-                else:
-                    score = own
+                    u = load_numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
+                a = tl.load(A + h * R + r)
+                s = _score(dots, a, w[None, :], u[:, None], bias, HAS_U, HAS_MASK or diagonal)
+                score = tl.maximum(score, s) if HARD and r > 0 else s  # noqa: F821
                 if not HARD or r == R - 1:
                     highest = tl.maximum(m, tl.max(score, 1))
                     finite = tl.where(highest == -INF, 0.0, highest)  # −∞ − −∞ would be NaN
@@ -198,15 +169,14 @@ def forward(
                     p = new if HARD or r == 0 else p * shrink[:, None] + new  # noqa: F821
                     shrunk *= shrink
                     m = highest
-            v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
+            v = load_rows(V + b * v_b + h * v_h, start_m, M, v_m, DV, BLOCK_M, BLOCK_DV)
             Z = Z * shrunk + tl.sum(p, 1)
-            out = out * shrunk[:, None]
-            out = _dot(p.to(v.dtype), v, out, ACC, PRECISION)
+            out = dot(p.to(v.dtype), v, out * shrunk[:, None], PRECISION)
     dead = m == -INF
     Z = tl.where(dead, 1.0, Z)
-    _store(OUT + z * N * DV, out / Z[:, None], start_n, N, BLOCK_N, DV, BLOCK_DV)
-    _put(TOP + z * N, tl.where(dead, INF, m), start_n, N, BLOCK_N)
-    _put(SUM + z * N, Z, start_n, N, BLOCK_N)
+    store_rows(OUT + z * N * DV, out / Z[:, None], start_n, N, DV, BLOCK_N, BLOCK_DV)
+    store_numbers(TOP + z * N, tl.where(dead, INF, m), start_n, N, BLOCK_N)
+    store_numbers(SUM + z * N, Z, start_n, N, BLOCK_N)
 
 
 @triton.jit
@@ -223,26 +193,25 @@ def backward_queries(
     dS_ijr = P_ijr (dO_i·v_j − δ_i), with δ_i = dO_i·O_i, which `backward_keys` needs as well.
     """
     ACC: tl.constexpr = W.dtype.element_ty
-    blocks = tl.cdiv(N, BLOCK_N)
-    start_n = tl.program_id(0) % blocks * BLOCK_N
-    z = (tl.program_id(0) // blocks).to(tl.int64)
+    z, start_n = place(N, BLOCK_N)
     b, h = z // H, z % H
-    i, among = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
-    g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
-    o = _load(OUT + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
+    MASK += b * mask_b + h * mask_h
+    i, block = (start_n + tl.arange(0, BLOCK_N))[:, None], tl.arange(0, BLOCK_M)[None, :]
+    q = load_rows(Q + b * q_b + h * q_h, start_n, N, q_n, D, BLOCK_N, BLOCK_D)
+    g = load_rows(GRAD + z * N * DV, start_n, N, DV, DV, BLOCK_N, BLOCK_DV)
+    o = load_rows(OUT + z * N * DV, start_n, N, DV, DV, BLOCK_N, BLOCK_DV)
     delta = tl.sum(g.to(ACC) * o.to(ACC), 1)
-    _put(DELTA + z * N, delta, start_n, N, BLOCK_N)
-    top = _numbers(TOP + z * N, start_n, N, INF, BLOCK_N)
-    Z = _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N)  # divides the sums over keys
-    a = ()
-    u = ()
-    du = ()
+    store_numbers(DELTA + z * N, delta, start_n, N, BLOCK_N)
+    top = load_numbers(TOP + z * N, start_n, N, INF, BLOCK_N)
+    Z = load_numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N)  # divides the sums over keys
+    a, u, du = (), (), ()
     for r in tl.static_range(R):
         a = a + (tl.load(A + h * R + r),)
+        row = top
         if HAS_U:
-            u = u + (_numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N) * LOG2E,)
+            row = load_numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
             du = du + (tl.zeros((BLOCK_N,), ACC),)
+        u = u + (row,)
     most = a[0]  # what is left of the a_r in dS is at most 1: no overflow in float16
     for r in tl.static_range(1, R):
         most = tl.maximum(most, a[r])
@@ -252,43 +221,33 @@ def backward_queries(
         first = start_n // BLOCK_M * BLOCK_M if diagonal else 0
         last = tl.minimum(start_n + BLOCK_N, M) if diagonal else edge
         for start_m in range(first, last, BLOCK_M):
-            j = start_m + among
-            if HAS_MASK or diagonal:
-                at = MASK + b * mask_b + h * mask_h
-                bias = _bias(at, i[:, None], j[None, :], mask_n, mask_m, N, M, diagonal, ACC)
-            keys = ()
-            scores = ()
+            bias = _bias(MASK, i, start_m + block, mask_n, mask_m, N, M, diagonal, HAS_MASK, ACC)
+            keys, s = (), ()
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    k = _load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D)
-                    dots = _dot(q, tl.trans(k), None, ACC, PRECISION)
-                    keys = keys + (k,)
-                w = _numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)
-                own = dots * (a[r] * LOG2E) + (w * LOG2E)[None, :]
-                if HAS_U:
-                    own += u[r][:, None]
-                if HAS_MASK or diagonal:
-                    own += bias
-                scores = scores + (own,)
-            v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
-            dp = _dot(g, tl.trans(v), None, ACC, PRECISION) - delta[:, None]
-            p = _shares(scores, top[:, None], HARD)
+                    k = K + b * k_b + h * k_h + r * k_r
+                    keys = keys + (load_rows(k, start_m, M, k_m, D, BLOCK_M, BLOCK_D),)
+                    dots = scores(q, keys[r], None, PRECISION)
+                w = load_numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M)
+                biased = HAS_MASK or diagonal
+                s = s + (_score(dots, a[r], w[None, :], u[r][:, None], bias, HAS_U, biased),)
+            v = load_rows(V + b * v_b + h * v_h, start_m, M, v_m, DV, BLOCK_M, BLOCK_DV)
+            dp = scores(g, v, None, PRECISION) - delta[:, None]
+            p = _shares(s, top[:, None], HARD)
             if SHARED:
-                ds = (_sum(p) * dp).to(q.dtype)
-                dq = _dot(ds, keys[0], dq, ACC, PRECISION)
+                dq = dot((_sum(p) * dp).to(q.dtype), keys[0], dq, PRECISION)
             else:
                 for r in tl.static_range(R):
-                    ds = (p[r] * dp * (a[r] / most)).to(q.dtype)
-                    dq = _dot(ds, keys[r], dq, ACC, PRECISION)
+                    dq = dot((p[r] * dp * (a[r] / most)).to(q.dtype), keys[r], dq, PRECISION)
             if HAS_U:
-                new = ()
+                sums = ()
                 for r in tl.static_range(R):
-                    new = new + (du[r] + tl.sum(p[r] * dp, 1),)
-                du = new
-    _store(DQ + z * N * D, dq * (most / Z)[:, None], start_n, N, BLOCK_N, D, BLOCK_D)
+                    sums = sums + (du[r] + tl.sum(p[r] * dp, 1),)
+                du = sums
+    store_rows(DQ + z * N * D, dq * (most / Z)[:, None], start_n, N, D, BLOCK_N, BLOCK_D)
     if HAS_U:
         for r in tl.static_range(R):
-            _put(DU + (z * R + r) * N, du[r] / Z, start_n, N, BLOCK_N)
+            store_numbers(DU + (z * R + r) * N, du[r] / Z, start_n, N, BLOCK_N)
 
 
 @triton.jit
@@ -306,71 +265,62 @@ def backward_keys(
     Σ_ij dS_ijr q_i·k_jr, so the share of token j in it is k_jr·dk_jr / a_r.
     """
     ACC: tl.constexpr = W.dtype.element_ty
-    C: tl.constexpr = 1 if SHARED else R  # keys a token has
-    blocks = tl.cdiv(M, BLOCK_M)
-    start_m = tl.program_id(0) % blocks * BLOCK_M
-    z = (tl.program_id(0) // blocks).to(tl.int64)
+    C: tl.constexpr = 1 if SHARED else R  # keys of a token
+    z, start_m = place(M, BLOCK_M)
     b, h = z // H, z % H
-    j, among = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    v = _load(V + b * v_b + h * v_h, start_m, M, v_m, BLOCK_M, DV, BLOCK_DV)
+    MASK += b * mask_b + h * mask_h
+    j, block = (start_m + tl.arange(0, BLOCK_M))[:, None], tl.arange(0, BLOCK_N)[None, :]
+    v = load_rows(V + b * v_b + h * v_h, start_m, M, v_m, DV, BLOCK_M, BLOCK_DV)
     dv = tl.zeros((BLOCK_M, BLOCK_DV), ACC)
-    k = ()
-    dk = ()
+    k, dk = (), ()
     for r in tl.static_range(C):
-        k = k + (_load(K + b * k_b + h * k_h + r * k_r, start_m, M, k_m, BLOCK_M, D, BLOCK_D),)
+        keys = K + b * k_b + h * k_h + r * k_r
+        k = k + (load_rows(keys, start_m, M, k_m, D, BLOCK_M, BLOCK_D),)
         dk = dk + (tl.zeros((BLOCK_M, BLOCK_D), ACC),)
-    a = ()
-    w = ()
-    dw = ()
+    a, w, dw = (), (), ()
     for r in tl.static_range(R):
         a = a + (tl.load(A + h * R + r),)
-        w = w + (_numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M) * LOG2E,)
+        w = w + (load_numbers(W + (z * R + r) * M, start_m, M, -INF, BLOCK_M),)
         dw = dw + (tl.zeros((BLOCK_M,), ACC),)
     edge = tl.cdiv(start_m + BLOCK_M, BLOCK_N) * BLOCK_N if CAUSAL else 0
     for diagonal in tl.static_range(1 + CAUSAL):
         first = start_m // BLOCK_N * BLOCK_N if diagonal else edge
         last = tl.minimum(edge, N) if diagonal else N
         for start_n in range(first, last, BLOCK_N):
-            i = start_n + among
-            if HAS_MASK or diagonal:
-                at = MASK + b * mask_b + h * mask_h
-                bias = _bias(at, i[None, :], j[:, None], mask_n, mask_m, N, M, diagonal, ACC)
-            q = _load(Q + b * q_b + h * q_h, start_n, N, q_n, BLOCK_N, D, BLOCK_D)
-            scores = ()
+            bias = _bias(MASK, start_n + block, j, mask_n, mask_m, N, M, diagonal, HAS_MASK, ACC)
+            q = load_rows(Q + b * q_b + h * q_h, start_n, N, q_n, D, BLOCK_N, BLOCK_D)
+            top = load_numbers(TOP + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
+            s = ()
             for r in tl.static_range(R):
                 if r == 0 or not SHARED:
-                    dots = _dot(k[r], tl.trans(q), None, ACC, PRECISION)
-                own = dots * (a[r] * LOG2E) + w[r][:, None]
+                    dots = scores(k[r], q, None, PRECISION)
+                u = top
                 if HAS_U:
-                    u = _numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
-                    own += (u * LOG2E)[None, :]
-                if HAS_MASK or diagonal:
-                    own += bias
-                scores = scores + (own,)
-            top = _numbers(TOP + z * N, start_n, N, INF, BLOCK_N)  # no query beyond N
-            share = (1 / _numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N))[None, :]
-            p = _shares(scores, top[None, :], HARD)
-            g = _load(GRAD + z * N * DV, start_n, N, DV, BLOCK_N, DV, BLOCK_DV)
+                    u = load_numbers(U + (z * R + r) * N, start_n, N, 0.0, BLOCK_N)
+                biased = HAS_MASK or diagonal
+                s = s + (_score(dots, a[r], w[r][:, None], u[None, :], bias, HAS_U, biased),)
+            share = (1 / load_numbers(SUM + z * N, start_n, N, 1.0, BLOCK_N))[None, :]
+            p = _shares(s, top[None, :], HARD)
+            g = load_rows(GRAD + z * N * DV, start_n, N, DV, DV, BLOCK_N, BLOCK_DV)
             P = _sum(p)
-            dv = _dot((P * share).to(g.dtype), g, dv, ACC, PRECISION)
-            delta = _numbers(DELTA + z * N, start_n, N, 0.0, BLOCK_N)
-            dp = (_dot(v, tl.trans(g), None, ACC, PRECISION) - delta[None, :]) * share
+            dv = dot((P * share).to(g.dtype), g, dv, PRECISION)
+            delta = load_numbers(DELTA + z * N, start_n, N, 0.0, BLOCK_N)
+            dp = (scores(v, g, None, PRECISION) - delta[None, :]) * share
             sums = ()
             for r in tl.static_range(C):
                 ds = ((P if SHARED else p[r]) * dp).to(q.dtype)
-                own = _dot(ds, q, dk[r], ACC, PRECISION)
-                sums = sums + (own,)
+                sums = sums + (dot(ds, q, dk[r], PRECISION),)
             dk = sums
             sums = ()
             for r in tl.static_range(R):
                 sums = sums + (dw[r] + tl.sum(p[r] * dp, 1),)
             dw = sums
-    _store(DV_ + z * M * DV, dv, start_m, M, BLOCK_M, DV, BLOCK_DV)
+    store_rows(DV_ + z * M * DV, dv, start_m, M, DV, BLOCK_M, BLOCK_DV)
     for r in tl.static_range(C):
-        _store(DK + (z * C + r) * M * D, dk[r] * a[r], start_m, M, BLOCK_M, D, BLOCK_D)
-        _put(DA + (z * C + r) * M, tl.sum(dk[r] * k[r].to(ACC), 1), start_m, M, BLOCK_M)
+        store_rows(DK + (z * C + r) * M * D, dk[r] * a[r], start_m, M, D, BLOCK_M, BLOCK_D)
+        store_numbers(DA + (z * C + r) * M, tl.sum(dk[r] * k[r].to(ACC), 1), start_m, M, BLOCK_M)
     for r in tl.static_range(R):
-        _put(DW + (z * R + r) * M, dw[r], start_m, M, BLOCK_M)
+        store_numbers(DW + (z * R + r) * M, dw[r], start_m, M, BLOCK_M)
 
 
 # --- how they are launched -----------------------------------------------------------------------
@@ -395,8 +345,8 @@ def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int, hard: bool
     the best component, the hard form holds one more block of scores.
     """
     width = head_dim * max(1, (keys + 1) / 3)
-    row = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]
-    N, M, warps, stages = row[(width > 64) + (width > 128)]
+    sizes = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]
+    N, M, warps, stages = sizes[(width > 64) + (width > 128)]
     N = 16 if hard and kernel is backward_keys else N
     return {"BLOCK_N": N, "BLOCK_M": M, "num_warps": warps, "num_stages": stages}
 
@@ -404,12 +354,41 @@ def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int, hard: bool
 STRIDES = "q_b q_h q_n k_b k_h k_r k_m v_b v_h v_m mask_b mask_h mask_n mask_m".split()
 
 
-def _padded(D: int, Dv: int) -> dict[str, int]:
-    """Return the widths of blocks: powers of two, and 16 is the least that a product takes."""
-    return {
-        f"BLOCK_{name}": max(16, triton.next_power_of_2(x))
-        for name, x in zip(("D", "DV"), (D, Dv), strict=True)
-    }
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor, mask: Mask, hard: bool
+) -> Tensor:
+    """Return attention with s_ijr = a_r q_i·k_jr + u_ir + w_jr.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        ``(..., H, N, D)``, ``(..., H, R or 1, M, D)`` and ``(..., H, M, Dv)``, in one dtype.
+    a, u, w : Tensor
+        ``(R, 1, 1)`` or ``(H, R, 1, 1)``, ``(..., H, R, N)`` or None, and ``(..., H, R, M)``, in
+        float32 at least.
+    mask : Mask
+        Without a gradient.
+    hard : bool
+        Whether s_ij is max_r s_ijr.
+    """
+    a = a.flatten(-3).expand(*(q.shape[-3:-2] or (1,)), -1).contiguous()  # (H, R)
+    bias = mask.given
+    if bias is not None:
+        bias = narrowed(bias, w.dtype) if bias.dtype == torch.float64 else bias
+        bias = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+        bias = _heads(bias.expand(*q.shape[:-1], k.shape[-2]), 2)
+    Q, K, V = _heads(q, 2), _heads(k, 3), _heads(v, 2)
+    Q, K, V = (x if x.stride(-1) == 1 else x.contiguous() for x in (Q, K, V))
+    u = None if u is None else _heads(u, 2).contiguous()
+    w = _heads(w, 2).contiguous()
+    out = _Attend.apply(Q, K, V, a, u, w, bias, mask.is_causal, hard)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _heads(x: Tensor, last: int) -> Tensor:
+    """View what comes before that many last dimensions as (B, H)."""
+    leading = x.dim() - last
+    return x.flatten(0, leading - 2) if leading > 2 else x[(None,) * (2 - leading)]
 
 
 class _Attend(torch.autograd.Function):
@@ -436,124 +415,45 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all but the mask."""
-        *given, out, top, Z = ctx.saved_tensors
-        q, k, v, a, u, w, _ = given
+        *inputs, out, top, Z = ctx.saved_tensors
+        q, k, v, a, u, w, _ = inputs
         dq, dk, dv, du, dw = (None if x is None else x.new_zeros(x.shape) for x in (q, k, v, u, w))
         da = w.new_zeros(k.shape[:-1])  # of each key
         grads = {"TOP": top, "SUM": Z, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(Z)}
-        _launch(backward_queries, ctx, given, {"OUT": out, **grads, "DQ": dq, "DU": du})
-        _launch(backward_keys, ctx, given, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
+        _launch(backward_queries, ctx, inputs, {"OUT": out, **grads, "DQ": dq, "DU": du})
+        _launch(backward_keys, ctx, inputs, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
         da = da.sum((0, -1)) if ctx.needs_input_grad[3] else None
         return dq, dk, dv, da, du, dw, None, None, None
 
 
 def _launch(
-    kernel: Any, ctx: Any, given: Sequence[Tensor | None], own: Mapping[str, Tensor | None]
+    kernel: Any, ctx: Any, inputs: Sequence[Tensor | None], others: Mapping[str, Tensor | None]
 ) -> None:
     """Run a kernel, with a program for each block of queries, or keys, of each head."""
-    q, k, v, a, u, w, mask = given
+    q, k, v, a, u, w, mask = inputs
     assert q is not None and k is not None and v is not None and w is not None
     (B, H, N, D), (R, M), Dv = q.shape, w.shape[2:], v.shape[-1]
     if 0 in (B, H, N, M, Dv):
         return
-    how = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], ctx.hard)
-    count = triton.cdiv(M, how["BLOCK_M"])
-    if kernel is not backward_keys:
-        count = triton.cdiv(N, how["BLOCK_N"])
-    tensors = {"Q": q, "K": k, "V": v, "A": a, "U": u, "W": w, "MASK": mask, **own}
+    sizes = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], ctx.hard)
+    by_key = kernel is backward_keys
+    count = triton.cdiv(M, sizes["BLOCK_M"]) if by_key else triton.cdiv(N, sizes["BLOCK_N"])
+    tensors = {"Q": q, "K": k, "V": v, "A": a, "U": u, "W": w, "MASK": mask, **others}
     strides = (*q.stride()[:3], *k.stride()[:4], *v.stride()[:3])
     strides += (0, 0, 0, 0) if mask is None else mask.stride()
     with torch.cuda.device_of(q):
         kernel[(count * B * H,)](
             **{name: w if x is None else x for name, x in tensors.items()},  # w: never read there
             **dict(zip(STRIDES, strides, strict=True)),
-            **{"H": H, "N": N, "M": M, "R": R, "D": D, "DV": Dv, **_padded(D, Dv)},
-            **{"SHARED": k.shape[2] < R, "HARD": ctx.hard, "CAUSAL": int(ctx.is_causal)},
-            **{"HAS_U": u is not None, "HAS_MASK": mask is not None, "PRECISION": _precision()},
-            **how,
+            **{"H": H, "N": N, "M": M, **_constants(D, Dv, R, k.shape[2] < R, ctx.hard)},
+            **{"CAUSAL": int(ctx.is_causal), "HAS_U": u is not None, "HAS_MASK": mask is not None},
+            **sizes,
         )
 
 
-def _precision() -> str:
-    """Return how products of float32 are taken: as PyTorch takes its own."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-# --- what functions of `derived_attention.attention` call ----------------------------------------
-
-
-def mixture(q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask, hard: bool) -> Tensor:
-    """Return what `derived_attention.attention.mixture.fast.mixture_attention` does."""
-    ours = _cast(q, k, v, parts, mask)
-    with full_precision(q.device):
-        Q, K, V = ours
-        a, w, u = parts.scale * parts.precisions, parts.log_weights, None
-        if parts.distance:
-            w = w - a * _squares(K, a) / 2
-        if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
-            u = (a.amin(-3, keepdim=True) - a) * _squares(Q, a).unsqueeze(-3) / 2
-            u = u.squeeze(-1)
-        w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(K.shape[:-1])
-        return _attend(Q, K, V, a, u, w, mask, hard).to(q.dtype)
-
-
-def shifted_mixture(
-    q: Tensor, k: Tensor, v: Tensor, shifts: Tensor, parts: Components, mask: Mask, hard: bool
-) -> Tensor:
-    """Return what `shifted_mixture_attention` does where variances are equal, for k (..., M, D)."""
-    ours = _cast(q, k.unsqueeze(-3), v, parts, mask)
-    with full_precision(q.device):
-        Q, K, V = ours
-        wide_q, wide_k = Q.to(parts.precisions), K.squeeze(-3).to(parts.precisions)
-        _, _, u, w = separate(wide_q, wide_k, shifts, parts)
-        a = parts.scale * parts.precisions
-        return _attend(Q, K, V, a, u.mT, w, mask, hard).to(q.dtype)
-
-
-def _cast(
-    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to what the kernel computes in; half precision would round what `centred` leaves."""
-    dtype = autocast_dtype(q)
-    if torch.finfo(dtype).bits < 32:
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    with full_precision(q.device):
-        return *centred(q, k, parts, mask), v.to(dtype)
-
-
-def _squares(x: Tensor, like: Tensor) -> Tensor:
-    """Return ‖x‖² (..., 1) in a wider dtype, without a copy of x in it."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=like.dtype).square()
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor, mask: Mask, hard: bool
-) -> Tensor:
-    """Run the kernels on tensors of any leading dimensions."""
-    a = a.flatten(-3).expand(*(q.shape[-3:-2] or (1,)), -1).contiguous()  # (H, R)
-    given = mask.given
-    if given is not None:
-        if given.dtype == torch.float64:
-            given = narrowed(given, w.dtype)
-        if given.dtype == torch.bool:
-            given = given.view(torch.uint8)
-        given = _heads(given.expand(*q.shape[:-1], k.shape[-2]), 2)
-    Q, K, V = (_adjacent(_heads(x, n)) for x, n in ((q, 2), (k, 3), (v, 2)))
-    u = None if u is None else _heads(u, 2).contiguous()
-    w = _heads(w, 2).contiguous()
-    out = _Attend.apply(Q, K, V, a, u, w, given, mask.is_causal, hard)
-    return out.view(*q.shape[:-1], v.shape[-1])
-
-
-def _heads(x: Tensor, own: int) -> Tensor:
-    """View what comes before the last dimensions, `own` of them, as (B, H)."""
-    leading = x.dim() - own
-    return x.flatten(0, leading - 2) if leading > 2 else x[(None,) * (2 - leading)]
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """Copy what has no rows of adjacent numbers."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _constants(D: int, Dv: int, R: int, shared: bool, hard: bool) -> dict[str, Any]:
+    sizes = {"R": R, "D": D, "DV": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv)}
+    return sizes | {"SHARED": shared, "HARD": hard, "PRECISION": precision()}
 
 
 # --- what a GPU is to do -------------------------------------------------------------------------
@@ -570,45 +470,15 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
 
 def _planned(kernel: Any, D: int, dtype: torch.dtype, hard: bool, shared: bool) -> Launch:
     R, H, N = 2, 8, 4096
-    how = blocks(kernel, D, dtype, 1 if shared else R, hard)
-    warps, stages = how.pop("num_warps"), how.pop("num_stages")
-    strides = (H * N * D, N * D, D, H * R * N * D, R * N * D, N * D, D, H * N * D, N * D, D)
+    rows, keys = (H * N * D, N * D, D), (H * R * N * D, R * N * D, N * D, D)
     # Strides are numbers here: Triton looks at which of them are multiples of 16.
-    constants: dict[str, Any] = dict(zip(STRIDES, (*strides, 0, 0, 0, 0), strict=True))
-    constants |= {"R": R, "D": D, "DV": D, **_padded(D, D), **how}
-    constants |= {"SHARED": shared, "HARD": hard, "CAUSAL": 0, "HAS_U": shared, "HAS_MASK": False}
-    constants |= {"PRECISION": _precision()}
-    names = kernel.arg_names
-    of_sums = {"A", "U", "W", "MASK", "TOP", "SUM", "DELTA", "DU", "DW", "DA"}
-    types = {x: "*fp32" if x in of_sums else f"*{NAMES[dtype]}" for x in names if x.isupper()}
-    types |= {"H": "i32", "N": "i32", "M": "i32"} | dict.fromkeys(constants, "constexpr")
+    constants = dict(zip(STRIDES, (*rows, *keys, *rows, 0, 0, 0, 0), strict=True))
+    constants |= _constants(D, D, R, shared, hard) | {"CAUSAL": 0}
+    constants |= {"HAS_U": shared, "HAS_MASK": False}
+    constants |= blocks(kernel, D, dtype, 1 if shared else R, hard)
+    types = {"H": "i32", "N": "i32", "M": "i32"}
+    sums = ("A", "U", "W", "MASK", "TOP", "SUM", "DELTA", "DU", "DW", "DA")
+    types |= dict.fromkeys(sums, "*fp32")
     kind = "hard" if hard else "shifted" if shared else "soft"
-    return Launch(
-        f"mixture.{kernel.__name__}, {kind}", kernel, {x: types[x] for x in names}, constants,
-        warps, stages,
-    )  # fmt: skip
-
-
-def work(
-    kind: str, *, B: int, H: int, N: int, M: int, D: int, Dv: int | None = None, R: int = 2,
-    is_causal: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Work]:  # fmt: skip
-    """Count what "mgk", "hard_mgk" or "smgk" costs, "forward" and "forward + backward".
-
-    A pair of query and key that see each other costs, forward, 2D operations for each product of
-    scores (R, or one of shifted keys) and 2Dv for the values. Backward, both kernels make the
-    scores and dO·v again, and each score has its part in dq and in dk: 4 times the first and 3
-    times the second. Bytes are those of each tensor once: forward q, k, v, O, and w, u, log Z in
-    float32; backward these, dO, the gradients, and δ written and read.
-    """
-    expected = ("mgk", "hard_mgk", "smgk")
-    if kind not in expected:
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(expected)}")
-    Dv, C, size = Dv or D, 1 if kind == "smgk" else R, dtype.itemsize
-    pairs = B * H * (sum(min(i + 1, M) for i in range(N)) if is_causal else N * M)
-    q, k, v, out = (B * H * n * size for n in (N * D, C * M * D, M * Dv, N * Dv))
-    w, u, row = (B * H * n * 4 for n in (R * M, R * N * (kind == "smgk"), N))
-    first = Work(2 * pairs * (C * D + Dv), q + k + v + out + w + u + row)
-    again = Work(2 * pairs * (4 * C * D + 3 * Dv), 2 * (q + k + v + out + w + u) + 3 * row)
-    both = Work(first.operations + again.operations, first.bytes + again.bytes)
-    return {"forward": first, "forward + backward": both}
+    name = f"mixture.{kernel.__name__}, {kind}"
+    return Launch.of(name, kernel, types, f"*{NAMES[dtype]}", constants)

@@ -1,0 +1,25 @@
+"""The layer of a mechanism that has a Triton kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from derived_attention.attention.frame.layer import MultiheadAttention
+
+
+class FusedAttention(MultiheadAttention):
+    """`MultiheadAttention` with the keyword ``fused`` of its mechanism.
+
+    Parameters
+    ----------
+    fused : bool, optional
+        Whether the mechanism runs its kernel; left out, it is not passed on.
+    """
+
+    def __init__(self, *args: Any, fused: bool | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fused = fused
+
+    def kernel_keywords(self) -> dict[str, bool]:
+        """Return ``fused`` for the mechanism, if it was given."""
+        return {} if self.fused is None else {"fused": self.fused}

@@ -1,0 +1,221 @@
+"""The scores of a mixture of keys: its components, checked, and features that make them products.
+
+The equation of this module, for the parameters of component r, is ::
+
+    s_ijr = log_weight_r − scale · precision_r · ‖q_i − k_jr‖² / 2
+
+or with q_i·k_jr in place of −‖q_i − k_jr‖²/2. What the forms of mixtures share stands here: the
+kernels get a, u and w with s_ijr = a_r q_i·k_jr + u_ir + w_jr, and PyTorch's forms one more feature
+of queries and keys for each of u and w.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.engine.kernels import chosen
+from derived_attention.attention.frame.checks import (
+    autocasts,
+    check_flag,
+    check_parameter,
+    check_positive,
+    wide,
+)
+from derived_attention.attention.frame.masks import Mask, nearer_zero, shared_offset
+
+WIDEST = 256  # features of a query or a value that the kernels have tiles for
+
+
+class Components(NamedTuple):
+    """The parameters of components: s = log_weights + scale · precisions · (−‖q − k‖²/2).
+
+    Tensors are (R, 1, 1) or (H, R, 1, 1), float32 at least. A variance that is a Python number is
+    in `scale`, by which kernels multiply without rounding the keys.
+    """
+
+    log_weights: Tensor
+    precisions: Tensor
+    scale: float
+    equal: bool  # all precisions are 1
+    distance: bool
+    input_dtype: torch.dtype  # that of q, or autocast's
+    dtype: torch.dtype  # what SDPA is to compute in
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores that are stored: float32 at least."""
+        return self.precisions.dtype
+
+
+def components_of(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    hard: bool,
+    priors: Tensor | None = None,
+    variances: float | Tensor | None = None,
+    distance: bool = True,
+    normalized: bool | None = None,
+) -> Components:
+    """Check the keywords that mixtures have beside SDPA's, and return the components."""
+    normalized = distance if normalized is None else normalized
+    for name, flag in {"hard": hard, "distance": distance, "normalized": normalized}.items():
+        check_flag(name, flag)
+    if normalized and not distance:
+        raise ValueError("normalized is True and distance False; expected a Gaussian to normalise")
+    if scale is not None and variances is not None:
+        raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
+    D, learned = q.shape[-1], isinstance(variances, Tensor)
+    pi = per_component("priors", priors, k).to(wide(q))
+    positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
+    log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
+    if isinstance(variances, Tensor):
+        precisions, scale = 1 / per_component("variances", variances, k).to(wide(q)), 1.0
+    else:
+        variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
+        precisions, scale = pi.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
+    if normalized:
+        log_weights = log_weights + D / 2 * precisions.log()
+    autocast = q.dtype != torch.float64 and autocasts(q.device)
+    input_dtype = dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    # Half precision would round k/σ², and float16 would end −‖k‖²/2σ² at a small number.
+    if learned or (dtype == torch.float16 and scale < 1e-4):
+        dtype = torch.promote_types(dtype, torch.float32)
+    equal = k.shape[-3] == 1 or not learned
+    return Components(log_weights, precisions, float(scale), equal, distance, input_dtype, dtype)
+
+
+def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
+    """Check for a number for each component; return (R, 1, 1) or (H, R, 1, 1), ones for None."""
+    R, heads = k.shape[-3], k.shape[-4:-3]
+    if value is None:
+        return torch.ones(R, 1, 1, device=k.device)
+    check_parameter(name, value, k, ((R,), (*heads, R)), "one number a component, or for each head")
+    return value[..., None, None]
+
+
+def runs_kernel(
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> bool:
+    """Say whether the kernels of `derived_attention.attention.mixture.triton` are to run."""
+    tensors = (q, k, v, parts.log_weights, parts.precisions, mask.given)
+    if not chosen(fused, *(x for x in tensors if x is not None)):
+        return False
+    width = max(q.shape[-1], v.shape[-1])
+    if mask.given is not None and mask.given.requires_grad:
+        raise ValueError(
+            "fused is True, and attn_mask requires a gradient; expected one that does not"
+        )
+    if width > WIDEST:
+        raise ValueError(
+            f"fused is True, and q or v has {width} features; expected at most {WIDEST}"
+        )
+    return True
+
+
+def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Take an offset that they share from all queries and keys (..., R, M, D), float32 at least.
+
+    Distances stay, and so do weights and gradients. But ‖q − k‖² is taken apart, and what an offset
+    of all tokens adds to the parts would not cancel without rounding errors. If causal, no query
+    that its own future could change has a part in it.
+    """
+    q, k = q.to(parts.precisions), k.to(parts.precisions)
+    if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
+        return q, k
+    keys = k[..., :2, :] if mask.is_causal else k
+    offset = shared_offset(keys.detach().mean(-3), mask)  # (..., H, 1, D)
+    alike = mask.given is None or mask.given.shape[-2] == 1
+    one = q[..., :2, :][..., -1:, :] if mask.is_causal else q[..., :1, :]
+    queries = q.mean(-2, keepdim=True) if alike and not mask.is_causal else one
+    offset = nearer_zero(offset, queries.detach())
+    return q - offset, k - offset.unsqueeze(-3)
+
+
+def kernel_tensors(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to the dtype of a kernel; half precision would round what `centred` leaves."""
+    dtype = parts.input_dtype
+    if torch.finfo(dtype).bits < 32:
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return *centred(q, k, parts, mask), v.to(dtype)
+
+
+def kernel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return q, k, v, a, u and w as a kernel takes them."""
+    q, k, v = kernel_tensors(q, k, v, parts, mask)
+    a, w, u = parts.scale * parts.precisions, parts.log_weights, None
+    if parts.distance:
+        w = w - a * _squares(k, a) / 2
+    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+        u = (a.amin(-3, keepdim=True) - a) * _squares(q, a).unsqueeze(-3) / 2
+        u = u.squeeze(-1)
+    w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(k.shape[:-1])
+    return q, k, v, a, u, w
+
+
+def _squares(x: Tensor, like: Tensor) -> Tensor:
+    """Return ‖x‖² (..., 1) in a wider dtype, without a copy of x in it."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=like.dtype).square()
+
+
+def features(
+    q: Tensor, k: Tensor, parts: Components, mask: Mask, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Append the features with which scale · q_i·k_jr is s_ijr, up to a term of i alone.
+
+    They are computed in float32 at least, and then cast. Half precision would round what `centred`
+    leaves.
+    """
+    if torch.finfo(dtype).bits >= 32:
+        q, k = centred(q, k, parts, mask)
+    q, k = q.to(parts.wide), k.to(parts.wide)
+    bias = parts.log_weights / parts.scale  # (..., R, 1, 1)
+    if parts.distance:
+        bias = bias - parts.precisions * k.square().sum(-1, keepdim=True) / 2
+    unit = _unit(dtype)
+    # −∞ − −∞ would be NaN, and so would be what overflows when it is multiplied by the scale
+    bias = bias.clamp(min=torch.finfo(dtype).min / 4 / max(1.0, parts.scale) * unit)
+    pairs = [(torch.full_like(q[..., :1], unit), x) for x in _split(bias / unit, dtype)]
+    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+        widest = parts.precisions.amin(-3, keepdim=True)
+        beyond = (widest - parts.precisions) * q.shape[-1] / 2
+        pairs.append((q.square().mean(-1, keepdim=True), beyond))  # in float32 at least
+    of_queries, of_keys = zip(*pairs, strict=True)
+    sizes = (*k.shape[:-1], 1)
+    q = torch.cat([_fit(q, dtype), *(x.to(dtype) for x in of_queries)], -1)
+    k = torch.cat([_fit(parts.precisions * k, dtype), *(x.expand(sizes) for x in of_keys)], -1)
+    return q, k
+
+
+def _unit(dtype: torch.dtype) -> int:
+    """Return what stands for 1 in a query, so that −‖k‖²/2 over it is a number of that dtype.
+
+    The largest number of float16 is 65504, and a key of length 362 has that for ‖k‖²/2.
+    """
+    return 2048 if dtype == torch.float16 else 1
+
+
+def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a dtype, and to its largest number what is larger."""
+    limit = torch.finfo(dtype).max
+    return x if x.dtype == dtype else x.clamp(-limit, limit).to(dtype)
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return x, or in half precision two numbers that add up to it: x rounded, and the rest.
+
+    Without the rest, the rounding of a large ‖k‖²/2σ² would be an error of the score. The gradient
+    of x is that of the first: the rest takes as much from it as it gives.
+    """
+    if torch.finfo(dtype).bits >= 32:
+        return [x.to(dtype)]
+    rounded = _fit(x, dtype)
+    return [rounded, _fit(x - rounded.to(x.dtype), dtype)]

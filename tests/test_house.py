@@ -1,0 +1,199 @@
+"""The layout of the package: which module may import which, and how large a function may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src"
+PACKAGE = "derived_attention"
+SHARED = ("engine", "frame")
+LONGEST, MOST = 45, 8  # lines of a function, and parameters beside those of PyTorch's functions
+SDPA = "q k v attn_mask dropout_p is_causal scale enable_gqa mask"  # `mask`: that of a form
+LAYER = (
+    "embed_dim num_heads dropout bias add_bias_kv add_zero_attn kdim vdim batch_first device dtype "
+    "query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal"
+)
+THEIRS = {*SDPA.split(), *LAYER.split(), "self", "cls"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package, by its dotted name."""
+    result = {}
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        result[name] = ast.parse(file.read_text(encoding="utf-8"))
+    return result
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield the module, the name taken (or none) and its alias, of all imports at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, "", alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                name = alias.asname or alias.name
+                yield (inner, "", name) if inner in modules() else (node.module, alias.name, name)
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The modules of the package that each of them imports."""
+    return {
+        name: {target for target, _, _ in imports(tree) if target in modules() and target != name}
+        for name, tree in modules().items()
+    }
+
+
+def circles() -> Iterator[list[str]]:
+    """Yield the groups of modules that reach each other."""
+    reach = {name: reachable(name) for name in modules()}
+    seen: set[str] = set()
+    for name in modules():
+        group = [other for other in reach[name] if name in reach[other]]
+        if group and name not in seen:
+            seen.update(group)
+            yield sorted(group)
+
+
+def reachable(name: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = arrows()[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def place(name: str) -> tuple[str, ...]:
+    """The folders of a module below the package, and its file."""
+    return tuple(name.split(".")[1:])
+
+
+def forbidden(source: str, target: str) -> bool:
+    """Whether a module imports what stands above it."""
+    (above, *below), to = place(source), place(target)
+    floors = {"attention": 0, "training": 1, "tasks": 2, "page": 3}
+    if to and floors.get(above, 3) < floors.get(to[0], 0):
+        return True
+    if above != "attention" or to[:1] != ("attention",) or len(to) < 3:
+        return False
+    family = to[1] not in SHARED
+    if below[0] in SHARED:
+        return family
+    return below[-1] == "triton" and to[1:] == (below[0], "fast")
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+    """Yield the functions and methods of a module with their dotted names, not nested ones."""
+    for node in tree.body:
+        if isinstance(node, Function):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, Function))
+
+
+def length(function: Function) -> int:
+    """Lines from ``def`` to the end, without the docstring."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    text = function.body[0]
+    assert text.end_lineno is not None
+    return lines - (text.end_lineno - text.lineno + 1)
+
+
+def parameters(function: Function) -> list[str]:
+    """Parameters beside those of PyTorch's functions."""
+    args = function.args
+    return [x.arg for x in args.posonlyargs + args.args + args.kwonlyargs if x.arg not in THEIRS]
+
+
+def is_kernel(function: Function) -> bool:
+    return any("triton.jit" in ast.unparse(x) for x in function.decorator_list)
+
+
+def is_public(name: str) -> bool:
+    return all(not x.startswith("_") or x == "__init__" for x in name.split("."))
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names of other modules of the package that a module uses."""
+    aliases = {}
+    for module, name, alias in imports(tree):
+        if module in modules():
+            if name.startswith("_") and not name.startswith("__"):
+                yield f"{module}.{name}"
+            if not name:
+                aliases[alias] = module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_":
+            module = aliases.get(ast.unparse(node.value))
+            if module is not None:
+                yield f"{module}.{node.attr}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert not list(circles())
+
+
+def test_imports_go_down():
+    wrong = [f"{a} → {b}" for a, targets in arrows().items() for b in targets if place(a)
+             and forbidden(a, b)]  # fmt: skip
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ("attention.mixture.fast", "training.fit", True),
+        ("training.fit", "tasks.recall.data", True),
+        ("tasks.plan", "page.plot", True),
+        ("attention.engine.blocks", "attention.linear.fast", True),
+        ("attention.linear.triton", "attention.linear.fast", True),
+        ("attention.linear.fast", "attention.linear.triton", False),
+        ("attention.linear.triton", "attention.engine.triton", False),
+        ("page.plot", "tasks.plan", False),
+    ],
+)
+def test_the_rule_of_imports(source, target, expected):
+    assert forbidden(f"{PACKAGE}.{source}", f"{PACKAGE}.{target}") is expected
+
+
+def test_functions_are_short():
+    wrong = {
+        f"{module}.{name}": length(function)
+        for module, tree in modules().items()
+        if place(module)[-1:] not in {("triton",), ("formulas",)}
+        for name, function in functions(tree)
+        if length(function) > LONGEST
+    }
+    assert not wrong
+
+
+def test_public_functions_have_few_parameters():
+    wrong = {
+        f"{module}.{name}": len(parameters(function))
+        for module, tree in modules().items()
+        for name, function in functions(tree)
+        if is_public(name) and not is_kernel(function) and len(parameters(function)) > MOST
+    }
+    assert not wrong
+
+
+def test_private_names_stay_in_their_module():
+    wrong = {m: names for m, tree in modules().items() if (names := sorted(private_names(tree)))}
+    assert not wrong
