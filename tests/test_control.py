@@ -21,7 +21,8 @@ from derived_attention.tasks.control.data import (
     load_minari,
 )
 from derived_attention.tasks.control.loss import Trajectories, action_loss, rollout
-from derived_attention.tasks.model import Config, DecisionTransformer
+from derived_attention.tasks.control.model import DecisionTransformer
+from derived_attention.tasks.model import Config
 from derived_attention.training.fit import evaluate, fit
 
 CONTINUOUS = ("Pendulum-v1", "MountainCarContinuous-v0")

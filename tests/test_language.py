@@ -10,7 +10,8 @@ from torch import nn
 from derived_attention.runtime import seed_everything
 from derived_attention.tasks.language.data import load_text, ngram_bits
 from derived_attention.tasks.language.loss import Windows, byte_loss, generate
-from derived_attention.tasks.model import ByteLM, Config
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config
 from derived_attention.training.fit import evaluate, fit
 
 

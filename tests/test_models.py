@@ -14,18 +14,12 @@ from derived_attention.attention.linear.fast import linear_attention
 from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.attention.sparse.fast import window_attention
-from derived_attention.tasks.model import (
-    ByteLM,
-    Config,
-    SeriesClassifier,
-    SeriesRegressor,
-    TableTransformer,
-    TokenClassifier,
-    Translator,
-    VisionTransformer,
-    make_attention,
-    sinusoids,
-)
+from derived_attention.tasks.images.model import VisionTransformer
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, TokenClassifier, make_attention, sinusoids
+from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_attention.tasks.tables.model import TableTransformer
+from derived_attention.tasks.translation.model import Translator
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)

@@ -14,7 +14,8 @@ from derived_attention.attention.linear.fast import linear_attention
 from derived_attention.attention.mixture.layer import MixtureAttention
 from derived_attention.attention.normalized.fast import normalized_attention
 from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.tasks.model import ByteLM, Config, sinusoids
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, sinusoids
 from derived_attention.tasks.translation.data import BEGIN, END, PAD
 from derived_attention.tasks.translation.loss import (
     Sentences,

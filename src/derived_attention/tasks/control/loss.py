@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from derived_attention.runtime import check_count, check_seed, evaluating
 from derived_attention.tasks.control.data import ControlData, Episodes
-from derived_attention.tasks.model import DecisionTransformer
+from derived_attention.tasks.control.model import DecisionTransformer
 from derived_attention.training.fit import Endless, Mean, check_device, mixed_seed
 
 Steps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # returns, states, actions, times, real

@@ -1,6 +1,6 @@
 """A miniature of the detection transformer, in which each of three attentions can be replaced.
 
-See `derived_attention.tasks.model` for `Config` and the rule by which mechanisms and classes are given.
+`derived_attention.tasks.model` has `Config` and the rule for functions and classes of attention.
 """
 
 from __future__ import annotations

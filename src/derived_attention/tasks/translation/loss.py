@@ -99,7 +99,7 @@ def token_loss(
     Parameters
     ----------
     model : nn.Module
-        Such as `derived_attention.tasks.model.Translator`.
+        Such as `derived_attention.tasks.translation.model.Translator`.
     batch : (Tensor, Tensor)
         Of `Sentences`.
     smoothing : float
@@ -147,7 +147,7 @@ def translate(
     Parameters
     ----------
     model : nn.Module
-        With the methods of `derived_attention.tasks.model.Translator`. Its mode is restored.
+        Such as `derived_attention.Translator`. Its mode is restored.
     vocabulary : Vocabulary
         What turns sentences into the tokens that the model knows.
     sentences : sequence of str

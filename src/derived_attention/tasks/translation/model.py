@@ -1,0 +1,122 @@
+"""Model translation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_attention.tasks.model import (
+    Config,
+    DecoderLayer,
+    PreNormLayer,
+    check_sizes,
+    sinusoids,
+    stack,
+)
+
+
+class Translator(nn.Module):
+    """The encoder–decoder of [Vaswani2017], normalised before each branch: reads, then writes.
+
+    The encoder's layers mix the tokens of the source. The decoder's layers mix the tokens of the
+    target so far, causally, and attend the encoder's result: three attentions, all of one kind.
+    One embedding serves source, target and output; positions start as `sinusoids` and are learned.
+    Token 0 is padding, at the end of a sentence; no other token attends it.
+
+    Parameters
+    ----------
+    vocabulary : int
+        Number of different tokens, in both languages together.
+    length : int
+        The most tokens of a sentence, in either language.
+    config : Config
+        `layers` in the encoder, and as many in the decoder.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong size; in the forward pass, for a wrong shape or type,
+        a token outside the vocabulary, or sentences that are too long.
+
+    Examples
+    --------
+    >>> model = Translator(vocabulary=100, length=16, config=Config())
+    >>> source, target = torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 5, dtype=torch.int64)
+    >>> model(source, target).shape
+    torch.Size([3, 5, 100])
+    """
+
+    encoder: Any  # nn.ModuleList of PreNormLayer
+    decoder: Any  # nn.ModuleList of DecoderLayer
+
+    def __init__(self, vocabulary: int, length: int, config: Config) -> None:
+        super().__init__()
+        check_sizes(config, vocabulary=vocabulary, length=length)
+        self.vocabulary, self.length, self.config, dim = vocabulary, length, config, config.dim
+        self.embed = nn.Embedding(vocabulary, dim)
+        nn.init.normal_(self.embed.weight, std=dim**-0.5)  # so that logits start near N(0, 1)
+        self.positions = nn.Parameter(sinusoids(length, dim))
+        self.encoder = stack(PreNormLayer, config)
+        self.decoder = stack(DecoderLayer, config)
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return logits (B, T, V) of the token after each of `target` (B, T), given `source`."""
+        return self.logits(self.decode(target, self.encode(source), source == 0))
+
+    def encode(self, source: Tensor) -> Tensor:
+        """Read tokens (B, S) int64: return the memory (B, S, dim)."""
+        h, padding = self._embed("source", source), source == 0
+        for layer in self.encoder:
+            h = layer(h, padding)  # (B, S, dim)
+        return self.encoder_norm(h)
+
+    def decode(self, target: Tensor, memory: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Return the features (B, T, dim) from which `logits` finds the token after each."""
+        h = self._embed("target", target)
+        check_pairs(memory, target)
+        for layer in self.decoder:
+            h = layer(h, memory, padding)  # (B, T, dim)
+        return self.decoder_norm(h)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map (..., dim) to logits (..., V), by the embedding that reads the tokens."""
+        return nn.functional.linear(features, self.embed.weight)
+
+    def extra_repr(self) -> str:
+        """Show what the layers do not; a checkpoint tells two models apart by this text."""
+        return f"{self.config}, length={self.length}"
+
+    def _embed(self, name: str, tokens: Tensor) -> Tensor:
+        check_rows(name, tokens, self.vocabulary, self.length)
+        h = self.embed(tokens) * math.sqrt(self.positions.shape[1])
+        return self.dropout(h + self.positions[: tokens.shape[1]])  # (B, T, dim)
+
+
+def check_rows(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
+    """Raise TypeError or ValueError, naming it, unless `tokens` are (B, T ≤ length) < vocabulary.
+
+    A sentence has at least one token before its padding.
+    """
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{name} is {type(tokens).__name__}; expected a tensor")
+    if tokens.ndim != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
+        found = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise ValueError(f"{name} is {found}; expected int64 of shape (B, T), not empty")
+    if tokens.shape[1] > length:
+        raise ValueError(f"{name} has {tokens.shape[1]} tokens in a row; expected at most {length}")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        found = f"{int(tokens.min())} to {int(tokens.max())}"
+        raise ValueError(f"{name} holds {found}; expected tokens 0 <= x < {vocabulary}")
+    if (tokens[:, 0] == 0).any() or ((tokens[:, :-1] == 0) & (tokens[:, 1:] != 0)).any():
+        raise ValueError(f"{name} has padding, token 0, before a token; expected it at the end")
+
+
+def check_pairs(memory: Tensor, target: Tensor) -> None:
+    """Raise ValueError unless there are as many targets as sources."""
+    if len(memory) != len(target):
+        raise ValueError(f"target has {len(target)} sentences; expected {len(memory)}, as source")
