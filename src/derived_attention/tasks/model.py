@@ -1,24 +1,18 @@
-"""The miniature models of the book, all but one in one readable file.
+"""What the models of the tasks share: their configuration, layers and base classes.
 
-`SeriesClassifier` and `SeriesRegressor` read time series, `VisionTransformer` reads images cut into
-patches, `TokenClassifier` reads sequences of tokens, `TableTransformer` reads rows of a table.
-`ByteLM` continues a text. `Translator` writes a sentence that it reads in another language.
-`DecisionTransformer` acts. `Recaller` answers questions about pairs. `DetectionTransformer`, in
-`derived_attention.tasks.detection.model`, finds the objects in an image.
-`derived_attention.training.fit.fit` trains each.
-
-A model is called with what its data are, and last with a `Config`: the sizes that all have, and how
-their layers mix positions, by one rule: *a function replaces the scaled dot product, a class
-replaces the layer.*
+Each task has its model in a module of its own, such as `derived_attention.tasks.series.model`;
+`derived_attention.training.fit.fit` trains them all. A model takes the sizes of its data and, last,
+a `Config`: the sizes that all models have, and the attention of their layers, by one rule: *a
+function replaces the scaled dot product, a class replaces the layer.*
 
 - A function ``f(q, k, v, *, attn_mask, is_causal, scale)`` works inside `MultiheadAttention`;
-  ``functools.partial`` sets keywords of its own.
+  ``functools.partial`` sets further keywords of the function.
 - A class (a subclass of ``nn.Module``, or a partial of one) is called as ``attention(dim, heads)``
   for each layer, and has the ``forward`` of ``nn.MultiheadAttention(batch_first=True)``.
 
-Where a decoder attends what an encoder has read, layers of this package are declared to be
-cross-attention, as `MultiheadAttention` describes: a class is called with ``cross=True`` as well,
-if it has such an argument. So what mixes queries along their length is refused there.
+Where a decoder attends to the output of an encoder, a layer is told that it is cross-attention: a
+class is called with ``cross=True`` as well, if it has this argument. A mechanism that mixes queries
+along their length raises an error there.
 """
 
 from __future__ import annotations
@@ -32,38 +26,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    Mechanism,
-    check_flag,
-)
+from derived_attention.attention.frame.checks import Mechanism, check_flag
 from derived_attention.attention.frame.convention import takes
 from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.runtime import check_count, evaluating
-from derived_attention.tasks.series.data import check_tokens
+from derived_attention.tasks.checks import check_number, check_tokens
 
-WEIGHTS = "the model's weights"  # in an error, where an input is of another type
+WEIGHTS = "the model's weights"  # in an error, where an input has another type
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What every model is made of, whatever it reads.
+    """The sizes and the attention of a model.
 
     Parameters
     ----------
     dim, heads, layers, hidden : int
         Width, heads per layer, layers, and width of the feed-forward part.
     dropout : float
+        0 <= dropout < 1.
     attention : callable
         A function or a class: see the rule at the top of this module.
     last : callable, optional
-        What the last layer (of an encoder and of a decoder) has in its place, where it differs:
-        with `derived_attention.PrimalAttention` "Primal.+" of [Chen2023].
+        The attention of the last layer (of an encoder and of a decoder), where it differs: with
+        `derived_attention.PrimalAttention` this is "Primal.+" of [Chen2023].
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work. That `heads` divides `dim` is for the layer to say.
+        For an invalid argument. That `heads` divides `dim` is checked by the layer.
 
     Examples
     --------
@@ -82,39 +74,36 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("dim", "heads", "layers", "hidden"):
             check_count(name, getattr(self, name))
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float):
-            raise TypeError(f"dropout is {self.dropout!r}; expected a number")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; expected 0 <= dropout < 1")
+        check_number("dropout", self.dropout, least=0, below=1)
         is_layer(self.attention)
         if self.last is not None:
             is_layer(self.last, "last")
 
 
 def is_layer(attention: Mechanism, name: str = "attention") -> bool:
-    """Say if `attention` is a class (or a function), by the rule above; else raise TypeError."""
+    """Say if `attention` is a class (True) or a function; raise TypeError if it is neither."""
     target = attention.func if isinstance(attention, functools.partial) else attention
-    if isinstance(target, nn.Module) or not callable(target):  # a module would be shared by layers
+    if isinstance(target, nn.Module) or not callable(target):  # layers would share a module
         raise TypeError(f"{name} is {attention!r}; expected a function, or a class of modules")
     return isinstance(target, type) and issubclass(target, nn.Module)
 
 
 def make_attention(attention: Mechanism, dim: int, heads: int, *, cross: bool = False) -> nn.Module:
-    """Build one attention layer by the rule at the top of this module; else raise TypeError."""
+    """Build an attention layer by the rule at the top of this module."""
     if is_layer(attention):
-        declared = {"cross": True} if cross and takes(attention, "cross") else {}
-        return attention(dim, heads, **declared)
+        options = {"cross": True} if cross and takes(attention, "cross") else {}
+        return attention(dim, heads, **options)
     return MultiheadAttention(dim, heads, attention=attention, cross=cross)
 
 
 class EncoderLayer(nn.Module):
-    """One transformer layer, normalised after each residual by BatchNorm (post-norm).
+    """A transformer layer normalised after each residual connection by BatchNorm (post-norm).
 
     BatchNorm takes its statistics over batch *and* time, padded steps included, as the reference
-    code of the papers does. Attention weights are not dropped out: the fused path needs them whole.
+    code of the papers does. There is no dropout of attention weights: the fused path has none.
     """
 
-    masks: dict[str, bool] = {}  # what a kind of layer says to its attention each time
+    masks: dict[str, bool] = {}  # keywords of every call of the attention
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -129,21 +118,23 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
-        how = dict(key_padding_mask=padding, need_weights=False)
-        mixed, _ = self.attention(x, x, x, **how, **self.masks)
-        x = x + self.dropout(mixed)  # (B, T, dim)
+        x = x + self.dropout(self._attend(x, padding))  # (B, T, dim)
         x = self.norm1(x.flatten(0, 1)).view_as(x)
         x = x + self.dropout(self.feedforward(x))
         return self.norm2(x.flatten(0, 1)).view_as(x)
 
     def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Return the attention weights (B, H, T, T) of the forward pass."""
-        how = dict(key_padding_mask=padding, average_attn_weights=False)
-        return self.attention(x, x, x, **how, **self.masks)[1]
+        options = dict(key_padding_mask=padding, average_attn_weights=False)
+        return self.attention(x, x, x, **options, **self.masks)[1]
+
+    def _attend(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        options = dict(key_padding_mask=padding, need_weights=False)
+        return self.attention(x, x, x, **options, **self.masks)[0]
 
 
 class PreNormLayer(EncoderLayer):
-    """The same layer, normalised before each branch by LayerNorm, as vision transformers are."""
+    """A transformer layer normalised before each branch by LayerNorm (pre-norm)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -151,10 +142,7 @@ class PreNormLayer(EncoderLayer):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Map (B, T, dim) to (B, T, dim)."""
-        y = self.norm1(x)
-        how = dict(key_padding_mask=padding, need_weights=False)
-        mixed, _ = self.attention(y, y, y, **how, **self.masks)
-        x = x + self.dropout(mixed)
+        x = x + self.dropout(self._attend(self.norm1(x), padding))
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
     def maps(self, x: Tensor, padding: Tensor | None) -> Tensor:
@@ -163,13 +151,13 @@ class PreNormLayer(EncoderLayer):
 
 
 class CausalLayer(PreNormLayer):
-    """A pre-norm layer in which a step attends itself and the steps before it only."""
+    """A pre-norm layer in which a step attends to itself and to earlier steps only."""
 
     masks = {"is_causal": True}
 
 
 class DecoderLayer(CausalLayer):
-    """A causal layer that also attends the result of an encoder, the memory, between its parts."""
+    """A causal layer that also attends to the output of an encoder, the memory."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -180,34 +168,48 @@ class DecoderLayer(CausalLayer):
         self, x: Tensor, memory: Tensor, padding: Tensor | None
     ) -> Tensor:
         """Map (B, T, dim), with `memory` (B, S, dim) and its `padding` (B, S), to (B, T, dim)."""
-        y = self.norm1(x)
-        x = x + self.dropout(self.attention(y, y, y, need_weights=False, **self.masks)[0])
-        how = dict(key_padding_mask=padding, need_weights=False)
-        x = x + self.dropout(self.cross(self.norm3(x), memory, memory, **how)[0])
+        x = x + self.dropout(self._attend(self.norm1(x), None))
+        options = dict(key_padding_mask=padding, need_weights=False)
+        x = x + self.dropout(self.cross(self.norm3(x), memory, memory, **options)[0])
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
 
 def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
-    """Build the layers of a model, the last one with `Config.last`."""
+    """Build the layers of a model; the last one has the attention `Config.last`."""
     last = config if config.last is None else dataclasses.replace(config, attention=config.last)
     return nn.ModuleList([kind(config) for _ in range(config.layers - 1)] + [kind(last)])
 
 
-class Encoder(nn.Module):
-    """What the models share: layers over a sequence of T steps, and a look at their weights."""
+class Model(nn.Module):
+    """Base class of all models; a checkpoint tells two models apart by their text."""
+
+    config: Config
+    length: int  # the most steps of a sequence
+    shown: tuple[str, ...] = ("length",)  # attributes that the text has beside the layers
+
+    def extra_repr(self) -> str:
+        """Return the configuration, and the attributes that are `shown`."""
+        return ", ".join([str(self.config), *(f"{x}={getattr(self, x)}" for x in self.shown)])
+
+
+class Encoder(Model):
+    """Base class of models whose layers run over one sequence of T steps."""
 
     layers: Any  # nn.ModuleList of EncoderLayer
-    config: Config
-    length: int
 
     def attention_maps(self, x: Tensor, padding: Tensor | None = None) -> list[Tensor]:
         """Return each layer's weights (B, H, T, T); rows of padded queries mean nothing.
 
-        A mechanism that leaves keys out has fewer columns. One that is not linear in V has no
-        weights: what it makes of V = I is returned, or it raises ValueError.
+        A mechanism that leaves keys out has fewer columns. For a mechanism that is not linear in V
+        the result is its output for V = I, or ValueError is raised.
         """
         with evaluating(self):
             return self._maps(self._embed(x, padding), padding)
+
+    def _run(self, h: Tensor, padding: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            h = layer(h, padding)  # (B, T, dim)
+        return h
 
     def _maps(self, h: Tensor, padding: Tensor | None) -> list[Tensor]:
         maps = []
@@ -218,20 +220,16 @@ class Encoder(nn.Module):
             h = layer(h, padding)
         return maps
 
-    def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"{self.config}, length={self.length}"
-
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Check the input and map it to (B, T, dim), positions included."""
         raise NotImplementedError
 
 
 class PooledClassifier(Encoder):
-    """What the next two models share: pre-norm layers, the mean over the steps, one linear map.
+    """Base class of classifiers with pre-norm layers, a mean over the steps and one linear map.
 
-    With a `class_token`, a learned vector comes first in the sequence, and what the layers make of
-    it takes the place of the mean.
+    With a `class_token`, a learned vector comes first in the sequence, and the linear map reads the
+    features of this token instead of the mean.
     """
 
     def __init__(
@@ -251,9 +249,7 @@ class PooledClassifier(Encoder):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return logits (B, classes)."""
-        h = self._embed(x, padding)
-        for layer in self.layers:
-            h = layer(h, padding)  # (B, T, dim)
+        h = self._run(self._embed(x, padding), padding)
         if self.class_token is not None:
             return self.head(self.norm(h[:, 0]))
         h = self.norm(h)
@@ -266,8 +262,8 @@ class PooledClassifier(Encoder):
 class TokenClassifier(PooledClassifier):
     """A transformer encoder that names the class of a sequence of tokens.
 
-    Embedding, learned positions, pre-norm layers, the mean over the tokens that are not padding:
-    in small, the model that the papers take for the Long Range Arena.
+    Embedding, learned positions, pre-norm layers and the mean over the tokens that are not padding:
+    a small version of the model that the papers use on the Long Range Arena.
 
     Parameters
     ----------
@@ -278,8 +274,8 @@ class TokenClassifier(PooledClassifier):
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, a wrong shape or type, or
-        a token outside the vocabulary.
+        For a wrong size; in the forward pass, for a wrong shape or type, or a token outside the
+        vocabulary.
 
     Examples
     --------
@@ -329,7 +325,7 @@ def check_target(target: tuple[float, float]) -> None:
 
 
 def check_sizes(config: Config, **sizes: int) -> None:
-    """Raise TypeError or ValueError, naming it, for a size below 1 or a `config` that is none."""
+    """Raise TypeError or ValueError unless all sizes are at least 1 and `config` is a Config."""
     for name, size in sizes.items():
         check_count(name, size)
     if not isinstance(config, Config):

@@ -1,35 +1,32 @@
-"""Model control."""
+"""A transformer that acts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    check_flag,
-    check_floating,
-    check_positive,
-)
+from derived_attention.attention.frame.checks import check_flag, check_floating, check_positive
 from derived_attention.runtime import evaluating
+from derived_attention.tasks.checks import check_range, check_tensor
 from derived_attention.tasks.model import WEIGHTS, CausalLayer, Config, Encoder, check_sizes, stack
 
 
 class DecisionTransformer(Encoder):
-    """The Decision Transformer of [Chen2021]: from what is hoped and seen so far, what to do next.
+    """The Decision Transformer of [Chen2021]: the next action from returns and states so far.
 
     A step t of an episode is three tokens: the return-to-go R_t, the state s_t, the action a_t.
-    Each has a linear map of its own, and the learned embedding of the time t in the episode is
+    Each has its own linear map, to which the learned embedding of the time t in the episode is
     added. LayerNorm, causal pre-norm layers, LayerNorm, and one linear map of the token of the
-    state, which sees R_1, s_1, a_1, ..., R_t, s_t, but not a_t. (Embeddings of times start near 0
-    here, so that a time that training never reached says little.)
+    state follow; this token attends to R_1, s_1, a_1, ..., R_t, s_t, but not to a_t. (Embeddings of
+    times start near 0 here, so that a time that training never reached has little influence.)
 
     Parameters
     ----------
     states, actions : int
-        How many numbers a state has; how many actions there are, or numbers in one.
+        Size of a state; number of actions, or size of one.
     discrete : bool
-        Whether an action is one of `actions`: the result is their logits. If it is a vector, it is
-        in [-1, 1], and so is the result, by a tanh.
+        True if an action is one of `actions`, and the result is their logits. False if it is a
+        vector in [-1, 1], and so is the result, by a tanh.
     length : int
         The most steps that the model reads at a time: 3 tokens each.
     config : Config
@@ -38,13 +35,13 @@ class DecisionTransformer(Encoder):
     scale : float
         Returns are divided by it: see `derived_attention.tasks.control.data.ControlData`.
     conditioned : bool
-        False withholds the returns, which count as 0: the model clones the data's behaviour.
+        False replaces the returns by 0: the model clones the behaviour of the data.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, an action that there is
-        not, or a time past the horizon.
+        For a wrong size; in the forward pass, for a wrong shape or type, an unknown action, or a
+        time past the horizon.
 
     Examples
     --------
@@ -53,6 +50,8 @@ class DecisionTransformer(Encoder):
     >>> model(returns, states, actions.repeat(3, 1), torch.arange(5).repeat(3, 1)).shape
     torch.Size([3, 5, 2])
     """
+
+    shown = ("length", "scale", "conditioned")
 
     def __init__(
         self,
@@ -82,17 +81,15 @@ class DecisionTransformer(Encoder):
         self.head = nn.Linear(dim, actions)
 
     def forward(self, returns: Tensor, states: Tensor, actions: Tensor, times: Tensor) -> Tensor:
-        """Return logits, or actions, (B, T, actions), each from what is known when it is taken.
+        """Return logits, or actions, (B, T, actions), each from what is known before it is taken.
 
         Parameters
         ----------
         returns, states, actions, times : Tensor
-            (B, T), (B, T, states), (B, T) int64 or (B, T, actions), (B, T) int64, T ≤ length: steps
-            that follow each other. Those after an episode's end may hold anything that is allowed.
+            (B, T), (B, T, states), (B, T) int64 or (B, T, actions), (B, T) int64, T ≤ length:
+            consecutive steps. Those after the end of an episode may hold any valid values.
         """
-        h = self._embed(returns, states, actions, times)  # type: ignore[call-arg]
-        for layer in self.layers:
-            h = layer(h, None)  # (B, 3T, dim)
+        h = self._run(self._embed(returns, states, actions, times))  # (B, 3T, dim)
         z = self.head(self.norm(h[:, 1::3]))
         return z if self.discrete else z.tanh()
 
@@ -103,21 +100,15 @@ class DecisionTransformer(Encoder):
         with evaluating(self):
             return self._maps(self._embed(returns, states, actions, times), None)
 
-    def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"{super().extra_repr()}, scale={self.scale}, conditioned={self.conditioned}"
-
     def _embed(  # type: ignore[override]
         self, returns: Tensor, states: Tensor, actions: Tensor, times: Tensor
     ) -> Tensor:
         self.check_steps(returns, states, actions, times)
-        given = {"returns": returns, "states": states} | (
-            {} if self.discrete else {"actions": actions}
-        )
-        check_floating({WEIGHTS: self.times, **given})
-        hoped = returns / self.scale if self.conditioned else torch.zeros_like(returns)
+        vectors = {} if self.discrete else {"actions": actions}
+        check_floating({WEIGHTS: self.times, "returns": returns, "states": states, **vectors})
+        wanted = returns / self.scale if self.conditioned else torch.zeros_like(returns)
         parts = (
-            self.embed_return(hoped[..., None]),
+            self.embed_return(wanted[..., None]),
             self.embed_state(states),
             self.embed_action(actions),
         )
@@ -127,23 +118,17 @@ class DecisionTransformer(Encoder):
     def check_steps(
         self, returns: Tensor, states: Tensor, actions: Tensor, times: Tensor, of: str = ""
     ) -> None:
-        """Raise TypeError or ValueError, naming the argument, for steps that there cannot be."""
-        given = {"returns": returns, "states": states, "actions": actions, "times": times}
-        for name, value in given.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{of}{name} is {type(value).__name__}; expected a tensor")
-        if times.ndim != 2 or not 0 < times.shape[1] <= self.length:
-            found = f"{of}times has shape {tuple(times.shape)}"
-            raise ValueError(f"{found}; expected (B, T), 0 < T <= {self.length}")
-        own = () if self.discrete else (self.actions,)
-        for name, more in (("returns", ()), ("states", (self.states,)), ("actions", own)):
-            if given[name].shape != (*times.shape, *more):
-                found = f"{of}{name} has shape {tuple(given[name].shape)}"
-                raise ValueError(f"{found}; expected {(*times.shape, *more)}")
-        for name, most in (("times", self.horizon), ("actions", self.actions)):
-            if name == "actions" and not self.discrete:
-                continue
-            value = given[name]
-            if value.dtype != torch.int64 or (value < 0).any() or (value >= most).any():
-                found = f"{of}{name} is {value.dtype}, or holds what there is not"
-                raise ValueError(f"{found}; expected int64 numbers 0 <= x < {most}")
+        """Raise TypeError or ValueError unless the steps fit the model; `of` precedes the names."""
+        check_tensor(f"{of}times", times, "int64", ("B", "T"))
+        if not 0 < times.shape[1] <= self.length:
+            actual = f"{of}times has shape {tuple(times.shape)}"
+            raise ValueError(f"{actual}; expected (B, T) with 0 < T <= {self.length}")
+        check_range(f"{of}times", times, self.horizon)
+        shape = tuple(times.shape)
+        check_tensor(f"{of}returns", returns, "floats", shape)
+        check_tensor(f"{of}states", states, "floats", (*shape, self.states))
+        if self.discrete:
+            check_tensor(f"{of}actions", actions, "int64", shape)
+            check_range(f"{of}actions", actions, self.actions)
+        else:
+            check_tensor(f"{of}actions", actions, "floats", (*shape, self.actions))

@@ -1,4 +1,4 @@
-"""Model images."""
+"""A vision transformer that names the class of an image."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    check_floating,
-)
+from derived_attention.attention.frame.checks import check_floating
+from derived_attention.tasks.checks import check_no_padding, check_series
 from derived_attention.tasks.model import WEIGHTS, Config, PooledClassifier, check_sizes, with_first
-from derived_attention.tasks.series.data import check_series
 
 
 class VisionTransformer(PooledClassifier):
@@ -18,7 +16,7 @@ class VisionTransformer(PooledClassifier):
 
     Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. Without a
     class token the sequence stays a grid, so that a mechanism may convolve it or pool it in two
-    dimensions, and every row of an attention map is a place in the image.
+    dimensions, and every row of an attention map is a position in the image.
 
     Parameters
     ----------
@@ -28,14 +26,13 @@ class VisionTransformer(PooledClassifier):
         Numbers in a patch, and classes: see `derived_attention.tasks.images.data.ImageData`.
     config : Config
     class_token : bool
-        Whether the answer is read from a learned token before the patches, as in DeiT, and not from
-        their mean. Layers see T + 1 tokens then.
+        Read the answer from a learned token before the patches, as in DeiT, instead of from their
+        mean. Layers see T + 1 tokens then.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, a wrong shape or type, or
-        any `padding`: an image has none.
+        For a wrong size; in the forward pass, for a wrong shape or type, or any `padding`.
 
     Examples
     --------
@@ -43,6 +40,8 @@ class VisionTransformer(PooledClassifier):
     >>> model(torch.zeros(3, 16, 4)).shape
     torch.Size([3, 10])
     """
+
+    shown = ("length", "grid")
 
     def __init__(
         self,
@@ -60,14 +59,9 @@ class VisionTransformer(PooledClassifier):
         self.grid, self.channels = tuple(grid), channels
         self.embed = nn.Linear(channels, config.dim)
 
-    def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"{super().extra_repr()}, grid={self.grid}"
-
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, None, steps=self.length, channels=self.channels)
-        if padding is not None:
-            raise ValueError("padding is given; expected None, as an image has no padding")
+        check_no_padding(padding, "an image")
         check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) + self.positions  # (B, T, dim)
         return self.dropout(h if self.class_token is None else with_first(self.class_token, h))

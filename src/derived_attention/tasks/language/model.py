@@ -1,9 +1,10 @@
-"""Model language."""
+"""A language model on bytes."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from derived_attention.tasks.checks import check_no_padding, check_tokens
 from derived_attention.tasks.model import (
     CausalLayer,
     Config,
@@ -12,16 +13,15 @@ from derived_attention.tasks.model import (
     sinusoids,
     stack,
 )
-from derived_attention.tasks.series.data import check_tokens
 
 
 class ByteLM(Encoder):
-    """A language model on bytes: from the bytes so far, logits of the next one.
+    """A language model on bytes: logits of the next byte from the bytes so far.
 
-    Embedding, positions that start as `sinusoids` and are learned (so that "one byte back" is easy
-    to find), causal pre-norm layers, LayerNorm, one linear map at every step.
-    Row t of the result depends on ``x[:, : t + 1]`` only, if the mechanism is causal when it is
-    called with ``is_causal=True``. One that cannot be raises its own error in the forward pass.
+    Embedding, positions that start as `sinusoids` and are learned (which makes "one byte back" easy
+    to find), causal pre-norm layers, LayerNorm and one linear map at every step. Row t of the
+    result depends on ``x[:, : t + 1]`` only. A mechanism that cannot be causal raises its own error
+    in the forward pass.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class ByteLM(Encoder):
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type,
-        a number that is no byte, or any `padding`: a text has none.
+        For a wrong size; in the forward pass, for a wrong shape or type, a number outside 0 to 255,
+        or any `padding`.
 
     Examples
     --------
@@ -56,15 +56,11 @@ class ByteLM(Encoder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
-        h = self._embed(x, None)
-        for layer in self.layers:
-            h = layer(h, None)  # (B, T, dim)
-        return self.head(self.norm(h))
+        return self.head(self.norm(self._run(self._embed(x, None))))
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_tokens(x, padding, vocabulary=self.vocabulary)
-        if padding is not None:
-            raise ValueError("padding is given; expected None, as a text has no padding")
+        check_no_padding(padding, "a text")
         if x.shape[1] > self.length:
             raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {self.length}")
         return self.dropout(self.embed(x) + self.positions[: x.shape[1]])  # (B, T, dim)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import shutil
 import tempfile
@@ -175,62 +174,6 @@ def load_series(name: str) -> SeriesData:
         clipped=sum(case.shape[1] > length for case in test),
         target=_mean_and_sd(train_y) if is_number else None,
     )
-
-
-def check_series(
-    x: torch.Tensor,
-    padding: torch.Tensor | None,
-    *,
-    of: str = "",
-    steps: int | None = None,
-    channels: int | None = None,
-) -> None:
-    """Raise TypeError or ValueError unless x is floats (n, T, C) and padding None or bool (n, T).
-
-    `steps` and `channels` are what T and C have to be; `of` goes before the names in a message.
-    """
-    _check_tensors(x, padding, of)
-    sizes = zip(x.shape[1:], (steps, channels), strict=False)
-    if x.ndim != 3 or not x.is_floating_point() or any(n not in (m, None) for m, n in sizes):
-        expected = f"(n, {steps or 'T'}, {channels or 'C'})"
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{of}x is {found}; expected floats of shape {expected}")
-    _check_padding(x, padding, of)
-
-
-def check_tokens(
-    x: torch.Tensor,
-    padding: torch.Tensor | None,
-    *,
-    of: str = "",
-    steps: int | None = None,
-    vocabulary: int | None = None,
-) -> None:
-    """Raise TypeError or ValueError unless x is int64 (n, T) and padding None or bool (n, T).
-
-    `steps` is what T has to be, and every token is at least 0 and below `vocabulary`.
-    """
-    _check_tensors(x, padding, of)
-    if x.ndim != 2 or x.dtype != torch.int64 or x.shape[1] != (steps or x.shape[1]):
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{of}x is {found}; expected int64 of shape (n, {steps or 'T'})")
-    if x.numel() and (x.min() < 0 or x.max() >= (vocabulary or math.inf)):
-        found = f"{int(x.min())} to {int(x.max())}"
-        raise ValueError(f"{of}x holds {found}; expected tokens 0 <= x < {vocabulary or 'V'}")
-    _check_padding(x, padding, of)
-
-
-def _check_tensors(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{of}x is {type(x).__name__}; expected a tensor")
-    if not isinstance(padding, torch.Tensor | None):
-        raise TypeError(f"{of}padding is {type(padding).__name__}; expected a tensor or None")
-
-
-def _check_padding(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
-    if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
-        found = f"{padding.dtype} of shape {tuple(padding.shape)}"
-        raise ValueError(f"{of}padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
 
 
 def _label_order(label: str) -> tuple[bool, float, str]:

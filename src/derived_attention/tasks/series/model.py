@@ -1,4 +1,4 @@
-"""Model series."""
+"""Transformer encoders that name the class of a time series, or predict a number for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import (
-    check_floating,
-)
+from derived_attention.attention.frame.checks import check_floating
+from derived_attention.tasks.checks import check_series
 from derived_attention.tasks.model import (
     WEIGHTS,
     Config,
@@ -21,14 +20,13 @@ from derived_attention.tasks.model import (
     check_target,
     stack,
 )
-from derived_attention.tasks.series.data import check_series
 
 
 class SeriesClassifier(Encoder):
     """A transformer encoder that names the class of a multivariate time series.
 
     Linear projection (times √dim), learned positions, encoder layers, GELU, then one linear map of
-    all steps at once, with zeros where a step is padding.
+    all steps at once, with zeros at padded steps.
 
     Parameters
     ----------
@@ -39,7 +37,7 @@ class SeriesClassifier(Encoder):
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, a wrong shape or type.
+        For a wrong size; in the forward pass, for a wrong shape or type.
 
     Examples
     --------
@@ -60,9 +58,7 @@ class SeriesClassifier(Encoder):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return logits (B, classes) of `x` (B, T, C); `padding` (B, T) is True where padded."""
-        h = self._embed(x, padding)
-        for layer in self.layers:
-            h = layer(h, padding)  # (B, T, dim)
+        h = self._run(self._embed(x, padding), padding)
         h = self.dropout(nn.functional.gelu(h))
         if padding is not None:
             h = h.masked_fill(padding[..., None], 0.0)
@@ -76,25 +72,24 @@ class SeriesClassifier(Encoder):
 
 
 class SeriesRegressor(SeriesClassifier):
-    """The same encoder with one output: a number for each time series, in the target's units.
+    """A `SeriesClassifier` with one output: a number for each series, in the units of the target.
 
-    The last linear map gives z, and the result is ``mean + sd · z``: with the mean and the standard
-    deviation of the training targets, the network itself works on standardised targets. They and
-    the result are float32 at least, also where the network runs in half precision: a number such as
-    1995 ± 10 has no digits left there.
+    The last linear map gives z, and the result is ``mean + sd · z``, so that the network itself
+    works on standardised targets. Mean, deviation and result are float32 at least, also where the
+    network runs in half precision, which cannot resolve a number such as 1995 ± 10.
 
     Parameters
     ----------
     channels, length : int
         C and T.
     target : (float, float)
-        Mean and standard deviation: see `derived_attention.tasks.series.data.SeriesData`.
+        Mean and standard deviation of the training targets.
     config : Config
 
     Raises
     ------
     TypeError, ValueError
-        As `SeriesClassifier`; for a `target` that is not a finite mean and a positive deviation.
+        As `SeriesClassifier`; for a `target` without a finite mean and a positive deviation.
 
     Examples
     --------
@@ -120,7 +115,7 @@ class SeriesRegressor(SeriesClassifier):
         return self.mean + self.sd * at_least_float32(super().forward(x, padding).squeeze(1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeriesRegressor:
-        """Move or cast the model, but never the target's mean and deviation to half precision."""
+        """Move or cast the model, but keep mean and deviation of the target in float32."""
         mean, sd = self.mean, self.sd
         super()._apply(fn, recurse)
         if self.mean.dtype.itemsize < 4:

@@ -1,16 +1,17 @@
-"""Model translation."""
+"""The encoder–decoder transformer that translates."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from derived_attention.tasks.checks import check_range, check_tensor
 from derived_attention.tasks.model import (
     Config,
     DecoderLayer,
+    Model,
     PreNormLayer,
     check_sizes,
     sinusoids,
@@ -18,13 +19,13 @@ from derived_attention.tasks.model import (
 )
 
 
-class Translator(nn.Module):
+class Translator(Model):
     """The encoder–decoder of [Vaswani2017], normalised before each branch: reads, then writes.
 
-    The encoder's layers mix the tokens of the source. The decoder's layers mix the tokens of the
-    target so far, causally, and attend the encoder's result: three attentions, all of one kind.
-    One embedding serves source, target and output; positions start as `sinusoids` and are learned.
-    Token 0 is padding, at the end of a sentence; no other token attends it.
+    The layers of the encoder mix the tokens of the source. Those of the decoder mix the tokens of
+    the target so far, causally, and attend to the output of the encoder: three attentions, all of
+    one kind. One embedding serves source, target and output; positions start as `sinusoids` and are
+    learned. Token 0 is padding, at the end of a sentence; no other token attends to it.
 
     Parameters
     ----------
@@ -38,8 +39,8 @@ class Translator(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type,
-        a token outside the vocabulary, or sentences that are too long.
+        For a wrong size; in the forward pass, for a wrong shape or type, a token outside the
+        vocabulary, or a sentence that is too long.
 
     Examples
     --------
@@ -78,7 +79,9 @@ class Translator(nn.Module):
     def decode(self, target: Tensor, memory: Tensor, padding: Tensor | None = None) -> Tensor:
         """Return the features (B, T, dim) from which `logits` finds the token after each."""
         h = self._embed("target", target)
-        check_pairs(memory, target)
+        if len(memory) != len(target):
+            expected = f"{len(memory)}, as source has"
+            raise ValueError(f"target has {len(target)} sentences; expected {expected}")
         for layer in self.decoder:
             h = layer(h, memory, padding)  # (B, T, dim)
         return self.decoder_norm(h)
@@ -87,36 +90,22 @@ class Translator(nn.Module):
         """Map (..., dim) to logits (..., V), by the embedding that reads the tokens."""
         return nn.functional.linear(features, self.embed.weight)
 
-    def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        return f"{self.config}, length={self.length}"
-
     def _embed(self, name: str, tokens: Tensor) -> Tensor:
-        check_rows(name, tokens, self.vocabulary, self.length)
+        check_sentences(name, tokens, self.vocabulary, self.length)
         h = self.embed(tokens) * math.sqrt(self.positions.shape[1])
         return self.dropout(h + self.positions[: tokens.shape[1]])  # (B, T, dim)
 
 
-def check_rows(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
-    """Raise TypeError or ValueError, naming it, unless `tokens` are (B, T ≤ length) < vocabulary.
+def check_sentences(name: str, tokens: Tensor, vocabulary: int, length: int) -> None:
+    """Raise TypeError or ValueError unless tokens are (B, T) with T <= length, padded at the end.
 
     A sentence has at least one token before its padding.
     """
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"{name} is {type(tokens).__name__}; expected a tensor")
-    if tokens.ndim != 2 or tokens.dtype != torch.int64 or tokens.numel() == 0:
-        found = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-        raise ValueError(f"{name} is {found}; expected int64 of shape (B, T), not empty")
+    check_tensor(name, tokens, "int64", ("B", "T"))
+    if tokens.numel() == 0:
+        raise ValueError(f"{name} is empty, {tuple(tokens.shape)}; expected at least one token")
     if tokens.shape[1] > length:
         raise ValueError(f"{name} has {tokens.shape[1]} tokens in a row; expected at most {length}")
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        found = f"{int(tokens.min())} to {int(tokens.max())}"
-        raise ValueError(f"{name} holds {found}; expected tokens 0 <= x < {vocabulary}")
+    check_range(name, tokens, vocabulary, "tokens")
     if (tokens[:, 0] == 0).any() or ((tokens[:, :-1] == 0) & (tokens[:, 1:] != 0)).any():
         raise ValueError(f"{name} has padding, token 0, before a token; expected it at the end")
-
-
-def check_pairs(memory: Tensor, target: Tensor) -> None:
-    """Raise ValueError unless there are as many targets as sources."""
-    if len(memory) != len(target):
-        raise ValueError(f"target has {len(target)} sentences; expected {len(memory)}, as source")
