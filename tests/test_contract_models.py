@@ -285,11 +285,13 @@ def test_codes_that_a_type_cannot_write_are_refused():
     model = TableTransformer(0, (400,), 2, config(MECHANISMS["softmax"].fast)).eval()
     x = torch.tensor([257.0, 256.0]).view(2, 1, 1)
     assert not torch.allclose(*run(model, x))
-    with pytest.raises(ValueError, match=r"x is torch.bfloat16, and a column has 400 codes; exp"):
+    with pytest.raises(
+        ValueError, match=r"x is torch.bfloat16, which cannot hold all 400 codes of a column; exp"
+    ):
         run(model.bfloat16(), x.bfloat16())
     model.float()
     for code in (0.5, float("nan")):
-        with pytest.raises(ValueError, match="x holds a code that is none"):
+        with pytest.raises(ValueError, match="x holds a wrong code of a category"):
             run(model, torch.full((2, 1, 1), code))
 
 

@@ -159,7 +159,7 @@ def test_real_fashion_mnist(monkeypatch):
 @pytest.mark.parametrize(
     "name, patch, error, message",
     [
-        (None, 2, TypeError, "name is None; expected the name"),
+        (None, 2, TypeError, "name is None; expected a string"),
         ("cifar", 2, ValueError, "name is 'cifar'; expected one of 'digits', 'fashion-mnist'"),
         ("digits", 0, ValueError, "patch is 0; expected at least 1"),
         ("digits", 2.0, TypeError, "patch is 2.0; expected an integer"),

@@ -469,7 +469,9 @@ def test_wrong_tables():
         with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 4, 1\)"):
             table()(wrong)
     for code in (-1.0, 5.0):
-        with pytest.raises(ValueError, match=r"a code that is none; expected codes below \(3, 5\)"):
+        with pytest.raises(
+            ValueError, match=r"wrong code .*; expected whole numbers 0 <= code < \(3, 5\)"
+        ):
             table()(torch.cat([x[:, :3], torch.full((5, 1, 1), code)], 1))
     with pytest.raises(ValueError, match="padding is given; expected None, as a table"):
         table()(x, torch.zeros(5, 4, dtype=torch.bool))

@@ -110,7 +110,9 @@ def test_what_a_model_cannot_take_is_named():
             model(*given)
     with pytest.raises(ValueError, match="train has 6 symbols; expected 9, as the model"):
         fit(small(symbols=9), Questions(**SIZES), answer_loss, epochs=1)
-    with pytest.raises(TypeError, match="model.symbols is None; expected a model that recalls"):
+    with pytest.raises(TypeError, match="model.symbols is None; expected a model such as Recaller"):
         evaluate(nn.Linear(2, 2), Questions(**SIZES), answer_loss)
-    with pytest.raises(ValueError, match=r"model returns shape \(2, 3\); expected \(2, 3, 's"):
+    with pytest.raises(
+        ValueError, match=r"model returns shape \(2, 3\); expected \(2, 3, symbols\)"
+    ):
         answer_loss(lambda keys, values, asked: keys.float(), (good, good, good, good))

@@ -170,7 +170,7 @@ def test_wrong_input_of_a_translator():
         for wrong, message in (
             (source[0], r"is torch.int64 of shape \(9,\); expected int64 of shape \(B, T\)"),
             (source.int(), r"is torch.int32 of shape \(2, 9\)"),
-            (source[:, :0], r"is torch.int64 of shape \(2, 0\).*not empty"),
+            (source[:, :0], r"has shape \(2, 0\); expected one that is not empty"),
             (source + 87, "holds 87 to .*; expected tokens 0 <= x < 90"),
             (tokens(41, 41), "has 41 tokens in a row; expected at most 40"),
             (late, "has padding, token 0, before a token; expected it at the end"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,12 @@ def show_shape(shape: Sizes) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
+def check_filled(name: str, x: Tensor) -> None:
+    """Raise ValueError if `x` is empty."""
+    if x.numel() == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected one that is not empty")
+
+
 def check_range(
     name: str, x: Tensor, below: int | None, what: str = "integers", least: int = 0
 ) -> None:
@@ -144,3 +152,9 @@ def needs(package: str, install: str = 'pip install "derived-attention[data]"') 
         yield
     except ImportError as error:
         raise ModuleNotFoundError(f"{package} is not installed ({install})") from error
+
+
+def system_paths(path: str) -> list[Path]:
+    """Return where the packages of the system may have a data file or folder."""
+    folders = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
+    return [Path(folder) / path for folder in folders.split(":")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from derived_attention.tasks.checks import check_range, check_tensor
+from derived_attention.tasks.checks import check_filled, check_range, check_tensor
 from derived_attention.tasks.model import Config, Model, PreNormLayer, check_sizes, stack
 
 
@@ -62,6 +62,7 @@ class Recaller(Model):
     def _check(self, **inputs: Tensor) -> None:
         for name, x in inputs.items():
             check_tensor(name, x, "int64", ("B", "N"))
+            check_filled(name, x)
             check_range(name, x, self.symbols, "symbols")
         shapes = {name: tuple(x.shape) for name, x in inputs.items()}
         if shapes["keys"] != shapes["values"] or shapes["keys"][0] != shapes["asked"][0]:

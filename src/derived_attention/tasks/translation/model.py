@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from derived_attention.tasks.checks import check_range, check_tensor
+from derived_attention.tasks.checks import check_filled, check_range, check_tensor
 from derived_attention.tasks.model import (
     Config,
     DecoderLayer,
@@ -102,8 +102,7 @@ def check_sentences(name: str, tokens: Tensor, vocabulary: int, length: int) -> 
     A sentence has at least one token before its padding.
     """
     check_tensor(name, tokens, "int64", ("B", "T"))
-    if tokens.numel() == 0:
-        raise ValueError(f"{name} is empty, {tuple(tokens.shape)}; expected at least one token")
+    check_filled(name, tokens)
     if tokens.shape[1] > length:
         raise ValueError(f"{name} has {tokens.shape[1]} tokens in a row; expected at most {length}")
     check_range(name, tokens, vocabulary, "tokens")
