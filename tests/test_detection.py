@@ -125,10 +125,22 @@ def test_wrong_scenes():
     good = scenes()
     for change, error, message in (
         (dict(images=None), TypeError, "images is NoneType; expected a tensor"),
-        (dict(images=good.images[:, :2]), ValueError, r"images is .*\(B, 3, height, width\)"),
-        (dict(boxes=good.boxes[:5]), ValueError, r"boxes has shape \(5, 2, 4\); expected \(24"),
-        (dict(sizes=good.sizes[:, 0]), ValueError, r"sizes has shape \(24,\); expected \(24, 2"),
-        (dict(labels=good.labels + 1), ValueError, "labels is .* expected int64 .* -1 <= x < 2"),
+        (dict(images=good.images[:, :2]), ValueError, r"images is .*\(n, 3, height, width\)"),
+        (
+            dict(boxes=good.boxes[:5]),
+            ValueError,
+            r"boxes is .* shape \(5, 2, 4\); expected floats of shape \(24",
+        ),
+        (
+            dict(sizes=good.sizes[:, 0]),
+            ValueError,
+            r"sizes is .* shape \(24,\); expected int64 of shape \(24, 2",
+        ),
+        (
+            dict(labels=good.labels + 1),
+            ValueError,
+            "labels holds 0 to 2; expected classes -1 <= x < 2",
+        ),
     ):
         with pytest.raises(error, match=message):
             dataclasses.replace(good, **change)
@@ -183,10 +195,14 @@ def test_photographs_of_coco(coco, capsys):
 
 
 def test_coco_that_is_not_there(coco, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="instances_train2017.json. Get .*cocodataset.org"):
+    with pytest.raises(
+        FileNotFoundError, match="instances_train2017.json does not exist. Get .*cocodataset.org"
+    ):
         load_coco(coco, "train2017")
     (coco / "val2017" / f"{3:012}.png").unlink()
-    with pytest.raises(FileNotFoundError, match="000000000003.png. Get the annotations and the im"):
+    with pytest.raises(
+        FileNotFoundError, match="000000000003.png does not exist. Get the annotations and the im"
+    ):
         load_coco(coco)
     for arguments, error, message in (
         (dict(split=3), TypeError, "split is 3; expected a string"),

@@ -134,7 +134,7 @@ def test_no_network(tmp_path, monkeypatch):
     (partial / f"{NAMES[3]}-ubyte.gz").unlink()  # three files of four are not the set
     with pytest.raises(ConnectionError) as caught:
         load_images("fashion-mnist", 7)
-    for part in ("dataset-fashion-mnist", "connect and call again", str(partial), "'digits'"):
+    for part in ("dataset-fashion-mnist", "Connect to a network", str(partial), "'digits'"):
         assert part in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
 

@@ -7,18 +7,20 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")
 Sizes = Sequence[int | str]  # of a shape: numbers, and names of sizes that may be any
 
 
-def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raise TypeError unless `value` is of a kind, which `expected` describes."""
+def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
+    """Return `value`; raise TypeError unless it is of a kind, which `expected` describes."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {type(value).__name__}; expected {expected}")
+    return value
 
 
 def check_name(name: str, value: str, known: Iterable[str]) -> None:
@@ -26,7 +28,8 @@ def check_name(name: str, value: str, known: Iterable[str]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; expected a string")
     if value not in (names := list(known)):
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, names))}")
+        expected = ("one of " if len(names) > 1 else "") + ", ".join(map(repr, names))
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 def check_number(

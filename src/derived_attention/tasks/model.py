@@ -52,11 +52,6 @@ class Config:
         The attention of the last layer (of an encoder and of a decoder), where it differs: with
         `derived_attention.PrimalAttention` this is "Primal.+" of [Chen2023].
 
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument. That `heads` divides `dim` is checked by the layer.
-
     Examples
     --------
     >>> Config(dim=32, heads=2).hidden
@@ -181,7 +176,11 @@ def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
 
 
 class Model(nn.Module):
-    """Base class of all models; a checkpoint tells two models apart by their text."""
+    """Base class of all models; a checkpoint tells two models apart by their text.
+
+    An invalid size raises TypeError or ValueError when a model is built, and so do inputs of a
+    wrong shape, type or range in the forward pass.
+    """
 
     config: Config
     length: int  # the most steps of a sequence
@@ -270,12 +269,6 @@ class TokenClassifier(PooledClassifier):
     vocabulary, classes, length : int
         Number of different tokens, of classes, and T.
     config : Config
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, or a token outside the
-        vocabulary.
 
     Examples
     --------

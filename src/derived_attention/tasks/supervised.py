@@ -36,10 +36,6 @@ class Examples(Batches):
     split : SeriesSplit
         Series, images or tokens, with classes or numbers as `y`.
     batch_size : int
-
-    Examples
-    --------
-    >>> batches = Examples(data.train, 32)  # doctest: +SKIP
     """
 
     split: SeriesSplit

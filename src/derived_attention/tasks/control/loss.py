@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,6 @@ class Trajectories(Endless):
         T, at most that of the model.
     batch_size, steps : int
         Windows in a batch, and batches in an epoch of training.
-
-    Examples
-    --------
-    >>> batches = Trajectories(data.train, length=10, batch_size=64)  # doctest: +SKIP
     """
 
     episodes: Episodes
@@ -70,7 +66,10 @@ class Trajectories(Endless):
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` takes such steps, and as many at a time."""
-        model, e = check_model(model), self.episodes
+        model, e = (
+            check_type("model", model, DecisionTransformer, "a DecisionTransformer"),
+            self.episodes,
+        )
         check_length(name, f"windows of {self.length} steps", self.length, model)
         returns, states, actions, times = (
             x[:, None] for x in (e.returns, e.states, e.actions, e.times)
@@ -85,7 +84,7 @@ def action_loss(model: nn.Module, batch: Steps) -> tuple[Tensor, dict[str, Mean]
     discrete actions with the ``"accuracy"``. A model other than a `DecisionTransformer` raises
     TypeError.
     """
-    model = check_model(model)
+    model = check_type("model", model, DecisionTransformer, "a DecisionTransformer")
     *steps, real = batch
     outputs, taken = model(*steps), steps[2]
     check_output(outputs, (*real.shape, model.actions))
@@ -120,16 +119,6 @@ def rollout(
     episodes : int
     seed : int
         Of the starts of the episodes. The global random generators are left as they were.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-
-    Examples
-    --------
-    >>> returns = rollout(model, data, episodes=10)  # doctest: +SKIP
-    >>> data.score(sum(returns) / 10)  # doctest: +SKIP
     """
     model = check_player(model, data)
     check_count("episodes", episodes)
@@ -188,15 +177,9 @@ class _Games:
                 self.observe(i, t + 1, observed)
 
 
-def check_model(model: nn.Module) -> DecisionTransformer:
-    """Return `model`; raise TypeError unless it is a DecisionTransformer."""
-    check_type("model", model, DecisionTransformer, "a DecisionTransformer")
-    return cast(DecisionTransformer, model)
-
-
 def check_player(model: nn.Module, data: ControlData) -> DecisionTransformer:
     """Return `model`; raise TypeError or ValueError unless it fits the environment of `data`."""
-    model = check_model(model)
+    model = check_type("model", model, DecisionTransformer, "a DecisionTransformer")
     check_type("data", data, ControlData, "ControlData, as from load_control")
     for name in ("states", "actions", "discrete"):
         expected, actual = getattr(model, name), getattr(data, name)

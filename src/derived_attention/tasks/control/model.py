@@ -37,12 +37,6 @@ class DecisionTransformer(Encoder):
     conditioned : bool
         False replaces the returns by 0: the model clones the behaviour of the data.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, an unknown action, or a
-        time past the horizon.
-
     Examples
     --------
     >>> model = DecisionTransformer(4, 2, True, length=8, config=Config())

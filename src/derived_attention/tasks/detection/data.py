@@ -100,11 +100,6 @@ def make_scenes(n: int, seed: int = 0, *, size: int = 48, objects: int = 3) -> S
     objects : int
         K, the most objects in an image.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-
     Examples
     --------
     >>> scenes = make_scenes(100, seed=1)

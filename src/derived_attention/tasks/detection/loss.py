@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +37,6 @@ class SceneBatches(Endless):
         Such as those of `derived_attention.make_scenes`.
     batch_size, steps : int
         Scenes in a batch, and batches in an epoch of training.
-
-    Examples
-    --------
-    >>> batches = SceneBatches(make_scenes(1000), batch_size=32)  # doctest: +SKIP
     """
 
     scenes: Scenes
@@ -65,7 +61,7 @@ class SceneBatches(Endless):
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` detects these classes."""
-        classes = check_model(model).classes
+        classes = check_type("model", model, DetectionTransformer, "a DetectionTransformer").classes
         if self.scenes.classes != classes:
             actual = f"{name}.scenes has {self.scenes.classes} classes"
             raise ValueError(f"{actual}; expected {classes}, as the model has")
@@ -86,7 +82,7 @@ def detection_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Me
     `DetectionTransformer` raises TypeError.
     """
     images, boxes, labels = batch
-    model = check_model(model)
+    model = check_type("model", model, DetectionTransformer, "a DetectionTransformer")
     logits, predicted = model(images, every_layer=True)
     if not model.training:
         logits, predicted = logits[-1:], predicted[-1:]
@@ -204,12 +200,8 @@ def detect(model: nn.Module, images: Tensor, *, batch_size: int = 250) -> Detect
         (n, 3, height, width).
     batch_size : int
         Changes the result by rounding only.
-
-    Examples
-    --------
-    >>> average_precision(detect(model, scenes.images), scenes)["AP50"]  # doctest: +SKIP
     """
-    model = check_model(model)
+    model = check_type("model", model, DetectionTransformer, "a DetectionTransformer")
     check_count("batch_size", batch_size)
     device, parts = check_device(model, None), []
     with evaluating(model):
@@ -290,12 +282,6 @@ def _coco(
     }
     result.createIndex()
     return result
-
-
-def check_model(model: nn.Module) -> DetectionTransformer:
-    """Return `model`; raise TypeError unless it is a DetectionTransformer."""
-    check_type("model", model, DetectionTransformer, "a DetectionTransformer")
-    return cast(DetectionTransformer, model)
 
 
 def check_detections(detections: Detections, scenes: Scenes) -> None:

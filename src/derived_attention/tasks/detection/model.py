@@ -62,11 +62,6 @@ class DetectionTransformer(Model):
         whether a batch or an example, a layer or the model has its own τ, nor what happens in
         evaluation: here paths are not scaled then, and the mean is not corrected.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument; in the forward pass, for images of another shape.
-
     Examples
     --------
     >>> model = DetectionTransformer(classes=5, config=Config(), queries=6)
@@ -170,9 +165,8 @@ class DetectionTransformer(Model):
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor("images", images, "floats", ("B", 3, "height", "width"))
         check_floating({WEIGHTS: self.asked, "images": images})
-        x = self.stem(
-            images.contiguous(memory_format=torch.channels_last)
-        )  # convolutions are faster so
+        images = images.contiguous(memory_format=torch.channels_last)  # for fast convolutions
+        x = self.stem(images)
         rows, columns = x.shape[2:]
         return x.flatten(2).mT, SCALE * grid_positions(rows, columns, self.config.dim).to(x)
 

@@ -29,11 +29,6 @@ class VisionTransformer(PooledClassifier):
         Read the answer from a learned token before the patches, as in DeiT, instead of from their
         mean. Layers see T + 1 tokens then.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, or any `padding`.
-
     Examples
     --------
     >>> model = VisionTransformer(grid=(4, 4), channels=4, classes=10, config=Config())

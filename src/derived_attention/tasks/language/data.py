@@ -244,11 +244,6 @@ def ngram_bits(train: torch.Tensor, test: torch.Tensor, order: int) -> float:
     order : int
         From 0 (the frequencies of single bytes) to 6. Memory: some 50 bytes for each of `train`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-
     Examples
     --------
     >>> text = encode("ab" * 500)

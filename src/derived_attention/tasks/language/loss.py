@@ -31,10 +31,6 @@ class Windows(Endless):
         T, at most that of the model.
     batch_size, steps : int
         Windows in a batch, and batches in an epoch of training.
-
-    Examples
-    --------
-    >>> batches = Windows(data.train, length=32, batch_size=16)  # doctest: +SKIP
     """
 
     text: Tensor
@@ -94,15 +90,6 @@ def generate(
         A byte is drawn from the softmax of ``logits / temperature``; at 0 the likeliest is taken.
     seed : int
         Of the draws. The global random generators are left as they were.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-
-    Examples
-    --------
-    >>> generate(model, "The ", 40)  # doctest: +SKIP
     """
     device, length = check_device(model, None), check_reader(model)
     check_type("prompt", prompt, str, "a string")

@@ -29,12 +29,6 @@ class ByteLM(Encoder):
         T, the most bytes that the model reads at a time.
     config : Config
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, a number outside 0 to 255,
-        or any `padding`.
-
     Examples
     --------
     >>> model = ByteLM(length=64, config=Config())

@@ -80,11 +80,6 @@ def small_model(
         As in `derived_attention.training.fit.fit`; the seed is also that of the initial weights.
     steps : int
         Of 16 windows each.
-
-    Examples
-    --------
-    >>> model = small_model(linear_attention)  # doctest: +SKIP
-    >>> generate(model, "The function ", 40)  # doctest: +SKIP
     """
     seed_everything(seed)
     model = ByteLM(64, Config(heads=4, dropout=0.0, attention=attention))

@@ -48,11 +48,6 @@ def draw_recall(
     generator : torch.Generator, optional
         Default, the global generator of PyTorch.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid size.
-
     Examples
     --------
     >>> drawn = draw_recall(2, 5)

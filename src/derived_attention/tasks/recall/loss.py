@@ -28,10 +28,6 @@ class Questions(Endless):
         As in `draw_recall`.
     batch_size, steps : int
         Sequences in a batch, and batches in an epoch or an evaluation.
-
-    Examples
-    --------
-    >>> batches = Questions(pairs=32, batch_size=16)  # doctest: +SKIP
     """
 
     pairs: int

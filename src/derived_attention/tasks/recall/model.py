@@ -23,11 +23,6 @@ class Recaller(Model):
         Number of different keys, and of different values.
     config : Config
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, or an unknown symbol.
-
     Examples
     --------
     >>> model = Recaller(symbols=64, config=Config())

@@ -34,11 +34,6 @@ class SeriesClassifier(Encoder):
         C, the number of classes, and T: see `derived_attention.tasks.series.data.SeriesData`.
     config : Config
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type.
-
     Examples
     --------
     >>> model = SeriesClassifier(channels=12, classes=9, length=26, config=Config())
@@ -85,11 +80,6 @@ class SeriesRegressor(SeriesClassifier):
     target : (float, float)
         Mean and standard deviation of the training targets.
     config : Config
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `SeriesClassifier`; for a `target` without a finite mean and a positive deviation.
 
     Examples
     --------

@@ -43,12 +43,6 @@ class TableTransformer(Encoder):
         Mean and standard deviation of training answers that are numbers: the result is
         ``mean + sd · z``, in float32 at least, as in `SeriesRegressor`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, an unknown code, a type
-        that cannot hold all codes (as bfloat16 above 256), or any `padding`.
-
     Examples
     --------
     >>> model = TableTransformer(numbers=6, categories=(3, 42), classes=2, config=Config())

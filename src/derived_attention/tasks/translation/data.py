@@ -23,8 +23,6 @@ import torch
 from derived_attention.runtime import cache_dir, check_count
 from derived_attention.tasks.checks import (
     check_name,
-    check_range,
-    check_tensor,
     check_type,
     system_paths,
 )
@@ -189,8 +187,10 @@ class Vocabulary:
 
         Tokens that are not integers (n, T) of the vocabulary raise ValueError.
         """
-        check_tensor("tokens", tokens.long(), "int64", ("n", "T"))
-        check_range("tokens", tokens, len(self), "tokens")
+        valid = tokens.ndim == 2 and not tokens.is_floating_point()
+        if not valid or (tokens.numel() and not 0 <= tokens.max() < len(self)):
+            actual = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+            raise ValueError(f"tokens is {actual}; expected integers (n, T) below {len(self)}")
         rows = tokens.tolist()
         ends = (row.index(END) if END in row else len(row) for row in rows)
         pieces = ([t for t in row[:end] if t > END] for row, end in zip(rows, ends, strict=True))

@@ -32,10 +32,6 @@ class Sentences(Batches):
     vocabulary : Vocabulary
         That of the model.
     batch_size : int
-
-    Examples
-    --------
-    >>> batches = Sentences(data.train, vocabulary, 32)  # doctest: +SKIP
     """
 
     pairs: Sequence[Pair]
@@ -145,15 +141,6 @@ def translate(
         Changes the result by rounding only.
     device : torch.device or str, optional
         Default, where the model is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-
-    Examples
-    --------
-    >>> translate(model, vocabulary, ["Das ist gut."])  # doctest: +SKIP
     """
     check_count("batch_size", batch_size)
     device = check_device(model, device)

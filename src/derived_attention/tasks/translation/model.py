@@ -36,12 +36,6 @@ class Translator(Model):
     config : Config
         `layers` in the encoder, and as many in the decoder.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For a wrong size; in the forward pass, for a wrong shape or type, a token outside the
-        vocabulary, or a sentence that is too long.
-
     Examples
     --------
     >>> model = Translator(vocabulary=100, length=16, config=Config())
