@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.experiments import command, experiment
 from derived_attention import PrimalAttention, identity_attention, linear_attention
-from derived_attention.tasks import runners as tasks
 from derived_attention.tasks.control.data import QUALITIES
+from derived_attention.tasks.control.run import train_control
 from derived_attention.tasks.model import Config
 from derived_attention.training.recorded import FOLDER
 
@@ -43,7 +43,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 def control(arm: str, name: str, quality: str, **settings: Any) -> dict[str, float]:
     """Ask for the expert's return."""
-    return tasks.control(name=name, quality=quality, **ARMS[arm], **settings)
+    return train_control(name=name, quality=quality, **ARMS[arm], **settings)
 
 
 ENVIRONMENTS = {"acrobot": "Acrobot-v1", "cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}

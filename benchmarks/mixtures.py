@@ -20,8 +20,11 @@ from derived_attention import (
     linear_attention,
     uniform_attention,
 )
-from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.language.run import train_language
+from derived_attention.tasks.listops.run import train_listops
 from derived_attention.tasks.model import Config
+from derived_attention.tasks.series.run import train_series
+from derived_attention.tasks.translation.run import train_translation
 from derived_attention.training.recorded import FOLDER
 
 Arm = tuple[Callable[..., Any], int]  # attention and heads
@@ -65,28 +68,28 @@ def language(arm: str, **settings: Any) -> dict[str, float]:
     """Model a text."""
     attention, heads = arms(4, 16)[arm]
     config = Config(dim=64, heads=heads, dropout=0.0, attention=attention)
-    return tasks.language(config, **settings)
+    return train_language(config, **settings)
 
 
 def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Classify time series."""
     attention, heads = arms(8, 8)[arm]
     config = Config(dim=64, heads=heads, layers=1, attention=attention)
-    return tasks.series(config, name, **settings)
+    return train_series(config, name, **settings)
 
 
 def listops(arm: str, **settings: Any) -> dict[str, float]:
     """Evaluate lists."""
     attention, heads = arms(4, 8)[arm]
     config = Config(dim=32, heads=heads, hidden=64, attention=attention)
-    return tasks.listops(config, **settings)
+    return train_listops(config, **settings)
 
 
 def translation(arm: str, **settings: Any) -> dict[str, float]:
     """Translate German into English."""
     attention, heads = arms(4, 16)[arm]
     config = Config(dim=64, heads=heads, dropout=0.0, attention=attention)
-    return tasks.translation(config, **settings)
+    return train_translation(config, **settings)
 
 
 ACCURACY = (("accuracy", "accuracy in %", 100, 1), ("best", "best test epoch", 100, 1))

@@ -26,8 +26,12 @@ from derived_attention import (
     multiresolution_layer,
     uniform_attention,
 )
-from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.images.run import train_images
+from derived_attention.tasks.language.run import train_topics
+from derived_attention.tasks.listops.run import train_listops
 from derived_attention.tasks.model import Config
+from derived_attention.tasks.series.run import train_series
+from derived_attention.tasks.tables.run import train_table
 from derived_attention.training.recorded import FOLDER
 
 SCALES = (1, 1, 2, 2, 4, 4, 8, 8)  # Table 1, Section 3.1
@@ -77,19 +81,19 @@ LENGTHS = {"JapaneseVowels": 26, "BasicMotions": 100}
 def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Classify time series."""
     attention = arms(LENGTHS[name], SCALES)[arm]
-    return tasks.series(Config(dim=64, heads=8, attention=attention), name, **settings)
+    return train_series(Config(dim=64, heads=8, attention=attention), name, **settings)
 
 
 def listops(arm: str, **settings: Any) -> dict[str, float]:
     """Evaluate lists, with the heads and scales of Section 3.2."""
     config = Config(dim=32, heads=2, hidden=64, attention=arms(32, (1, 2))[arm])
-    return tasks.listops(config, **settings)
+    return train_listops(config, **settings)
 
 
 def topics(arm: str, length: int, **settings: Any) -> dict[str, float]:
     """Classify text by its bytes, with the heads and scales of Section 3.2."""
     config = Config(dim=32, heads=2, hidden=64, attention=arms(length, (1, 2))[arm])
-    return tasks.topics(config, length=length, **settings)
+    return train_topics(config, length=length, **settings)
 
 
 def images(arm: str, **settings: Any) -> dict[str, float]:
@@ -97,7 +101,7 @@ def images(arm: str, **settings: Any) -> dict[str, float]:
     all_coarse = with_scales(MultiheadAttention, (4, 4, 4, 4), class_token=True)
     found = arms(64, (1, 2, 2, 4), class_token=True) | {COARSE: all_coarse}
     config = Config(dim=32, heads=4, hidden=64, attention=found[arm])
-    return tasks.images(config, patch=1, class_token=True, **settings)
+    return train_images(config, patch=1, class_token=True, **settings)
 
 
 def table(arm: str, name: str, **settings: Any) -> dict[str, float]:
@@ -105,7 +109,7 @@ def table(arm: str, name: str, **settings: Any) -> dict[str, float]:
     all_coarse = with_scales(MultiheadAttention, (8,) * 8, class_token=True)
     found = arms(15, SCALES, class_token=True) | {COARSE: all_coarse}
     config = Config(dim=32, heads=8, hidden=64, attention=found[arm])
-    return tasks.table(config, name, **settings)
+    return train_table(config, name, **settings)
 
 
 COARSE = "Mrs + softmax, coarse heads only"

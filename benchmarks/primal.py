@@ -30,9 +30,15 @@ from derived_attention import (
     uniform_attention,
 )
 from derived_attention.runtime import seed_everything
-from derived_attention.tasks import runners as tasks
-from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.images.run import train_images
+from derived_attention.tasks.language.run import train_language, train_topics
+from derived_attention.tasks.listops.run import train_listops
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.recall.run import train_recall
+from derived_attention.tasks.run import attention_cost, regularised
 from derived_attention.tasks.series.data import load_series
+from derived_attention.tasks.series.model import SeriesClassifier
+from derived_attention.tasks.series.run import train_series
 from derived_attention.tasks.supervised import Examples, class_loss
 from derived_attention.training.fit import evaluate, fit
 from derived_attention.training.recorded import FOLDER
@@ -79,42 +85,42 @@ def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Classify time series, as chapter 8 does."""
     attention, last, eta = arms(8, LENGTHS[name])[arm]
     config = Config(dim=64, heads=8, attention=attention, last=last)
-    return tasks.series(config, name, eta=eta, **settings)
+    return train_series(config, name, eta=eta, **settings)
 
 
 def recall(arm: str, pairs: int, **settings: Any) -> dict[str, float]:
     """Recall values by their keys; f(X) has all rows, so that no pair is left out."""
     attention, last, eta = arms(8, 2 * pairs, landmarks=2 * pairs)[arm]
     config = Config(dim=64, heads=8, dropout=0.0, attention=attention, last=last)
-    return tasks.recall(config, pairs=pairs, eta=eta, **settings)
+    return train_recall(config, pairs=pairs, eta=eta, **settings)
 
 
 def language(arm: str, length: int, **settings: Any) -> dict[str, float]:
     """Model a text, as chapter 10 does."""
     attention, last, eta = arms(16, length)[arm]
     config = Config(dim=64, heads=4, dropout=0.0, attention=attention, last=last)
-    return tasks.language(config, length=length, eta=eta, **settings)
+    return train_language(config, length=length, eta=eta, **settings)
 
 
 def listops(arm: str, **settings: Any) -> dict[str, float]:
     """Evaluate lists, as chapter 8 does."""
     attention, last, eta = arms(16, 32)[arm]
     config = Config(dim=32, heads=2, hidden=64, attention=attention, last=last)
-    return tasks.listops(config, eta=eta, **settings)
+    return train_listops(config, eta=eta, **settings)
 
 
 def images(arm: str, **settings: Any) -> dict[str, float]:
     """Classify images by a class token, as chapter 8 does."""
     attention, last, eta = arms(8, 65)[arm]
     config = Config(dim=32, heads=4, hidden=64, attention=attention, last=last)
-    return tasks.images(config, patch=1, class_token=True, eta=eta, **settings)
+    return train_images(config, patch=1, class_token=True, eta=eta, **settings)
 
 
 def topics(arm: str, length: int, **settings: Any) -> dict[str, float]:
     """Classify text by its bytes, as chapter 8 does."""
     attention, last, eta = arms(16, length)[arm]
     config = Config(dim=32, heads=2, hidden=64, attention=attention, last=last)
-    return tasks.topics(config, length=length, eta=eta, **settings)
+    return train_topics(config, length=length, eta=eta, **settings)
 
 
 # --- Table 1: η and s -----------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def cell(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Train a PrimalFormer with the s and η of a cell of Table 1."""
     s, eta = CELLS[arm]
     config = Config(dim=64, heads=8, attention=primal(8, LENGTHS[name], s, regularised=eta > 0))
-    return tasks.series(config, name, eta=eta, **settings)
+    return train_series(config, name, eta=eta, **settings)
 
 
 # --- What the objective does ----------------------------------------------------------------------
@@ -155,11 +161,11 @@ def objective(
     seed_everything(seed)
     config = Config(dim=64, heads=8, attention=primal(8, data.length, attention=spy))
     model = SeriesClassifier(data.channels, data.classes, data.length, config)
-    cost = tasks.attention_cost(model, torch.zeros(1, data.length, data.channels))
+    cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     if (eta := WEIGHTS[arm]) is not None:
         train = Examples(data.train, batch_size)
         how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-        fit(model, train, tasks.regularised(class_loss, eta), **how)
+        fit(model, train, regularised(class_loss, eta), **how)
     test = Examples(data.test, len(data.test))
     with ksvd_objectives() as found:
         accuracy = evaluate(model, test, class_loss, device=device)["accuracy"]

@@ -22,9 +22,13 @@ from derived_attention import identity_attention, uniform_attention
 from derived_attention.attention.registry import MECHANISMS
 from derived_attention.page.tables import MODES, load, of_each_kind
 from derived_attention.runtime import seed_everything, write_atomically
-from derived_attention.tasks import runners as tasks
 from derived_attention.tasks.images.data import load_images
-from derived_attention.tasks.model import Config, VisionTransformer
+from derived_attention.tasks.images.model import VisionTransformer
+from derived_attention.tasks.listops.run import train_listops
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.recall.run import train_recall
+from derived_attention.tasks.run import attention_cost
+from derived_attention.tasks.series.run import train_series
 from derived_attention.tasks.supervised import Examples, class_loss
 from derived_attention.training import measure
 from derived_attention.training.fit import evaluate, fit
@@ -46,17 +50,17 @@ def frame(arm: str, length: int, dim: int, **own: Any) -> Config:
 
 def recall(arm: str, pairs: int, **settings: Any) -> dict[str, float]:
     """Recall values by their keys, as chapter 12 does: as many questions as pairs."""
-    return tasks.recall(frame(arm, 2 * pairs, 64, dropout=0.0), pairs=pairs, **settings)
+    return train_recall(frame(arm, 2 * pairs, 64, dropout=0.0), pairs=pairs, **settings)
 
 
 def series(arm: str, name: str, length: int, **settings: Any) -> dict[str, float]:
     """Classify time series, as chapter 8 does."""
-    return tasks.series(frame(arm, length, 64), name, **settings)
+    return train_series(frame(arm, length, 64), name, **settings)
 
 
 def listops(arm: str, **settings: Any) -> dict[str, float]:
     """Evaluate lists, as chapter 8 does."""
-    return tasks.listops(frame(arm, 32, 32), **settings)
+    return train_listops(frame(arm, 32, 32), **settings)
 
 
 def images(arm: str, name: str, patch: int, seed: int, epochs: int, device: str) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def images(arm: str, name: str, patch: int, seed: int, epochs: int, device: str)
     train = Examples(data.train, 32)
     fit(model, train, class_loss, epochs=epochs, lr=2e-3, seed=seed, device=device)
     score = evaluate(model, Examples(data.test), class_loss, device=device)["accuracy"]
-    cost = tasks.attention_cost(model.cpu(), data.test.x[:1])
+    cost = attention_cost(model.cpu(), data.test.x[:1])
     return {"accuracy": score} | cost | redundancy(arm, model, data.test.x[:64])
 
 

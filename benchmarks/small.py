@@ -16,13 +16,14 @@ import torch
 from benchmarks.experiments import command, experiment
 from derived_attention import Conv1DAttention, identity_attention, uniform_attention
 from derived_attention.attention.registry import MECHANISMS
-from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.language import run as language
 from derived_attention.tasks.language.data import load_text
 from derived_attention.tasks.language.loss import Windows, byte_loss, generate
+from derived_attention.tasks.run import attention_cost
 from derived_attention.training.fit import evaluate
 from derived_attention.training.recorded import FOLDER
 
-LENGTH, HEADS, WIDTH = 64, 4, 16  # of `tasks.small_model`
+LENGTH, HEADS, WIDTH = 64, 4, 16  # of `small_model`
 PROMPT = "The function "
 ARMS = {name: e.plug(LENGTH, HEADS, WIDTH) for name, e in MECHANISMS.items() if e.causal}
 ARMS["conv1d"] = partial(Conv1DAttention, causal=True)  # its filters then look back only
@@ -31,9 +32,9 @@ ARMS |= {"uniform": uniform_attention, "alone": identity_attention}  # the contr
 
 def small_model(arm: str, seed: int, **settings: Any) -> dict[str, Any]:
     """Train the small model; return its bits per byte of the test part, and what it writes."""
-    model = tasks.small_model(ARMS[arm], seed=seed, **settings)
+    model = language.small_model(ARMS[arm], seed=seed, **settings)
     bits = evaluate(model, Windows(load_text("python").test, LENGTH), byte_loss)
-    cost = tasks.attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
+    cost = attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
     return bits | cost | {"text": generate(model, PROMPT, 160, temperature=0.5)}
 
 

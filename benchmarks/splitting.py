@@ -25,8 +25,11 @@ from derived_attention import (
     identity_attention,
     uniform_attention,
 )
-from derived_attention.tasks import runners as tasks
+from derived_attention.tasks.detection.run import train_detection
+from derived_attention.tasks.images.run import train_images
 from derived_attention.tasks.model import Config
+from derived_attention.tasks.recall.run import train_recall
+from derived_attention.tasks.series.run import train_series
 from derived_attention.training.recorded import FOLDER
 
 Layer = Callable[..., Any]
@@ -92,7 +95,7 @@ DETECTORS = PLACES | ABLATION | SELF
 def detection(arm: str, **settings: Any) -> dict[str, float]:
     """Find objects, with another attention at one of the three places of a detector."""
     config = Config(dim=64, heads=4, layers=2, hidden=128, dropout=0.0)
-    return tasks.detection(config, **DETECTORS[arm], **settings)
+    return train_detection(config, **DETECTORS[arm], **settings)
 
 
 # --- One mechanism in all layers ------------------------------------------------------------------
@@ -120,19 +123,19 @@ EVERY = ARMS | STEPS
 
 def series(arm: str, name: str, **settings: Any) -> dict[str, float]:
     """Classify time series, as chapter 8 does."""
-    return tasks.series(Config(dim=64, heads=8, attention=EVERY[arm]), name, **settings)
+    return train_series(Config(dim=64, heads=8, attention=EVERY[arm]), name, **settings)
 
 
 def images(arm: str, **settings: Any) -> dict[str, float]:
     """Classify images by a class token, as chapter 8 does."""
     config = Config(dim=32, heads=4, hidden=64, attention=EVERY[arm])
-    return tasks.images(config, class_token=True, **settings)
+    return train_images(config, class_token=True, **settings)
 
 
 def recall(arm: str, **settings: Any) -> dict[str, float]:
     """Recall values by their keys, as chapter 12 does."""
     config = Config(dim=64, heads=8, dropout=0.0, attention=EVERY[arm])
-    return tasks.recall(config, **settings)
+    return train_recall(config, **settings)
 
 
 AP = (

@@ -7,25 +7,21 @@ import torch
 from derived_attention.runtime import digest, seed_everything
 from derived_attention.tasks.control.data import Episodes
 from derived_attention.tasks.control.loss import Trajectories, action_loss
+from derived_attention.tasks.control.model import DecisionTransformer
 from derived_attention.tasks.detection.data import Scenes
 from derived_attention.tasks.detection.loss import SceneBatches, detection_loss
 from derived_attention.tasks.detection.model import DetectionTransformer
+from derived_attention.tasks.images.model import VisionTransformer
 from derived_attention.tasks.language.loss import Windows, byte_loss
-from derived_attention.tasks.model import (
-    ByteLM,
-    Config,
-    DecisionTransformer,
-    SeriesClassifier,
-    SeriesRegressor,
-    TableTransformer,
-    TokenClassifier,
-    Translator,
-    VisionTransformer,
-)
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, TokenClassifier
 from derived_attention.tasks.series.data import SeriesSplit
+from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
 from derived_attention.tasks.supervised import Examples, class_loss, number_loss
+from derived_attention.tasks.tables.model import TableTransformer
 from derived_attention.tasks.translation.data import train_vocabulary
 from derived_attention.tasks.translation.loss import Sentences, token_loss
+from derived_attention.tasks.translation.model import Translator
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
 PAIRS = (

@@ -39,8 +39,13 @@ from derived_attention.attention.linear.fast import linear_attention  # noqa: E4
 from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
+<<<<<<< HEAD
 from derived_attention.page import tables  # noqa: E402
 from derived_attention.tasks.model import Config, SeriesClassifier  # noqa: E402
+=======
+from derived_attention.tasks.model import Config  # noqa: E402
+from derived_attention.tasks.series.model import SeriesClassifier  # noqa: E402
+>>>>>>> hB
 from derived_attention.training import measure  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
 from derived_attention.training.recorded import FOLDER, load_experiment  # noqa: E402

@@ -12,19 +12,15 @@ from torch import nn
 
 from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.registry import MECHANISMS
+from derived_attention.tasks.control.model import DecisionTransformer
 from derived_attention.tasks.detection.model import DetectionTransformer
-from derived_attention.tasks.model import (
-    ByteLM,
-    Config,
-    DecisionTransformer,
-    Recaller,
-    SeriesClassifier,
-    SeriesRegressor,
-    TableTransformer,
-    TokenClassifier,
-    Translator,
-    VisionTransformer,
-)
+from derived_attention.tasks.images.model import VisionTransformer
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, TokenClassifier
+from derived_attention.tasks.recall.model import Recaller
+from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_attention.tasks.tables.model import TableTransformer
+from derived_attention.tasks.translation.model import Translator
 
 B, N, E, H = 3, 12, 16, 2
 GONE = torch.arange(N) >= torch.tensor([N, 7, 10])[:, None]  # where a sequence has ended
@@ -289,11 +285,13 @@ def test_codes_that_a_type_cannot_write_are_refused():
     model = TableTransformer(0, (400,), 2, config(MECHANISMS["softmax"].fast)).eval()
     x = torch.tensor([257.0, 256.0]).view(2, 1, 1)
     assert not torch.allclose(*run(model, x))
-    with pytest.raises(ValueError, match=r"x is torch.bfloat16, and a column has 400 codes; exp"):
+    with pytest.raises(
+        ValueError, match=r"x is torch.bfloat16, which cannot hold all 400 codes of a column; exp"
+    ):
         run(model.bfloat16(), x.bfloat16())
     model.float()
     for code in (0.5, float("nan")):
-        with pytest.raises(ValueError, match="x holds a code that is none"):
+        with pytest.raises(ValueError, match="x holds a wrong code of a category"):
             run(model, torch.full((2, 1, 1), code))
 
 

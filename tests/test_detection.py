@@ -115,9 +115,9 @@ def test_few_objects_overlap():
 
 def test_wrong_scenes():
     for arguments, error, message in (
-        (dict(n=0), ValueError, "n is 0; expected at least 1"),
-        (dict(size=15), ValueError, "size is 15; expected at least 16"),
-        (dict(objects=1.0), TypeError, "objects is 1.0; expected an integer"),
+        (dict(n=0), ValueError, "n is 0; expected a whole number, at least 1"),
+        (dict(size=15), ValueError, "size is 15; expected a whole number, at least 16"),
+        (dict(objects=1.0), TypeError, "objects is of type float; expected a whole number"),
         (dict(seed=-1), ValueError, "seed is -1"),
     ):
         with pytest.raises(error, match=message):
@@ -125,10 +125,22 @@ def test_wrong_scenes():
     good = scenes()
     for change, error, message in (
         (dict(images=None), TypeError, "images is NoneType; expected a tensor"),
-        (dict(images=good.images[:, :2]), ValueError, r"images is .*\(B, 3, height, width\)"),
-        (dict(boxes=good.boxes[:5]), ValueError, r"boxes has shape \(5, 2, 4\); expected \(24"),
-        (dict(sizes=good.sizes[:, 0]), ValueError, r"sizes has shape \(24,\); expected \(24, 2"),
-        (dict(labels=good.labels + 1), ValueError, "labels is .* expected int64 .* -1 <= x < 2"),
+        (dict(images=good.images[:, :2]), ValueError, r"images is .*\(n, 3, height, width\)"),
+        (
+            dict(boxes=good.boxes[:5]),
+            ValueError,
+            r"boxes is .* shape \(5, 2, 4\); expected floats of shape \(24",
+        ),
+        (
+            dict(sizes=good.sizes[:, 0]),
+            ValueError,
+            r"sizes is .* shape \(24,\); expected int64 of shape \(24, 2",
+        ),
+        (
+            dict(labels=good.labels + 1),
+            ValueError,
+            "labels holds 0 to 2; expected classes -1 <= x < 2",
+        ),
     ):
         with pytest.raises(error, match=message):
             dataclasses.replace(good, **change)
@@ -183,15 +195,19 @@ def test_photographs_of_coco(coco, capsys):
 
 
 def test_coco_that_is_not_there(coco, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="instances_train2017.json. Get .*cocodataset.org"):
+    with pytest.raises(
+        FileNotFoundError, match="instances_train2017.json does not exist. Get .*cocodataset.org"
+    ):
         load_coco(coco, "train2017")
     (coco / "val2017" / f"{3:012}.png").unlink()
-    with pytest.raises(FileNotFoundError, match="000000000003.png. Get the annotations and the im"):
+    with pytest.raises(
+        FileNotFoundError, match="000000000003.png does not exist. Get the annotations and the im"
+    ):
         load_coco(coco)
     for arguments, error, message in (
         (dict(split=3), TypeError, "split is 3; expected a string"),
-        (dict(size=0), ValueError, "size is 0; expected at least 1"),
-        (dict(limit=0), ValueError, "limit is 0; expected at least 1"),
+        (dict(size=0), ValueError, "size is 0; expected a whole number, at least 1"),
+        (dict(limit=0), ValueError, "limit is 0; expected a whole number, at least 1"),
     ):
         with pytest.raises(error, match=message):
             load_coco(coco, **arguments)
@@ -353,7 +369,11 @@ def test_wrong_models_and_images():
         (dict(queries=2.0), TypeError, "queries is 2.0; expected an integer"),
         (dict(config=8), TypeError, "config is 8; expected a Config"),
         (dict(cross="softmax"), TypeError, "cross is 'softmax'; expected a function, or a class"),
-        (dict(path_dropout="soft"), ValueError, "no attention is replaced; expected one of enc"),
+        (
+            dict(path_dropout="soft"),
+            ValueError,
+            "no attention is replaced; expected at least one of enc",
+        ),
         (dict(cross=softmax_attention, path_dropout=True), ValueError, "path_dropout is True; exp"),
     ):
         with pytest.raises(error, match=message):
@@ -492,7 +512,7 @@ def test_what_is_not_finite_is_told_by_the_trainer():
 
 
 def test_wrong_batches():
-    with pytest.raises(TypeError, match="scenes is Tensor; expected Scenes, as of make_scenes"):
+    with pytest.raises(TypeError, match="scenes is Tensor; expected Scenes, as from make_scenes"):
         SceneBatches(scenes().images)
     with pytest.raises(ValueError, match="scenes has no images; expected at least one"):
         SceneBatches(scenes()[:0])
@@ -598,10 +618,15 @@ def test_wrong_detections():
     given = scenes()
     good = perfect(given)
     for detections, truth, error, message in (
-        (None, given, TypeError, "detections is NoneType; expected Detections, as of detect"),
-        (good, None, TypeError, "scenes is NoneType; expected Scenes, as of make_scenes"),
-        (good, given[:3], ValueError, "detections are of 24 images; expected 3, as scenes has"),
-        (dataclasses.replace(good, labels=good.labels + 1), given, ValueError, "has a label 2"),
+        (None, given, TypeError, "detections is NoneType; expected Detections, as from detect"),
+        (good, None, TypeError, "scenes is NoneType; expected Scenes, as from make_scenes"),
+        (good, given[:3], ValueError, "detections has 24 images; expected 3, as scenes has"),
+        (
+            dataclasses.replace(good, labels=good.labels + 1),
+            given,
+            ValueError,
+            "detections.labels holds 1 to 2; expected classes 0 <= x < 2",
+        ),
         (dataclasses.replace(good, boxes=good.boxes[:, 1:]), given, ValueError, r"boxes has shape"),
     ):
         with pytest.raises(error, match=message):

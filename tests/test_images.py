@@ -134,7 +134,7 @@ def test_no_network(tmp_path, monkeypatch):
     (partial / f"{NAMES[3]}-ubyte.gz").unlink()  # three files of four are not the set
     with pytest.raises(ConnectionError) as caught:
         load_images("fashion-mnist", 7)
-    for part in ("dataset-fashion-mnist", "connect and call again", str(partial), "'digits'"):
+    for part in ("dataset-fashion-mnist", "Connect to a network", str(partial), "'digits'"):
         assert part in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -159,7 +159,7 @@ def test_real_fashion_mnist(monkeypatch):
 @pytest.mark.parametrize(
     "name, patch, error, message",
     [
-        (None, 2, TypeError, "name is None; expected the name"),
+        (None, 2, TypeError, "name is None; expected a string"),
         ("cifar", 2, ValueError, "name is 'cifar'; expected one of 'digits', 'fashion-mnist'"),
         ("digits", 0, ValueError, "patch is 0; expected at least 1"),
         ("digits", 2.0, TypeError, "patch is 2.0; expected an integer"),

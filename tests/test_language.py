@@ -10,7 +10,8 @@ from torch import nn
 from derived_attention.runtime import seed_everything
 from derived_attention.tasks.language.data import load_text, ngram_bits
 from derived_attention.tasks.language.loss import Windows, byte_loss, generate
-from derived_attention.tasks.model import ByteLM, Config
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config
 from derived_attention.training.fit import evaluate, fit
 
 
@@ -190,7 +191,11 @@ def test_writing_leaves_mode_and_generator_alone(mode):
         (dict(prompt=""), ValueError, "prompt is empty; expected at least one character"),
         (dict(n=0), ValueError, "n is 0; expected at least 1"),
         (dict(temperature="hot"), TypeError, "temperature is 'hot'; expected a number"),
-        (dict(temperature=-1), ValueError, "temperature is -1; expected 0 or more"),
+        (
+            dict(temperature=-1),
+            ValueError,
+            "temperature is -1; expected a finite number, at least 0",
+        ),
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(seed=-1), ValueError, "seed is -1"),
         (dict(model=nn.Linear(2, 2)), TypeError, "model.length is None"),

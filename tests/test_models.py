@@ -14,18 +14,12 @@ from derived_attention.attention.linear.fast import linear_attention
 from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.attention.sparse.fast import window_attention
-from derived_attention.tasks.model import (
-    ByteLM,
-    Config,
-    SeriesClassifier,
-    SeriesRegressor,
-    TableTransformer,
-    TokenClassifier,
-    Translator,
-    VisionTransformer,
-    make_attention,
-    sinusoids,
-)
+from derived_attention.tasks.images.model import VisionTransformer
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, TokenClassifier, make_attention, sinusoids
+from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_attention.tasks.tables.model import TableTransformer
+from derived_attention.tasks.translation.model import Translator
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)
@@ -475,7 +469,9 @@ def test_wrong_tables():
         with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 4, 1\)"):
             table()(wrong)
     for code in (-1.0, 5.0):
-        with pytest.raises(ValueError, match=r"a code that is none; expected codes below \(3, 5\)"):
+        with pytest.raises(
+            ValueError, match=r"wrong code .*; expected whole numbers 0 <= code < \(3, 5\)"
+        ):
             table()(torch.cat([x[:, :3], torch.full((5, 1, 1), code)], 1))
     with pytest.raises(ValueError, match="padding is given; expected None, as a table"):
         table()(x, torch.zeros(5, 4, dtype=torch.bool))

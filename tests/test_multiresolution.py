@@ -39,7 +39,8 @@ from derived_attention import (
     upsample,
 )
 from derived_attention.attention.frame.convention import weights_of
-from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.series.model import SeriesClassifier
 from derived_attention.training.measure import count_flops
 
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]

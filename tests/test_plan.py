@@ -9,9 +9,10 @@ import nbformat
 import pytest
 
 from derived_attention.runtime import counted
-from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.model import Config
 from derived_attention.tasks.series import data as series
 from derived_attention.tasks.series.data import load_series
+from derived_attention.tasks.series.model import SeriesClassifier
 from derived_attention.tasks.supervised import Examples, class_loss
 from derived_attention.training import fit as training
 from derived_attention.training import grids as experiments

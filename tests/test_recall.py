@@ -8,9 +8,10 @@ from torch import nn
 
 from derived_attention import softmax_attention, uniform_attention
 from derived_attention.runtime import seed_everything
-from derived_attention.tasks.model import Config, Recaller
+from derived_attention.tasks.model import Config
 from derived_attention.tasks.recall.data import draw_recall
 from derived_attention.tasks.recall.loss import Questions, answer_loss
+from derived_attention.tasks.recall.model import Recaller
 from derived_attention.training.fit import evaluate, fit
 
 SIZES = dict(pairs=4, symbols=6)
@@ -109,7 +110,9 @@ def test_what_a_model_cannot_take_is_named():
             model(*given)
     with pytest.raises(ValueError, match="train has 6 symbols; expected 9, as the model"):
         fit(small(symbols=9), Questions(**SIZES), answer_loss, epochs=1)
-    with pytest.raises(TypeError, match="model.symbols is None; expected a model that recalls"):
+    with pytest.raises(TypeError, match="model.symbols is None; expected a model such as Recaller"):
         evaluate(nn.Linear(2, 2), Questions(**SIZES), answer_loss)
-    with pytest.raises(ValueError, match=r"model returns shape \(2, 3\); expected \(2, 3, 's"):
+    with pytest.raises(
+        ValueError, match=r"model returns shape \(2, 3\); expected \(2, 3, symbols\)"
+    ):
         answer_loss(lambda keys, values, asked: keys.float(), (good, good, good, good))

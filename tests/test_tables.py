@@ -86,7 +86,7 @@ def test_a_category_that_training_lacks_is_code_0():
 @pytest.mark.parametrize(
     "name, error, message",
     [
-        (3, TypeError, "name is 3; expected the name"),
+        (3, TypeError, "name is 3; expected a string"),
         ("higgs", ValueError, "name is 'higgs'; expected one of 'california_housing', 'adult'"),
     ],
 )
@@ -97,7 +97,9 @@ def test_wrong_names(name, error, message):
 
 def test_without_shapiq_or_with_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="adult_census.csv is not here; .*install.* shapiq"):
+    with pytest.raises(
+        FileNotFoundError, match="adult_census.csv is not installed; .*install.* shapiq"
+    ):
         load_table("adult")
     (tmp_path / "datasets" / "data").mkdir(parents=True)
     (tmp_path / "datasets" / "data" / "adult_census.csv").write_text("a,b\n1,2\n")

@@ -10,29 +10,35 @@ import pytest
 import torch
 from torch import nn
 
+import derived_attention as da
 from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.linear.fast import linear_attention
 from derived_attention.attention.mixture.layer import MixtureAttention
 from derived_attention.attention.primal.layer import PrimalAttention
 from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.tasks import runners as tasks
-from derived_attention.tasks.model import ByteLM, Config, Translator
+from derived_attention.tasks import run
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.translation import run as translation
 from derived_attention.tasks.translation.data import TranslationData
+from derived_attention.tasks.translation.model import Translator
 from derived_attention.training.fit import Regularised
 
 PAIRS = tuple((f"Das ist Satz {i}.", f"This is sentence {i}.") for i in range(20))
 LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)
 TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {
-    "language": functools.partial(tasks.language, length=8, steps=3),
-    "series": functools.partial(tasks.series, name="BasicMotions", epochs=2, batch_size=10),
-    "listops": functools.partial(tasks.listops, sizes=LISTS, epochs=2, batch_size=32),
-    "images": functools.partial(tasks.images, name="digits", patch=4, class_token=True, epochs=2),
-    "topics": functools.partial(tasks.topics, length=8, train=64, test=64, epochs=2),
-    "recall": functools.partial(tasks.recall, pairs=4, symbols=6, steps=3),
-    "table": functools.partial(tasks.table, name="adult", rows=64, epochs=2, batch_size=32),
+    "language": functools.partial(da.train_language, length=8, steps=3),
+    "series": functools.partial(da.train_series, name="BasicMotions", epochs=2, batch_size=10),
+    "listops": functools.partial(da.train_listops, sizes=LISTS, epochs=2, batch_size=32),
+    "images": functools.partial(
+        da.train_images, name="digits", patch=4, class_token=True, epochs=2
+    ),
+    "topics": functools.partial(da.train_topics, length=8, train=64, test=64, epochs=2),
+    "recall": functools.partial(da.train_recall, pairs=4, symbols=6, steps=3),
+    "table": functools.partial(da.train_table, name="adult", rows=64, epochs=2, batch_size=32),
     "control": functools.partial(
-        tasks.control,
+        da.train_control,
         name="CartPole-v1",
         quality="medium",
         transitions=300,
@@ -40,8 +46,8 @@ SMALL = {
         steps=2,
         episodes=2,
     ),
-    "detection": functools.partial(tasks.detection, train=20, test=10, steps=2, batch_size=4),
-    "translation": functools.partial(tasks.translation, pieces=60, epochs=2, batch_size=10),
+    "detection": functools.partial(da.train_detection, train=20, test=10, steps=2, batch_size=4),
+    "translation": functools.partial(da.train_translation, pieces=60, epochs=2, batch_size=10),
 }
 
 
@@ -49,23 +55,23 @@ SMALL = {
 def few_pairs(monkeypatch):
     """Take twenty sentences in the place of the dictionary, which need not be installed."""
     data = TranslationData("few", train=PAIRS, validation=PAIRS, test=PAIRS[:10])
-    monkeypatch.setattr(tasks, "load_translation", lambda name: data)
+    monkeypatch.setattr(translation, "load_translation", lambda name: data)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_seed_decides_the_result(name):
-    run = SMALL[name]
-    first = run(TINY, seed=1)
-    assert first == run(TINY, seed=1)
+    train = SMALL[name]
+    first = train(TINY, seed=1)
+    assert first == train(TINY, seed=1)
     assert all(math.isfinite(value) for value in first.values())
-    others = [run(TINY, seed=seed) for seed in (2, 3, 4)]
+    others = [train(TINY, seed=seed) for seed in (2, 3, 4)]
     score = next(name for name in ("bits", "accuracy", "loss") if name in first)
     assert any(other[score] != first[score] for other in others)
     assert all(other["flops"] == first["flops"] for other in others)
 
 
 def test_a_table_of_numbers_has_an_error_in_units():
-    result = tasks.table(TINY, "california_housing", rows=500, epochs=10, batch_size=50)
+    result = da.train_table(TINY, "california_housing", rows=500, epochs=10, batch_size=50)
     assert 0.5 < result["rmse"] < 1.2  # the standard deviation of all answers is 1.15
 
 
@@ -76,10 +82,10 @@ def test_the_best_epoch_is_no_worse_than_the_last(name):
 
 
 def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
-    models = [tasks.small_model(linear_attention, seed=1, steps=2) for _ in range(2)]
+    models = [da.small_model(linear_attention, seed=1, steps=2) for _ in range(2)]
     first, again = (list(model.state_dict().values()) for model in models)
     assert all(map(torch.equal, first, again))
-    other = tasks.small_model(MixtureAttention, steps=1)
+    other = da.small_model(MixtureAttention, steps=1)
     assert [type(layer.attention) for layer in other.layers] == [MixtureAttention] * 2
     assert other.length == 64 and other.config.heads == 4
 
@@ -92,7 +98,7 @@ def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
         given.append(eta)
         return Regularised(loss, eta)
 
-    monkeypatch.setattr(tasks, "Regularised", spy)
+    monkeypatch.setattr(run, "Regularised", spy)
     layer = functools.partial(PrimalAttention, directions=2, landmarks=4, regularised=True)
     SMALL[name](dataclasses.replace(TINY, attention=layer), eta=0.25)
     assert given == [0.25]
@@ -104,11 +110,11 @@ def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
 
 def test_a_detector_learns_and_what_it_learns_by_heart_is_in_the_gap():
     config = Config(dim=16, heads=2, layers=1, hidden=16, dropout=0.0)
-    run = functools.partial(tasks.detection, config, test=8, queries=4, batch_size=8, lr=5e-3)
-    before, after, by_heart = (run(train=n, steps=k) for n, k in ((8, 1), (400, 60), (8, 60)))
+    train = functools.partial(da.train_detection, config, test=8, queries=4, batch_size=8, lr=5e-3)
+    before, after, by_heart = (train(train=n, steps=k) for n, k in ((8, 1), (400, 60), (8, 60)))
     assert after["loss"] < before["loss"] - 0.5
     assert by_heart["gap"] > 1 > abs(before["gap"]) and by_heart["gap"] > after["gap"] + 1
-    others = run(train=8, steps=1, cross=linear_attention, path_dropout="soft")
+    others = train(train=8, steps=1, cross=linear_attention, path_dropout="soft")
     assert others["flops"] != before["flops"] and others["loss"] != before["loss"]
 
 
@@ -130,7 +136,7 @@ def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys)
     # Projections of queries, R keys and values with biases, and back; two products of matrices.
     E, N, layers, inner = 16, 6, 3, heads * width
     model = ByteLM(N, Config(E, heads, layers, 32, attention=attention))
-    cost = tasks.attention_cost(model, torch.zeros(1, N, dtype=torch.int64))
+    cost = da.attention_cost(model, torch.zeros(1, N, dtype=torch.int64))
     assert cost["parameters"] == layers * ((keys + 2) * inner * (E + 1) + (inner + 1) * E)
     projections = layers * 2 * N * E * inner * (keys + 3)
     if keys == 1:
@@ -152,28 +158,28 @@ def test_translations_are_scored_by_what_the_model_writes():
 
 def test_a_translator_has_three_attentions_in_each_pair_of_layers():
     model = Translator(50, 16, Config(16, 2, 1, 32))
-    cost = tasks.attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
+    cost = da.attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
     assert cost["parameters"] == 3 * 4 * 17 * 16
     assert cost["flops"] == 3 * (4 * 2 * 16 * 16 * 16 + 4 * 16 * 16 * 16)
 
 
 def test_the_cost_leaves_the_model_as_it_was():
     model = ByteLM(6, Config(16, 2, 1, 32)).train()
-    tasks.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
+    da.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
     assert model.training
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
 def test_a_mechanism_without_products_costs_its_projections():
     model = ByteLM(6, Config(16, 2, 1, 32, attention=lambda q, k, v, **masks: v))
-    cost = tasks.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
+    cost = da.attention_cost(model, torch.zeros(1, 6, dtype=torch.int64))
     assert cost["flops"] == 2 * 6 * 16 * 16 * 4
 
 
 def test_linear_attention_is_not_counted_as_softmax():
     text = torch.zeros(1, 512, dtype=torch.int64)
     softmax, linear = (
-        tasks.attention_cost(ByteLM(512, Config(16, 2, 1, 32, attention=a)), text)["flops"]
+        da.attention_cost(ByteLM(512, Config(16, 2, 1, 32, attention=a)), text)["flops"]
         for a in (softmax_attention, linear_attention)
     )
     assert linear < softmax
@@ -181,4 +187,4 @@ def test_linear_attention_is_not_counted_as_softmax():
 
 def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="model Linear has no MultiheadAttention"):
-        tasks.attention_cost(nn.Linear(2, 2), torch.zeros(1, 2))
+        da.attention_cost(nn.Linear(2, 2), torch.zeros(1, 2))

@@ -166,7 +166,7 @@ def test_no_package(monkeypatch):
 @pytest.mark.parametrize(
     "name, error, message",
     [
-        (None, TypeError, "name is None; expected the name of a text"),
+        (None, TypeError, "name is None; expected a string"),
         ("books", ValueError, "name is 'books'; expected one of 'python', 'wikitext-103'"),
     ],
 )

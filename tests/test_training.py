@@ -29,8 +29,9 @@ from kinds import (
 from derived_attention import runtime
 from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.runtime import evaluating, seed_everything
-from derived_attention.tasks.model import Config, SeriesClassifier
+from derived_attention.tasks.model import Config
 from derived_attention.tasks.series.data import SeriesSplit, load_series
+from derived_attention.tasks.series.model import SeriesClassifier
 from derived_attention.tasks.supervised import Examples, class_loss
 from derived_attention.tasks.translation.data import train_vocabulary
 from derived_attention.tasks.translation.loss import Sentences, token_loss

@@ -159,7 +159,7 @@ def test_bytes_that_are_no_text(tmp_path):
 @pytest.mark.parametrize(
     "name, error, message",
     [
-        (None, TypeError, "name is None; expected the name of a set"),
+        (None, TypeError, "name is None; expected a string"),
         ("iwslt", ValueError, "name is 'iwslt'; expected 'ding'"),
     ],
 )
@@ -251,8 +251,13 @@ def test_a_vocabulary_follows_from_its_sentences(tmp_path, monkeypatch, capfd):
     [
         (PAIRS, 0, ValueError, "size is 0; expected at least 1"),
         (PAIRS, 60.0, TypeError, "size is 60.0; expected an integer"),
-        (PAIRS, 9, ValueError, "size is 9, which does not fit the sentences: .*smaller than requ"),
-        (PAIRS, 9999, ValueError, "size is 9999, which does not fit the sentences: .*too high"),
+        (
+            PAIRS,
+            9,
+            ValueError,
+            "size is 9; expected one that fits the sentences: .*smaller than requ",
+        ),
+        (PAIRS, 9999, ValueError, "size is 9999; expected one that fits the sentences: .*too high"),
         ((), 60, ValueError, "sentences is empty; expected at least one"),
         ([("Das", 3)], 60, TypeError, r"sentences\[1\] is int; expected a string"),
     ],

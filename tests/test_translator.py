@@ -14,7 +14,8 @@ from derived_attention.attention.linear.fast import linear_attention
 from derived_attention.attention.mixture.layer import MixtureAttention
 from derived_attention.attention.normalized.fast import normalized_attention
 from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.tasks.model import ByteLM, Config, sinusoids
+from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.model import Config, sinusoids
 from derived_attention.tasks.translation.data import BEGIN, END, PAD
 from derived_attention.tasks.translation.loss import (
     Sentences,
@@ -169,7 +170,7 @@ def test_wrong_input_of_a_translator():
         for wrong, message in (
             (source[0], r"is torch.int64 of shape \(9,\); expected int64 of shape \(B, T\)"),
             (source.int(), r"is torch.int32 of shape \(2, 9\)"),
-            (source[:, :0], r"is torch.int64 of shape \(2, 0\).*not empty"),
+            (source[:, :0], r"has shape \(2, 0\); expected one that is not empty"),
             (source + 87, "holds 87 to .*; expected tokens 0 <= x < 90"),
             (tokens(41, 41), "has 41 tokens in a row; expected at most 40"),
             (late, "has padding, token 0, before a token; expected it at the end"),

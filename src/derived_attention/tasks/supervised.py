@@ -1,7 +1,4 @@
-"""Sequences with an answer each: series, images and tokens, and a class or a number for them.
-
-`Examples` and a loss are what `derived_attention.training.fit.fit` takes.
-"""
+"""Sequences (series, images, tokens) with a class or a number each: batches and losses."""
 
 from __future__ import annotations
 
@@ -13,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.runtime import check_count
-from derived_attention.tasks.series.data import SeriesSplit, check_series, check_tokens
+from derived_attention.tasks.checks import (
+    check_output,
+    check_range,
+    check_series,
+    check_tensor,
+    check_tokens,
+    check_type,
+)
+from derived_attention.tasks.series.data import SeriesSplit
 from derived_attention.training.fit import Batches, Mean, RootMean
 
 Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
@@ -22,41 +26,31 @@ Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
 
 @dataclasses.dataclass(frozen=True)
 class Examples(Batches):
-    """Sequences with their answers, some at a time: in random order to train on.
+    """Batches ``(x, padding, y)``, rows of a split; in training, in random order.
 
-    A batch is ``(x, padding, y)``, rows of the split.
+    `fit` and `evaluate` compare the split with the attributes ``length``, ``channels``,
+    ``vocabulary`` and ``classes`` (0 for numbers) of the model, where it has them.
 
     Parameters
     ----------
     split : SeriesSplit
         Series, images or tokens, with classes or numbers as `y`.
     batch_size : int
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a split that nothing can be learned from. `fit` and `evaluate` compare it with the
-        model's own ``length``, ``channels``, ``vocabulary`` and ``classes``, where it has them;
-        ``classes`` is 0 for numbers.
-
-    Examples
-    --------
-    >>> batches = Examples(data.train, 32)  # doctest: +SKIP
     """
 
     split: SeriesSplit
     batch_size: int = 256
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
+        super().__post_init__()
         check_split(self.split)
 
     def __len__(self) -> int:
         return math.ceil(len(self.split) / self.batch_size)
 
     def epoch(self, seed: int, number: int) -> Iterator[Batch]:
-        """Yield every sequence once, in an order of this epoch's own."""
-        return self._rows(torch.randperm(len(self.split)))  # on the CPU: the same everywhere
+        """Yield every sequence once, in random order."""
+        return self._rows(torch.randperm(len(self.split)))  # on the CPU: the same on every machine
 
     def __iter__(self) -> Iterator[Batch]:
         return self._rows(torch.arange(len(self.split)))
@@ -67,7 +61,7 @@ class Examples(Batches):
             yield x[rows], None if padding is None else padding[rows], y[rows]
 
     def check(self, name: str, model: Any) -> None:
-        """Raise ValueError unless sizes, tokens and answers are those of `model`."""
+        """Raise ValueError unless sizes, tokens and answers fit `model`."""
         x, padding, y = self.split.x, self.split.padding, self.split.y
         sizes = ("length", "vocabulary", "channels", "classes")
         steps, vocabulary, channels, classes = (getattr(model, size, None) for size in sizes)
@@ -79,32 +73,30 @@ class Examples(Batches):
             return
         if y.is_floating_point() != (classes == 0):
             expected = "int64 classes" if classes else "floats"
-            raise ValueError(f"{name}.y is {y.dtype}; expected {expected}, as the model answers")
-        if classes and y.max() >= classes:
-            found = f"{int(y.min())} to {int(y.max())}"
-            raise ValueError(f"{name}.y holds {found}; expected classes 0 <= y < {classes}")
+            raise ValueError(f"{name}.y is {y.dtype}; expected {expected}, as the model returns")
+        if classes:
+            check_range(f"{name}.y", y, classes, "classes")
 
 
 def class_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
     """Return the cross-entropy of classes; report it as ``"loss"``, with the ``"accuracy"``.
 
-    ``model(x, padding)`` returns logits (B, classes).
-
-    Raises
-    ------
-    ValueError
-        For a result of another shape; for answers that are numbers.
+    ``model(x, padding)`` returns logits (B, classes); another shape raises ValueError, and so do
+    answers that are numbers.
     """
     x, padding, y = batch
     logits = model(x, padding)
     if y.is_floating_point():
         raise ValueError(f"y is {y.dtype}; expected int64 classes (number_loss is for numbers)")
-    if logits.ndim != 2 or len(logits) != len(y):
-        found = f"model returns shape {tuple(logits.shape)} for {len(y)} targets that are classes"
-        raise ValueError(f"{found}; expected (B, classes)")
+    check_output(logits, (len(y), "classes"))
+    return cross_entropy(logits, y)
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the mean cross-entropy of logits (n, classes); report ``"loss"``, ``"accuracy"``."""
     loss = nn.functional.cross_entropy(logits, y)
-    correct = int((logits.argmax(1) == y).sum())
-    return loss, {"loss": Mean(loss.item() * len(y), len(y)), "accuracy": Mean(correct, len(y))}
+    n, correct = len(y), int((logits.argmax(1) == y).sum())
+    return loss, {"loss": Mean(loss.item() * n, n), "accuracy": Mean(correct, n)}
 
 
 def number_loss(
@@ -112,14 +104,9 @@ def number_loss(
 ) -> tuple[Tensor, dict[str, Mean]]:
     """Return the mean squared error over `variance`; report ``"loss"``, and ``"rmse"`` in units.
 
-    ``model(x, padding)`` returns numbers (B,) in the units of y. With the variance of the training
-    targets (``functools.partial`` sets it) the loss is that of standardised targets.
-
-    Raises
-    ------
-    ValueError
-        For a result of another shape; for answers that are classes; for a `variance` that is not
-        positive.
+    ``model(x, padding)`` returns numbers (B,) in the units of y; another shape raises ValueError,
+    and so do answers that are classes. With the variance of the training targets, which
+    ``functools.partial`` sets, the loss is that of standardised targets.
     """
     x, padding, y = batch
     outputs = model(x, padding)
@@ -127,30 +114,24 @@ def number_loss(
         raise ValueError(f"y is {y.dtype}; expected floats (class_loss is for classes)")
     if not 0 < variance < math.inf:
         raise ValueError(f"variance is {variance}; expected a positive number")
-    if outputs.shape != y.shape:  # PyTorch would compare a column with a row, each with each
-        found = f"model returns shape {tuple(outputs.shape)} for {len(y)} targets that are numbers"
-        raise ValueError(f"{found}; expected (B,)")
+    check_output(outputs, y.shape)  # PyTorch would broadcast a column against a row
     loss = nn.functional.mse_loss(outputs, y) / variance
     squares = float((outputs.detach().double() - y.double()).square().sum())
     return loss, {"loss": Mean(loss.item() * len(y), len(y)), "rmse": RootMean(squares, len(y))}
 
 
 def check_split(split: SeriesSplit) -> None:
-    """Raise TypeError or ValueError, naming the tensor, unless `split` can be learned from."""
-    if not isinstance(split, SeriesSplit):
-        raise TypeError(f"split is {type(split).__name__}; expected a SeriesSplit")
+    """Raise TypeError or ValueError unless `split` is valid training data."""
+    check_type("split", split, SeriesSplit, "a SeriesSplit")
     x, padding, y = split.x, split.padding, split.y
-    for field, tensor in (("x", x), ("y", y)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"split.{field} is {type(tensor).__name__}; expected a tensor")
+    for name, tensor in (("x", x), ("y", y)):
+        check_type(f"split.{name}", tensor, Tensor, "a tensor")
     (check_tokens if x.ndim == 2 else check_series)(x, padding, of="split.")
     if len(x) == 0:
         raise ValueError("split is empty; expected at least one sequence")
-    if y.shape != (len(x),) or not (y.dtype == torch.int64 or y.is_floating_point()):
-        found = f"{y.dtype} of shape {tuple(y.shape)}"
-        raise ValueError(f"split.y is {found}; expected int64 or floats of shape {(len(x),)}")
-    for field, tensor in (("x", x), ("y", y)):
+    check_tensor("split.y", y, "floats" if y.is_floating_point() else "int64", (len(x),))
+    for name, tensor in (("x", x), ("y", y)):
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"split.{field} holds NaN or infinity; expected finite numbers")
-    if not y.is_floating_point() and y.min() < 0:
-        raise ValueError(f"split.y holds {int(y.min())}; expected classes 0 <= y")
+            raise ValueError(f"split.{name} holds NaN or infinity; expected finite numbers")
+    if not y.is_floating_point():
+        check_range("split.y", y, None, "classes")

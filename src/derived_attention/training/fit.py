@@ -53,8 +53,21 @@ CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' refere
 class Batches(abc.ABC):
     """The data of a task, cut into batches: each a tuple of tensors, with None for one left out.
 
-    A subclass is a dataclass: a checkpoint tells two runs apart by the `digest` of its fields.
+    A subclass is a frozen dataclass: a checkpoint tells two runs apart by the `digest` of its
+    fields. Fields that are integers, such as the size of a batch, are at least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an invalid argument.
     """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if field.type in (int, "int"):
+                check_count(field.name, getattr(self, field.name))
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -81,10 +94,10 @@ class Batches(abc.ABC):
 
 
 class Endless(Batches):
-    """Batches that are drawn at random and never end: an epoch is what the field `steps` says.
+    """Batches that are drawn at random without end: an epoch of training has `steps` of them.
 
-    What is random in a step follows from the seed and the number of the step: 7 epochs of 50 steps
-    are one epoch of 350.
+    A random draw depends on the seed and the number of the step only: 7 epochs of 50 steps are one
+    epoch of 350.
     """
 
     steps: int
@@ -94,7 +107,7 @@ class Endless(Batches):
         return self.steps
 
     def epoch(self, seed: int, number: int) -> Iterator[tuple]:
-        """Yield `steps` batches that have not been there before."""
+        """Yield the next `steps` batches."""
         for step in range(number * self.steps, (number + 1) * self.steps):
             torch.manual_seed(mixed_seed(seed, step))
             yield self.draw()

@@ -1,7 +1,7 @@
 """Offline control: episodes of scripted policies in four environments of gymnasium (chapter 12).
 
-The policies are a few lines each, so the data are made in a second, from a seed, wherever they are
-needed. What they are worth is measured when they are made, not promised.
+The policies are a few lines each, so that the data are made in a second, from a seed. The returns
+of the expert and of random actions are measured when the data are made.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from torch import Tensor
 
 from derived_attention.attention.frame.checks import check_flag
 from derived_attention.runtime import check_count, check_seed
+from derived_attention.tasks.checks import check_name, needs
 
-Controller = Callable[[np.ndarray], Any]  # from what is observed to the action
-Noise = tuple[float, float]  # an episode's share of random actions is drawn between these
+Controller = Callable[[np.ndarray], Any]  # from an observation to an action
+Noise = tuple[float, float]  # limits between which the share of random actions is drawn
+Bounds = tuple[Tensor, Tensor]
 QUALITIES = ("medium", "replay", "expert-mixture")
-REFERENCE_EPISODES = 30  # from which the returns of the random policy and the expert are known
-STREAMS = ("train", "test", "random", "expert")  # each draws from a generator of its own
+REFERENCE_EPISODES = 30  # that measure the returns of random actions and of the expert
+STREAMS = ("train", "test", "random", "expert")  # each has its own random generator
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """Episodes, one after another: n steps of what was hoped, seen and done.
+    """Episodes, one after another: n steps in all.
 
     Attributes
     ----------
     returns : Tensor
         (n,) float32, the return-to-go: the sum of the rewards from this step to the episode's end.
     states : Tensor
-        (n, s) float32, what is observed before the action, standardised by the training part.
+        (n, s) float32, the observation before the action, standardised by the training part.
     actions : Tensor
         (n,) int64, or (n, a) float32 in [-1, 1], where -1 and 1 are the environment's bounds.
     times : Tensor
@@ -58,25 +60,25 @@ class Episodes:
 
 @dataclasses.dataclass(frozen=True)
 class ControlData:
-    """Episodes to learn from, and the environment to prove it in.
+    """Episodes to learn from, and the environment to act in.
 
     Attributes
     ----------
     name, quality : str
     train, test : Episodes
-        Test episodes are of the same policies, from other seeds.
+        Those of the test are of the same policies, from other seeds.
     states, actions : int
-        How many numbers a state has; how many actions there are, or numbers in one.
+        Size of a state; number of actions, or size of one.
     discrete : bool
         Whether an action is one of `actions`, or a vector.
     horizon : int
-        The steps after which an episode ends at the latest.
+        The most steps of an episode.
     mean, sd : Tensor
-        (s,): what is observed is ``mean + sd · state``.
+        (s,): an observation is ``mean + sd · state``.
     bounds : (Tensor, Tensor) or None
         (a,) each, of an action that is a vector.
     random, expert : float
-        The mean return of a policy that acts at random, and of the expert.
+        The mean returns of random actions, and of the expert.
     environment : callable
         Makes a new environment.
     """
@@ -91,22 +93,22 @@ class ControlData:
     horizon: int
     mean: Tensor
     sd: Tensor
-    bounds: tuple[Tensor, Tensor] | None
+    bounds: Bounds | None
     random: float
     expert: float
     environment: Callable[[], Any]
 
     @property
     def scale(self) -> float:
-        """The largest return-to-go of the training part, without its sign."""
+        """The largest absolute return-to-go of the training part."""
         return float(self.train.returns.abs().max())
 
-    def action(self, answer: Tensor) -> Any:
+    def action(self, action: Tensor) -> Any:
         """Return an action of `Episodes` as the environment takes it: an int, or an array."""
         if self.bounds is None:
-            return int(answer)
+            return int(action)
         low, high = self.bounds
-        return (low + (answer.clamp(-1, 1) + 1) / 2 * (high - low)).numpy()
+        return (low + (action.clamp(-1, 1) + 1) / 2 * (high - low)).numpy()
 
     def score(self, value: float) -> float:
         """Return ``100 (value - random) / (expert - random)``: a return in per cent."""
@@ -125,7 +127,7 @@ class Play(NamedTuple):
 
 
 def balance(observed: np.ndarray, gains: Sequence[float]) -> int:
-    """Push the cart of CartPole to the side where the weighted sum of what is observed points."""
+    """Push the cart of CartPole by the sign of the weighted sum of the observation."""
     return int(np.dot(gains, observed) > 0)
 
 
@@ -135,7 +137,7 @@ def swing_up(
     """Pump energy into the pendulum until it is nearly upright; then hold it there.
 
     The energy is E = θ̇²/6 + 5 cos θ, which is 5 at rest upright: u = g_0 (5 - E) θ̇. Where
-    cos θ > `catch`, u = -g_1 θ - g_2 θ̇. No u is beyond ± `torque`.
+    cos θ > `catch`, u = -g_1 θ - g_2 θ̇. u is limited to ± `torque`.
     """
     cosine, sine, speed = map(float, observed)
     if cosine > catch:
@@ -146,14 +148,14 @@ def swing_up(
 
 
 def climb(observed: np.ndarray, force: float, patience: float) -> np.ndarray:
-    """Push the mountain car the way it goes; but up the hill wherever it is below -`patience`."""
+    """Push the mountain car the way it moves, but to the right wherever it is below -`patience`."""
     position, speed = observed
     right = speed >= 0 or position < -patience
     return np.array([force if right else -force], dtype=np.float32)
 
 
 def pump(observed: np.ndarray, weight: float) -> int:
-    """Turn Acrobot's joint with what it does already, less `weight` times what its arm does."""
+    """Turn the joint of Acrobot the way it turns, less `weight` times the speed of its arm."""
     return 2 if observed[5] > weight * observed[4] else 0
 
 
@@ -163,7 +165,7 @@ class Script(NamedTuple):
     expert: Controller
     medium: Controller
     noise: float  # the share of random actions of "medium"
-    still: tuple[int, ...]  # what is observed and is no velocity
+    still: tuple[int, ...]  # the observations that are no velocities
 
 
 SCRIPTS = {
@@ -175,9 +177,7 @@ SCRIPTS = {
     ),
     "Pendulum-v1": Script(
         functools.partial(swing_up, torque=2.0, gains=(0.3, 8.0, 2.0), catch=0.7),
-        functools.partial(
-            swing_up, torque=1.0, gains=(0.2, 5.0, 0.5), catch=0.8
-        ),  # weak, overshoots
+        functools.partial(swing_up, torque=1.0, gains=(0.2, 5.0, 0.5), catch=0.8),  # overshoots
         noise=0.1,
         still=(0, 1),
     ),
@@ -211,10 +211,10 @@ def load_control(
 
     Qualities are named after those of D4RL:
 
-    - ``"medium"``: a policy that is wrong in a way of its own, with a share of random actions;
-    - ``"replay"``: that policy, where each episode's share of random actions is drawn anew, from
-      that of ``"medium"`` to 1, as a policy that is being learned would leave behind;
-    - ``"expert-mixture"``: half of the steps are of ``"medium"``, half of an expert.
+    - ``"medium"``: a policy with a systematic mistake, and a share of random actions;
+    - ``"replay"``: this policy, with a share of random actions for each episode between that of
+      ``"medium"`` and 1, like the record of a policy that is being learned;
+    - ``"expert-mixture"``: half of the steps from ``"medium"``, half from an expert.
 
     Parameters
     ----------
@@ -222,22 +222,18 @@ def load_control(
         ``"CartPole-v1"``, ``"Pendulum-v1"``, ``"MountainCarContinuous-v0"`` or ``"Acrobot-v1"``.
     quality : str
     transitions : int
-        The least number of steps to train on; episodes are whole. A tenth as many are for the test.
+        The least number of steps to train on; episodes are whole. The test has a tenth as many.
     seed : int
     velocities : bool
-        With False states are without them, in the episodes and in the environment: what to do then
-        depends on the steps before, too. The scripted policies see them all the same.
-
-    Returns
-    -------
-    ControlData
+        False leaves them out of the states, in the episodes and in the environment, so that the
+        best action depends on earlier steps too. The scripted policies see them in any case.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work.
+        For an invalid argument.
     ModuleNotFoundError
-        If gymnasium is not installed; says how to install it.
+        If gymnasium is not installed.
 
     Examples
     --------
@@ -245,8 +241,8 @@ def load_control(
     >>> data.train.states.shape, data.train.actions.shape
     (torch.Size([2000, 3]), torch.Size([2000, 1]))
     """
-    _check_name("name", name, tuple(SCRIPTS))
-    _check_name("quality", quality, QUALITIES)
+    check_name("name", name, SCRIPTS)
+    check_name("quality", quality, QUALITIES)
     check_count("transitions", transitions)
     check_seed(seed)
     check_flag("velocities", velocities)
@@ -255,29 +251,29 @@ def load_control(
 
 @functools.lru_cache(maxsize=4)
 def _load(name: str, quality: str, transitions: int, seed: int, velocities: bool) -> ControlData:
-    medium, expert, noise = SCRIPTS[name].medium, SCRIPTS[name].expert, SCRIPTS[name].noise
-    with_noise: list[tuple[Controller, Noise]] = {
+    medium, expert, noise, still = (
+        getattr(SCRIPTS[name], field) for field in ("medium", "expert", "noise", "still")
+    )
+    policies: list[tuple[Controller, Noise]] = {
         "medium": [(medium, (noise, noise))],
         "replay": [(medium, (noise, 1.0))],
         "expert-mixture": [(medium, (noise, noise)), (expert, (0.0, 0.0))],
     }[quality]
+    kept = None if velocities else list(still)
 
     def part(stream: str, least: int) -> list[Play]:
-        share = math.ceil(least / len(with_noise))
+        share = math.ceil(least / len(policies))
         plays: list[Play] = []
-        for i, policy in enumerate(with_noise):
+        for i, policy in enumerate(policies):
             plays += _until(share, _episodes(_make(name), *policy, [seed, i], stream))
-        return plays
+        return plays if kept is None else [p._replace(states=p.states[:, kept]) for p in plays]
 
     def reference(stream: str, share: float) -> float:
         episodes = _episodes(_make(name), expert, (share, share), [seed], stream)
         plays = (next(episodes) for _ in range(REFERENCE_EPISODES))
         return float(np.mean([play.rewards.sum() for play in plays]))
 
-    kept = None if velocities else list(SCRIPTS[name].still)
     train, test = part("train", transitions), part("test", max(1, transitions // 10))
-    if kept is not None:
-        train, test = ([p._replace(states=p.states[:, kept]) for p in x] for x in (train, test))
     references = reference("random", 1.0), reference("expert", 0.0)
     return _data(name, quality, train, test, references, functools.partial(_make, name, kept))
 
@@ -285,81 +281,63 @@ def _load(name: str, quality: str, transitions: int, seed: int, velocities: bool
 def load_minari(name: str, references: tuple[float, float] | None = None) -> ControlData:
     """Read a data set of Minari, such as those of D4RL; it is downloaded on first use.
 
-    Every tenth episode is for the test.
+    Every tenth episode is for the test. The `quality` of the result is ``"minari"``. To act in its
+    environment may need more packages, which Minari names.
 
     Parameters
     ----------
     name : str
-        Its name there, such as ``"mujoco/halfcheetah/medium-v0"``.
+        Such as ``"mujoco/halfcheetah/medium-v0"``.
     references : (float, float), optional
-        The mean returns of a random policy and of an expert, if the data set does not say them.
-
-    Returns
-    -------
-    ControlData
-        Its `quality` is ``"minari"``. To play in its environment you may need more packages, which
-        Minari names.
+        The mean returns of random actions and of an expert, if the data set does not state them.
 
     Raises
     ------
     TypeError, ValueError
-        For a name that is no string; for data without references, or with fewer than ten episodes;
-        for states that are no vectors, or actions without bounds.
+        For an invalid argument; for data without references, with fewer than ten episodes, with
+        states that are no vectors, or with actions without bounds.
     ModuleNotFoundError
-        If minari is not installed; says how to install it.
+        If minari is not installed.
     ConnectionError
-        If the data set cannot be read, or not be downloaded.
-
-    Examples
-    --------
-    >>> data = load_minari("mujoco/hopper/medium-v0", (-20.3, 3234.3))  # doctest: +SKIP
+        If the data set cannot be read or downloaded.
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}; expected the name of a data set as a string")
-    try:
+    with needs("minari", 'pip install "minari[all]"; load_control works without it'):
         import minari
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f'name is {name!r}, which needs the package minari (pip install "minari[all]"); '
-            "load_control needs neither that nor a network"
-        ) from error
     try:
-        found = minari.load_dataset(name, download=True)
-        episodes = list(found.iterate_episodes())
-    except Exception as error:  # of a network, a file, or one of the packages that minari takes
+        stored = minari.load_dataset(name, download=True)
+        episodes = list(stored.iterate_episodes())
+    except Exception as error:  # of the network, a file, or one of the packages of minari
         raise ConnectionError(
             f"{name!r} could not be read from Minari: {error}. The first time, it needs a network. "
             "Without one, use load_control."
         ) from error
     if references is None:
-        metadata = found.storage.metadata
+        metadata = stored.storage.metadata
         references = metadata.get("ref_min_score"), metadata.get("ref_max_score")
     if None in references:
-        raise ValueError(f"references is None, and {name!r} says none; expected (random, expert)")
+        raise ValueError(f"references is None, and {name!r} has none; expected (random, expert)")
     if len(episodes) < 10:
         raise ValueError(f"{name!r} has {len(episodes)} episodes; expected at least 10")
     plays = [_play(name, episode) for episode in episodes]
     train = [play for i, play in enumerate(plays) if i % 10 != 9]
-    return _data(name, "minari", train, plays[9::10], references, found.recover_environment)
+    return _data(name, "minari", train, plays[9::10], references, stored.recover_environment)
 
 
 def _play(name: str, episode: Any) -> Play:
-    """Take an episode of Minari, which also has what is observed after the last action."""
+    """Take an episode of Minari, which has one more observation, after the last action."""
     rewards, states = np.asarray(episode.rewards, np.float64), np.asarray(episode.observations)
     if states.ndim != 2:
-        found = f"{name!r} has observations of shape {states.shape}"
-        raise ValueError(f"{found}; expected (n, s), a vector at each step")
+        actual = f"{name!r} has observations of shape {states.shape}"
+        raise ValueError(f"{actual}; expected (n, s), a vector at each step")
     return Play(states[: len(rewards)], np.asarray(episode.actions)[: len(rewards)], rewards)
 
 
 def _make(name: str, kept: list[int] | None = None) -> Any:
-    """Make the environment, of which only the numbers `kept` are observed."""
-    try:
+    """Make the environment, in which only the observations `kept` are seen."""
+    with needs("gymnasium"):
         import gymnasium
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            'gymnasium is not installed (pip install "derived-attention[data]")'
-        ) from error
     env = gymnasium.make(name, disable_env_checker=True)
     if kept is None:
         return env
@@ -369,9 +347,8 @@ def _make(name: str, kept: list[int] | None = None) -> Any:
 def _episodes(
     env: Any, controller: Controller, noise: Noise, seed: Sequence[int], stream: str
 ) -> Iterator[Play]:
-    """Play episode after episode; what is random follows from `seed` and `stream`."""
-    source = [*seed, STREAMS.index(stream)]
-    rng = np.random.default_rng(source)
+    """Play episodes without end, by a random generator of `seed` and `stream`."""
+    rng = np.random.default_rng([*seed, STREAMS.index(stream)])
     while True:
         share = rng.uniform(*noise)
 
@@ -422,38 +399,18 @@ def _data(
 ) -> ControlData:
     env = environment()
     space, discrete = env.action_space, hasattr(env.action_space, "n")
-    seen = np.concatenate([play.states for play in train]).astype(np.float64)
-    mean, sd = seen.mean(0), seen.std(0)
-    sd[sd == 0] = 1.0  # what never changes
-    bounds = None
-    if not discrete:
-        bounds = torch.as_tensor(space.low.copy()), torch.as_tensor(space.high.copy())
-        if len(space.shape) != 1 or not torch.stack(bounds).isfinite().all():
-            raise ValueError(
-                f"{name!r} has actions in {space}; expected vectors with finite bounds"
-            )
+    states = np.concatenate([play.states for play in train]).astype(np.float64)
+    mean, sd = states.mean(0), states.std(0)
+    sd[sd == 0] = 1.0  # a constant
+    bounds = None if discrete else _bounds(name, space)
     longest = max(len(play.rewards) for play in (*train, *test))
     limit = env.spec.max_episode_steps if env.spec else None
-
-    def part(plays: list[Play]) -> Episodes:
-        to_go = [play.rewards[::-1].cumsum()[::-1] for play in plays]
-        states = (np.concatenate([play.states for play in plays]) - mean) / sd
-        actions = torch.from_numpy(np.concatenate([play.actions for play in plays]))
-        if bounds is not None:
-            actions = (2 * (actions - bounds[0]) / (bounds[1] - bounds[0]) - 1).float()
-        return Episodes(
-            torch.from_numpy(np.concatenate(to_go)).float(),
-            torch.from_numpy(states).float(),
-            actions.long() if discrete else actions,
-            torch.cat([torch.arange(len(play.rewards)) for play in plays]),
-        )
-
     return ControlData(
         name,
         quality,
-        part(train),
-        part(test),
-        states=seen.shape[1],
+        _part(train, mean, sd, bounds),
+        _part(test, mean, sd, bounds),
+        states=states.shape[1],
         actions=int(space.n) if discrete else space.shape[0],
         discrete=discrete,
         horizon=max(longest, limit or 0),
@@ -466,8 +423,22 @@ def _data(
     )
 
 
-def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected a string")
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
+def _bounds(name: str, space: Any) -> Bounds:
+    bounds = torch.as_tensor(space.low.copy()), torch.as_tensor(space.high.copy())
+    if len(space.shape) != 1 or not torch.stack(bounds).isfinite().all():
+        raise ValueError(f"{name!r} has actions in {space}; expected vectors with finite bounds")
+    return bounds
+
+
+def _part(plays: list[Play], mean: np.ndarray, sd: np.ndarray, bounds: Bounds | None) -> Episodes:
+    to_go = [play.rewards[::-1].cumsum()[::-1] for play in plays]
+    states = (np.concatenate([play.states for play in plays]) - mean) / sd
+    actions = torch.from_numpy(np.concatenate([play.actions for play in plays]))
+    if bounds is not None:
+        actions = (2 * (actions - bounds[0]) / (bounds[1] - bounds[0]) - 1).float()
+    return Episodes(
+        torch.from_numpy(np.concatenate(to_go)).float(),
+        torch.from_numpy(states).float(),
+        actions.long() if bounds is None else actions,
+        torch.cat([torch.arange(len(play.rewards)) for play in plays]),
+    )

@@ -1,4 +1,4 @@
-"""Images with objects to find: drawn scenes, made in a second, and MSCOCO (chapter 14)."""
+"""Images with objects to detect: drawn scenes, and photographs of MSCOCO (chapter 14)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import contextlib
 import dataclasses
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from derived_attention.runtime import check_count, check_seed
+from derived_attention.attention.frame.checks import check_count
+from derived_attention.runtime import check_seed
+from derived_attention.tasks.checks import check_range, check_tensor, needs
 
 SHAPES = ("disc", "rectangle", "triangle", "cross", "ring")
-PLACES = 20  # how many places are tried for an object
-OVERLAP = 0.2  # of the smaller box, at most, where one of them allows it
+PLACES = 20  # attempts to place an object
+OVERLAP = 0.2  # the largest share of the smaller box that is covered, if an attempt succeeds
 SIDES = (0.25, 0.5)  # of a box, in sides of the image
 NOISE = 0.05  # standard deviation of each pixel
-CHUNK = 64  # images that are painted at a time: they fit in a cache
+CHUNK = 64  # images that are painted at the same time, so that they fit in a cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenes:
-    """Images and the objects in them; every image has room for K objects.
+    """n images of S × S pixels with at most K objects each.
 
     Attributes
     ----------
@@ -36,14 +39,9 @@ class Scenes:
     labels : Tensor
         (n, K) int64: the class of each object; -1 where there is none.
     sizes : Tensor
-        (n, 2) int64: width and height in pixels, of the photograph where `images` are scaled.
+        (n, 2) int64: width and height in pixels, of the original photograph if it was scaled.
     names : tuple of str
-        The classes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For tensors that do not fit together.
+        The names of the classes.
     """
 
     images: Tensor
@@ -53,26 +51,18 @@ class Scenes:
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name in ("images", "boxes", "labels", "sizes"):
-            if not isinstance(getattr(self, name), Tensor):
-                kind = type(getattr(self, name)).__name__
-                raise TypeError(f"{name} is {kind}; expected a tensor")
-        check_images("images", self.images)
-        n, K = len(self.images), self.labels.shape[-1]
-        for name, shape in (("boxes", (n, K, 4)), ("labels", (n, K)), ("sizes", (n, 2))):
-            found = tuple(getattr(self, name).shape)
-            if found != shape:
-                raise ValueError(f"{name} has shape {found}; expected {shape}")
-        labels = self.labels
-        if labels.dtype != torch.int64 or (labels < -1).any() or (labels >= self.classes).any():
-            wrong = f"{labels.dtype}, or holds what there is not"
-            raise ValueError(f"labels is {wrong}; expected int64 numbers -1 <= x < {self.classes}")
+        check_tensor("images", self.images, "floats", ("n", 3, "height", "width"))
+        n = len(self.images)
+        check_tensor("labels", self.labels, "int64", (n, "K"))
+        check_range("labels", self.labels, self.classes, "classes", least=-1)
+        check_tensor("boxes", self.boxes, "floats", (n, self.labels.shape[1], 4))
+        check_tensor("sizes", self.sizes, "int64", (n, 2))
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, rows: slice) -> Scenes:
-        """Return some of the scenes."""
+        """Return a part of the scenes."""
         images, boxes, labels, sizes = (
             x[rows] for x in (self.images, self.boxes, self.labels, self.sizes)
         )
@@ -89,46 +79,26 @@ class Scenes:
         return (self.labels >= 0).sum(1)
 
 
-def check_images(name: str, images: Tensor) -> None:
-    """Raise TypeError or ValueError, naming it, unless `images` are (B, 3, height, width)."""
-    if not isinstance(images, Tensor):
-        raise TypeError(f"{name} is {type(images).__name__}; expected a tensor")
-    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
-        found = f"{images.dtype} of shape {tuple(images.shape)}"
-        raise ValueError(f"{name} is {found}; expected floats of shape (B, 3, height, width)")
-
-
 # --- Drawn scenes ---------------------------------------------------------------------------------
 
 
 def make_scenes(n: int, seed: int = 0, *, size: int = 48, objects: int = 3) -> Scenes:
     """Draw scenes of one to `objects` flat shapes on a cloudy, noisy background.
 
-    A shape is a disc (an ellipse), a rectangle, a triangle, a cross or a ring, as wide and as high
-    as its box. Its box begins and ends between pixels, so what is drawn reaches each of its four
-    sides. Each of its three colour channels is dark or bright, the background's are between. Two
-    boxes share a fifth of the smaller one at most, where 20 attempts find such a place. What is
-    covered stays in the box, which is that of the whole shape.
+    A shape is a disc (an ellipse), a rectangle, a triangle, a cross or a ring, and fills its box,
+    whose sides lie between pixels. Each of the three colour channels of a shape is dark or bright;
+    those of the background are between. Two boxes share at most a fifth of the smaller one, if 20
+    attempts find such places. The box of a covered shape is that of the whole shape.
 
     Parameters
     ----------
     n : int
-        How many.
+        Number of scenes.
     seed : int
-        The same scenes from the same seed.
     size : int
         S, the pixels on the side of an image; at least 16.
     objects : int
         K, the most objects in an image.
-
-    Returns
-    -------
-    Scenes
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work.
 
     Examples
     --------
@@ -136,19 +106,17 @@ def make_scenes(n: int, seed: int = 0, *, size: int = 48, objects: int = 3) -> S
     >>> scenes.images.shape, scenes.boxes.shape
     (torch.Size([100, 3, 48, 48]), torch.Size([100, 3, 4]))
     """
-    for name, count in (("n", n), ("size", size), ("objects", objects)):
-        check_count(name, count)
+    for name, count, least in (("n", n, 1), ("size", size, 16), ("objects", objects, 1)):
+        check_count(name, count, least)
     check_seed(seed)
-    if size < 16:
-        raise ValueError(f"size is {size}; expected at least 16")
     rng = np.random.default_rng(seed)
     labels = rng.integers(len(SHAPES), size=(n, objects))
     labels[np.arange(objects) >= rng.integers(1, objects + 1, size=(n, 1))] = -1
     corners = _place(rng, labels >= 0, size)
     images = np.empty((n, 3, size, size), np.float32)
     for start in range(0, n, CHUNK):
-        some = slice(start, start + CHUNK)
-        _paint(rng, images[some], labels[some], corners[some])
+        rows = slice(start, start + CHUNK)
+        _paint(rng, images[rows], labels[rows], corners[rows])
     low, sides = corners[..., :2], corners[..., 2:]
     boxes = np.concatenate([low + sides / 2, sides], -1) / size * (labels >= 0)[..., None]
     return Scenes(
@@ -173,13 +141,13 @@ def _place(rng: np.random.Generator, real: np.ndarray, size: int) -> np.ndarray:
         for j in range(k):
             shared = _covered(tried[:, k], boxes[:, j, None])
             worst = np.maximum(worst, shared * real[:, j, None])
-        worst[worst <= OVERLAP] = 0  # the first place that is good enough, or else the best
+        worst[worst <= OVERLAP] = 0  # so that argmin takes the first that is good enough
         boxes[:, k] = tried[np.arange(n), k, worst.argmin(1)]
     return boxes
 
 
 def _covered(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return what boxes share, in areas of the smaller."""
+    """Return the area that boxes share, divided by the area of the smaller one."""
     ends = np.minimum(one[..., :2] + one[..., 2:], other[..., :2] + other[..., 2:])
     shared = (ends - np.maximum(one[..., :2], other[..., :2])).clip(0).prod(-1)
     return shared / np.minimum(one[..., 2:].prod(-1), other[..., 2:].prod(-1))
@@ -188,7 +156,7 @@ def _covered(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _paint(
     rng: np.random.Generator, images: np.ndarray, labels: np.ndarray, corners: np.ndarray
 ) -> None:
-    """Fill images (n, 3, S, S) with a background, then one shape after another, then noise."""
+    """Paint a background, then one shape after another, then noise on images (n, 3, S, S)."""
     n, size = len(images), images.shape[-1]
     clouds = rng.uniform(0.25, 0.75, (n, 3, 4, 4)).astype(np.float32)
     images[:] = _interpolation(size, 4) @ clouds @ _interpolation(size, 4).T
@@ -212,7 +180,7 @@ def _interpolation(size: int, knots: int) -> np.ndarray:
 
 
 def _own_coordinates(corners: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return u, v (n, S) of all columns and rows of pixels: -1 to 1 is the box."""
+    """Return coordinates u, v (n, S) of all columns and rows of pixels: the box is -1 to 1."""
     pixels = np.arange(size) + 0.5
     u, v = (
         (2 * (pixels - corners[:, i, None]) / corners[:, i + 2, None] - 1).astype(np.float32)
@@ -227,7 +195,7 @@ def _inside(shape: str, u: np.ndarray, v: np.ndarray, width: np.ndarray) -> np.n
         radius = u**2 + v**2
         return (radius < 1) & (radius > (0.25 if shape == "ring" else -1))
     box = (abs(u) < 1) & (abs(v) < 1)
-    if shape == "triangle":  # its tip is two pixels wide, so that there is one in the first row
+    if shape == "triangle":  # its tip is two pixels wide, so that the first row has a pixel
         return box & (abs(u) < (1 + v) / 2 + 1 / width[:, None, None].astype(np.float32))
     return box & ((abs(u) < 0.4) | (abs(v) < 0.4)) if shape == "cross" else box
 
@@ -238,12 +206,12 @@ def _inside(shape: str, u: np.ndarray, v: np.ndarray, width: np.ndarray) -> np.n
 def load_coco(
     folder: str | Path, split: str = "val2017", *, size: int = 128, limit: int | None = None
 ) -> Scenes:
-    """Read photographs of MSCOCO [Lin2014] and their boxes from a folder of yours.
+    """Read photographs of MSCOCO [Lin2014] and their boxes from a folder.
 
     Get ``annotations_trainval2017.zip`` and ``val2017.zip`` (or ``train2017.zip``) from
     https://cocodataset.org and unpack them there. `pycocotools` reads the annotations. Images are
-    scaled to squares, which changes the shape of what is in them; boxes are scaled alike. An
-    annotation that stands for a crowd is left out: it is no object.
+    scaled to squares, and boxes with them. Annotations of crowds are left out. The classes are the
+    categories of the file, in its order; K is the most objects of an image.
 
     Parameters
     ----------
@@ -253,88 +221,74 @@ def load_coco(
     size : int
         S, the pixels on the side of an image.
     limit : int, optional
-        Take that many images only, those with the lowest numbers.
-
-    Returns
-    -------
-    Scenes
-        All categories of the file, in its order; K is the number of objects of the fullest image.
+        Read only so many images, those with the lowest numbers.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work.
+        For an invalid argument.
     FileNotFoundError
-        If a file is not there; says where to get it.
+        If a file is missing.
     ModuleNotFoundError
-        If pycocotools is not installed; says how to install it.
-
-    Examples
-    --------
-    >>> scenes = load_coco("coco", "val2017", size=128, limit=500)  # doctest: +SKIP
+        If pycocotools is not installed.
     """
-    check_count("size", size)
+    check_count("size", size, 1)
     if limit is not None:
-        check_count("limit", limit)
+        check_count("limit", limit, 1)
     if not isinstance(split, str):
         raise TypeError(f"split is {split!r}; expected a string")
     annotations = Path(folder) / "annotations" / f"instances_{split}.json"
-    _check_there(annotations)
+    _check_exists(annotations)
     with silence():
         coco = coco_api().COCO(str(annotations))
-    shown = coco.loadImgs(sorted(coco.getImgIds())[:limit])
+    photographs = coco.loadImgs(sorted(coco.getImgIds())[:limit])
     label_of = {number: label for label, number in enumerate(sorted(coco.getCatIds()))}
-    names = tuple(each["name"] for each in coco.loadCats(list(label_of)))
-    found = [coco.imgToAnns[each["id"]] for each in shown]
-    objects = [[each for each in some if not each.get("iscrowd", 0)] for some in found]
-    boxes = torch.zeros(len(shown), max(map(len, objects), default=0), 4)
+    names = tuple(category["name"] for category in coco.loadCats(list(label_of)))
+    objects = [
+        [x for x in coco.imgToAnns[photograph["id"]] if not x.get("iscrowd", 0)]
+        for photograph in photographs
+    ]
+    boxes = torch.zeros(len(photographs), max(map(len, objects), default=0), 4)
     labels = torch.full(boxes.shape[:2], -1)
-    for i, some in enumerate(objects):
-        for k, each in enumerate(some):
-            left, top, *sides = each["bbox"]
-            w, h = shown[i]["width"], shown[i]["height"]
+    images = torch.empty(len(photographs), 3, size, size)
+    for i, photograph in enumerate(photographs):
+        w, h = photograph["width"], photograph["height"]
+        for k, annotation in enumerate(objects[i]):
+            left, top, *sides = annotation["bbox"]
             centre = left + sides[0] / 2, top + sides[1] / 2
-            scaled = (centre[0] / w, centre[1] / h, sides[0] / w, sides[1] / h)
-            boxes[i, k], labels[i, k] = torch.tensor(scaled), label_of[each["category_id"]]
-    images = torch.empty(len(shown), 3, size, size)
-    for i, each in enumerate(shown):
-        images[i] = _read_image(Path(folder) / split / each["file_name"], size)
-    sizes = torch.tensor([[each["width"], each["height"]] for each in shown]).view(-1, 2)
+            boxes[i, k] = torch.tensor((centre[0] / w, centre[1] / h, sides[0] / w, sides[1] / h))
+            labels[i, k] = label_of[annotation["category_id"]]
+        images[i] = _read_image(Path(folder) / split / photograph["file_name"], size)
+    sizes = torch.tensor([[x["width"], x["height"]] for x in photographs]).view(-1, 2)
     return Scenes(images, boxes, labels, sizes, names)
 
 
 def coco_api() -> Any:
-    """Return the modules of pycocotools; raise an error that says how to install it."""
-    try:
+    """Return the modules of pycocotools; raise ModuleNotFoundError if it is not installed."""
+    with needs("pycocotools"):
         import pycocotools.coco
         import pycocotools.cocoeval
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            'pycocotools is not installed (pip install "derived-attention[data]")'
-        ) from error
-    from types import SimpleNamespace
-
     return SimpleNamespace(COCO=pycocotools.coco.COCO, COCOeval=pycocotools.cocoeval.COCOeval)
 
 
 def silence() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which what pycocotools prints is not shown."""
+    """Return a context that hides the output of pycocotools."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def _check_there(file: Path) -> None:
+def _check_exists(file: Path) -> None:
     if not file.is_file():
         raise FileNotFoundError(
-            f"there is no {file}. Get the annotations and the images of MSCOCO 2017 from "
+            f"{file} does not exist. Get the annotations and the images of MSCOCO 2017 from "
             "https://cocodataset.org and unpack them in one folder; without them, use make_scenes."
         )
 
 
 def _read_image(file: Path, size: int) -> Tensor:
-    """Return (3, S, S) in [0, 1] of a file that Pillow reads, grey or in colour."""
+    """Return the pixels (3, S, S), in [0, 1], of a grey or colour image."""
     from PIL import Image
 
-    _check_there(file)
+    _check_exists(file)
     with Image.open(file) as image:
         pixels = np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
     return torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)

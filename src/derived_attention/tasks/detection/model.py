@@ -1,7 +1,11 @@
+<<<<<<< HEAD
 """A miniature of the detection transformer, in which each of three attentions can be replaced.
 
 `derived_attention.tasks.model` has `Config`, and the rule by which attentions are given.
 """
+=======
+"""A small detection transformer, in which each of three attentions can be replaced."""
+>>>>>>> hB
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from torch import Tensor, nn
 
 from derived_attention.attention.frame.checks import Mechanism, check_floating
 from derived_attention.runtime import evaluating
-from derived_attention.tasks.detection.data import check_images
+from derived_attention.tasks.checks import check_tensor
 from derived_attention.tasks.model import (
     WEIGHTS,
     Config,
+    Model,
     PreNormLayer,
     check_sizes,
     is_layer,
@@ -26,19 +31,19 @@ from derived_attention.tasks.model import (
 )
 
 STRIDE = 8  # pixels from one token to the next, in each direction
-SCALE = 2.0  # of positions and object queries, beside normalised tokens
-TEMPERATURE = 20.0  # of positions: the slowest wave is so many times as long as the fastest
-PATH_DROPOUT = 0.5  # how often a residual path is scaled
+SCALE = 2.0  # of positions and object queries, relative to normalised tokens
+TEMPERATURE = 20.0  # of positions: the ratio of the longest wave to the shortest
+PATH_DROPOUT = 0.5  # probability that a residual path is scaled
 
 
-class DetectionTransformer(nn.Module):
-    """The detector DETR of [Carion2020] in miniature: finds all objects of an image at once.
+class DetectionTransformer(Model):
+    """The detector DETR of [Carion2020] at small size: finds all objects of an image at once.
 
     Three convolutions of stride 2 and one more, each with BatchNorm and ReLU, make a token of every
-    8 × 8 pixels. Layers of an encoder mix the tokens: the memory. Each of a few learned object
-    queries asks for one object or for none: in layers of a decoder the queries attend each other,
-    then the memory. One linear map names the class of what a query has found, and a small network
-    its box.
+    8 × 8 pixels. An encoder mixes the tokens; its output is the memory. Each of a few learned
+    object queries asks for one object or for none: in the layers of a decoder, the queries attend
+    to each other, then to the memory. A linear map gives the class that a query has found, and a
+    small network its box.
 
     Positions are added to queries and keys, not to values. In the encoder ``q = k = x + p`` and
     ``v = x``, with twice the `sinusoids` of row and column as p. In the decoder's self-attention
@@ -53,21 +58,16 @@ class DetectionTransformer(nn.Module):
     config : Config
         `layers` in the encoder, and as many in the decoder.
     queries : int
-        Q, the object queries; no more objects than that can be found.
+        Q, the number of object queries, and so of the objects that can be found at most.
     encoder, decoder, cross : callable, optional
-        What replaces the attention of the encoder, the self-attention of the decoder, and the
-        cross-attention: a function or a class, as in `Config`, whose own are the default.
+        Attention of the encoder, self-attention of the decoder, and cross-attention: a function or
+        a class, as in `Config`, whose attention is the default.
     path_dropout : str, optional
         In training, with probability 1/2 for each example and each residual path around an
         attention that is *replaced*, scale this path by τ: ``τ x + attention(x)``. τ is drawn
-        uniformly from [0, 1] with ``"soft"``, and is 0 with ``"hard"``. The paper leaves open
-        whether τ is one for a batch or an example, for a layer or all, and what happens in
-        evaluation: here, nothing, and without a correction of the mean.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work; in the forward pass, for images of another shape.
+        uniformly from [0, 1] with ``"soft"``, and is 0 with ``"hard"``. The paper does not say
+        whether a batch or an example, a layer or the model has its own τ, nor what happens in
+        evaluation: here paths are not scaled then, and the mean is not corrected.
 
     Examples
     --------
@@ -104,7 +104,7 @@ class DetectionTransformer(nn.Module):
             *convolution(dim, dim, 1),
         )
         kinds = [config.attention] * (config.layers - 1) + [config.last or config.attention]
-        path = {name: path_dropout if given else None for name, given in places.items()}
+        path = {name: path_dropout if attention else None for name, attention in places.items()}
         self.encoder = nn.ModuleList(
             MemoryLayer(config, encoder or kind, path["encoder"]) for kind in kinds
         )
@@ -123,19 +123,22 @@ class DetectionTransformer(nn.Module):
         """Map images (B, 3, height, width) to logits (B, Q, C + 1) and boxes (B, Q, 4).
 
         The last class is "no object". Boxes are ``(cx, cy, w, h)`` in (0, 1), in sides of the
-        image. With `every_layer` both have a first dimension more, for what the heads make of each
-        layer of the decoder: the last one's result is the model's.
+        image. With `every_layer` both have a further first dimension, for the outputs of the heads
+        after each layer of the decoder; the last of them are the outputs of the model.
         """
-        memory, positions = self._remember(images)
-        x, found = torch.zeros_like(self.asked).expand(len(images), -1, -1), []
+        x, positions = self._tokens(images)
+        for layer in self.encoder:
+            x = layer(x, positions)  # (B, T, dim)
+        memory, x = self.encoder_norm(x), torch.zeros_like(self.asked).expand(len(x), -1, -1)
+        features = []
         for layer in self.decoder:
             x = layer(x, self.asked, memory, positions)  # (B, Q, dim)
-            found.append(x)
-        h = self.decoder_norm(torch.stack(found) if every_layer else x)
+            features.append(x)
+        h = self.decoder_norm(torch.stack(features) if every_layer else x)
         return self.classify(h), self.locate(h).sigmoid()
 
     def attention_maps(self, images: Tensor) -> dict[str, list[Tensor]]:
-        """Return the weights of each layer at each place, with their signs.
+        """Return the weights of each layer at each of the three places, with their signs.
 
         ``"encoder"``: (B, H, T, T) with T tokens, row by row; ``"decoder"``: (B, H, Q, Q);
         ``"cross"``: (B, H, Q, T). See `derived_attention.tasks.model.Encoder.attention_maps`.
@@ -153,30 +156,24 @@ class DetectionTransformer(nn.Module):
                 x = layer(x, positions)
             memory, x = self.encoder_norm(x), torch.zeros_like(self.asked).expand(len(x), -1, -1)
             for layer in self.decoder:
-                for name, some in layer.maps(x, self.asked, memory, positions).items():
-                    maps[name].append(some)
+                for name, weights in layer.maps(x, self.asked, memory, positions).items():
+                    maps[name].append(weights)
                 x = layer(x, self.asked, memory, positions)
-        for name, each in maps.items():
-            if any(some is None for some in each):
+        for name, layers in maps.items():
+            if any(weights is None for weights in layers):
                 raise ValueError(f"the attention at {name} has no weights")
         return maps
 
     def extra_repr(self) -> str:
-        """Show what the layers do not; a checkpoint tells two models apart by this text."""
-        given = {name: place for name, place in self.places.items() if place}
-        return f"{self.config}, {given}, path_dropout={self.path_dropout!r}"
-
-    def _remember(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the memory (B, T, dim), and the positions (T, dim) of its tokens."""
-        x, positions = self._tokens(images)
-        for layer in self.encoder:
-            x = layer(x, positions)
-        return self.encoder_norm(x), positions
+        """Return the configuration, and what replaces the attentions."""
+        replaced = {name: attention for name, attention in self.places.items() if attention}
+        return f"{self.config}, {replaced}, path_dropout={self.path_dropout!r}"
 
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        check_images("images", images)
+        check_tensor("images", images, "floats", ("B", 3, "height", "width"))
         check_floating({WEIGHTS: self.asked, "images": images})
-        x = self.stem(images.contiguous(memory_format=torch.channels_last))  # as convolutions like
+        images = images.contiguous(memory_format=torch.channels_last)  # for fast convolutions
+        x = self.stem(images)
         rows, columns = x.shape[2:]
         return x.flatten(2).mT, SCALE * grid_positions(rows, columns, self.config.dim).to(x)
 
@@ -190,7 +187,7 @@ class MemoryLayer(PreNormLayer):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """Map (B, T, dim), with `positions` (T, dim), to (B, T, dim)."""
-        x = self._attend(x, positions)
+        x = self._mix(x, positions)
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
     def maps(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -199,7 +196,7 @@ class MemoryLayer(PreNormLayer):
         q = y + positions
         return self.attention(q, q, y, average_attn_weights=False)[1]
 
-    def _attend(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _mix(self, x: Tensor, positions: Tensor) -> Tensor:
         y = self.norm1(x)
         q = y + positions
         mixed, _ = self.attention(q, q, y, need_weights=False)
@@ -207,7 +204,7 @@ class MemoryLayer(PreNormLayer):
 
 
 class QueryLayer(MemoryLayer):
-    """A pre-norm layer of the decoder: attends its own sequence, then the memory."""
+    """A pre-norm layer of the decoder: queries attend to each other, then to the memory."""
 
     def __init__(
         self,
@@ -226,7 +223,7 @@ class QueryLayer(MemoryLayer):
         self, x: Tensor, asked: Tensor, memory: Tensor, positions: Tensor
     ) -> Tensor:
         """Map (B, Q, dim), object queries `asked` (Q, dim) and a memory to (B, Q, dim)."""
-        x = self._attend(x, asked)
+        x = self._mix(x, asked)
         q, k = self.norm3(x) + asked, memory + positions
         mixed, _ = self.cross(q, k, memory, need_weights=False)
         x = scale_path(x, self.cross_path_dropout, self.training) + self.dropout(mixed)
@@ -236,13 +233,14 @@ class QueryLayer(MemoryLayer):
         self, x: Tensor, asked: Tensor, memory: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
         """Return the attention weights of the forward pass: (B, H, Q, Q) and (B, H, Q, T)."""
-        own = super().maps(x, asked)
-        q, k = self.norm3(self._attend(x, asked)) + asked, memory + positions
-        return {"decoder": own, "cross": self.cross(q, k, memory, average_attn_weights=False)[1]}
+        decoder = super().maps(x, asked)
+        q, k = self.norm3(self._mix(x, asked)) + asked, memory + positions
+        cross = self.cross(q, k, memory, average_attn_weights=False)[1]
+        return {"decoder": decoder, "cross": cross}
 
 
 def scale_path(x: Tensor, path_dropout: str | None, training: bool) -> Tensor:
-    """Scale half of the examples x (B, T, dim) by τ: 0, or uniform from [0, 1] if it is soft."""
+    """Scale half of the examples x (B, T, dim) by τ: uniform from [0, 1] if soft, else 0."""
     if path_dropout is None or not training:
         return x
     tau = torch.rand(len(x), 1, 1, device=x.device, dtype=x.dtype)
@@ -257,7 +255,7 @@ def convolution(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]
 
 
 def grid_positions(rows: int, columns: int, dim: int) -> Tensor:
-    """Return positions (rows · columns, dim): half of the features for the row, half the column."""
+    """Return positions (rows · columns, dim): half for the row, half for the column."""
     half = math.ceil(dim / 2)
     row = sinusoids(rows, half, TEMPERATURE)[:, None].expand(-1, columns, -1)
     column = sinusoids(columns, dim - half, TEMPERATURE).expand(rows, -1, -1)
@@ -265,7 +263,7 @@ def grid_positions(rows: int, columns: int, dim: int) -> Tensor:
 
 
 def check_places(places: dict[str, Mechanism | None], path_dropout: str | None) -> None:
-    """Raise TypeError or ValueError for what cannot replace an attention, or scale its path."""
+    """Raise TypeError or ValueError for an invalid replacement or path dropout."""
     for name, attention in places.items():
         if attention is not None:
             is_layer(attention, name)
@@ -273,6 +271,6 @@ def check_places(places: dict[str, Mechanism | None], path_dropout: str | None) 
         raise ValueError(f"path_dropout is {path_dropout!r}; expected 'soft', 'hard' or None")
     if path_dropout and not any(places.values()):
         raise ValueError(
-            f"path_dropout is {path_dropout!r} and no attention is replaced; "
-            f"expected one of {', '.join(places)}"
+            f"path_dropout is {path_dropout!r} and no attention is replaced; expected at least one "
+            f"of {', '.join(places)}, or no path_dropout"
         )

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from derived_attention.runtime import cache_dir, check_count, digest
+from derived_attention.tasks.checks import check_name, system_paths
 from derived_attention.tasks.series.data import SeriesSplit
 
 Pixels = tuple[np.ndarray, np.ndarray]  # uint8 images (n, side, side), and labels (n,)
 
 DIGITS_TRAIN = 1197  # of 1797
 FASHION_TRAIN = 60_000  # of 70 000
-# Of pixels and labels in the official order, so that a download in another order is noticed.
+# Of pixels and labels in the official order.
 FASHION_DIGEST = "ea9cb075810c322cb76d409b9eaa62176bbf02041562ed1b5489d4d4ea7533b7"
 FASHION_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
@@ -53,15 +53,14 @@ class ImageData:
 def load_images(name: str, patch: int) -> ImageData:
     """Load a set of grey images, cut into patches of `patch` × `patch` pixels.
 
-    All pixels are shifted and scaled by one mean and one standard deviation, those of the training
-    images: an image stays an image, and corners that are always black stay out of the way.
+    All pixels are standardised by one mean and one standard deviation, those of the training
+    images.
 
     - ``"digits"``: 1 797 handwritten digits of 8 × 8 pixels, shipped with scikit-learn. They are
-      the test part of a set of UCI, written by 13 people; who wrote which is not recorded. There is
-      no official split. Here the first 1 197 in the order of the file are for training and the last
-      600 for the test, from 56 to 62 of each class. Images that look alike are close together in
-      the file, as if one hand came after another: most hands of the test are new, which makes it
-      harder than a random split.
+      the test part of a set of UCI by 13 unrecorded writers, without an official split. Here the
+      first 1 197 in the order of the file are for training and the last 600 for the test, 56 to 62
+      of each class. The file seems to be ordered by writer, so most writers of the test are new,
+      which makes it harder than a random split.
     - ``"fashion-mnist"``: 60 000 and 10 000 pictures of clothes, 28 × 28 pixels, official split.
       From Debian's package ``dataset-fashion-mnist`` where it is installed, otherwise downloaded
       once from OpenML to ``cache_dir("images")``.
@@ -71,16 +70,12 @@ def load_images(name: str, patch: int) -> ImageData:
     name : str
         ``"digits"`` or ``"fashion-mnist"``.
     patch : int
-        Pixels on the side of a patch; divides the side of the images.
-
-    Returns
-    -------
-    ImageData
+        Pixels on the side of a patch, a divisor of the side of the images.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown `name` or a `patch` that does not fit; for files that are not Fashion-MNIST.
+        For an invalid argument; for files that are not Fashion-MNIST.
     ConnectionError
         If Fashion-MNIST is not installed and cannot be downloaded.
 
@@ -91,10 +86,7 @@ def load_images(name: str, patch: int) -> ImageData:
     (torch.Size([1197, 16, 4]), (4, 4))
     """
     loaders = {"digits": _digits, "fashion-mnist": _fashion_mnist}
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a set of images as a string")
-    if name not in loaders:
-        raise ValueError(f"name is {name!r}; expected one of {', '.join(map(repr, loaders))}")
+    check_name("name", name, loaders)
     check_count("patch", patch)
     side = {"digits": 8, "fashion-mnist": 28}[name]
     if side % patch:
@@ -119,17 +111,14 @@ def cut_patches(images: torch.Tensor, patch: int) -> torch.Tensor:
 def _digits() -> tuple[Pixels, Pixels]:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    cut = DIGITS_TRAIN
-    return (found.images[:cut], found.target[:cut]), (found.images[cut:], found.target[cut:])
+    digits, cut = load_digits(), DIGITS_TRAIN
+    return (digits.images[:cut], digits.target[:cut]), (digits.images[cut:], digits.target[cut:])
 
 
 def _fashion_mnist() -> tuple[Pixels, Pixels]:
-    """Read an installed copy, or download one, and see that it is what it should be."""
+    """Read an installed copy, or download one; raise ValueError if it is another set."""
     downloads = cache_dir("images")
-    system = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
-    folders = [Path(base) / "datasets" / "fashion-mnist" for base in system.split(":")]
-    for folder in (downloads / "fashion-mnist", *folders):
+    for folder in (downloads / "fashion-mnist", *system_paths("datasets/fashion-mnist")):
         files = [folder / f"{name}-ubyte.gz" for name in FASHION_FILES]
         if all(file.is_file() for file in files):
             train_x, train_y, test_x, test_y = map(_read_idx, files)
@@ -138,7 +127,7 @@ def _fashion_mnist() -> tuple[Pixels, Pixels]:
 
 
 def _read_idx(file: Path) -> np.ndarray:
-    """Read the format of MNIST: two zeros, 8 for bytes, the number of sizes, sizes, numbers."""
+    """Read the format of MNIST: two zeros, 8 for bytes, the number of sizes, sizes, pixels."""
     content = gzip.decompress(file.read_bytes())
     sizes = np.frombuffer(content, ">i4", count=content[3], offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
@@ -148,17 +137,17 @@ def _download(folder: Path) -> tuple[Pixels, Pixels]:
     from sklearn.datasets import fetch_openml
 
     try:
-        found = fetch_openml(
+        fashion = fetch_openml(
             "Fashion-MNIST", version=1, data_home=folder, as_frame=False, parser="pandas"
         )
     except Exception as error:
         raise ConnectionError(
-            "Fashion-MNIST is not here and could not be downloaded. Either connect and call again, "
-            "or install Debian's package dataset-fashion-mnist, or put its four files "
-            f"*-ubyte.gz in {folder / 'fashion-mnist'}. Without them, use 'digits'."
+            "Fashion-MNIST is not installed and could not be downloaded. Connect to a network, "
+            "install Debian's package dataset-fashion-mnist, or put its four files *-ubyte.gz in "
+            f"{folder / 'fashion-mnist'}. Without them, use 'digits'."
         ) from error
-    x = found.data.reshape(-1, 28, 28).astype(np.uint8)
-    y, cut = found.target.astype(np.uint8), FASHION_TRAIN
+    x = fashion.data.reshape(-1, 28, 28).astype(np.uint8)
+    y, cut = fashion.target.astype(np.uint8), FASHION_TRAIN
     return _checked((x[:cut], y[:cut]), (x[cut:], y[cut:]), folder)
 
 

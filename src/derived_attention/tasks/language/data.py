@@ -1,7 +1,7 @@
-"""Text to be modelled byte by byte (chapter 10) or classified (chapter 8), and what counting does.
+"""Text to model byte by byte (chapter 10) or to classify (chapter 8), and n-gram models of it.
 
-"python" is the documentation of Python's own language, which Python carries for ``help()``: it is
-always there. WikiText-103 is read through Hugging Face's `datasets`, where that is installed.
+"python" is the reference of the Python language, which is part of Python for ``help()``.
+WikiText-103 is read by the package `datasets` of Hugging Face.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import numpy as np
 import torch
 
 from derived_attention.runtime import cache_dir, check_count, check_seed
+from derived_attention.tasks.checks import check_name, check_tensor
 from derived_attention.tasks.series.data import SeriesSplit
 
-HELD_OUT = 0.1  # of all bytes, at most: for validation, and again for the test
-MOST_ORDER = 6  # a context and its next byte fit in one int64
+HELD_OUT = 0.1  # the share of all bytes, at most, for validation, and again for the test
+MOST_ORDER = 6  # so that a context and its next byte fit in one int64
 
 Splits = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class TopicsData:
-    """Windows of some documents; the answer is the document.
+    """Windows of some documents, whose classes are the documents.
 
     Attributes
     ----------
     train, test : derived_attention.tasks.series.data.SeriesSplit
-        `x` (n, T) bytes, as int64; `y` (n,) the number of the document in `topics`.
+        `x` (n, T) bytes, as int64; `y` (n,) the index of the document in `topics`.
     vocabulary, classes, length : int
         256, the number of documents, and T.
     topics : tuple of str
-        Their names, the longest first.
+        The names of the documents, the longest first.
     """
 
     train: SeriesSplit
@@ -48,7 +49,7 @@ class TopicsData:
 
 @dataclasses.dataclass(frozen=True)
 class TextData:
-    """Text as bytes, 0 to 255, in three parts that have no document in common.
+    """Text as bytes, 0 to 255, in three parts without a common document.
 
     Attributes
     ----------
@@ -64,44 +65,25 @@ class TextData:
 
 
 def load_text(name: str) -> TextData:
-    """Load a text, divided by documents.
+    """Load a text, split by documents.
 
-    - ``"python"``: the reference of the Python language, from the standard library's own
-      ``pydoc_data.topics`` (licence: that of Python, PSF). Its topics repeat each other, nearly a
-      quarter of them word for word, so each paragraph is kept once (`without_repeats`) before the
-      topics are divided (`split_documents`). The text is that of the Python that runs: from 3.11 to
-      3.13 it grows by a tenth.
-    - ``"wikitext-103"``: 541 MB of Wikipedia, official split, raw text (licence as its page states
-      it: CC BY-SA 3.0 and GFDL). Through Hugging Face's `datasets`, which downloads it once to
-      ``cache_dir("text")``.
-
-    Parameters
-    ----------
-    name : str
-        ``"python"`` or ``"wikitext-103"``.
-
-    Returns
-    -------
-    TextData
+    - ``"python"``: the reference of the Python language, from ``pydoc_data.topics`` of the standard
+      library (licence: PSF). Its topics repeat each other, nearly a quarter of them word for word,
+      so each paragraph is kept once (`without_repeats`) before the topics are split
+      (`split_documents`). The text is that of the running version of Python: it grows by a tenth
+      from 3.11 to 3.13.
+    - ``"wikitext-103"``: 541 MB of Wikipedia, official split, raw text (licence, according to its
+      page: CC BY-SA 3.0 and GFDL). `datasets` downloads it once to ``cache_dir("text")``.
 
     Raises
     ------
     TypeError, ValueError
         For an unknown `name`.
     ConnectionError
-        If WikiText-103 cannot be read: the package is missing, or the network.
-
-    Examples
-    --------
-    >>> data = load_text("python")
-    >>> bytes(data.train[:9].tolist())  # doctest: +SKIP
-    b'Special m'
+        If WikiText-103 cannot be read, as the package or the network is missing.
     """
     loaders: dict[str, Callable[[], Splits]] = {"python": _python, "wikitext-103": _wikitext}
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a text as a string")
-    if name not in loaders:
-        raise ValueError(f"name is {name!r}; expected one of {', '.join(map(repr, loaders))}")
+    check_name("name", name, loaders)
     return TextData(name, **{part: encode(text) for part, text in loaders[name]().items()})
 
 
@@ -111,19 +93,19 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(text: torch.Tensor) -> str:
-    """Return the text of bytes (n,); half a character at the end becomes U+FFFD."""
+    """Return the text of bytes (n,); an incomplete character becomes U+FFFD."""
     return text.cpu().numpy().tobytes().decode(errors="replace")
 
 
 def without_repeats(documents: dict[str, str]) -> dict[str, str]:
-    """Keep each paragraph once, in the longest document that has it; drop what is left empty.
+    """Keep each paragraph once, in the longest document that has it; drop empty documents.
 
-    Two paragraphs are the same if their letters and digits are: a heading may be underlined in
-    another way, an example set in further.
+    Two paragraphs are the same if their letters and digits are, whatever their underlines and
+    indentation.
     """
     seen: set[str] = set()
     kept = {}
-    for name in sorted(documents, key=lambda name: (-len(documents[name]), name)):
+    for name in _longest_first(documents):
         new = []
         for paragraph in documents[name].split("\n\n"):
             words = " ".join(re.findall(r"\w+", paragraph))
@@ -135,12 +117,15 @@ def without_repeats(documents: dict[str, str]) -> dict[str, str]:
     return kept
 
 
+def _longest_first(documents: dict[str, str]) -> list[str]:
+    return sorted(documents, key=lambda name: (-len(documents[name]), name))
+
+
 def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
     """Return the names of the documents for ``train``, ``validation`` and ``test``.
 
-    In an order that looks random but follows from the names alone, each document goes to the test
-    if it still fits into a tenth of all the text, else to the validation if it fits there, else to
-    the training.
+    In the order of a hash of the names, each document goes to the test if it still fits into a
+    tenth of all text, else to the validation if it fits there, else to the training.
     """
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     most = HELD_OUT * sum(map(len, documents.values()))
@@ -160,8 +145,8 @@ def _python_documents() -> dict[str, str]:
 
 def _python() -> Splits:
     documents = _python_documents()
-    parts = split_documents(documents)
-    return {part: "\n".join(documents[name] for name in parts[part]) for part in parts}
+    parts = split_documents(documents).items()
+    return {part: "\n".join(documents[name] for name in names) for part, names in parts}
 
 
 def _wikitext() -> Splits:
@@ -169,20 +154,21 @@ def _wikitext() -> Splits:
         from datasets import load_dataset
 
         folder = str(cache_dir("text"))
-        found = load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", cache_dir=folder)
+        text = load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", cache_dir=folder)
     except Exception as error:
         raise ConnectionError(
             "WikiText-103 could not be read. It needs the package datasets (pip install datasets) "
             "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
         ) from error
-    return {part: "".join(found[part]["text"]) for part in ("train", "validation", "test")}
+    return {part: "".join(text[part]["text"]) for part in ("train", "validation", "test")}
 
 
 def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int = 0) -> TopicsData:
-    """Cut windows out of the longest topics of Python's documentation, and ask which it was.
+    """Cut windows of `length` bytes out of the longest topics of the Python documentation.
 
-    Windows of the training part are from the first four fifths of a topic, those of the test from
-    the last, at random places; as many of each topic, or one more.
+    Their class is the topic. Windows of the training part are from the first four fifths of a
+    topic, those of the test from the last fifth, at random places, with equal numbers of windows
+    of each topic, up to one.
 
     Parameters
     ----------
@@ -197,7 +183,7 @@ def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int 
     Raises
     ------
     TypeError, ValueError
-        For a size that cannot be, or a window that is longer than what a topic has for its part.
+        For an invalid size, or a window that is longer than the part of a topic.
 
     Examples
     --------
@@ -212,7 +198,7 @@ def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int 
     documents = _python_documents()
     if not 2 <= classes <= len(documents):
         raise ValueError(f"classes is {classes}; expected 2 <= classes <= {len(documents)}")
-    topics = sorted(documents, key=lambda name: (-len(documents[name]), name))[:classes]
+    topics = _longest_first(documents)[:classes]
     texts = [encode(documents[name]) for name in topics]
     cuts = [len(text) * 4 // 5 for text in texts]
     generator = torch.Generator().manual_seed(seed)
@@ -228,18 +214,14 @@ def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int 
             windows.append(part[first : first + length].long())
         return SeriesSplit(torch.stack(windows), None, y)
 
-    learn = split([text[:cut] for text, cut in zip(texts, cuts, strict=True)], train)
-    judge = split([text[cut:] for text, cut in zip(texts, cuts, strict=True)], test)
-    return TopicsData(learn, judge, 256, classes, length, tuple(topics))
+    first = split([text[:cut] for text, cut in zip(texts, cuts, strict=True)], train)
+    last = split([text[cut:] for text, cut in zip(texts, cuts, strict=True)], test)
+    return TopicsData(first, last, 256, classes, length, tuple(topics))
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:
     """Raise TypeError or ValueError unless `text` is uint8 (n,) with n at least `least`."""
-    if not isinstance(text, torch.Tensor):
-        raise TypeError(f"{name} is {type(text).__name__}; expected a tensor")
-    if text.dtype != torch.uint8 or text.ndim != 1:
-        found = f"{text.dtype} of shape {tuple(text.shape)}"
-        raise ValueError(f"{name} is {found}; expected uint8 of shape (n,)")
+    check_tensor(name, text, "uint8", ("n",))
     if len(text) < least:
         raise ValueError(f"{name} has {len(text)} bytes; expected at least {least}")
 
@@ -252,21 +234,15 @@ def ngram_bits(train: torch.Tensor, test: torch.Tensor, order: int) -> float:
 
         P_n(b | c) = (count(c b) + kinds(c) · P_{n-1}(b | c')) / (count(c) + kinds(c))
 
-    where kinds(c) is how many different bytes follow c in `train`, and P_{-1} = 1/256. There is
-    nothing to tune. Every byte of `test` is predicted, from all its context; the first ones, which
-    have less than `order` bytes before them, from what they have.
+    where kinds(c) is the number of different bytes that follow c in `train`, and P_{-1} = 1/256.
+    Every byte of `test` is predicted, the first ones from the shorter context that they have.
 
     Parameters
     ----------
     train, test : torch.Tensor
-        (n,) uint8.
+        (n,) uint8, n > 0.
     order : int
         From 0 (the frequencies of single bytes) to 6. Memory: some 50 bytes for each of `train`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For texts that are not uint8 (n,), or are empty; for an `order` out of range.
 
     Examples
     --------
@@ -287,7 +263,7 @@ def ngram_bits(train: torch.Tensor, test: torch.Tensor, order: int) -> float:
 
 
 def _grams(text: torch.Tensor, n: int) -> np.ndarray:
-    """Write each run of n + 1 bytes as a number in base 256: (len - n,)."""
+    """Return each run of n + 1 bytes as a number in base 256: (len - n,)."""
     numbers = text.cpu().numpy().astype(np.int64)
     grams = np.zeros(len(numbers) - n, dtype=np.int64)
     for i in range(n + 1):
@@ -306,6 +282,6 @@ def _interpolate(seen: np.ndarray, asked: np.ndarray, p: np.ndarray) -> np.ndarr
 
 
 def _look_up(asked: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value of each key asked for, 0 where it is not among the sorted `keys`."""
+    """Return the value of each key of `asked`, 0 where it is not among the sorted `keys`."""
     at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
     return np.where(keys[at] == asked, values[at], 0)

@@ -1,18 +1,15 @@
-"""A text, byte by byte: what a language model trains on, and the text that it writes (chapter 1).
-
-`Windows` and `byte_loss` are what `derived_attention.training.fit.fit` takes.
-"""
+"""Text, byte by byte: batches for a language model, its loss, and the text that it writes."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from derived_attention.runtime import check_count, check_seed, evaluating
+from derived_attention.tasks.checks import check_length, check_number, check_output, check_type
 from derived_attention.tasks.language.data import check_text, decode, encode
 from derived_attention.training.fit import Bits, Endless, Mean, check_device
 
@@ -21,31 +18,19 @@ from derived_attention.training.fit import Bits, Endless, Mean, check_device
 class Windows(Endless):
     """Windows of a text: `length` bytes to read, and the byte after each.
 
-    A batch is ``(windows,)``, (B, T + 1) int64. To train on, windows come from places drawn at
-    random; a text has no end of them, so an epoch is what `steps` says.
-
-    To evaluate, the text is cut into windows that follow each other (the last is what is left), so
-    that every byte but the first is predicted once. The first byte of a window has one byte before
-    it to go by, the last has all: longer windows give fewer bits.
+    A batch is ``(windows,)``, (B, T + 1) int64. In training, windows begin at random places. In
+    evaluation, the text is cut into consecutive windows (the last one may be shorter), so that
+    every byte but the first is predicted once. The first byte of a window has one byte of context,
+    the last has all: longer windows give fewer bits.
 
     Parameters
     ----------
     text : Tensor
-        (n,) uint8, n > T: see `derived_attention.tasks.language.data.load_text`.
+        (n,) uint8, n > T: see `derived_attention.load_text`.
     length : int
         T, at most that of the model.
-    batch_size : int
-    steps : int
-        How many batches an epoch of training has.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work.
-
-    Examples
-    --------
-    >>> batches = Windows(data.train, length=32, batch_size=16)  # doctest: +SKIP
+    batch_size, steps : int
+        Windows in a batch, and batches in an epoch of training.
     """
 
     text: Tensor
@@ -54,8 +39,7 @@ class Windows(Endless):
     steps: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_size", "steps"):
-            check_count(name, getattr(self, name))
+        super().__post_init__()
         check_text("text", self.text, self.length + 1)
 
     def draw(self) -> tuple[Tensor]:
@@ -73,26 +57,19 @@ class Windows(Endless):
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` reads as many bytes at a time."""
-        if self.length > check_length(model):
-            found = f"{name} has windows of {self.length} bytes"
-            raise ValueError(f"{found}; expected at most {model.length}, the length of the model")
+        check_reader(model)
+        check_length(name, f"windows of {self.length} bytes", self.length, model)
 
 
 def byte_loss(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, dict[str, Mean]]:
-    """Return the cross-entropy of the byte after each; report it as ``"bits"`` per byte.
+    """Return the cross-entropy of each next byte; report it as ``"bits"`` per byte.
 
-    ``model(x)`` returns logits (B, T, 256) of the bytes after each of x (B, T) int64.
-
-    Raises
-    ------
-    ValueError
-        For a result of another shape.
+    ``model(x)`` returns logits (B, T, 256) of the byte after each of x (B, T) int64; another shape
+    raises ValueError.
     """
     x, y = batch[0][:, :-1], batch[0][:, 1:]
     logits = model(x)
-    if logits.shape != (*x.shape, 256):
-        expected = (*x.shape, 256)
-        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
+    check_output(logits, (*x.shape, 256))
     nats = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
     return nats.mean(), {"bits": Bits(nats.detach().double().sum().item(), len(nats))}
 
@@ -105,28 +82,23 @@ def generate(
     Parameters
     ----------
     model : nn.Module
-        As in `byte_loss`. It sees the last ``model.length`` bytes at a time, in evaluation mode.
+        As in `byte_loss`. It reads the last ``model.length`` bytes each time, in evaluation mode.
     prompt : str
         At least one character.
     n : int
     temperature : float
         A byte is drawn from the softmax of ``logits / temperature``; at 0 the likeliest is taken.
     seed : int
-        Decides what is drawn. The caller's own random generators are left as they were.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work, before any work.
-
-    Examples
-    --------
-    >>> generate(model, "The ", 40)  # doctest: +SKIP
+        Of the draws. The global random generators are left as they were.
     """
-    device, length = check_device(model, None), check_length(model)
-    check_prompt(prompt, n, temperature)
+    device, length = check_device(model, None), check_reader(model)
+    check_type("prompt", prompt, str, "a string")
+    if not prompt:
+        raise ValueError("prompt is empty; expected at least one character")
+    check_count("n", n)
+    check_number("temperature", temperature, least=0)
     check_seed(seed)
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: everywhere alike
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same on every machine
     text = encode(prompt)
     with evaluating(model):
         for _ in range(n):
@@ -139,22 +111,9 @@ def generate(
     return decode(text)
 
 
-def check_length(model: nn.Module) -> int:
-    """Return the number of bytes that a language model reads; raise TypeError if it has none."""
+def check_reader(model: nn.Module) -> int:
+    """Return the most bytes that `model` reads; raise TypeError if it has no such length."""
     length = getattr(model, "length", None)
     if not isinstance(length, int):
         raise TypeError(f"model.length is {length!r}; expected a language model, such as ByteLM")
     return length
-
-
-def check_prompt(prompt: str, n: int, temperature: float) -> None:
-    """Raise TypeError or ValueError, naming the argument, for one that `generate` cannot use."""
-    if not isinstance(prompt, str):
-        raise TypeError(f"prompt is {type(prompt).__name__}; expected a string")
-    if not prompt:
-        raise ValueError("prompt is empty; expected at least one character")
-    check_count("n", n)
-    if not isinstance(temperature, int | float):
-        raise TypeError(f"temperature is {temperature!r}; expected a number")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; expected 0 or more")

@@ -1,8 +1,7 @@
 """Associative recall: pairs of a key and a value, and a question for each key (chapters 4 and 12).
 
-Whoever answers must find the pair with the key that is asked for, and bring its value: what softmax
-attention can do by one look. Pairs are drawn anew for each sequence, so that there is nothing to be
-learned by heart.
+The answer is the value of the pair whose key is asked for, which one layer of softmax attention can
+look up. Each sequence has new pairs, so that a model cannot memorise them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from derived_attention.runtime import check_count
 class Recall(NamedTuple):
     """Sequences of N pairs and N questions, all (B, N) int64.
 
-    ``answers`` are the values of the pairs whose keys are ``asked``; question i asks for the pair
+    `answers` are the values of the pairs whose keys are `asked`; question i asks for pair
     ``order[:, i]``.
     """
 
@@ -37,27 +36,17 @@ def draw_recall(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Recall:
-    """Draw sequences: different keys, any values, and all keys asked for in random order.
+    """Draw sequences of distinct keys with any values; each key is asked for, in random order.
 
     Parameters
     ----------
     batch, pairs : int
         B and N.
     symbols : int
-        Number of different keys, N at least, and of different values.
+        Number of different keys, at least N, and of different values.
     device : torch.device or str, optional
-        Where to draw.
     generator : torch.Generator, optional
-        Where chance comes from; default, PyTorch's own.
-
-    Returns
-    -------
-    Recall
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a size that cannot be.
+        Default, the global generator of PyTorch.
 
     Examples
     --------
@@ -65,17 +54,17 @@ def draw_recall(
     >>> bool((drawn.values.gather(1, drawn.order) == drawn.answers).all())
     True
     """
-    check_recall_sizes(batch=batch, pairs=pairs, symbols=symbols)
-    how: dict[str, Any] = {"device": device, "generator": generator}
-    keys = torch.rand(batch, symbols, **how).argsort(1)[:, :pairs]  # all different
-    values = torch.randint(symbols, (batch, pairs), **how)
-    order = torch.rand(batch, pairs, **how).argsort(1)
+    for name, size in (("batch", batch), ("pairs", pairs), ("symbols", symbols)):
+        check_count(name, size)
+    check_pairs(pairs, symbols)
+    options: dict[str, Any] = {"device": device, "generator": generator}
+    keys = torch.rand(batch, symbols, **options).argsort(1)[:, :pairs]  # all different
+    values = torch.randint(symbols, (batch, pairs), **options)
+    order = torch.rand(batch, pairs, **options).argsort(1)
     return Recall(keys, values, keys.gather(1, order), values.gather(1, order), order)
 
 
-def check_recall_sizes(*, pairs: int, symbols: int, **sizes: int) -> None:
-    """Raise TypeError or ValueError, naming it, for a size that cannot be."""
-    for name, size in ({"pairs": pairs, "symbols": symbols} | sizes).items():
-        check_count(name, size)
+def check_pairs(pairs: int, symbols: int) -> None:
+    """Raise ValueError unless there are enough symbols for distinct keys."""
     if pairs > symbols:
         raise ValueError(f"pairs is {pairs}; expected at most {symbols}, the number of symbols")

@@ -1,7 +1,7 @@
 """Time series with a class or a number each: the UEA/UCR archives, read through aeon.
 
 JapaneseVowels and BasicMotions (classes), Covid3Month and CardanoSentiment (numbers) are part of
-aeon's own package, so they need no download. Any other set of the archives is downloaded by aeon on
+aeon's package, so they need no download. Any other set of the archives is downloaded by aeon on
 first use and kept in ``cache_dir("series")``.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import shutil
 import tempfile
@@ -23,48 +22,34 @@ import torch
 from derived_attention.runtime import cache_dir
 
 # The archive's names of the sets in three tables of [Nguyen2023].
-TABLE_1 = (  # ten sets to classify; also Tables 5, 10 and 12
-    "EthanolConcentration",
-    "FaceDetection",
-    "Handwriting",
-    "Heartbeat",
-    "JapaneseVowels",
-    "PEMS-SF",
-    "SelfRegulationSCP1",
-    "SelfRegulationSCP2",
-    "SpokenArabicDigits",
-    "UWaveGestureLibrary",
+# Ten sets to classify; also Tables 5, 10 and 12.
+TABLE_1 = tuple(
+    """
+    EthanolConcentration FaceDetection Handwriting Heartbeat JapaneseVowels PEMS-SF
+    SelfRegulationSCP1 SelfRegulationSCP2 SpokenArabicDigits UWaveGestureLibrary
+    """.split()
 )
-TABLE_9 = (  # fifteen more
-    "ArticularyWordRecognition",
-    "BasicMotions",
-    "Epilepsy",
-    "ERing",
-    "FingerMovements",
-    "Libras",
-    "NATOPS",
-    "RacketSports",
-    "AtrialFibrillation",
-    "Cricket",
-    "StandWalkJump",
-    "HandMovementDirection",
-    "LSST",
-    "DuckDuckGeese",
-    "MotorImagery",
+# Fifteen more.
+TABLE_9 = tuple(
+    """
+    ArticularyWordRecognition BasicMotions Epilepsy ERing FingerMovements Libras NATOPS
+    RacketSports AtrialFibrillation Cricket StandWalkJump HandMovementDirection LSST DuckDuckGeese
+    MotorImagery
+    """.split()
 )
-TABLE_8 = (  # six with numbers as targets
-    "AppliancesEnergy",
-    "BenzeneConcentration",
-    "BeijingPM10Quality",
-    "BeijingPM25Quality",
-    "LiveFuelMoistureContent",
-    "IEEEPPG",
+# Six with numbers as targets.
+TABLE_8 = tuple(
+    """
+    AppliancesEnergy BenzeneConcentration BeijingPM10Quality BeijingPM25Quality
+    LiveFuelMoistureContent IEEEPPG
+    """.split()
 )
+PARTS = ("TRAIN", "TEST")
 
 
 @dataclasses.dataclass(frozen=True)
 class SeriesSplit:
-    """n sequences of T steps and their answers: what every loader of the book returns.
+    """n sequences of T steps and their answers, as most loaders return them.
 
     Attributes
     ----------
@@ -74,7 +59,7 @@ class SeriesSplit:
     padding : torch.Tensor or None
         (n, T) bool, True where a step is padding; None where no step can be.
     y : torch.Tensor
-        (n,) int64, the class of each sequence. Or (n,) float32, a number, in its own units.
+        (n,) int64, the class of each sequence. Or (n,) float32, a number, in its original units.
     """
 
     x: torch.Tensor
@@ -97,9 +82,9 @@ class SeriesData:
         C, the number of classes (0 where the targets are numbers), and T, the length of the longest
         training series.
     labels : tuple of str
-        The archive's name of each class, sorted: class c of `y` is ``labels[c]``.
+        The names of the classes in the archive, sorted: class c of `y` is ``labels[c]``.
     clipped : int
-        How many test series were longer than T and lost their last steps.
+        Number of test series that were longer than T and lost their last steps.
     target : (float, float) or None
         Mean and standard deviation of the training targets, where they are numbers.
     """
@@ -118,28 +103,21 @@ class SeriesData:
 def load_series(name: str) -> SeriesData:
     """Load a set of the UEA/UCR archives with classes or numbers, standardised and padded.
 
-    Every channel is shifted and scaled by the mean and the standard deviation of the real steps
-    of the *training* split. T is the longest training series; a longer test series is clipped to
-    T, as in the reference code of the papers (in JapaneseVowels that is one series of 370).
-    Numbers to predict keep their units. Of a set with missing values (in `TABLE_8` the two of
-    Beijing and BenzeneConcentration) the archive's own variant with imputed values is read.
+    Each channel is standardised by the mean and the standard deviation of the real steps of the
+    *training* split. T is the longest training series; a longer test series is clipped to T, as in
+    the reference code of the papers (in JapaneseVowels one series of 370). Numbers to predict keep
+    their units. Of a set with missing values (in `TABLE_8` the two of Beijing and
+    BenzeneConcentration), the variant of the archive with imputed values is read.
 
     Parameters
     ----------
     name : str
-        The archive's name, such as ``"JapaneseVowels"``.
-
-    Returns
-    -------
-    SeriesData
+        The name in the archive, such as ``"JapaneseVowels"``.
 
     Raises
     ------
-    TypeError
-        If `name` is not a string.
-    ValueError
-        If the archives have no set of that name, or the set has missing values and no variant
-        without them.
+    TypeError, ValueError
+        For an unknown `name`; for a set with missing values and no variant without them.
     ConnectionError
         If the set is not shipped with aeon and cannot be downloaded.
 
@@ -159,7 +137,7 @@ def load_series(name: str) -> SeriesData:
     train_y, test_y = _targets(train_answers, labels), _targets(test_answers, labels)
     for numbers in (*train, *test, train_y.numpy(), test_y.numpy()):
         if not np.isfinite(numbers).all():
-            raise ValueError(f"name is {name!r}; this set has missing values, which no model takes")
+            raise ValueError(f"name is {name!r}; this set has missing values; expected a full one")
     length = max(case.shape[1] for case in train)
     steps = np.concatenate(train, axis=1)  # (C, all real steps)
     mean, sd = steps.mean(axis=1), steps.std(axis=1)
@@ -173,68 +151,14 @@ def load_series(name: str) -> SeriesData:
         length=length,
         labels=labels,
         clipped=sum(case.shape[1] > length for case in test),
-        target=_mean_and_sd(train_y) if is_number else None,
+        target=(
+            (float(train_y.mean()), float(train_y.std(correction=0)) or 1.0) if is_number else None
+        ),
     )
 
 
-def check_series(
-    x: torch.Tensor,
-    padding: torch.Tensor | None,
-    *,
-    of: str = "",
-    steps: int | None = None,
-    channels: int | None = None,
-) -> None:
-    """Raise TypeError or ValueError unless x is floats (n, T, C) and padding None or bool (n, T).
-
-    `steps` and `channels` are what T and C have to be; `of` goes before the names in a message.
-    """
-    _check_tensors(x, padding, of)
-    sizes = zip(x.shape[1:], (steps, channels), strict=False)
-    if x.ndim != 3 or not x.is_floating_point() or any(n not in (m, None) for m, n in sizes):
-        expected = f"(n, {steps or 'T'}, {channels or 'C'})"
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{of}x is {found}; expected floats of shape {expected}")
-    _check_padding(x, padding, of)
-
-
-def check_tokens(
-    x: torch.Tensor,
-    padding: torch.Tensor | None,
-    *,
-    of: str = "",
-    steps: int | None = None,
-    vocabulary: int | None = None,
-) -> None:
-    """Raise TypeError or ValueError unless x is int64 (n, T) and padding None or bool (n, T).
-
-    `steps` is what T has to be, and every token is at least 0 and below `vocabulary`.
-    """
-    _check_tensors(x, padding, of)
-    if x.ndim != 2 or x.dtype != torch.int64 or x.shape[1] != (steps or x.shape[1]):
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{of}x is {found}; expected int64 of shape (n, {steps or 'T'})")
-    if x.numel() and (x.min() < 0 or x.max() >= (vocabulary or math.inf)):
-        found = f"{int(x.min())} to {int(x.max())}"
-        raise ValueError(f"{of}x holds {found}; expected tokens 0 <= x < {vocabulary or 'V'}")
-    _check_padding(x, padding, of)
-
-
-def _check_tensors(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{of}x is {type(x).__name__}; expected a tensor")
-    if not isinstance(padding, torch.Tensor | None):
-        raise TypeError(f"{of}padding is {type(padding).__name__}; expected a tensor or None")
-
-
-def _check_padding(x: torch.Tensor, padding: torch.Tensor | None, of: str) -> None:
-    if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
-        found = f"{padding.dtype} of shape {tuple(padding.shape)}"
-        raise ValueError(f"{of}padding is {found}; expected bool of shape {tuple(x.shape[:2])}")
-
-
 def _label_order(label: str) -> tuple[bool, float, str]:
-    """Sort numbers as numbers, before words: 2 comes before 10."""
+    """Return a key that sorts numbers by value (2 before 10), before words."""
     try:
         return False, float(label), label
     except ValueError:
@@ -248,16 +172,8 @@ def _targets(answers: list[str], labels: tuple[str, ...]) -> torch.Tensor:
     return torch.tensor([float(answer) for answer in answers], dtype=torch.float32)
 
 
-def _mean_and_sd(y: torch.Tensor) -> tuple[float, float]:
-    return float(y.mean()), float(y.std(correction=0)) or 1.0
-
-
 def _split(
-    cases: list[np.ndarray],
-    y: torch.Tensor,
-    length: int,
-    mean: np.ndarray,
-    sd: np.ndarray,
+    cases: list[np.ndarray], y: torch.Tensor, length: int, mean: np.ndarray, sd: np.ndarray
 ) -> SeriesSplit:
     x = torch.zeros(len(cases), length, len(mean))  # (n, T, C)
     padding = torch.ones(len(cases), length, dtype=torch.bool)
@@ -273,7 +189,7 @@ Load = Callable[..., Any]
 
 
 def _archive(name: str) -> tuple[bool, list[str], Load]:
-    """Say if targets are numbers; return all names of that archive, and aeon's function for it."""
+    """Return whether targets are numbers, all names of the archive, and aeon's function for it."""
     import aeon.datasets  # here, not above: importing aeon costs a second
     from aeon.datasets.tsc_datasets import tsc_zenodo
     from aeon.datasets.tser_datasets import tser_soton
@@ -290,38 +206,28 @@ def _archive(name: str) -> tuple[bool, list[str], Load]:
 
 
 def _read(name: str, names: list[str], load: Load) -> tuple[Cases, Cases]:
-    """Return the cases, each (C, its own length), and the answers of both splits."""
+    """Return the cases, each (C, length), and the answers of both splits."""
     import aeon.datasets
 
     shipped = Path(aeon.datasets.__file__).parent / "data"
     downloads = cache_dir("series")
-    # The folder is always named: left to itself, aeon creates one in the reader's home.
-    for folder in (shipped, downloads):
-        if name in _sets(folder):
+    for folder in (shipped, downloads):  # named, as aeon would create one in the user's home
+        if name in _sets(folder, [name]):
             return _load_both(load, name, folder)
-    others = sorted(set(_sets(shipped)) & set(names))
-    return _download(load, name, downloads, others)
+    return _download(load, name, downloads, _sets(shipped, names))
 
 
-def _sets(folder: Path) -> list[str]:
-    return [path.parent.name for path in folder.glob("*/*_TEST.ts") if _is_set(path)]
-
-
-def _is_set(path: Path) -> bool:
-    name = path.parent.name
-    return path.name == f"{name}_TEST.ts" and (path.parent / f"{name}_TRAIN.ts").is_file()
+def _sets(folder: Path, names: list[str]) -> list[str]:
+    """Return which of the names have both files in a folder, sorted."""
+    files = {name: [folder / name / f"{name}_{part}.ts" for part in PARTS] for name in names}
+    return sorted(name for name in names if all(file.is_file() for file in files[name]))
 
 
 def _load_both(load: Load, name: str, folder: Path) -> tuple[Cases, Cases]:
     def cases(split: str) -> Cases:
         # Without load_equal_length=False some versions of aeon return a truncated variant.
-        x, y = load(
-            name,
-            split=split,
-            extract_path=str(folder),
-            load_equal_length=False,
-            load_no_missing=True,
-        )
+        options = dict(load_equal_length=False, load_no_missing=True)
+        x, y = load(name, split=split, extract_path=str(folder), **options)
         return [np.asarray(case) for case in x], [str(answer) for answer in y]
 
     return cases("train"), cases("test")
@@ -329,7 +235,7 @@ def _load_both(load: Load, name: str, folder: Path) -> tuple[Cases, Cases]:
 
 def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tuple[Cases, Cases]:
     downloads.mkdir(parents=True, exist_ok=True)
-    # Half a download must never pass for a set, so it gets its name only when it is whole.
+    # The folder gets its name when it is complete, so that half a download is never read.
     with tempfile.TemporaryDirectory(dir=downloads, prefix=".partial-") as partial:
         try:
             both = _load_both(load, name, Path(partial))

@@ -1,7 +1,6 @@
 """Two tables: rows of numbers and categories, with an answer each (chapter 8).
 
-California Housing and Adult are files inside the package shapiq, which is looked for but never
-imported: nothing of it but the files is needed.
+California Housing and Adult are files of the package shapiq, which is not imported.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from derived_attention.tasks.checks import check_name
 from derived_attention.tasks.series.data import SeriesSplit
 
 Rows = list[list[str]]
 
 FILES = {"california_housing": "california_housing.csv", "adult": "adult_census.csv"}
 ADULT_TEST = 16_281  # the file's first rows are UCI's test part
-VALIDATION = {"california_housing": 3_303, "adult": 6_513}  # as many as [Gorishniy2021] has
+VALIDATION = {"california_housing": 3_303, "adult": 6_513}  # as in [Gorishniy2021]
 CALIFORNIA_TEST = 4_128
 
 
@@ -34,12 +34,12 @@ class TableData:
     train, validation, test : derived_attention.tasks.series.data.SeriesSplit
         `x` is (n, T, 1): a row is a sequence of T = numbers + len(categories) columns. First the
         numbers, each column mapped to a normal distribution by the ranks of the training part, then
-        the categories, as codes. Code 0 stands for what the training part does not have.
+        the categories, as codes. Code 0 is any category that the training part does not have.
         `padding` is None.
     numbers : int
-        How many columns are numbers.
+        Number of columns that are numbers.
     categories : tuple of int
-        For each other column the number of its codes, 0 included.
+        The number of codes, 0 included, of each other column.
     classes : int
         Number of classes; 0 where the answers are numbers.
     columns : tuple of str
@@ -65,30 +65,23 @@ class TableData:
 
 
 def load_table(name: str) -> TableData:
-    """Load a table from the package shapiq, divided and scaled.
+    """Load a table from the package shapiq, split and scaled.
 
-    - ``"california_housing"``: 20 640 districts, 8 numbers; what a house costs, in 100 000 dollars.
-      There is no official split: a seeded permutation gives 13 209, 3 303 and 4 128 rows.
+    - ``"california_housing"``: 20 640 districts, 8 numbers; the price of a house in 100 000
+      dollars. There is no official split: a seeded permutation gives 13 209, 3 303 and 4 128 rows.
     - ``"adult"``: 48 842 people of a census, 6 numbers and 8 categories; whether the income is over
-      50 000 dollars (class 1). The official test part of 16 281 rows; of the others a seeded
-      permutation gives 26 048 to train on and 6 513 for validation.
+      50 000 dollars (class 1). The official test part has 16 281 rows; a seeded permutation of the
+      others gives 26 048 for training and 6 513 for validation.
 
-    The parts are as large as those of [Gorishniy2021]; their rows, but for Adult's test, are ours.
-
-    Parameters
-    ----------
-    name : str
-
-    Returns
-    -------
-    TableData
+    The sizes of the parts are those of [Gorishniy2021]; their rows, but for the test of Adult, are
+    not.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown `name`; for a file that is not that table.
+        For an unknown `name`; for a file with other rows and columns.
     FileNotFoundError
-        If shapiq is not installed; says how to install it.
+        If shapiq is not installed.
 
     Examples
     --------
@@ -96,10 +89,7 @@ def load_table(name: str) -> TableData:
     >>> data.train.x.shape, data.numbers, data.classes
     (torch.Size([26048, 14, 1]), 6, 2)
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a table as a string")
-    if name not in FILES:
-        raise ValueError(f"name is {name!r}; expected one of {', '.join(map(repr, FILES))}")
+    check_name("name", name, FILES)
     header, rows = _read(_find(FILES[name]))
     test, others = _test_part(name, len(rows))
     parts = {
@@ -132,18 +122,18 @@ def load_table(name: str) -> TableData:
 
 
 def _find(file: str) -> Path:
-    found = importlib.util.find_spec("shapiq")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("shapiq")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "datasets" / "data" / file
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"{file} is not here; it is part of the package shapiq (pip install --no-deps shapiq)"
+        f"{file} is not installed; it is part of the package shapiq (pip install --no-deps shapiq)"
     )
 
 
 def _read(path: Path) -> tuple[list[str], Rows]:
-    """Return the names of the columns, and the rows as text; refuse another table's file."""
+    """Return the names of the columns, and the rows as text; raise ValueError for other sizes."""
     with open(path, newline="", encoding="utf8") as file:
         header, *rows = csv.reader(file)
     size = len(rows), len(header)
@@ -154,7 +144,7 @@ def _read(path: Path) -> tuple[list[str], Rows]:
 
 
 def _test_part(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the test rows, and of the others in a random order."""
+    """Return the indices of the test rows, and of the others in random order."""
     if name == "adult":
         order = np.random.default_rng(0).permutation(n - ADULT_TEST)
         return np.arange(ADULT_TEST), ADULT_TEST + order
@@ -183,17 +173,17 @@ def _normal(x: np.ndarray, train: np.ndarray) -> np.ndarray:
     from sklearn.preprocessing import QuantileTransformer
 
     # Fewer quantiles than rows smooth over ties: [Gorishniy2021] take a thirtieth, and noise.
-    how = QuantileTransformer(
+    quantiles = QuantileTransformer(
         n_quantiles=max(len(train) // 30, 10),
         output_distribution="normal",
         subsample=None,
         random_state=0,
     )
-    return how.fit(x[train]).transform(x)
+    return quantiles.fit(x[train]).transform(x)
 
 
 def _codes(texts: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return codes (n,), 0 for what the training rows do not have, and how many codes there are."""
+    """Return codes (n,), 0 for texts that the training rows do not have, and their number."""
     known = np.unique(texts[train])
     at = np.minimum(np.searchsorted(known, texts), len(known) - 1)
     return np.where(known[at] == texts, at + 1, 0), len(known) + 1

@@ -1,10 +1,10 @@
 """German sentences and their English translations (chapter 10).
 
 They are the examples of use in the dictionary of Ding, which Debian has as ``trans-de-en``. A line
-of its file is one entry, ``German :: English``, and each side is a list, divided by ``|``, of which
-items in the same place translate each other: the head word, its forms, and phrases and sentences.
+of its file is one entry, ``German :: English``. Each side is a list, separated by ``|``: the head
+word, its forms, phrases and sentences. Items at the same position translate each other.
 
-`train_vocabulary` cuts sentences of both languages into pieces of words, for a model to read.
+`train_vocabulary` learns to split sentences of both languages into pieces of words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,34 +21,29 @@ import sentencepiece
 import torch
 
 from derived_attention.runtime import cache_dir, check_count
+from derived_attention.tasks.checks import (
+    check_name,
+    check_type,
+    system_paths,
+)
 
 Pair = tuple[str, str]  # German, English
-PAD, BEGIN, END, UNKNOWN = range(4)  # the tokens that are no piece of a word
+PAD, BEGIN, END, UNKNOWN = range(4)  # the tokens that are not pieces of words
 
-PARTS = ("test", "validation") + 18 * ("train",)  # a twentieth each, and the rest
+PARTS = ("test", "validation") + 18 * ("train",)
 FEWEST_WORDS = 3
 # {m} gender, [coll.] usage, (a remark), <another spelling>; /abbreviation/ at the end.
 MARKS = re.compile(r"\{[^{}]*\}|\[[^][]*\]|\([^()]*\)|<[^<>]*>|/[^/\s]+/\s*$")
 PLAIN = str.maketrans("’‘´`“”„", "''''\"\"\"")
-HOPE = re.compile(r"\S \S.*[.!?]")  # in every item that `clean` makes a sentence of
+HOPE = re.compile(r"\S \S.*[.!?]")  # in every item that `clean` may turn into a sentence
 SENTENCE = re.compile(r"[A-ZÄÖÜ\"'].*[.!?]\"?")
-# What still stands for several sentences or for none: alternatives, gaps, "something", half marks,
-# and U+FFFD, which stands for bytes that are no text.
+# Marks of alternatives and gaps, "something", unmatched brackets, and U+FFFD for invalid bytes.
 OPEN = re.compile(r"[/;|…{}<>()[\]\ufffd]|\.\.|\b(etw|jd|jdn|jdm|jds|sth|sb)\.")
 
 
 @dataclasses.dataclass(frozen=True)
 class TranslationData:
-    """Pairs of sentences (German, English), in three parts.
-
-    No sentence of either language comes twice, in one part or in two.
-
-    Attributes
-    ----------
-    name : str
-    train, validation, test : tuple of (str, str)
-        German, English.
-    """
+    """Pairs of sentences (German, English), in three parts; each sentence occurs once."""
 
     name: str
     train: tuple[Pair, ...]
@@ -60,37 +54,19 @@ class TranslationData:
 def load_translation(name: str) -> TranslationData:
     """Load pairs of sentences in two languages.
 
-    ``"ding"`` is German and English: the full sentences of the dictionary of Ding (licence, as its
-    file states it: GPL version 2 or later), cleaned by `sentences`. From Debian's package
-    ``trans-de-en`` where it is installed, or a copy of its file in ``cache_dir("text")``. Which
-    part a pair belongs to follows from its English sentence alone: a twentieth each is for
-    validation and test.
-
-    Parameters
-    ----------
-    name : str
-        ``"ding"``.
-
-    Returns
-    -------
-    TranslationData
+    ``"ding"`` is German and English: the full sentences of the dictionary of Ding (licence,
+    according to its file: GPL version 2 or later), cleaned by `sentences`. From Debian's package
+    ``trans-de-en`` where it is installed, or a copy of its file in ``cache_dir("text")``. A hash of
+    the English sentence decides its part: a twentieth each is for validation and test.
 
     Raises
     ------
     TypeError, ValueError
-        For an unknown `name`; for a file that is not Ding's.
+        For an unknown `name`; for a file without sentences.
     FileNotFoundError
-        If the dictionary is not installed; says how to install it.
-
-    Examples
-    --------
-    >>> data = load_translation("ding")  # doctest: +SKIP
-    >>> data.train[0]  # doctest: +SKIP
+        If the dictionary is not installed.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a set as a string")
-    if name != "ding":
-        raise ValueError(f"name is {name!r}; expected 'ding'")
+    check_name("name", name, ["ding"])
     file = _find()
     parts: dict[str, list[Pair]] = {part: [] for part in PARTS}
     with open(file, encoding="utf-8", errors="replace") as lines:
@@ -102,13 +78,12 @@ def load_translation(name: str) -> TranslationData:
 
 
 def sentences(lines: Iterable[str]) -> Iterator[Pair]:
-    """Yield the full sentences in lines of Ding's file, clean, and each one once.
+    """Yield the full sentences in lines of the file of Ding, cleaned, each one once.
 
     A full sentence begins with a capital, ends with a full stop, ``!`` or ``?``, and has three
-    words or more, in both languages. Marks of grammar and usage and remarks in brackets are taken
-    out; quotes and apostrophes become ASCII. Of several sentences for one the first is kept. Left
-    out are those that still hold alternatives (``queue/line up``) or gaps (``…``, ``sth.``), and
-    those that have come before, in either language.
+    words or more, in both languages. Marks of grammar and usage and remarks in brackets are
+    removed; quotes and apostrophes become ASCII. Of several translations the first is kept.
+    Sentences with alternatives (``queue/line up``) or gaps (``…``, ``sth.``) are left out.
 
     Examples
     --------
@@ -117,7 +92,7 @@ def sentences(lines: Iterable[str]) -> Iterator[Pair]:
     """
     seen: tuple[set[str], set[str]] = (set(), set())
     for items in _items(lines):
-        if not all(map(HOPE.search, items)):  # most are not: this saves seconds
+        if not all(map(HOPE.search, items)):  # saves seconds, as most items are no sentences
             continue
         german, english = map(clean, items)
         new = german not in seen[0] and english not in seen[1]
@@ -128,7 +103,7 @@ def sentences(lines: Iterable[str]) -> Iterator[Pair]:
 
 
 def clean(item: str) -> str:
-    """Take marks and remarks out of an item, and leave the first of several sentences."""
+    """Return an item without marks and remarks, and only the first of several sentences."""
     text = MARKS.sub(" ", item.translate(PLAIN))
     text = re.split(r"(?<=[.!?\"]);\s", text)[0]
     text = " ".join(text.split())
@@ -136,13 +111,13 @@ def clean(item: str) -> str:
 
 
 def part_of(english: str) -> str:
-    """Return ``train``, ``validation`` or ``test``: for one sentence the same everywhere."""
+    """Return ``train``, ``validation`` or ``test``, by a hash of the sentence."""
     number = int.from_bytes(hashlib.sha256(english.encode()).digest()[:8])
     return PARTS[number % len(PARTS)]
 
 
 def _items(lines: Iterable[str]) -> Iterator[Pair]:
-    """Yield items that translate each other; an entry with uneven lists has none."""
+    """Yield items that translate each other; entries with lists of unequal lengths have none."""
     for line in lines:
         german, separator, english = line.strip().partition(" :: ")
         both = german.split(" | "), english.split(" | ")
@@ -156,14 +131,13 @@ def _is_sentence(text: str) -> bool:
 
 
 def _find() -> Path:
-    system = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
-    own = cache_dir("text") / "de-en"
-    for file in (own, *(Path(base) / "trans" / "de-en" for base in system.split(":"))):
+    cached = cache_dir("text") / "de-en"
+    for file in (cached, *system_paths("trans/de-en")):
         if file.is_file():
             return file
     raise FileNotFoundError(
-        "Ding's German–English dictionary is not here. On Debian and its kin install it with "
-        f"'apt-get install trans-de-en'; elsewhere put the file de-en of that package at {own}"
+        "The German–English dictionary of Ding is not installed. On Debian, use 'apt-get install "
+        f"trans-de-en'; elsewhere, put the file de-en of this package at {cached}"
     )
 
 
@@ -172,10 +146,9 @@ def _find() -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Pieces of words, numbered: what a translator reads and writes.
+    """Numbered pieces of words, which `train_vocabulary` learns.
 
-    Token 0 is padding, 1 begins a sentence, 2 ends it, 3 stands for a character that no piece has.
-    `train_vocabulary` makes one.
+    Token 0 is padding, 1 begins a sentence, 2 ends it, 3 stands for an unknown character.
 
     Parameters
     ----------
@@ -187,7 +160,7 @@ class Vocabulary:
 
     @functools.cached_property
     def processor(self) -> sentencepiece.SentencePieceProcessor:
-        """What `sentencepiece` makes of the model."""
+        """The processor of `sentencepiece` for this model."""
         return sentencepiece.SentencePieceProcessor(model_proto=self.model)
 
     def __len__(self) -> int:
@@ -202,10 +175,7 @@ class Vocabulary:
     def encode(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens (n, T) int64 of sentences: begin, pieces, end, padding to the longest.
 
-        Raises
-        ------
-        TypeError, ValueError
-            For anything but a sequence of strings; for none.
+        Anything but a sequence of strings raises TypeError; an empty one raises ValueError.
         """
         check_sentences(sentences)
         rows = self.processor.encode(list(sentences), add_bos=True, add_eos=True)
@@ -213,17 +183,14 @@ class Vocabulary:
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD)
 
     def decode(self, tokens: torch.Tensor) -> list[str]:
-        """Return the sentences of tokens (n, T), each up to its end; begin and padding are silent.
+        """Return the sentences of tokens (n, T), each up to its end, without special tokens.
 
-        Raises
-        ------
-        ValueError
-            For tokens that are not integers (n, T) below the size of the vocabulary.
+        Tokens that are not integers (n, T) of the vocabulary raise ValueError.
         """
-        kind = (tokens.ndim, tokens.is_floating_point())
-        if kind != (2, False) or (tokens.numel() and not 0 <= tokens.max() < len(self)):
-            found = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-            raise ValueError(f"tokens is {found}; expected integers (n, T) below {len(self)}")
+        valid = tokens.ndim == 2 and not tokens.is_floating_point()
+        if not valid or (tokens.numel() and not 0 <= tokens.max() < len(self)):
+            actual = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+            raise ValueError(f"tokens is {actual}; expected integers (n, T) below {len(self)}")
         rows = tokens.tolist()
         ends = (row.index(END) if END in row else len(row) for row in rows)
         pieces = ([t for t in row[:end] if t > END] for row, end in zip(rows, ends, strict=True))
@@ -231,29 +198,23 @@ class Vocabulary:
 
 
 def train_vocabulary(pairs: Sequence[Pair], size: int) -> Vocabulary:
-    """Find the pieces of words that write the sentences of both languages in few tokens.
+    """Learn the pieces of words that write the sentences of both languages in few tokens.
 
-    Byte-pair encoding by `sentencepiece`: single characters at first, then again and again the
-    most frequent pair of neighbours in a word becomes one piece. It follows from `pairs` alone.
+    Byte-pair encoding by `sentencepiece`: starting from single characters, the most frequent pair
+    of neighbouring pieces in a word becomes a piece, again and again. It is deterministic.
 
     Parameters
     ----------
     pairs : sequence of (str, str)
-        The training part, and nothing else.
+        The training part only.
     size : int
-        The number of tokens, the four special ones and all characters among them.
+        The number of tokens, including the four special ones and all characters.
 
     Raises
     ------
     TypeError, ValueError
-        For pairs that are not two strings each; for a `size` that has no place for the characters,
-        or that so few sentences cannot fill.
-
-    Examples
-    --------
-    >>> vocabulary = train_vocabulary(data.train, 2000)  # doctest: +SKIP
-    >>> vocabulary.pieces("Das ist gut.")  # doctest: +SKIP
-    ['▁Das', '▁ist', '▁gut', '.']
+        For pairs that are not two strings each; for a `size` that is too small for the characters,
+        or too large for the sentences.
     """
     check_count("size", size)
     sentences = [sentence for pair in pairs for sentence in pair]
@@ -274,7 +235,9 @@ def train_vocabulary(pairs: Sequence[Pair], size: int) -> Vocabulary:
         )
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2].strip()
-        raise ValueError(f"size is {size}, which does not fit the sentences: {reason}") from error
+        raise ValueError(
+            f"size is {size}; expected one that fits the sentences: {reason}"
+        ) from error
     return Vocabulary(model.getvalue())
 
 
@@ -283,7 +246,6 @@ def check_sentences(sentences: Sequence[str]) -> None:
     if isinstance(sentences, str) or not isinstance(sentences, Sequence):
         raise TypeError(f"sentences is {type(sentences).__name__}; expected a sequence of strings")
     for i, sentence in enumerate(sentences):
-        if not isinstance(sentence, str):
-            raise TypeError(f"sentences[{i}] is {type(sentence).__name__}; expected a string")
+        check_type(f"sentences[{i}]", sentence, str, "a string")
     if not sentences:
         raise ValueError("sentences is empty; expected at least one")

@@ -1,7 +1,4 @@
-"""Sentences: what a translator trains on, and the translations that it writes (chapter 10).
-
-`Sentences` and `token_loss` are what `derived_attention.training.fit.fit` takes.
-"""
+"""Translation: batches of sentences, the loss of a translator, and what it writes."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.runtime import check_count, evaluating
+from derived_attention.tasks.checks import check_length, check_number, check_output, check_type
 from derived_attention.tasks.translation.data import BEGIN, END, PAD, Pair, Vocabulary
 from derived_attention.training.fit import Batches, Bits, Mean, check_device
 
@@ -23,7 +21,7 @@ Tokens = tuple[Tensor, Tensor]  # source (n, S), target (n, T)
 
 @dataclasses.dataclass(frozen=True)
 class Sentences(Batches):
-    """Pairs of sentences, some at a time: those of similar length, so that little is padding.
+    """Batches of pairs of sentences of similar length, so that there is little padding.
 
     A batch is ``(source, target)``, tokens (B, S) and (B, T) of a vocabulary.
 
@@ -32,18 +30,8 @@ class Sentences(Batches):
     pairs : sequence of (str, str)
         Source and translation.
     vocabulary : Vocabulary
-        What turns sentences into the tokens that the model knows.
+        That of the model.
     batch_size : int
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work. `fit` and `evaluate` see that the model has as many tokens
-        as `vocabulary`, and reads the longest sentence.
-
-    Examples
-    --------
-    >>> batches = Sentences(data.train, vocabulary, 32)  # doctest: +SKIP
     """
 
     pairs: Sequence[Pair]
@@ -51,13 +39,13 @@ class Sentences(Batches):
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
+        super().__post_init__()
         check_pairs(self.pairs)
-        check_vocabulary(self.vocabulary)
+        check_type("vocabulary", self.vocabulary, Vocabulary, "a Vocabulary")
 
     @functools.cached_property
     def tokens(self) -> Tokens:
-        """All sentences of either language."""
+        """The tokens of all sentences, in either language."""
         source, target = zip(*self.pairs, strict=True)
         return self.vocabulary.encode(source), self.vocabulary.encode(target)
 
@@ -65,9 +53,9 @@ class Sentences(Batches):
         return math.ceil(len(self.pairs) / self.batch_size)
 
     def epoch(self, seed: int, number: int) -> Iterator[Tokens]:
-        """Yield every pair once, those of similar length together, in an order by chance."""
-        order = torch.randperm(len(self.pairs))  # drawn on the CPU: the same everywhere
-        for side in self.tokens:  # at last by target, by source where equal, and else by chance
+        """Yield every pair once, with pairs of similar length together, in random order."""
+        order = torch.randperm(len(self.pairs))  # on the CPU: the same on every machine
+        for side in self.tokens:  # sorts by target, then by source, and else at random
             order = order[lengths(side)[order].argsort(stable=True)]
         batches = order.split(self.batch_size)
         return self._rows(batches[i] for i in torch.randperm(len(batches)).tolist())
@@ -81,10 +69,10 @@ class Sentences(Batches):
             yield trim(source[rows]), trim(target[rows])
 
     def check(self, name: str, model: Any) -> None:
-        """Raise TypeError or ValueError unless `model` reads these tokens, and so many."""
+        """Raise TypeError or ValueError unless `model` has the vocabulary, and enough length."""
         check_translator(model, self.vocabulary)
         for tokens, side in zip(self.tokens, ("source", "translation"), strict=True):
-            check_lengths(f"{name} ({side})", tokens, model)
+            check_longest(f"{name} ({side})", tokens, model)
 
 
 def token_loss(
@@ -92,26 +80,26 @@ def token_loss(
 ) -> tuple[Tensor, dict[str, Mean]]:
     """Return the smoothed cross-entropy of each next token; report ``"bits"``, without smoothing.
 
-    ``model(source, target)`` returns logits (B, T, V) of the tokens after each of the target: it is
-    given the true tokens before it (teacher forcing). The end counts as a token, padding does not.
-    Bits per token depend on how the vocabulary cuts words: compare models with the same one.
+    ``model(source, target)`` returns logits (B, T, V) of the token after each token of the target,
+    from the true tokens up to there (teacher forcing). The end counts as a token, padding does not.
+    Bits per token depend on the vocabulary: compare models that have the same one.
 
     Parameters
     ----------
     model : nn.Module
-        Such as `derived_attention.tasks.model.Translator`.
+        Such as `derived_attention.Translator`.
     batch : (Tensor, Tensor)
         Of `Sentences`.
     smoothing : float
-        What share of the target's probability is spread over all tokens [Vaswani2017], below 1.
-        ``functools.partial`` sets it.
+        The share, below 1, of the probability of the target that is spread over all tokens
+        [Vaswani2017]. ``functools.partial`` sets it.
 
     Raises
     ------
     TypeError, ValueError
-        For a `smoothing` out of range; for a result of another shape.
+        For a `smoothing` out of range; for logits of another shape.
     """
-    check_smoothing(smoothing)
+    check_number("smoothing", smoothing, least=0, below=1)
     plain, spread = token_losses(model, *batch)
     loss = (1 - smoothing) * plain.mean() + smoothing * spread.mean()
     return loss, {"bits": Bits(plain.detach().double().sum().item(), len(plain))}
@@ -120,13 +108,11 @@ def token_loss(
 def token_losses(model: nn.Module, source: Tensor, target: Tensor) -> Tokens:
     """Return, for each token of `target` but the first, -ln P and the mean of -ln P over all.
 
-    Both are (K,) for the K tokens that are not padding. The second is what smoothing adds: the
-    cross-entropy with a distribution that gives all tokens of the vocabulary the same.
+    Both are (K,) for the K tokens that are not padding. The second is the cross-entropy with the
+    uniform distribution over the vocabulary, which smoothing adds.
     """
     logits, y = model(source, target[:, :-1]), target[:, 1:]  # (B, T, V), (B, T)
-    if logits.ndim != 3 or logits.shape[:2] != y.shape:
-        expected = f"({y.shape[0]}, {y.shape[1]}, V)"
-        raise ValueError(f"model returns shape {tuple(logits.shape)}; expected {expected}")
+    check_output(logits, (*y.shape, "V"))
     log_p, real = logits.log_softmax(-1), y != PAD
     plain = -log_p.gather(2, y[..., None]).squeeze(2)  # (B, T)
     return plain[real], -log_p.mean(2)[real]
@@ -140,37 +126,28 @@ def translate(
     batch_size: int = 64,
     device: torch.device | str | None = None,
 ) -> list[str]:
-    """Return the translations that `model` writes, token by token, always the likeliest.
+    """Return the translations that `model` writes token by token, always the likeliest one.
 
-    A translation ends after twice as many tokens as its source, if the model does not end it.
+    A translation is cut after twice as many tokens as its source has.
 
     Parameters
     ----------
     model : nn.Module
-        With the methods of `derived_attention.tasks.model.Translator`. Its mode is restored.
+        Such as `derived_attention.Translator`. Its mode is restored.
     vocabulary : Vocabulary
-        What turns sentences into the tokens that the model knows.
+        That of the model.
     sentences : sequence of str
     batch_size : int
-        How many sentences to run at a time; has no influence on the result, but for rounding.
+        Changes the result by rounding only.
     device : torch.device or str, optional
-        Where to translate; default, where the model is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an argument that cannot work, before any work.
-
-    Examples
-    --------
-    >>> translate(model, vocabulary, ["Das ist gut."])  # doctest: +SKIP
+        Default, where the model is.
     """
     check_count("batch_size", batch_size)
     device = check_device(model, device)
-    check_vocabulary(vocabulary)
+    check_type("vocabulary", vocabulary, Vocabulary, "a Vocabulary")
     check_translator(model, vocabulary)
     source = vocabulary.encode(sentences)
-    check_lengths("sentences", source, model)
+    check_longest("sentences", source, model)
     written = [""] * len(source)
     with evaluating(model.to(device)):
         for rows in lengths(source).argsort(stable=True).split(batch_size):
@@ -181,7 +158,7 @@ def translate(
 
 
 def write_greedily(model: Any, source: Tensor) -> Tensor:
-    """Return the tokens (B, T) that a `Translator` writes for `source` (B, S)."""
+    """Return the likeliest tokens (B, T) of a `Translator` for `source` (B, S)."""
     memory, padding = model.encode(source), source == PAD
     most = (2 * lengths(source)).clamp(max=model.length)
     target = torch.full_like(source[:, :1], BEGIN)
@@ -195,57 +172,38 @@ def write_greedily(model: Any, source: Tensor) -> Tensor:
 
 
 def lengths(tokens: Tensor) -> Tensor:
-    """Return how many of each row of tokens (n, T) are not padding."""
+    """Return the number of tokens (n,) in each row of (n, T), without padding."""
     return (tokens != PAD).sum(1)
 
 
 def trim(tokens: Tensor) -> Tensor:
-    """Cut off the columns that hold nothing but padding."""
+    """Cut off the columns that hold only padding."""
     return tokens[:, : int(lengths(tokens).max())]
 
 
-# --- Checks ---------------------------------------------------------------------------------------
-
-
 def check_pairs(pairs: Sequence[Pair]) -> None:
-    """Raise TypeError or ValueError unless `pairs` are two strings each, and there are some."""
+    """Raise TypeError or ValueError unless `pairs` is a sequence of two strings each, not empty."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         raise TypeError(f"pairs is {type(pairs).__name__}; expected a sequence of pairs")
     if not pairs:
         raise ValueError("pairs is empty; expected at least one pair of sentences")
     for i, pair in enumerate(pairs):
-        fits = isinstance(pair, tuple | list) and len(pair) == 2
-        if not fits or not all(isinstance(text, str) for text in pair):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise TypeError(f"pairs[{i}] is {pair!r}; expected (source, translation), two strings")
 
 
-def check_vocabulary(vocabulary: Vocabulary) -> None:
-    """Raise TypeError unless `vocabulary` is one."""
-    if not isinstance(vocabulary, Vocabulary):
-        raise TypeError(f"vocabulary is {type(vocabulary).__name__}; expected a Vocabulary")
-
-
 def check_translator(model: Any, vocabulary: Vocabulary) -> None:
-    """Raise TypeError or ValueError unless `vocabulary` is that of a translator `model`."""
+    """Raise TypeError or ValueError unless `model` translates, and has this vocabulary."""
     for name in ("length", "vocabulary"):
         size = getattr(model, name, None)
         if not isinstance(size, int):
             raise TypeError(f"model.{name} is {size!r}; expected a model such as Translator")
     if model.vocabulary != len(vocabulary):
-        found = f"vocabulary has {len(vocabulary)} tokens"
-        raise ValueError(f"{found}; expected {model.vocabulary}, as the model has")
+        expected = f"{model.vocabulary}, as the model has"
+        raise ValueError(f"vocabulary has {len(vocabulary)} tokens; expected {expected}")
 
 
-def check_lengths(name: str, tokens: Tensor, model: Any) -> None:
-    """Raise ValueError, naming the argument, if a row of `tokens` is too long for the model."""
-    if tokens.shape[1] > model.length:
-        found = f"{name} has a sentence of {tokens.shape[1]} tokens"
-        raise ValueError(f"{found}; expected at most {model.length}, the length of the model")
-
-
-def check_smoothing(smoothing: float) -> None:
-    """Raise TypeError or ValueError unless `smoothing` is a number in [0, 1)."""
-    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float):
-        raise TypeError(f"smoothing is {smoothing!r}; expected a number")
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing is {smoothing}; expected 0 <= smoothing < 1")
+def check_longest(name: str, tokens: Tensor, model: Any) -> None:
+    """Raise ValueError if a row of `tokens` is too long for the model."""
+    check_length(name, f"a sentence of {tokens.shape[1]} tokens", tokens.shape[1], model)
