@@ -142,7 +142,9 @@ def test_a_worker_that_dies(program):
 def test_a_gpu_that_the_cluster_lacks_is_not_waited_for(program):
     said, _, engine = program
     if engine == "ray":
-        assert said["no GPU"].startswith("a run requires {'CPU': 1, 'GPU': 1}; the cluster has only")
+        assert said["no GPU"].startswith(
+            "a run requires {'CPU': 1, 'GPU': 1}; the cluster has only"
+        )
 
 
 def test_the_same_code_and_release_or_none(monkeypatch):

@@ -593,7 +593,9 @@ def test_summarise_does_not_hide_a_diverged_run(group, odd):
 
 
 def test_summarise_names_what_is_missing():
-    with pytest.raises(ValueError, match="a result has no 'loss'; expected one of attention, seed, accuracy"):
+    with pytest.raises(
+        ValueError, match="a result has no 'loss'; expected one of attention, seed, accuracy"
+    ):
         summarise(RESULTS, by="attention", metric="loss")
     with pytest.raises(ValueError, match="a result has no 'heads'"):
         summarise(RESULTS, by=["attention", "heads"], metric="accuracy")
