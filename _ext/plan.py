@@ -142,20 +142,19 @@ class Sampler:
 
         return self.sampled((id(model), "train"), "steps", lambda: len(rates), do, batches)
 
-    def evaluate(self, model, batches, loss, *, device=None):
+    def evaluate(self, model, batches, loss):
         """Stand for `derived_attention.training.fit.evaluate`."""
-        model = model.to(device) if device else model
-        where = next(model.parameters()).device
+        device = next(model.parameters()).device
 
         def do(some):
             with evaluating(model):
-                found = [loss(model, batch)[1] for batch in training.on(where, some)]
+                found = [loss(model, batch)[1] for batch in training.on(device, some)]
             return {name: mean.value for name, mean in found[0].items()}
 
         key = (id(model), id(batches), "test")
         return self.sampled(key, "batches", lambda: sum(1 for _ in batches), do, iter(batches))
 
-    def run_grid(self, function, grid, store=None, *, workers=1, watch=None, progress=True):
+    def run_grid(self, function, grid, store=None, *, workers=1, watch=None):
         """Stand for `run_grid`: one run of each configuration, whatever its seed."""
         results, seen = [], {}
         for config in map(dict, grid):

@@ -164,11 +164,16 @@ def objective(
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     if (eta := WEIGHTS[arm]) is not None:
         train = Examples(data.train, batch_size)
+<<<<<<< HEAD
         how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
         fit(model, train, regularised(class_loss, eta), **how)
+=======
+        how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed}
+        fit(model.to(device), train, tasks.regularised(class_loss, eta), **how)
+>>>>>>> hE
     test = Examples(data.test, len(data.test))
     with ksvd_objectives() as found:
-        accuracy = evaluate(model, test, class_loss, device=device)["accuracy"]
+        accuracy = evaluate(model.to(device), test, class_loss)["accuracy"]
     J, scores = torch.stack(found), torch.stack([look[3] for look in seen])
     numbers = {"J": J.mean(), "absolute": J.abs().mean(), "scores": scores.square().mean().sqrt()}
     Lambdas = [layer.attention.log_Lambda.detach().exp() for layer in model.layers]

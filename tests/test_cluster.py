@@ -139,20 +139,22 @@ def test_a_worker_that_dies(program):
     assert values[0] == values[1]
 
 
-def test_a_gpu_that_the_cluster_has_not_is_not_waited_for(program):
+def test_a_gpu_that_the_cluster_lacks_is_not_waited_for(program):
     said, _, engine = program
     if engine == "ray":
-        assert said["no GPU"].startswith("a run takes {'CPU': 1, 'GPU': 1}, and the cluster has")
+        assert said["no GPU"].startswith(
+            "a run requires {'CPU': 1, 'GPU': 1}; the cluster has only"
+        )
 
 
 def test_the_same_code_and_release_or_none(monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
-    here = cluster._here()
-    assert cluster.there(here, divmod, 7, 2) == (3, 1)
+    driver = cluster._environment()
+    assert cluster.run_in_worker(driver, divmod, 7, 2) == (3, 1)
     for name in ("release of PyTorch", "package's code"):
         with pytest.raises(RuntimeError, match=f"worker's {name} is .*; expected another"):
-            cluster.there(here | {name: "another"}, divmod, 7, 2)
+            cluster.run_in_worker(driver | {name: "another"}, divmod, 7, 2)
 
 
 def test_wrong_workers(tmp_path):

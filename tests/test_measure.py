@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from derived_attention import MultiheadAttention
 from derived_attention.training import measure
 from derived_attention.training.measure import (
-    Timing,
     at_least,
     at_most,
     attention_flops,
@@ -26,7 +25,6 @@ from derived_attention.training.measure import (
     peak_bytes,
     projection_flops,
     stored_bytes,
-    time_call,
 )
 
 
@@ -205,14 +203,6 @@ def test_counts_are_exact_integers():
 # Time
 
 
-def test_time_has_ordered_positive_quartiles():
-    calls = []
-    timing = time_call(lambda: calls.append(sum(range(1000))), repeats=7, warmup=2, device="cpu")
-    assert len(calls) == 9
-    assert isinstance(timing, Timing) and timing.repeats == 7 and timing.ratio == 1
-    assert 0 < timing.q1 <= timing.median <= timing.q3 < math.inf
-
-
 def test_compare_interleaves_and_gives_ratios_to_the_first():
     order = []
     functions = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -230,14 +220,14 @@ def test_compare_takes_ratios_within_rounds(monkeypatch):
     monkeypatch.setattr("derived_attention.training.measure._cpu_seconds", lambda fn: next(seconds))
     times = compare({"one": print, "two": print}, repeats=3, warmup=0, device="cpu")
     assert times["two"].ratio == 2
-    assert (times["one"].q1, times["one"].median, times["one"].q3) == (1.5, 2, 6)
+    assert times["one"].median == 2
 
 
 @pytest.mark.parametrize("wrong", [{"repeats": 0}, {"warmup": -1}])
 def test_time_refuses_wrong_counts(wrong):
-    with pytest.raises(ValueError, match="repeats must be at least 1"):
-        time_call(print, **wrong)
-    with pytest.raises(ValueError, match="functions must hold"):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        compare({"one": print}, **wrong)
+    with pytest.raises(ValueError, match="functions is empty"):
         compare({})
 
 
@@ -378,10 +368,10 @@ BAD = [
     (lambda: head_distance(torch.eye(3)), "at least 3 axes"),
     (lambda: head_distance(torch.eye(3)[None]), "at least 2 heads"),
     (lambda: numerical_rank(torch.ones(3), 0.1), "at least 2 axes"),
-    (lambda: numerical_rank(torch.eye(3), 1.0), "tol must be"),
-    (lambda: numerical_rank(torch.eye(3), math.nan), "tol must be"),
-    (lambda: effective_rank(torch.empty(2, 0, 3)), "an entry"),
-    (lambda: effective_rank(torch.full((2, 2), math.nan)), "A must be finite"),
+    (lambda: numerical_rank(torch.eye(3), 1.0), "tol is"),
+    (lambda: numerical_rank(torch.eye(3), math.nan), "tol is"),
+    (lambda: effective_rank(torch.empty(2, 0, 3)), "one entry"),
+    (lambda: effective_rank(torch.full((2, 2), math.nan)), "expected finite"),
 ]
 
 
@@ -420,7 +410,7 @@ def test_recorded_ends_with_an_error_and_says_where_nothing_is_to_record():
     with pytest.raises(RuntimeError, match="stop"), measure.recorded(layer):
         raise RuntimeError("stop")
     assert layer.attention is keep
-    with pytest.raises(ValueError, match="model is a Linear without a layer whose attention"):
+    with pytest.raises(ValueError, match="model is a Linear; expected a layer whose attention"):
         with measure.recorded(torch.nn.Linear(2, 2)):
             pass
 

@@ -455,7 +455,7 @@ def test_a_loss_that_adds_the_objective():
     torch.testing.assert_close(value, plain + 0.7 * squares)
     assert numbers["ksvd"].value == pytest.approx(float(squares.detach()))
     before = evaluate(model, batches(8), Regularised(class_loss, 0.0))["ksvd"]
-    fit(model, batches(8), Regularised(class_loss, 10.0), epochs=20, lr=1e-2, progress=False)
+    fit(model, batches(8), Regularised(class_loss, 10.0), epochs=20, lr=1e-2)
     after = evaluate(model, batches(8), Regularised(class_loss, 0.0))["ksvd"]
     assert after < before / 10, f"{before} to {after}"
     with pytest.raises(ValueError, match="has no layer PrimalAttention"):
@@ -473,7 +473,7 @@ def test_a_regularised_run_is_resumed(tmp_path):
         model = writer(last=primal, layers=2)
         batches = KINDS["text"][1](8)
         loss = Regularised(byte_loss, 0.5)
-        fit(model, batches, loss, epochs=3, checkpoint=epochs_path, progress=False)
+        fit(model, batches, loss, epochs=3, checkpoint=epochs_path)
         return digest(model.state_dict())
 
     path = tmp_path / "run.pt"

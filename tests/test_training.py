@@ -219,9 +219,9 @@ def other_attention(q, k, v, **how):
 
 START = "initial weights differ .build the model again, after the same seed."
 FOREIGN = [
-    (dict(epochs=5), "epochs is 3 there and 5 here"),
-    (dict(lr=0.01), "lr is 0.001 there and 0.01 here"),
-    (dict(seed=3), "seed is 0 there and 3 here"),
+    (dict(epochs=5), "epochs is 3 in the checkpoint and 5 now"),
+    (dict(lr=0.01), "lr is 0.001 in the checkpoint and 0.01 now"),
+    (dict(seed=3), "seed is 0 in the checkpoint and 3 now"),
     (dict(train=Sentences(PAIRS[1:], VOCABULARY, 4)), "train differs"),
     (dict(train=Sentences(PAIRS, VOCABULARY, 5), test=None), "train differs; test differs"),
     (
@@ -247,7 +247,7 @@ def test_checkpoint_of_another_run(tmp_path, changes, message):
     fit(translator(), **given)
     content, given = path.read_bytes(), dict(model=translator()) | given | changes
     before = weights(given["model"])
-    with pytest.raises(ValueError, match=f"belongs to another run: {message}. It was left as it"):
+    with pytest.raises(ValueError, match=f"belongs to another run: {message}; the file was not"):
         fit(**given)
     assert path.read_bytes() == content and weights(given["model"]) == before
     assert list(tmp_path.iterdir()) == [path]
@@ -287,7 +287,7 @@ def test_damaged_checkpoint(tmp_path):
         path.write_bytes(found)
         model = untouched()
         before = weights(model)
-        with pytest.raises(ValueError, match="run.pt is damaged, or is no checkpoint of fit. It w"):
+        with pytest.raises(ValueError, match="run.pt is damaged or was not written by fit; the f"):
             fit_series(model, checkpoint=path)
         assert path.read_bytes() == found and weights(model) == before, name
     path.write_bytes(content)
@@ -350,8 +350,6 @@ WRONG = [
     (dict(lr="fast"), TypeError, "lr is 'fast'"),
     (dict(seed=-1), ValueError, "seed is -1"),
     (dict(seed=0.5), TypeError, "seed is 0.5"),
-    (dict(device="cuda:99"), ValueError, "device is 'cuda:99'"),
-    (dict(device="toaster"), ValueError, "device is 'toaster'"),
     (dict(model=series), TypeError, "model is function; expected a torch.nn.Module"),
     (dict(train=None), TypeError, "train is NoneType; expected Batches, such as Examples"),
     (dict(train=series()), TypeError, "train is SeriesSplit; expected Batches, such as Examples"),
@@ -374,7 +372,6 @@ def test_wrong_evaluation():
     for arguments, error, message in (
         (dict(batches=series()), TypeError, "batches is SeriesSplit; expected Batches"),
         (dict(batches=Examples(numbers())), ValueError, "batches.y is torch.float32"),
-        (dict(device="toaster"), ValueError, "device is 'toaster'"),
         (dict(loss=None), TypeError, "loss is None"),
     ):
         with pytest.raises(error, match=message):
@@ -400,8 +397,6 @@ def test_no_bar_is_left_behind(monkeypatch, capfd):
     fit_series()
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
-    fit_series(progress=False)
-    assert capfd.readouterr() == ("", "")
     fit_series()
     shown = capfd.readouterr()
     assert "epochs" in shown.err and shown.out == "" and "\n" not in shown.err
@@ -413,7 +408,7 @@ def test_cuda_trains_and_a_checkpoint_moves_between_devices(tmp_path, kind):
     make, data, loss, names = KINDS[kind]
     path, model, train = tmp_path / "run.pt", make(dropout=0.0), data(SMALL[kind])
     how = dict(epochs=8, lr=1e-2, test=data(100))
-    history = fit(model, train, loss, device="cuda", checkpoint=path, **how)
+    history = fit(model.to("cuda"), train, loss, checkpoint=path, **how)
     assert next(model.parameters()).is_cuda
     again, alone = make(dropout=0.0), make(dropout=0.0)
     assert fit(again, train, loss, checkpoint=path, **how) == history

@@ -1,12 +1,12 @@
-"""What every page starts with: one seed, one device, one profile; and safe files for long runs.
+"""The set-up of a page (seed, device, profile), progress bars, cache folders and atomic writes.
 
 Environment variables that a reader may set:
 
 - ``DERIVED_ATTENTION_PROFILE``: ``quick``, ``medium`` or ``full``;
 - ``DERIVED_ATTENTION_PROGRESS``: ``0`` for no progress bars, ``1`` for bars everywhere;
-- ``OMP_NUM_THREADS``: how many threads PyTorch takes on a CPU;
+- ``OMP_NUM_THREADS``: the number of CPU threads of PyTorch;
 - ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``,
-  ``DERIVED_ATTENTION_TEXT``: where runs and downloads are kept.
+  ``DERIVED_ATTENTION_TEXT``: the folders of stored runs and of downloads.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ import torch
 
 T = TypeVar("T")
 PROFILES = ("quick", "medium", "full")
-_asked: str | None = None  # the profile that the last call of `start` asked for
-_OFFERED = torch.get_num_threads()  # threads before anybody chose
-counted = Counter(steps=0)  # what training has done in this process, for announcements
+_requested_profile: str | None = None  # by the last call of `start`
+_OFFERED = torch.get_num_threads()  # PyTorch's default, before `start` changes it
+counted = Counter(steps=0)  # training steps of this process, which `run_grid` records
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where and how a page runs: what `start` found out.
+    """The device, profile and seed of a page, as `start` returns them.
 
     Attributes
     ----------
     device : torch.device
-        CUDA where there is a GPU, otherwise the CPU.
+        CUDA if there is a GPU, otherwise the CPU.
     profile : str
         ``"quick"`` (a chapter in about a minute on a CPU), ``"medium"`` (more seeds and longer
         training: minutes on a GPU) or ``"full"`` (the papers' settings: hours).
     seed : int
-        The seed that `start` was given.
     """
 
     device: torch.device
@@ -55,7 +54,7 @@ class Run:
     seed: int
 
     def pick(self, *, quick: T, full: T, medium: T | None = None) -> T:
-        """Return the value that belongs to this run's profile; `medium` is `quick` if not given."""
+        """Return the value for this run's profile; `medium` defaults to `quick`."""
         values = {"quick": quick, "medium": quick if medium is None else medium, "full": full}
         return values[self.profile]
 
@@ -63,16 +62,16 @@ class Run:
 def start(seed: int = 0, profile: str | None = None) -> Run:
     """Seed every generator, choose device, profile and threads, and print them in one line.
 
-    PyTorch gets one thread, unless ``OMP_NUM_THREADS`` says otherwise: the models of this book are
-    small, and two threads that wait for each other on busy cores are many times slower than one.
+    PyTorch gets one thread unless ``OMP_NUM_THREADS`` is set: the models of this book are small,
+    and two threads that wait for each other on busy cores are many times slower than one.
 
     Parameters
     ----------
     seed : int
         Passed to `seed_everything`.
     profile : str, optional
-        ``"quick"``, ``"medium"`` or ``"full"``; goes before ``DERIVED_ATTENTION_PROFILE``. By
-        default ``"quick"`` on a CPU and ``"medium"`` on a GPU: both end in minutes.
+        ``"quick"``, ``"medium"`` or ``"full"``; overrides ``DERIVED_ATTENTION_PROFILE``. By
+        default ``"quick"`` on a CPU and ``"medium"`` on a GPU: both finish within minutes.
 
     Returns
     -------
@@ -81,7 +80,7 @@ def start(seed: int = 0, profile: str | None = None) -> Run:
     Raises
     ------
     TypeError, ValueError
-        For a seed that is not an integer in [0, 2³²), or a profile that there is not.
+        If `seed` is not an integer in [0, 2³²), or `profile` is unknown.
 
     Examples
     --------
@@ -89,38 +88,38 @@ def start(seed: int = 0, profile: str | None = None) -> Run:
     cpu · 1 thread · profile quick · torch 2.13.0
     >>> epochs = run.pick(quick=30, medium=60, full=400)  # doctest: +SKIP
     """
-    global _asked
+    global _requested_profile
     if profile is not None:
         _check_profile("profile", profile)
-    _asked = profile
+    _requested_profile = profile
     run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), current_profile(), seed)
     seed_everything(seed)
     version = torch.__version__.partition("+")[0]
-    where = "cpu" if run.device.type == "cpu" else f"cuda ({device_name(run.device)})"
-    print(f"{where} · {_take_threads()} · profile {run.profile} · torch {version}")
+    device = "cpu" if run.device.type == "cpu" else f"cuda ({device_name(run.device)})"
+    print(f"{device} · {_set_threads()} · profile {run.profile} · torch {version}")
     return run
 
 
-def _take_threads() -> str:
-    """Leave PyTorch one thread where nothing is asked for; return what holds, in words."""
+def _set_threads() -> str:
+    """Set PyTorch to one thread unless ``OMP_NUM_THREADS`` is set; describe the number."""
     if "OMP_NUM_THREADS" in os.environ:
-        threads, more = torch.get_num_threads(), ""
+        threads, note = torch.get_num_threads(), ""
     else:
         torch.set_num_threads(threads := 1)
-        more = f" of {_OFFERED} (OMP_NUM_THREADS={_OFFERED} takes all)" if _OFFERED > 1 else ""
-    return f"{threads} thread{'' if threads == 1 else 's'}{more}"
+        note = f" of {_OFFERED} (OMP_NUM_THREADS={_OFFERED} takes all)" if _OFFERED > 1 else ""
+    return f"{threads} thread{'' if threads == 1 else 's'}{note}"
 
 
 def current_profile() -> str:
-    """Return the profile that `start` or ``DERIVED_ATTENTION_PROFILE`` asks for, or the default.
+    """Return the profile of `start` or of ``DERIVED_ATTENTION_PROFILE``, or the default.
 
     Raises
     ------
     ValueError
-        If ``DERIVED_ATTENTION_PROFILE`` is set to anything else.
+        If ``DERIVED_ATTENTION_PROFILE`` is not ``quick``, ``medium`` or ``full``.
     """
-    if _asked is not None:
-        return _asked
+    if _requested_profile is not None:
+        return _requested_profile
     name = "DERIVED_ATTENTION_PROFILE"
     if chosen := os.environ.get(name, ""):
         _check_profile(name, chosen)
@@ -158,11 +157,7 @@ def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and PyTorch (every device).
 
     Call it just before you build a model: the initial weights are drawn from PyTorch's generator.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a seed that is not an integer in [0, 2³²).
+    Errors are those of `check_seed`.
     """
     check_seed(seed)
     random.seed(int(seed))
@@ -172,9 +167,9 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Put a model in evaluation mode, without gradients, as long as the block runs.
+    """Put a model in evaluation mode, without gradients, for the duration of the block.
 
-    At the end, also when an error ends it, each of its modules is in the mode that it was in.
+    Afterwards, even if the block raises, each of its modules is back in its previous mode.
 
     Examples
     --------
@@ -191,11 +186,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def progress_wanted() -> bool:
-    """Say whether anybody can see a progress bar.
+    """Return whether progress bars are shown: in a terminal and in a notebook.
 
-    ``DERIVED_ATTENTION_PROGRESS`` decides where it is set. Otherwise a bar is wanted in a terminal
-    and in a notebook. A page that is being built looks like a notebook, so the build sets the
-    variable to ``0``: a bar would stay behind in the page.
+    ``DERIVED_ATTENTION_PROGRESS`` overrides this. The build of the book sets it to ``0``, because
+    a page that is being executed looks like a notebook, and a bar would remain in its output.
 
     Raises
     ------
@@ -217,18 +211,18 @@ _bar: Any = None  # the bar on the screen
 
 @contextlib.contextmanager
 def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iterable[T]]:
-    """Give `steps` a progress bar that vanishes at the end, also when an error ends it.
+    """Show a progress bar over `steps`, which is removed at the end, even after an error.
 
-    Within another one there is no second bar, whose lines a notebook without ipywidgets would keep:
-    the outer bar says how far the inner steps are.
+    Inside another bar there is no second one, whose lines a notebook without ipywidgets would
+    keep; the outer bar reports the progress of the inner steps.
 
     Parameters
     ----------
     steps : iterable
     label : str
-        The words in front of the bar.
+        The text in front of the bar.
     show : bool
-        False for no bar. True shows one only where `progress_wanted` says so.
+        False for no bar; True for a bar if `progress_wanted` returns True.
 
     Yields
     ------
@@ -246,10 +240,10 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
         yield steps
         return
     if _bar is not None:
-        yield _told(steps, label, _bar)
+        yield _reported(steps, label, _bar)
         return
     with warnings.catch_warnings():
-        # Without ipywidgets tqdm falls back to a text bar, which serves; its warning would stay.
+        # Without ipywidgets tqdm falls back to a text bar; its warning would stay in the page.
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
     try:
@@ -259,14 +253,14 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
         _bar = None
 
 
-def _told(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
-    """Yield the steps; write how many are done behind `bar`, no more than five times a second."""
+def _reported(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
+    """Yield the steps; show their number behind `bar`, at most five times a second."""
     total = f"/{len(steps)}" if isinstance(steps, Sized) else ""
-    said = 0.0
+    updated = 0.0
     for done, step in enumerate(steps):
-        if time.monotonic() - said > 0.2:
+        if time.monotonic() - updated > 0.2:
             bar.set_postfix_str(f"{label} {done}{total}")
-            said = time.monotonic()
+            updated = time.monotonic()
         yield step
     bar.set_postfix_str("", refresh=False)
 
@@ -274,13 +268,13 @@ def _told(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
 def cache_dir(kind: str) -> Path:
     """Return the folder that keeps `kind` (``runs``, ``series``) between sessions.
 
-    ``DERIVED_ATTENTION_<KIND>`` where it is set, otherwise ``derived-attention/<kind>`` in the
-    user's cache folder (``XDG_CACHE_HOME`` where it is set). The folder is not created here.
+    It is ``DERIVED_ATTENTION_<KIND>`` if that is set, otherwise ``derived-attention/<kind>`` in the
+    user's cache folder (``XDG_CACHE_HOME``). This function does not create it.
     """
     chosen = os.environ.get(f"DERIVED_ATTENTION_{kind.upper()}", "")
     if chosen:
         return Path(chosen).expanduser()
-    import platformdirs  # here: who only trains keeps nothing, and the core does without it
+    import platformdirs  # not at the top: the core does not depend on it
 
     return Path(platformdirs.user_cache_dir("derived-attention", appauthor=False)) / kind
 
@@ -288,8 +282,8 @@ def cache_dir(kind: str) -> Path:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader, or a crash, sees the old file or the new one.
 
-    The bytes go to a temporary file in the same folder (created when absent), are flushed to the
-    disk, and take the place of `path` in one step.
+    The bytes are written to a temporary file in the same folder (created if necessary) and flushed
+    to the disk; then the file is renamed to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -306,12 +300,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def digest(*values: Any) -> str:
     """Return the SHA-256 of tensors, arrays, numbers, text, and containers or dataclasses of them.
 
-    Equal values give equal digests in every process and on every device.
-
-    Raises
-    ------
-    TypeError
-        For a value of any other type.
+    Equal values have equal digests in every process and on every device. A value of any other type
+    raises TypeError.
     """
     sha = hashlib.sha256()
     for value in values:

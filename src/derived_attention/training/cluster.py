@@ -1,8 +1,7 @@
-"""Where the runs of a grid are made: in this process, in several, or on the machines of a cluster.
+"""Workers that execute the runs of a grid: this process, local processes, or a Ray cluster.
 
-`run_grid` takes a number of local processes, or one of these objects:
-whatever has ``slots``, ``submit`` and ``stop``. Which runs there are, what is stored and what is
-left to do is its business alone, so results, keys and files are the same wherever a run was made.
+`run_grid` takes a number of local processes, or an object with the interface of `Workers`. It alone
+decides which runs are made and stored, so results, keys and files do not depend on the workers.
 """
 
 from __future__ import annotations
@@ -23,31 +22,26 @@ from derived_attention.training.identity import PACKAGE
 
 
 class Workers(Protocol):
-    """Who makes runs.
-
-    Attributes
-    ----------
-    slots : int
-        How many runs are made at the same time.
-    """
+    """What executes runs."""
 
     @property
-    def slots(self) -> int: ...  # noqa: D102
+    def slots(self) -> int:
+        """The number of runs that are executed at the same time."""
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begin ``call(*arguments)``."""
+        """Start ``call(*arguments)``."""
 
     def stop(self) -> None:
-        """Give up what has begun and has not ended."""
+        """Cancel the calls that have not finished."""
 
 
-class Here:
-    """The process that asks: a run has ended when `submit` returns."""
+class ThisProcess:
+    """The calling process: a run has finished when `submit` returns."""
 
     slots = 1
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Do ``call(*arguments)``. What is no error, such as the stop button, is not caught."""
+        """Execute ``call(*arguments)``; an interrupt, which is no Exception, is not caught."""
         future: Future[Any] = Future()
         try:
             future.set_result(call(*arguments))
@@ -56,42 +50,42 @@ class Here:
         return future
 
     def stop(self) -> None:
-        """Do nothing: nothing goes on."""
+        """Do nothing: every call has finished."""
 
 
 class Processes:
-    """Processes of this machine, each with one thread of PyTorch; they wait for more for 10 s.
+    """Local processes of loky, each with one thread of PyTorch; an idle one ends after 10 s.
 
-    They are loky's, which carry a function over by value where no module has it: one that is
-    defined in a notebook, or in a script without ``if __name__ == "__main__"``.
+    loky sends a function by value if it cannot be imported: one that is defined in a notebook, or
+    in a script without ``if __name__ == "__main__"``.
 
     Parameters
     ----------
     slots : int
-        How many.
+        The number of processes.
     """
 
     def __init__(self, slots: int) -> None:
         check_count("workers", slots)
-        self.slots, self._begun = slots, False
+        self.slots, self._started = slots, False
 
     def _executor(self) -> Any:
-        from joblib.externals.loky import get_reusable_executor  # a new one where the last broke
+        from joblib.externals.loky import get_reusable_executor  # replaces a broken executor
 
-        reuse = "auto" if self._begun else False  # a process of before may have older modules
-        self._begun = True
+        reuse = "auto" if self._started else False  # older processes may have older modules
+        self._started = True
         return get_reusable_executor(
             max_workers=self.slots,
             reuse=reuse,
             kill_workers=not reuse,
             env={"OMP_NUM_THREADS": "1"},
-            initializer=_end_with,
+            initializer=_exit_with,
             initargs=(os.getpid(),),
         )
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begin ``call(*arguments)`` in a process that has nothing to do."""
-        return self._executor().submit(there, _here(), call, *arguments)
+        """Start ``call(*arguments)`` in an idle process."""
+        return self._executor().submit(run_in_worker, _environment(), call, *arguments)
 
     def stop(self) -> None:
         """End the processes."""
@@ -101,27 +95,27 @@ class Processes:
 class Ray:
     """The machines of a Ray cluster; needs the extra ``cluster``.
 
-    Each run is a task of its own. Ray finds a machine that has room for it. Where a worker dies, by
-    a signal, for want of memory, or with its machine, the task is tried again; where the function
-    raises, it is not. The driver writes the results, so the machines need no common disk; they need
-    this package, the modules that the function lies in, and the same release of PyTorch.
+    Each run is a Ray task. If a worker dies, by a signal, for lack of memory, or with its machine,
+    its task is retried; if the function raises, it is not. The driver writes the results, so the
+    machines need no shared disk; they need this package, the module that defines the function, and
+    the same release of PyTorch.
 
     Parameters
     ----------
     address : str, optional
-        As `ray.init` takes it: ``"auto"`` for the cluster that this machine belongs to. By default
-        this machine alone, or what ``RAY_ADDRESS`` says. A connection that there is, is used.
+        As in `ray.init`: ``"auto"`` for the cluster that this machine belongs to. By default
+        this machine alone, or ``RAY_ADDRESS``. An existing connection is used.
     num_cpus, num_gpus : float
-        What a run takes. A fraction shares: with 0.25 four runs are made on a GPU.
+        The resources of one run. Fractions share a device: with 0.25, four runs share a GPU.
     retries : int
-        How often a run is tried again whose worker died.
+        The number of times that a run whose worker died is retried.
 
     Raises
     ------
     ModuleNotFoundError
         If Ray is not installed.
     ValueError
-        If the cluster has not what one run takes.
+        If the cluster lacks the resources of one run.
 
     Examples
     --------
@@ -142,51 +136,55 @@ class Ray:
         if not ray.is_initialized():
             ray.init(address=address, include_dashboard=False if address is None else None)
         self._ray = ray
-        self._needs = {"CPU": num_cpus, "GPU": num_gpus}
+        self._required = {"CPU": num_cpus, "GPU": num_gpus}
         self._running: dict[Future[Any], Any] = {}
-        self._do = ray.remote(there).options(
+        self._remote = ray.remote(run_in_worker).options(
             num_cpus=num_cpus, num_gpus=num_gpus, max_retries=retries
         )
         if not self.slots:
-            have = {name: ray.cluster_resources().get(name, 0) for name in self._needs}
-            raise ValueError(f"a run takes {self._needs}, and the cluster has {have}")
+            available = {name: ray.cluster_resources().get(name, 0) for name in self._required}
+            raise ValueError(
+                f"a run requires {self._required}; the cluster has only {available} in total"
+            )
 
     @property
     def slots(self) -> int:
-        """How many runs the machines have room for that the cluster has now."""
-        have = self._ray.cluster_resources()
-        return min(int(have.get(name, 0) / need) for name, need in self._needs.items() if need)
+        """The number of runs that the machines now in the cluster can execute at once."""
+        total = self._ray.cluster_resources()
+        return min(int(total.get(name, 0) / n) for name, n in self._required.items() if n)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Give Ray ``call(*arguments)`` to do."""
-        task = self._do.remote(_here(), call, *arguments)
+        """Start ``call(*arguments)`` as a Ray task."""
+        task = self._remote.remote(_environment(), call, *arguments)
         future = task.future()
         self._running[future] = task
         future.add_done_callback(self._running.pop)
         return future
 
     def stop(self) -> None:
-        """Cancel what has begun."""
+        """Cancel the tasks that have not finished."""
         for task in list(self._running.values()):
             self._ray.cancel(task, force=True)
 
 
-def workers(asked: int | Workers) -> Workers:
-    """Return who makes the runs: this process for 1, as many processes for a larger number.
+def workers(request: int | Workers) -> Workers:
+    """Return this process for 1, that many local processes for a larger number, else `request`.
 
     Raises
     ------
     TypeError, ValueError
-        For what is neither an integer from 1 nor has ``slots``, ``submit`` and ``stop``.
+        If `request` is neither an integer >= 1 nor an object like `Workers`.
     """
-    if all(hasattr(asked, name) for name in ("slots", "submit", "stop")):
-        return asked  # type: ignore[return-value]
-    check_count("workers", asked)  # type: ignore[arg-type]
-    return Here() if asked == 1 else Processes(asked)  # type: ignore[arg-type]
+    if not isinstance(request, int) and all(
+        hasattr(request, name) for name in ("slots", "submit", "stop")
+    ):
+        return request
+    check_count("workers", request)  # type: ignore[arg-type]
+    return ThisProcess() if request == 1 else Processes(request)  # type: ignore[arg-type]
 
 
-def _end_with(driver: int) -> None:
-    """Let this process end when the driver has: killed, it tells nobody."""
+def _exit_with(driver: int) -> None:
+    """End this process when the driver has ended, even if it was killed."""
 
     def watch() -> None:
         while os.getppid() == driver:
@@ -196,47 +194,45 @@ def _end_with(driver: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _here() -> dict[str, str]:
-    """Return what must be the same where a run is made."""
-    release = torch.__version__.partition("+")[0]  # a GPU's machine has another build of it
-    code = digest(sorted(PACKAGE.texts.items()))
-    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+def _environment() -> dict[str, str]:
+    """Return what must be equal in the driver and in a worker."""
     return {
         "profile": current_profile(),
-        "default dtype": dtype,
-        "release of PyTorch": release,
-        "package's code": code,
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        # without the build, which differs between machines with and without a GPU
+        "release of PyTorch": torch.__version__.partition("+")[0],
+        "package's code": digest(sorted(PACKAGE.texts.items())),
     }
 
 
-def there(wanted: dict[str, str], call: Callable[..., Any], *arguments: Any) -> Any:
-    """Do ``call(*arguments)`` in another process as the first would: same profile, one thread.
+def run_in_worker(driver: dict[str, str], call: Callable[..., Any], *arguments: Any) -> Any:
+    """Execute ``call(*arguments)`` in a worker, with the driver's profile and one thread.
 
     Raises
     ------
     RuntimeError
-        If this process has another release of PyTorch, or other code: its results would be stored
-        under a key that they do not belong to.
+        If this process has another release of PyTorch, or other code, than the environment
+        `driver`: its results would be stored under the wrong key.
     """
-    os.environ["DERIVED_ATTENTION_PROFILE"] = wanted["profile"]
-    os.environ["DERIVED_ATTENTION_PROGRESS"] = "0"  # nobody sees this process's bars
+    os.environ["DERIVED_ATTENTION_PROFILE"] = driver["profile"]
+    os.environ["DERIVED_ATTENTION_PROGRESS"] = "0"  # the output of a worker is not shown
     torch.set_num_threads(1)
-    torch.set_default_dtype(getattr(torch, wanted["default dtype"]))
-    found = _here()
-    for name in wanted:
-        if found[name] != wanted[name]:
+    torch.set_default_dtype(getattr(torch, driver["default dtype"]))
+    worker = _environment()
+    for name, expected in driver.items():
+        if worker[name] != expected:
             raise RuntimeError(
-                f"the worker's {name} is {found[name]}; expected {wanted[name]}, as the driver's"
+                f"the worker's {name} is {worker[name]}; expected {expected}, as in the driver"
             )
     try:
         return call(*arguments)
     except Exception as error:
-        from joblib.externals.loky.backend.reduction import dump  # as loky sends it
+        from joblib.externals.loky.backend.reduction import dump  # loky's own serialisation
 
         try:
-            sent = io.BytesIO()
-            dump(error, sent)
-            ForkingPickler.loads(sent.getvalue())
-        except Exception:  # it could be sent and not be read, and would end all workers
+            buffer = io.BytesIO()
+            dump(error, buffer)
+            ForkingPickler.loads(buffer.getvalue())
+        except Exception:  # an error that cannot be unpickled would end all workers
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         raise

@@ -1,15 +1,15 @@
-"""Train and evaluate a model: seeded, device-aware, and safe against a killed runtime.
+"""Train and evaluate a model, reproducibly, with checkpoints.
 
-A task brings two things. Its `Batches` know the data: in random order to train on, one after
-another to evaluate. Its loss, a function ``loss(model, batch)``, knows what the model is for: it
-returns what to minimise and the numbers to report. `fit` and `evaluate` know neither.
+A task defines two things: `Batches`, which yield the data in random order for training and in a
+fixed order for evaluation, and a loss, a function ``loss(model, batch)`` that returns the value to
+minimise and the numbers to report. `fit` and `evaluate` work with any task.
 
 All randomness of an epoch (the batches, dropout) is a function of ``(seed, epoch)``, and the
-learning rate is a function of the step. So a run that resumes after any finished epoch takes the
-same path, to the same weights bit by bit, as a run that was never interrupted (on a CPU with the
-same number of threads; a GPU's kernels may add in another order).
+learning rate is a function of the step. So a run that resumes after a finished epoch reaches the
+same weights, bit for bit, as a run without interruption (on a CPU with the same number of threads;
+the kernels of a GPU may add in another order).
 
-The initial weights are yours. A run is reproducible end to end like this:
+The caller draws the initial weights. A run is reproducible from end to end like this:
 
     seed_everything(seed)
     model = SeriesClassifier(data.channels, data.classes, data.length, Config())
@@ -47,7 +47,7 @@ WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
 
 
-# --- What a task brings ---------------------------------------------------------------------------
+# --- What a task defines --------------------------------------------------------------------------
 
 
 class Batches(abc.ABC):
@@ -119,7 +119,7 @@ class Endless(Batches):
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A number to report: what a batch adds to the sum, and for how many items."""
+    """A number to report, as a sum over `count` items."""
 
     total: float
     count: int
@@ -148,7 +148,7 @@ class Bits(Mean):
 
     @property
     def value(self) -> float:
-        """The mean over all items, of -log₂ P."""
+        """The mean of -log₂ P over all items."""
         return self.total / math.log(2) / self.count
 
 
@@ -158,11 +158,11 @@ History = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Regularised:
-    """A loss with the objective of kernel SVD added, as Primal-Attention is trained (chapter 12).
+    """A loss plus the kernel-SVD objective, with which Primal-Attention is trained (chapter 12).
 
-    ``loss + η Σ mean(J²)``, a sum over the `PrimalAttention` layers that are ``regularised``, with
-    the mean over sequences and heads. The square keeps it from falling without end (chapter 11). It
-    reports Σ mean(J²) as ``"ksvd"`` beside what `loss` reports; in evaluation too.
+    ``loss + η Σ mean(J²)``: the sum is over the `PrimalAttention` layers that are ``regularised``,
+    the mean over sequences and heads. The square bounds the objective from below (chapter 11).
+    Σ mean(J²) is reported as ``"ksvd"`` beside the numbers of `loss`, also in evaluation.
 
     Parameters
     ----------
@@ -174,7 +174,8 @@ class Regularised:
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work; when it is called, for a model without such a layer.
+        If `loss` is not callable or `eta` is not a finite number ≥ 0; in a call, if the model has
+        no such layer, or one runs without gradients during training.
 
     Examples
     --------
@@ -193,22 +194,22 @@ class Regularised:
             raise ValueError(f"eta is {self.eta}; expected a finite number, at least 0")
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Mean]]:
-        """Return the loss with the objective, and what both report."""
-        with ksvd_objectives() as found:
+        """Return the regularised loss, and the numbers of `loss` with ``"ksvd"``."""
+        with ksvd_objectives() as objectives:
             value, numbers = self.loss(model, batch)
-        if not found:
+        if not objectives:
             raise ValueError(
                 f"model {type(model).__name__} has no layer PrimalAttention(regularised=True); "
                 "expected at least one"
             )
-        extra = torch.stack([J.square().mean() for J in found]).sum()
-        if self.eta and torch.is_grad_enabled() and not all(J.requires_grad for J in found):
+        penalty = torch.stack([J.square().mean() for J in objectives]).sum()
+        if self.eta and torch.is_grad_enabled() and not all(J.requires_grad for J in objectives):
             raise ValueError(
-                "a regularised layer ran without gradients, so that eta has no effect on it; "
-                "expected none, as with torch.utils.checkpoint and use_reentrant=False"
+                "a regularised layer ran without gradients, so eta has no effect on it; "
+                "expected gradients: with torch.utils.checkpoint, pass use_reentrant=False"
             )
-        n = len(found[0])
-        return value + self.eta * extra, numbers | {"ksvd": Mean(extra.item() * n, n)}
+        n = len(objectives[0])
+        return value + self.eta * penalty, numbers | {"ksvd": Mean(penalty.item() * n, n)}
 
 
 # --- Training and evaluation ----------------------------------------------------------------------
@@ -222,55 +223,48 @@ def fit(
     epochs: int,
     lr: float = 1e-3,
     seed: int = 0,
-    device: torch.device | str | None = None,
     test: Batches | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool = True,
 ) -> History:
     """Minimise `loss` of `model` on `train` with Adam, in place.
 
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
-    clipped to norm 4. The weights after the last epoch are the result: nothing is selected.
+    clipped to norm 4. The weights after the last epoch are the result; there is no early stopping.
+    Training runs on the model's device.
 
     Parameters
     ----------
     model : nn.Module
-        What `loss` can call. It is moved to `device`, and comes back in evaluation mode.
+        The module that `loss` calls. It is in evaluation mode afterwards.
     train : Batches
-        `derived_attention.tasks.supervised.Examples` (series, images, tokens), or one for its task:
-        `Windows`, `Sentences`,
-        `Questions`, `Trajectories`,
-        `derived_attention.tasks.detection.loss.SceneBatches`.
+        `Examples` (series, images, tokens), or the class of the task: `Windows`, `Sentences`,
+        `Questions`, `Trajectories`, `SceneBatches`.
     loss : callable
-        ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that
-        stands beside those batches.
+        ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that is
+        defined beside those batches.
     epochs : int
     lr : float
         The highest learning rate.
     seed : int
-        Decides the batches and dropout; not the initial weights, which `model` has. The caller's
-        own random generators are left as they were.
-    device : torch.device or str, optional
-        Where to train; default, where the model is.
+        Determines the batches and dropout, not the initial weights. The state of the caller's
+        random generators does not change.
     test : Batches, optional
-        Evaluated after each epoch, for you to look at. It has no influence on the training.
+        Evaluated after each epoch. It has no influence on the training.
     checkpoint : path, optional
-        A file that holds the run after every epoch, replaced atomically. If it exists, training
+        A file that stores the run after every epoch, replaced atomically. If it exists, training
         resumes from it; if its run is finished, the trained weights are loaded at once.
-    progress : bool
-        False for no progress bar; see `derived_attention.runtime.progress_wanted`.
 
     Returns
     -------
     dict of list of float
-        For each epoch what `loss` reports, such as ``"accuracy"`` (over the training batches as
-        they came, with dropout) and, given `test`, the same of that, such as ``"test_accuracy"``.
+        The numbers of `loss` for each epoch, such as ``"accuracy"`` (over the training batches,
+        with dropout, while the weights change) and, with `test`, such as ``"test_accuracy"``.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work, before any work. Also for a `checkpoint` that is damaged
-        or belongs to another run; the file is left as it is.
+        If an argument is invalid, before any training. Also if `checkpoint` is damaged or belongs
+        to another run; the file is not changed.
     FloatingPointError
         If the loss or the gradient becomes infinite or NaN; names epoch and step.
 
@@ -279,28 +273,28 @@ def fit(
     >>> history = fit(model, Examples(data.train, 32), class_loss, epochs=20)  # doctest: +SKIP
     """
     check_settings(epochs, lr, seed)
-    device = check_device(model, device)
+    device = check_device(model)
     check_task(model, loss, train=train, **({} if test is None else {"test": test}))
-    optimiser = torch.optim.Adam(model.to(device).parameters())
+    optimiser = torch.optim.Adam(model.parameters())
     path, run, history = None if checkpoint is None else Path(checkpoint), {}, {}
     if path is not None:
         run = {"epochs": epochs, "lr": float(lr), "seed": seed}
         run |= describe_task(model, loss, train, test)
         history = resume(path, run, model, optimiser) if path.exists() else {}
     left = range(max(map(len, history.values()), default=0), epochs)
-    own_generator = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with own_generator, runtime.progress(left, "epochs", progress and epochs > 1) as bar:
+    restored_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with restored_rng, runtime.progress(left, "epochs", epochs > 1) as bar:
         for epoch in bar:
             torch.manual_seed(mixed_seed(seed, epoch))
             batches, n = on(device, train.epoch(seed, epoch)), len(train)
             rates = [lr * schedule(epoch * n + step, epochs * n) for step in range(n)]
-            # An epoch that is the whole run, of a language model, is as long as many others are.
-            with runtime.progress(rates, "steps", progress and epochs == 1) as steps:
-                where = f"epoch {epoch + 1}"
-                numbers = train_epoch(model, optimiser, loss, batches, steps, where)
+            # A run of one epoch, as of a language model, has as many steps as others of many.
+            with runtime.progress(rates, "steps", epochs == 1) as steps:
+                place = f"epoch {epoch + 1}"
+                numbers = train_epoch(model, optimiser, loss, batches, steps, place)
             if test is not None:
-                found = evaluate(model, test, loss)
-                numbers |= {f"test_{name}": value for name, value in found.items()}
+                tested = evaluate(model, test, loss)
+                numbers |= {f"test_{name}": value for name, value in tested.items()}
             for name, value in numbers.items():
                 history.setdefault(name, []).append(value)
             if path is not None:
@@ -315,14 +309,14 @@ def train_epoch(
     loss: Loss,
     batches: Iterable[tuple],
     rates: Iterable[float],
-    where: str,
+    place: str,
 ) -> dict[str, float]:
-    """Take a step down the clipped gradient of each batch; return what the loss reports.
+    """Take a step with the clipped gradient of each batch; return the numbers of the loss.
 
     Raises
     ------
     FloatingPointError
-        If the loss or the gradient is infinite or NaN, before the weights change; names `where`.
+        If the loss or the gradient is infinite or NaN, before the weights change; names `place`.
     """
     model.train()
     sums: dict[str, Mean] = {}
@@ -333,7 +327,7 @@ def train_epoch(
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         if not torch.isfinite(value + norm):
             raise FloatingPointError(
-                f"the loss is {value.item()} and its gradient has norm {norm.item()} in {where}, "
+                f"the loss is {value.item()} and its gradient has norm {norm.item()} in {place}, "
                 f"step {step}; a smaller lr may help"
             )
         for group in optimiser.param_groups:
@@ -344,21 +338,17 @@ def train_epoch(
     return {name: mean.value for name, mean in sums.items()}
 
 
-def evaluate(
-    model: nn.Module, batches: Batches, loss: Loss, *, device: torch.device | str | None = None
-) -> dict[str, float]:
-    """Return what `loss` reports of `model` on `batches`, in evaluation mode.
+def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]:
+    """Return the numbers that `loss` reports for `model` on `batches`, in evaluation mode.
 
     Parameters
     ----------
     model : nn.Module
-        What `loss` can call. Its mode is restored.
+        The module that `loss` calls, on its device. Its mode is restored.
     batches : Batches
-        Their size has no influence on the result, but for rounding.
+        Their size has no influence on the result, except by rounding.
     loss : callable
         As in `fit`.
-    device : torch.device or str, optional
-        Where to evaluate; default, where the model is. The model stays there.
 
     Returns
     -------
@@ -368,16 +358,16 @@ def evaluate(
     Raises
     ------
     TypeError, ValueError
-        For an argument that cannot work, before any work.
+        If an argument is invalid, before the model is called.
 
     Examples
     --------
     >>> accuracy = evaluate(model, Examples(data.test), class_loss)["accuracy"]  # doctest: +SKIP
     """
-    device = check_device(model, device)
+    device = check_device(model)
     check_task(model, loss, batches=batches)
     sums: dict[str, Mean] = {}
-    with evaluating(model.to(device)):
+    with evaluating(model):
         for batch in on(device, batches):
             add(sums, loss(model, batch)[1])
     return {name: mean.value for name, mean in sums.items()}
@@ -390,7 +380,7 @@ def on(device: torch.device, batches: Iterable[tuple]) -> Iterator[tuple]:
 
 
 def add(sums: dict[str, Mean], numbers: dict[str, Mean]) -> None:
-    """Add what one batch reports to the sums so far."""
+    """Add the numbers of one batch to the sums so far."""
     for name, number in numbers.items():
         sums[name] = sums[name] + number if name in sums else number
 
@@ -405,7 +395,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def mixed_seed(seed: int, number: int) -> int:
-    """Return the seed of one epoch, or step: unrelated for different ``(seed, number)``."""
+    """Return a seed for an epoch or a step, independent for different ``(seed, number)``."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
 
 
@@ -413,7 +403,7 @@ def mixed_seed(seed: int, number: int) -> int:
 
 
 def check_settings(epochs: int, lr: float, seed: int) -> None:
-    """Raise TypeError or ValueError, naming the argument, for a setting that cannot work."""
+    """Raise TypeError or ValueError, naming the argument, if a setting is invalid."""
     check_count("epochs", epochs)
     if not isinstance(lr, int | float):
         raise TypeError(f"lr is {lr!r}; expected a number")
@@ -422,8 +412,11 @@ def check_settings(epochs: int, lr: float, seed: int) -> None:
     check_seed(seed)
 
 
-def check_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return `device`, by default the model's; raise if there is no such device or model."""
+def check_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Return `device`, by default the model's; raise TypeError if `model` is not a module.
+
+    A `device` that this machine does not have raises ValueError.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     if device is None:
@@ -431,16 +424,18 @@ def check_device(model: nn.Module, device: torch.device | str | None) -> torch.d
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {str(device)!r}, which this machine has not") from error
+        raise ValueError(f"device is {str(device)!r}; expected one of this machine") from error
     return torch.device(device)
 
 
-def check_task(model: nn.Module, loss: Loss, **given: Batches) -> None:
-    """Raise TypeError or ValueError unless `model` and `loss` can take the batches given."""
-    for name, batches in given.items():
+def check_task(model: nn.Module, loss: Loss, **data: Batches) -> None:
+    """Raise TypeError or ValueError unless `model` and `loss` can process the batches `data`."""
+    for name, batches in data.items():
         if not isinstance(batches, Batches):
-            found = f"{name} is {type(batches).__name__}"
-            raise TypeError(f"{found}; expected Batches, such as Examples(data.train, 32)")
+            raise TypeError(
+                f"{name} is {type(batches).__name__}; expected Batches, such as "
+                "Examples(data.train, 32)"
+            )
         batches.check(name, model)
     if not callable(loss):
         raise TypeError(f"loss is {loss!r}; expected a function loss(model, batch)")
@@ -448,17 +443,17 @@ def check_task(model: nn.Module, loss: Loss, **given: Batches) -> None:
 
 # --- Checkpoints ----------------------------------------------------------------------------------
 
-# A checkpoint is one file of torch.save: tensors, numbers and text, never code. It holds
-#   run:     what was run (settings, model, loss, digests of the data and of the initial weights)
+# A checkpoint is one file of torch.save: tensors, numbers and text, never code. It contains
+#   run:     settings, model, loss, digests of the data and of the initial weights
 #   state:   weights, optimiser and history after the last finished epoch
-#   digest:  of all that, because torch.load does not notice a flipped bit
-# The schedule and the random generators need no place in it: they follow from seed and epoch.
+#   digest:  of both, because torch.load does not notice a flipped bit
+# The schedule and the random generators follow from seed and epoch, and are not stored.
 
 
 def describe_task(
     model: nn.Module, loss: Loss, train: Batches, test: Batches | None
 ) -> dict[str, Any]:
-    """Return all that decides the result of a run beside its settings, to compare."""
+    """Return what determines the result of a run beside its settings, for comparison."""
     model_text, loss_text = (re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)) for x in (model, loss))
     return {
         "model": model_text,
@@ -476,7 +471,7 @@ def save(
     optimiser: torch.optim.Optimizer,
     history: History,
 ) -> None:
-    """Write the run so far to `path`, atomically."""
+    """Write the checkpoint to `path`, atomically."""
     state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "history": history}
     buffer = io.BytesIO()
     torch.save({"run": run, "state": state, "digest": digest(run, state)}, buffer)
@@ -491,38 +486,39 @@ def resume(
     Raises
     ------
     ValueError
-        If the file is damaged, or belongs to another run than `run`. It is left as it is.
+        If the file is damaged, or belongs to another run than `run`. The file is not changed.
     """
     cause: Exception | None = None
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-        there, state = saved["run"], saved["state"]
-        whole = saved["digest"] == digest(there, state) and there.keys() == run.keys()
+        stored, state = saved["run"], saved["state"]
+        intact = saved["digest"] == digest(stored, state) and stored.keys() == run.keys()
     except OSError:
         raise
     except Exception as error:  # a damaged archive raises almost anything
-        whole, cause = False, error
-    if not whole:
+        intact, cause = False, error
+    if not intact:
         raise ValueError(
-            f"checkpoint {path} is damaged, or is no checkpoint of fit. It was left as it is. "
-            "Delete it to train again, or give another path."
+            f"checkpoint {path} is damaged or was not written by fit; the file was not changed. "
+            "Delete it to train again, or pass another path."
         ) from cause
     start = "initial weights"
     if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
-        run[start] = there[start]
-    if changed := [difference(key, there[key], run[key]) for key in run if there[key] != run[key]]:
+        run[start] = stored[start]
+    changed = [difference(key, stored[key], run[key]) for key in run if stored[key] != run[key]]
+    if changed:
         raise ValueError(
-            f"checkpoint {path} belongs to another run: {'; '.join(changed)}. It was left as it "
-            "is. Repeat that run exactly, or give another path."
+            f"checkpoint {path} belongs to another run: {'; '.join(changed)}; the file was not "
+            "changed. Repeat that run exactly, or pass another path."
         )
     model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
     return state["history"]
 
 
-def difference(key: str, there: Any, here: Any) -> str:
-    """Say in words where the run of a checkpoint, `there`, differs from the one `here`."""
-    if isinstance(here, int | float):
-        return f"{key} is {there} there and {here} here"
-    again = " (build the model again, after the same seed)" if key == "initial weights" else ""
-    return f"{key} differ{'' if key.endswith('weights') else 's'}{again}"
+def difference(key: str, stored: Any, current: Any) -> str:
+    """Describe a difference between the run of a checkpoint and the current run."""
+    if isinstance(current, int | float):
+        return f"{key} is {stored} in the checkpoint and {current} now"
+    hint = " (build the model again, after the same seed)" if key == "initial weights" else ""
+    return f"{key} differ{'' if key.endswith('weights') else 's'}{hint}"

@@ -1,4 +1,7 @@
-"""What decides the result of a function: its source, what it reads, and the code it reaches."""
+"""The identity of a function, for the keys of stored results.
+
+It consists of the function's source, the values that it reads, and the code that it reaches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from derived_attention.runtime import current_profile, digest
 from derived_attention.training import own_modules
 from derived_attention.training.sources import Sources
 
-# The package's source as it was when this module was imported: as near as can be to what runs.
+# The package's source when this module was imported, which is closest to the code that runs.
 PACKAGE = Sources(Path(__file__).parents[1])
 
 
@@ -29,37 +32,36 @@ def full_name(function: Callable[..., Any]) -> str:
 
 
 def identity(function: Callable[..., Any]) -> list[Any]:
-    """Return everything but the config that decides what ``function(**config)`` returns."""
+    """Return everything except the config that determines what ``function(**config)`` returns."""
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"function is {function!r}; expected a function defined by def")
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
     dtype = torch.get_default_dtype()
     other: list[Any] = [] if dtype == torch.float32 else [str(dtype)]
-    own = own_modules.closure(trace.named)
-    for name, file in sorted(own.items()):
+    for name, file in sorted(own_modules.closure(trace.named).items()):
         trace.reached |= PACKAGE.imported(file.text)
-        other.append([name, file.digest, _shown(own_modules.changed(name, file))])
+        other.append([name, file.digest, _digests(own_modules.changed(name, file))])
     return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile(), *other]
 
 
-def _shown(found: dict[str, Any]) -> dict[str, Any]:
-    """Return values as something `digest` takes: of those that it does not, the type."""
-    shown = {}
-    for name, value in found.items():
+def _digests(values: dict[str, Any]) -> dict[str, str]:
+    """Return the digest of each value, or the name of its type if `digest` does not accept it."""
+    digests = {}
+    for name, value in values.items():
         try:
-            shown[name] = digest(value)
+            digests[name] = digest(value)
         except TypeError:
-            shown[name] = type(value).__qualname__
-    return shown
+            digests[name] = type(value).__qualname__
+    return digests
 
 
 class _Trace:
-    """Turns a function into what `digest` takes: sources and values of what it reads from its page.
+    """Converts a function to values that `digest` accepts: its source and what it reads.
 
-    A function or class of another module counts by its name. For one of this package, `reached`
-    gets its module, whose code is part of the key; for PyTorch's, the version is. Among `named`,
-    which are all modules that were met, are those of the reader's own.
+    A function or class that the page does not define is represented by its name. If it belongs to
+    this package, its module is added to `reached`, whose code is part of the key; if it belongs to
+    PyTorch, the version covers it. `named` collects all names of modules, also of the user's.
     """
 
     def __init__(self, page: str) -> None:
@@ -69,7 +71,7 @@ class _Trace:
         self.named: set[str] = set()
 
     def of(self, value: Any, name: str) -> Any:
-        """Return `value`, which the function knows as `name`, as something `digest` takes."""
+        """Return a representation of `value`, which the function reads as `name`."""
         value = inspect.unwrap(value) if callable(value) else value
         if isinstance(value, types.ModuleType):
             self.reached |= PACKAGE.modules(value.__name__)
@@ -91,12 +93,12 @@ class _Trace:
         except TypeError as error:
             raise TypeError(
                 f"the function reads {name}, a {type(value).__qualname__}, which cannot be "
-                "compared between sessions; make it inside the function, or pass what it is made "
-                "from"
+                "compared between sessions; create it inside the function, or pass the arguments "
+                "that create it"
             ) from error
 
     def _definition(self, value: Any) -> Any:
-        """Return a function or class: the source of those of this page, of others the name."""
+        """Represent a function or class of this page by its parts, any other by its name."""
         full_name = f"{value.__module__}.{value.__qualname__}"
         if value.__module__ != self.page or id(value) in self.seen:
             self.reached |= PACKAGE.modules(full_name)
@@ -110,15 +112,15 @@ class _Trace:
         return [full_name, {part: self.of(parts[part], part) for part in parts}]
 
     def _elsewhere(self, value: Any, full_name: str) -> list[Any]:
-        """Note what is defined in another module; return its code if its file says other code."""
+        """Record the name of another module's object; return its code if the file differs."""
         if value.__module__ == self.page:
             return []
         self.named.add(full_name)
-        found = own_modules.changed_code(value) if own_modules.is_own(value.__module__) else {}
-        return [found] if found else []
+        changes = own_modules.changed_code(value) if own_modules.is_own(value.__module__) else {}
+        return [changes] if changes else []
 
     def _follow(self, function: Any, parts: dict[str, Any]) -> None:
-        """Note the modules that a function of this page imports in its body, or names by a dot."""
+        """Record the modules that a function imports in its body, or reaches as attributes."""
         with contextlib.suppress(SyntaxError):  # a lambda in a statement, which imports nothing
             source = textwrap.dedent(parts["<source>"])
             self.reached |= PACKAGE.imported(source)
@@ -134,16 +136,16 @@ def _function_parts(function: Any) -> dict[str, Any]:
         source = inspect.getsource(function)
     except OSError as error:
         raise TypeError(
-            f"function {full_name(function)} has no source that can be read; "
+            f"the source of function {full_name(function)} cannot be read; "
             "define it in a file or a notebook cell"
         ) from error
-    code, known = function.__code__, function.__globals__
+    code, module = function.__code__, function.__globals__
     closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
     return {
         "<source>": source,
         "<defaults>": [function.__defaults__, function.__kwdefaults__],
         **({"<code>": changed} if (changed := own_modules.changed_code(function)) else {}),
-        **{name: known[name] for name in _globals_read(code) if name in known},
+        **{name: module[name] for name in _globals_read(code) if name in module},
         **{name: cell.cell_contents for name, cell in closure},
     }
 
@@ -155,12 +157,12 @@ def _globals_read(code: types.CodeType) -> list[str]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return all names in code, also those behind a dot."""
+    """Return all names in code, including attributes."""
     return {name for part in [code, *own_modules.codes(code)] for name in part.co_names}
 
 
 def _class_parts(cls: type) -> dict[str, Any]:
-    """Return bases and members: `inspect.getsource` does not find a class of a notebook."""
+    """Return bases and members, as `inspect.getsource` does not find a class of a notebook."""
     parts: dict[str, Any] = {"<bases>": cls.__bases__}
     for name, member in vars(cls).items():
         member = getattr(member, "fget", None) or getattr(member, "__func__", member)

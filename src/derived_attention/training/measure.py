@@ -1,6 +1,6 @@
-"""What attention costs, counted and measured, and what its maps look like.
+"""Costs of attention, counted and measured, and diagnostics of its maps.
 
-Counts are plain arithmetic: integers give exact integers, sympy symbols give the polynomial.
+Counts accept integers, which give exact integers, and sympy symbols, which give a polynomial.
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+if TYPE_CHECKING:
+    import sympy
 
-def attention_flops(queries, keys, dim, value_dim=None, heads=1):
-    r"""Operations of the two products of attention, :math:`QK^\top` and :math:`AV`.
+Count: TypeAlias = "float | sympy.Expr"
+Shape = tuple[int, ...]
 
-    :math:`2HNM(D + D_v)`: a multiply–add is 2 operations. The softmax between them is counted by
-    `normalisation_flops`, the projections around them by `projection_flops`. A mask saves
-    nothing here; for heads of different lengths, add the counts.
+
+def attention_flops(
+    queries: Count, keys: Count, dim: Count, value_dim: Count | None = None, heads: Count = 1
+) -> Any:
+    r"""Return the operations of the two products of attention, :math:`QK^\top` and :math:`AV`.
+
+    :math:`2HNM(D + D_v)`: a multiply–add is 2 operations. `normalisation_flops` counts the softmax
+    between them, `projection_flops` the projections around them. Masks are ignored; for heads of
+    different lengths, add the counts.
 
     Parameters
     ----------
     queries, keys : int or sympy expression
         Numbers of queries N and of keys M.
     dim, value_dim : int or sympy expression
-        Head dimensions D of queries and keys, and Dv of values; Dv = D if not given.
+        Head dimensions D of queries and keys, and Dv of values; by default Dv = D.
     heads : int or sympy expression, default 1
         Number of heads H.
-
-    Returns
-    -------
-    int or sympy expression
-        Floating-point operations.
     """
     return 2 * heads * queries * keys * (dim + (dim if value_dim is None else value_dim))
 
 
-def normalisation_flops(queries, keys, heads=1):
-    """Operations of a row-wise softmax: scale, maximum, subtract, exp, sum, divide.
+def normalisation_flops(queries: Count, keys: Count, heads: Count = 1) -> Any:
+    """Return the operations of a row-wise softmax: scale, maximum, subtract, exp, sum, divide.
 
     A row of M scores takes M multiplications by the scale, M − 1 comparisons, M subtractions,
     M exponentials, M − 1 additions and M divisions: H N (6M − 2). Each counts as 1, although an
@@ -62,37 +65,32 @@ def normalisation_flops(queries, keys, heads=1):
     return heads * queries * (6 * keys - 2)
 
 
-def projection_flops(length, inputs, outputs):
-    """Operations of a linear map of `length` tokens from `inputs` to `outputs` features.
+def projection_flops(length: Count, inputs: Count, outputs: Count) -> Any:
+    """Return the operations of a linear map of N tokens: 2 N · inputs · outputs, without a bias.
 
-    2 N (inputs · outputs); adding a bias would be N · outputs more. A layer of attention has
-    four of them: queries, keys, values and output.
+    An attention layer has four such maps: queries, keys, values and output.
     """
     return 2 * length * inputs * outputs
 
 
-def stored_bytes(queries, keys, heads=1, *, itemsize=4, fused=False):
-    """Bytes that attention holds at its peak, besides inputs and output.
+def stored_bytes(
+    queries: Count, keys: Count, heads: Count = 1, *, itemsize: int = 4, fused: bool = False
+) -> Any:
+    """Return the peak memory of attention in bytes, without inputs and output.
 
-    Scores and weights, 2HNM numbers, in the N×N form; one logarithm of a row sum per query,
-    HN numbers, in the fused form, which recomputes the weights from it in the backward pass.
+    The N×N form stores scores and weights, 2HNM numbers. The fused form stores the logarithm of
+    each row sum, HN numbers, and recomputes the weights from it in the backward pass.
     """
     return itemsize * heads * queries * (1 if fused else 2 * keys)
 
 
 def count_flops(fn: Callable[[], Any]) -> int:
-    """Operations of the matrix products that `fn` runs, counted by PyTorch while it runs.
+    """Return the operations of the matrix products of ``fn()``, which is called once.
 
-    A multiply–add is 2 operations; elementwise work, such as a softmax, is not counted, and
-    neither is what a causal mask saves. Backward passes inside `fn` are. PyTorch's counter does
-    not know products that are added in place, nor the fused attention of the CPU, so their counts
-    are added here; for the latter 2 products forward, 5 backward, where the scores are computed
-    again.
-
-    Parameters
-    ----------
-    fn : callable
-        Called once, without arguments.
+    PyTorch counts them while `fn` runs, backward passes included. A multiply–add is 2 operations;
+    elementwise work, such as a softmax, is not counted, and causal masks are ignored. Products
+    that are added in place and the fused attention of the CPU, which PyTorch's counter omits, are
+    counted here; the latter as 2 products forward and 5 backward, where scores are recomputed.
     """
     aten = torch.ops.aten
     more: dict[Any, Any] = {
@@ -106,17 +104,19 @@ def count_flops(fn: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def _added_flops(_, left, right, **__) -> int:
+def _added_flops(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
     """Count a product, added in place, from the shapes (..., n, m) and (..., m, p)."""
     return 2 * math.prod(left) * right[-1]
 
 
-def _fused_flops(query, key, value, *_, **__) -> int:
+def _fused_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
     """Count QKᵀ and AV from the shapes (B, H, N, D), (B, H, M, D), (B, H, M, Dv)."""
     return attention_flops(query[2], key[2], query[3], value[3], heads=query[0] * query[1])
 
 
-def _fused_backward_flops(grad, query, key, value, *_, **__) -> int:
+def _fused_backward_flops(
+    grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any
+) -> int:
     """Count QKᵀ again, and dV, dA, dQ, dK: three products in D and two in Dv."""
     return _fused_flops(query, key, value) + attention_flops(
         query[2], key[2], 2 * query[3], value[3], heads=query[0] * query[1]
@@ -124,9 +124,9 @@ def _fused_backward_flops(grad, query, key, value, *_, **__) -> int:
 
 
 class _Counted:
-    """A number that counts the operations done with it, in the `counts` of its class.
+    """A number that counts the operations on it, in the `counts` of its class.
 
-    It is no float: an operation that it does not know raises TypeError, and is not overlooked.
+    It is no float, so that an operation that it does not define raises TypeError.
     """
 
     counts: Counter[str]
@@ -166,31 +166,29 @@ class _Counted:
         return self._do("exp", math.exp(self.value))
 
 
-def count_operations(fn: Callable[..., Any], *arrays) -> Counter[str]:
-    """Count every operation of ``fn(*arrays)``, one by one, while NumPy does them.
+def count_operations(fn: Callable[..., Any], *arrays: ArrayLike) -> Counter[str]:
+    """Count every scalar operation of ``fn(*arrays)``, for small arrays, to verify formulas.
 
-    The arrays are handed over as NumPy arrays of numbers that count. A product of matrices, of
-    n × m by m × p, takes npm multiplications and np(m − 1) additions; a sum of n numbers n − 1
-    additions. What `fn` turns into plain numbers, by ``x.astype(float)``, counts no more. An
-    operation for each scalar: meant for small arrays, as a judge of formulas.
+    `fn` gets NumPy arrays of numbers that count the operations on them. A product of n × m and
+    m × p matrices takes nmp multiplications and np(m − 1) additions; a sum of n numbers takes n − 1
+    additions. What `fn` converts to plain numbers, by ``x.astype(float)``, is no longer counted.
 
     Parameters
     ----------
     fn : callable
-        Adds, subtracts, multiplies, divides, and may call ``np.exp``; nothing else.
+        Adds, subtracts, multiplies, divides, and may call ``np.exp``.
     arrays : array_like
         Its arguments, real.
 
     Returns
     -------
     collections.Counter
-        How many of each kind: ``"add"`` (subtractions too), ``"multiply"``, ``"divide"``,
-        ``"exp"``. ``counts.total()`` is the number of all.
+        Numbers of ``"add"`` (with subtractions), ``"multiply"``, ``"divide"`` and ``"exp"``.
 
     Raises
     ------
     TypeError
-        For an operation of `fn` that is none of these.
+        If `fn` uses any other operation.
 
     Examples
     --------
@@ -205,46 +203,15 @@ def count_operations(fn: Callable[..., Any], *arrays) -> Counter[str]:
     return counts
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median and quartiles of repeated calls, in seconds, and the number of calls.
+class Timing(NamedTuple):
+    """Median time of repeated calls, in seconds, and its ratio to that of the first function.
 
     `ratio` is the median over rounds of this time divided by the first function's time in the
-    same round, so that a slow minute of the machine cancels; 1 for a function timed alone.
+    same round, so that slow phases of the machine cancel.
     """
 
     median: float
-    q1: float
-    q3: float
-    repeats: int
-    ratio: float = 1.0
-
-
-def time_call(
-    fn: Callable[[], Any],
-    *,
-    repeats: int = 20,
-    warmup: int = 3,
-    device: str | torch.device | None = None,
-) -> Timing:
-    """Time `fn()`: median and quartiles over `repeats` calls after `warmup` calls.
-
-    Parameters
-    ----------
-    fn : callable
-        Called without arguments.
-    repeats, warmup : int
-        Calls that are timed, at least 1, and calls before them that are not, at least 0.
-    device : str or torch.device, optional
-        Where `fn` works. CUDA is timed by its own events, everything else by the clock. By
-        default CUDA where there is one.
-
-    Raises
-    ------
-    ValueError
-        If `repeats` or `warmup` is too small.
-    """
-    return compare({"fn": fn}, repeats=repeats, warmup=warmup, device=device)["fn"]
+    ratio: float
 
 
 def compare(
@@ -254,37 +221,51 @@ def compare(
     warmup: int = 3,
     device: str | torch.device | None = None,
 ) -> dict[str, Timing]:
-    """Time several functions in one run, a call of each per round.
+    """Time functions in rounds, with one call of each function per round.
 
-    Every round starts with another function, so that none has a place of its own in the order.
-    Parameters and errors are those of `time_call`; `functions` must not be empty.
+    Every round starts with another function, so that no function has a fixed position.
+
+    Parameters
+    ----------
+    functions : mapping of str to callable
+        At least one; called without arguments.
+    repeats, warmup : int
+        Rounds that are timed, at least 1, and rounds before them that are not, at least 0.
+    device : str or torch.device, optional
+        The device of the functions, by default CUDA if there is a GPU. CUDA is timed by its
+        events, the CPU by the clock.
 
     Returns
     -------
     dict of str to Timing
-        In the order of `functions`; each `ratio` is to the first.
+        In the order of `functions`.
+
+    Raises
+    ------
+    ValueError
+        If `functions` is empty, or `repeats` or `warmup` is too small.
     """
     if not functions:
-        raise ValueError("functions must hold at least one function, got none")
+        raise ValueError("functions is empty; expected at least one function")
     if repeats < 1 or warmup < 0:
         raise ValueError(
-            f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
+            f"repeats is {repeats} and warmup {warmup}; expected at least 1 and at least 0"
         )
     names = list(functions)
-    # torch.utils.benchmark has no rounds, and makes three calls at least of one function at a time.
+    # torch.utils.benchmark has no rounds, and calls one function at least three times in a row.
     clock = _cuda_seconds if _device(device).type == "cuda" else _cpu_seconds
     seconds = np.empty((repeats, len(names)))
     for turn in range(-warmup, repeats):
         for i in range(len(names)):
             j = (i + turn) % len(names)
-            taken = clock(functions[names[j]])
+            elapsed = clock(functions[names[j]])
             if turn >= 0:
-                seconds[turn, j] = taken
-    q1, median, q3 = np.quantile(seconds, [0.25, 0.5, 0.75], axis=0)
-    ratio = np.median(seconds / seconds[:, :1], axis=0)
+                seconds[turn, j] = elapsed
+    medians = np.median(seconds, axis=0)
+    ratios = np.median(seconds / seconds[:, :1], axis=0)
     return {
-        name: Timing(float(median[j]), float(q1[j]), float(q3[j]), repeats, float(ratio[j]))
-        for j, name in enumerate(names)
+        name: Timing(*pair)
+        for name, pair in zip(names, np.stack([medians, ratios], 1).tolist(), strict=True)
     }
 
 
@@ -311,25 +292,20 @@ def _cuda_seconds(fn: Callable[[], Any]) -> float:
 
 
 def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device | None = None) -> int:
-    """Most memory that PyTorch holds during `fn()` beyond what it held before.
+    """Return the peak memory of PyTorch during `fn()`, in bytes, beyond what it held before.
 
-    Counts every allocation of PyTorch's allocator on the device, buffers inside fused kernels
-    and the result of `fn` included: on CUDA from its statistics, on the CPU from the profiler's
-    log of allocations. Not counted: inputs that exist already, memory of other libraries, and
-    CPU buffers that worker threads allocate for themselves. A fused CPU kernel has a buffer per
-    thread, so its peak depends on the number of threads, but not on N².
+    It includes buffers inside fused kernels and the result of `fn`; on CUDA it is taken from the
+    allocator's statistics, on the CPU from the profiler's log of allocations. It excludes inputs
+    that exist already, memory of other libraries, and buffers that CPU worker threads allocate. A
+    fused CPU kernel has a buffer per thread, so its peak depends on the number of threads, but not
+    on N².
 
     Parameters
     ----------
     fn : callable
-        Called twice without arguments; the first call sets up workspaces and is not counted.
+        Called twice without arguments; the first call sets up workspaces and is not measured.
     device : str or torch.device, optional
-        Where `fn` works, by default CUDA where there is one.
-
-    Returns
-    -------
-    int
-        Bytes, at least 0.
+        The device of `fn`, by default CUDA if there is a GPU.
     """
     device = _device(device)
     fn()
@@ -351,9 +327,9 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device | None = Non
 
 
 def _highest(log: profile) -> int:
-    """Highest running sum of the allocations and releases that the profiler saw on the CPU."""
-    seen: Any = log.profiler
-    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
+    """Return the highest running sum of the allocations and releases in a CPU profile."""
+    profiler: Any = log.profiler
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return int(max(np.cumsum([0, *changes])))
@@ -361,24 +337,24 @@ def _highest(log: profile) -> int:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Silence the profiler, which writes tracing lines to the file of standard error."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Silence the profiler, which writes to the file descriptor of standard error."""
+    saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(nowhere)
+        os.close(devnull)
 
 
 def machine() -> dict[str, Any]:
-    """Describe where numbers come from: to be stored beside them.
+    """Describe the machine, to be stored with measurements.
 
     Returns
     -------
     dict
-        ``processor``, ``cores`` (that this process may use), ``threads`` (that PyTorch uses),
+        ``processor``, ``cores`` (available to this process), ``threads`` (of PyTorch),
         ``gpu`` and ``driver`` (None without CUDA), ``torch``, ``python``, ``date`` (ISO 8601).
     """
     affinity = getattr(os, "sched_getaffinity", None)
@@ -413,7 +389,7 @@ def _driver() -> str | None:
 
 
 class Call(NamedTuple):
-    """What a layer handed to its mechanism: q, k, v of shapes (B, H, N, D), and the options."""
+    """The arguments of a layer's mechanism: q, k, v of shapes (B, H, N, D), and the options."""
 
     q: Tensor
     k: Tensor
@@ -423,7 +399,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """Record what the attention layers in `model` hand to their mechanisms, while it runs.
+    """Record the arguments of the mechanisms of a model's attention layers, in the block.
 
     Parameters
     ----------
@@ -433,12 +409,12 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
     Yields
     ------
     list of Call
-        Empty at first; every call of a mechanism adds one, in order. Tensors are detached.
+        Initially empty; every call of a mechanism appends one. Tensors are detached.
 
     Raises
     ------
     ValueError
-        If there is no such layer in `model`.
+        If `model` has no such layer.
 
     Examples
     --------
@@ -452,11 +428,11 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
     layers: list[Any] = [m for m in model.modules() if callable(vars(m).get("attention"))]
     if not layers:
         raise ValueError(
-            f"model is a {type(model).__name__} without a layer whose attention is a function"
+            f"model is a {type(model).__name__}; expected a layer whose attention is a function"
         )
     calls: list[Call] = []
 
-    def watched(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(attention: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(attention)
         def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             calls.append(Call(q.detach(), k.detach(), v.detach(), options))
@@ -464,28 +440,27 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
 
         return call
 
-    before = [layer.attention for layer in layers]
+    originals = [layer.attention for layer in layers]
     try:
-        for layer, attention in zip(layers, before, strict=True):
-            layer.attention = watched(attention)
+        for layer, attention in zip(layers, originals, strict=True):
+            layer.attention = recording(attention)
         yield calls
     finally:
-        for layer, attention in zip(layers, before, strict=True):
+        for layer, attention in zip(layers, originals, strict=True):
             layer.attention = attention
 
 
-def head_distance(A) -> Tensor:
-    r"""Mean distance between the attention maps of two heads, per query.
+def head_distance(A: ArrayLike | Tensor) -> Tensor:
+    r"""Return the mean distance between the attention maps of two heads, per query.
 
     .. math::
 
         \binom{H}{2}^{-1} \sum_{g<h} \frac{\lVert A^g - A^h \rVert_F}{\sqrt N}
 
-    The Frobenius norm is divided by √N, so that the distance is the root mean square over the
-    queries of the Euclidean distance between two rows, and lengths can be compared. For rows
-    that sum to 1 it lies between 0 and √2. Papers report head distances without a definition;
-    multiply by √N for plain Frobenius norms. Padding counts like everything else: slice it off
-    first, ``A[:, :n, :n]``.
+    The division by √N makes it the root mean square over the queries of the Euclidean distance
+    between two rows, so that lengths can be compared; for rows that sum to 1 it lies between 0
+    and √2. Papers report head distances without a definition; multiply by √N for Frobenius norms.
+    Slice off padding first, ``A[:, :n, :n]``.
 
     Parameters
     ----------
@@ -494,8 +469,7 @@ def head_distance(A) -> Tensor:
 
     Returns
     -------
-    Tensor, shape (...)
-        In float64.
+    Tensor of float64, shape (...)
 
     Raises
     ------
@@ -505,21 +479,14 @@ def head_distance(A) -> Tensor:
     A = _maps(A, 3)
     heads, queries = A.shape[-3:-1]
     if heads < 2:
-        raise ValueError(f"A must have at least 2 heads, got shape {tuple(A.shape)}")
+        raise ValueError(f"A has shape {tuple(A.shape)}; expected at least 2 heads")
     g, h = torch.triu_indices(heads, heads, offset=1)
     distances = torch.linalg.matrix_norm(A[..., g, :, :] - A[..., h, :, :])  # (..., pairs)
     return distances.mean(-1) / math.sqrt(queries)
 
 
 def at_least(x: float, digits: int = 2) -> str:
-    """Write a lower bound: rounded down, so that what is shown is true as well.
-
-    Parameters
-    ----------
-    x : float
-        The bound.
-    digits : int
-        Behind the point.
+    """Format a lower bound, rounded down to `digits` decimals, so that it remains a bound.
 
     Raises
     ------
@@ -531,22 +498,22 @@ def at_least(x: float, digits: int = 2) -> str:
     >>> at_least(0.5153), at_most(0.5153), at_most(0.3, 1)
     ('0.51', '0.52', '0.3')
     """
-    return _written(x, digits, ROUND_FLOOR)
+    return _rounded(x, digits, ROUND_FLOOR)
 
 
 def at_most(x: float, digits: int = 2) -> str:
-    """Write an upper bound, rounded up: see `at_least`."""
-    return _written(x, digits, ROUND_CEILING)
+    """Format an upper bound, rounded up: see `at_least`."""
+    return _rounded(x, digits, ROUND_CEILING)
 
 
-def _written(x: float, digits: int, towards: str) -> str:
+def _rounded(x: float, digits: int, direction: str) -> str:
     if not math.isfinite(x):
-        raise ValueError(f"x must be finite, got {x}")
-    meant = Decimal(f"{float(x):.12g}")  # what is behind is rounding: 0.1 + 0.2 is 0.3
-    return f"{meant.quantize(Decimal(1).scaleb(-digits), towards) + 0:f}"
+        raise ValueError(f"x is {x}; expected a finite number")
+    exact = Decimal(f"{float(x):.12g}")  # without rounding errors: 0.1 + 0.2 is 0.3
+    return f"{exact.quantize(Decimal(1).scaleb(-digits), direction) + 0:f}"
 
 
-def numerical_rank(A, tol: float) -> Tensor:
+def numerical_rank(A: ArrayLike | Tensor, tol: float) -> Tensor:
     r"""Count the singular values :math:`\sigma_i > \mathrm{tol} \cdot \sigma_1` of each map.
 
     Parameters
@@ -554,8 +521,8 @@ def numerical_rank(A, tol: float) -> Tensor:
     A : Tensor, shape (..., N, M)
         Attention maps. A map of zeros has rank 0.
     tol : float
-        Between 0 and 1, relative to the largest singular value. Maps computed in float32 carry
-        noise of about 1e-7 times their size.
+        In [0, 1), relative to the largest singular value. Maps computed in float32 have errors
+        of about 1e-7 times their size.
 
     Returns
     -------
@@ -564,20 +531,19 @@ def numerical_rank(A, tol: float) -> Tensor:
     Raises
     ------
     ValueError
-        If `tol` is not between 0 and 1, or `A` has fewer than 2 axes, is empty, or has an entry
-        that is not finite.
+        If `tol` is out of range, or `A` is invalid as in `effective_rank`.
     """
     if not 0 <= tol < 1:
-        raise ValueError(f"tol must be at least 0 and below 1, got {tol}")
+        raise ValueError(f"tol is {tol}; expected 0 <= tol < 1")
     return torch.linalg.matrix_rank(_maps(A, 2), rtol=tol)
 
 
-def effective_rank(A) -> Tensor:
-    r"""Exponential of the entropy of the normalised singular values.
+def effective_rank(A: ArrayLike | Tensor) -> Tensor:
+    r"""Return the exponential of the entropy of the normalised singular values of each map.
 
     :math:`\exp(-\sum_i p_i \ln p_i)` with :math:`p_i = \sigma_i / \sum_j \sigma_j`, after Roy
     and Vetterli, *The effective rank: a measure of effective dimensionality*, EUSIPCO 2007. It
-    is r for r equal singular values, and 1 for a map of rank 1; a map of zeros gets 0.
+    is r for r equal singular values, 1 for a map of rank 1, and 0 for a map of zeros.
 
     Parameters
     ----------
@@ -586,13 +552,12 @@ def effective_rank(A) -> Tensor:
 
     Returns
     -------
-    Tensor, shape (...)
-        In float64.
+    Tensor of float64, shape (...)
 
     Raises
     ------
     ValueError
-        As for `head_distance`, but 2 axes are enough.
+        If `A` has fewer than 2 axes, is empty, or has an entry that is not finite.
     """
     sigma = torch.linalg.svdvals(_maps(A, 2))
     total = sigma.sum(-1, keepdim=True)
@@ -600,13 +565,13 @@ def effective_rank(A) -> Tensor:
     return torch.where(total[..., 0] > 0, torch.special.entr(p).sum(-1).exp(), 0.0)
 
 
-def _maps(A, axes: int) -> Tensor:
-    """Return `A` in float64, away from autograd, after its checks."""
+def _maps(A: ArrayLike | Tensor, axes: int) -> Tensor:
+    """Check `A`, and return it in float64, detached."""
     A = torch.as_tensor(A).detach().double()
     if A.ndim < axes or A.numel() == 0:
         raise ValueError(
-            f"A must have at least {axes} axes and an entry, got shape {tuple(A.shape)}"
+            f"A has shape {tuple(A.shape)}; expected at least {axes} axes and one entry"
         )
     if not A.isfinite().all():
-        raise ValueError("A must be finite, got an entry that is NaN or infinite")
+        raise ValueError("A has an entry that is NaN or infinite; expected finite numbers")
     return A

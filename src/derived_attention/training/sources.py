@@ -1,7 +1,7 @@
-"""Which modules of this package some code depends on, and what they say, comments aside.
+"""The modules of this package that code depends on, and digests of their code without comments.
 
-The keys of stored results (`derived_attention.training.grids`) and the book's execution cache are
-made from it. So a change makes anew what it can change, and nothing else.
+The keys of stored results (`derived_attention.training.grids`) and of the book's execution cache
+are computed from them, so a change of the package repeats only what depends on it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ REGISTRY = f"{ROOT}.attention.registry"
 
 
 class Sources:
-    """The modules of the package, as their files were when this object was made.
+    """The source of the package's modules, read when this object is created.
 
     Parameters
     ----------
     folder : Path
         The folder of the package.
     public : mapping of str to str, optional
-        The names that the package itself offers, each with the module that is loaded for it.
+        The module of each name that can be imported from the package itself.
     looks : mapping of str to (str, str), optional
-        Label and colour of each mechanism. Both are the registry's where they are not given.
+        Label and colour of each mechanism. By default both are the registry's.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Sources:
     def modules(self, name: str) -> set[str]:
         """Return the modules that a dotted name needs, such as ``"derived_attention.page.claims"``.
 
-        Those are the module that it is, or is found in, and the packages around it. Without a
-        module, ``"derived_attention.softmax_attention"``, a public name needs its own. The package
-        as such may need them all.
+        These are the module that it names or that contains it, and the packages that contain that
+        module. A public name, ``"derived_attention.softmax_attention"``, needs the module that
+        defines it; the package itself may need all of them.
         """
         first, *rest = parts = name.split(".")
         if first != ROOT:
             return set()
-        found = {".".join(parts[: i + 1]) for i in range(len(parts))} & self.texts.keys()
-        if found == {ROOT} and not (rest and rest[0].startswith("__")):
+        modules = {".".join(parts[: i + 1]) for i in range(len(parts))} & self.texts.keys()
+        if modules == {ROOT} and not (rest and rest[0].startswith("__")):
             public = self.public
-            wanted = (
+            loaded = (
                 [public[rest[0]]] if rest and rest[0] in public else [REGISTRY, *public.values()]
             )
-            found = found.union(*map(self.modules, wanted))
-        return found & self.texts.keys()
+            modules = modules.union(*map(self.modules, loaded))
+        return modules & self.texts.keys()
 
     def imported(self, source: str) -> set[str]:
         """Return the modules that `source` imports directly, anywhere in it."""
@@ -83,34 +83,34 @@ class Sources:
         return set().union(*map(self.modules, names))
 
     def dependencies(self, modules: Iterable[str]) -> set[str]:
-        """Return `modules` and all that they import, directly or through others.
+        """Return `modules` and all that they import, directly or indirectly.
 
-        Two imports are not followed. The package loads its public names when they are asked for;
-        and figures read labels and colours from the registry: see `digest`.
+        Two imports are not followed: those of the package itself, which loads its public names
+        lazily, and that of the registry by `plot`, which reads only labels and colours (`digest`).
         """
-        found: set[str] = set()
-        todo = set(modules)
-        while todo:
-            module = todo.pop()
-            found.add(module)
+        closure: set[str] = set()
+        pending = set(modules)
+        while pending:
+            module = pending.pop()
+            closure.add(module)
             more = set() if module == ROOT else self.imported(self.texts[module])
             if module == PLOT:
                 more.discard(REGISTRY)
-            elif module == REGISTRY:  # from there every mechanism can be reached
-                inside = (x for x in self.public.values() if x.startswith(f"{ROOT}.attention."))
-                more = more.union(*map(self.modules, inside))
-            todo |= more - found
-        return found
+            elif module == REGISTRY:  # it loads the modules of all mechanisms
+                mechanisms = (x for x in self.public.values() if x.startswith(f"{ROOT}.attention."))
+                more = more.union(*map(self.modules, mechanisms))
+            pending |= more - closure
+        return closure
 
     def digest(self, modules: Iterable[str], source: str = "") -> str:
         """Return the SHA-256 of the code of `modules` and of their dependencies.
 
-        Docstrings and comments do not count. Of the registry, where only figures need it, label
-        and colour count, of the mechanisms whose names are in `source` or in one of the modules.
+        Docstrings and comments are left out. If only `plot` needs the registry, it is replaced by
+        label and colour of the mechanisms whose names occur in `source` or in one of the modules.
         """
-        found = sorted(self.dependencies(modules))
-        state: list[object] = [(name, code(self.texts[name])) for name in found]
-        if PLOT in found and REGISTRY not in found:
+        names = sorted(self.dependencies(modules))
+        state: list[object] = [(name, code(self.texts[name])) for name in names]
+        if PLOT in names and REGISTRY not in names:
             words = set(re.findall(r"\w+", f"{source} {state}"))
             state.append(sorted(look for look in self.looks.items() if look[0] in words))
         return hashlib.sha256(repr(state).encode()).hexdigest()
@@ -118,20 +118,20 @@ class Sources:
 
 @cache
 def imports(source: str) -> tuple[tuple[int, str], ...]:
-    """Return what `source` imports, anywhere in it: ``from .a import b`` is (1, "a.b")."""
-    found: list[tuple[int, str]] = []
+    """Return the level and the dotted name of every import: ``from .a import b`` is (1, "a.b")."""
+    pairs: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
+            pairs += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            first = f"{node.module}." if node.module else ""
-            found += [(node.level, f"{first}{alias.name}") for alias in node.names]
-    return tuple(found)
+            prefix = f"{node.module}." if node.module else ""
+            pairs += [(node.level, f"{prefix}{alias.name}") for alias in node.names]
+    return tuple(pairs)
 
 
 @cache
 def code(source: str) -> str:
-    """Return what Python makes of `source`, without docstrings, comments and layout."""
+    """Return the syntax tree of `source` as text, without docstrings, comments and layout."""
     return ast.dump(_NoDocstrings().visit(ast.parse(source)))
 
 

@@ -1,19 +1,19 @@
-"""A Sphinx extension: ledger and errata, made from the claims that executed pages have left.
+"""A Sphinx extension that builds ledger and errata from the claims in the output of pages.
 
 ``extensions = ["myst_nb", "derived_attention.page.ledger"]`` adds to any book whose pages MyST-NB
-executes, a Jupyter Book among them,
+executes, such as a Jupyter Book,
 
 - ``{ledger}``: counts, filters, and a section for each paper with all its items;
-- ``{errata}``: the same sections, with what is wrong as printed;
+- ``{errata}``: the same sections, with the items that are wrong as printed;
 - ``{tally}`errors```: one number of `derived_attention.page.claims.count`, linked to its rows;
 - ``ledger.json`` beside the ledger's page, for programs.
 
-Settings: ``claims_inventory``, the file of `derived_attention.page.claims.use_inventory`, and
-``claims_papers``, for each of its papers ``{"title": …, "source": …}``, both without a need; the
-source is a line of the book's markup on what was read.
+Settings, both optional: ``claims_inventory``, the file of `claims.use_inventory`, and
+``claims_papers``, which maps a paper to ``{"title": …, "source": …}``; the source is a line of
+markup that names the version that was read.
 
-Sections and their titles are known when a page is read, so that they stand in the contents. The
-verdicts are filled in when it is written: they report this very build, cached pages included.
+Sections are created when a page is read, so that the table of contents lists them. Verdicts are
+filled in when a page is written, so that they describe this build, including cached pages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
@@ -37,7 +40,7 @@ from derived_attention.page.claims import GRADES, VERDICTS, inventory
 from derived_attention.page.ledger.plain_maths import typeset
 
 STATIC = Path(__file__).parent / "static"
-REPORTS = "reports_claims"  # in the metadata of the pages below: which of them it is
+REPORTS = "reports_claims"  # key of a page's metadata: "ledger", "errata" or "tally"
 KINDS = {
     "identity": "identity",
     "equal": "equality",
@@ -46,7 +49,7 @@ KINDS = {
     "refuted": "counterexample",
     "definition": "definition",
 }
-TALLIES = {  # what {tally} counts -> the rows of the ledger that it links to
+TALLIES = {  # the argument of {tally} -> the rows of the ledger that it links to
     **{verdict: {"verdict": verdict} for verdict in VERDICTS},
     **{
         f"{of}{plural}": {"grade": grade}
@@ -56,39 +59,42 @@ TALLIES = {  # what {tally} counts -> the rows of the ledger that it links to
     **dict.fromkeys(("all", "numbered", "unnumbered", "testable"), {}),
 }
 DATA = re.compile(rf' {claims.DATA}="([^"]*)"')  # in the HTML of a claim
+Checks = Sequence[tuple[str, dict[str, Any]]]  # pairs of page and claim
 log = logging.getLogger(__name__)
 
 
-# --- what the executed pages say -----------------------------------------------------------------
+# --- claims of the executed pages ----------------------------------------------------------------
 
 
-def claims_of(app) -> list[tuple[str, dict]]:
+def claims_of(app: Sphinx) -> list[tuple[str, dict]]:
     """Return all claims of all executed pages as (page, claim)."""
-    found = _found(app.env)
-    return [(page, claim) for page in sorted(found) for claim in found[page]]
+    pages = _pages(app.env)
+    return [(page, claim) for page in sorted(pages) for claim in pages[page]]
 
 
-def _found(env) -> dict[str, list[dict]]:
+def _pages(env: Any) -> dict[str, list[dict]]:
     if not hasattr(env, "claims_found"):
         env.claims_found = {}
     return env.claims_found
 
 
-def _collect(app, doctree):
-    """Keep the claims of a page that has been read."""
-    shown = [DATA.search(node.astext()) for node in doctree.findall(nodes.raw)]
-    _found(app.env)[app.env.docname] = [json.loads(unescape(m[1])) for m in shown if m]
+def _collect(app: Sphinx, doctree: nodes.document) -> None:
+    """Store the claims of a page that has been read."""
+    matches = [DATA.search(node.astext()) for node in doctree.findall(nodes.raw)]
+    _pages(app.env)[app.env.docname] = [json.loads(unescape(m[1])) for m in matches if m]
 
 
-def _forget(app, env, doc):
-    _found(env).pop(doc, None)
+def _forget(app: Sphinx, env: BuildEnvironment, doc: str) -> None:
+    _pages(env).pop(doc, None)
 
 
-def _merge(app, env, docs, other):
-    _found(env).update({doc: _found(other)[doc] for doc in docs if doc in _found(other)})
+def _merge(
+    app: Sphinx, env: BuildEnvironment, docs: Iterable[str], other: BuildEnvironment
+) -> None:
+    _pages(env).update({doc: _pages(other)[doc] for doc in docs if doc in _pages(other)})
 
 
-def ledger(app) -> dict[str, dict[str, Any]]:
+def ledger(app: Sphinx) -> dict[str, dict[str, Any]]:
     """Return the verdicts of this build."""
     try:
         return claims.ledger(claims_of(app))
@@ -96,14 +102,14 @@ def ledger(app) -> dict[str, dict[str, Any]]:
         raise ExtensionError(str(error)) from error
 
 
-def papers(app) -> dict[str, str]:
-    """Return the papers of the inventory, in its order, and their titles."""
+def papers(app: Sphinx) -> dict[str, str]:
+    """Return the title of each paper of the inventory, in its order."""
     names = dict.fromkeys(item.partition(".")[0] for item in inventory())
-    return {name: _said(app, name, "title") or name for name in names}
+    return {name: _setting(app, name, "title") or name for name in names}
 
 
-def _said(app, paper: str, what: str) -> str:
-    return app.config.claims_papers.get(paper, {}).get(what, "")
+def _setting(app: Sphinx, paper: str, name: str) -> str:
+    return app.config.claims_papers.get(paper, {}).get(name, "")
 
 
 def items_of(paper: str) -> list[str]:
@@ -112,7 +118,7 @@ def items_of(paper: str) -> list[str]:
 
 
 def slug(text: str) -> str:
-    """Return a name for classes and addresses."""
+    """Return `text` as a name of a CSS class or a part of an address."""
     return text.replace(" ", "-")
 
 
@@ -120,28 +126,28 @@ def slug(text: str) -> str:
 
 
 class Later(nodes.General, nodes.Element):
-    """Stands for a part of a page that is known only when it is written."""
+    """A placeholder for a part of a page that is filled in when the page is written."""
 
 
 class LaterInline(nodes.Inline, nodes.TextElement):
-    """The same, within a line of text."""
+    """A placeholder within a line of text."""
 
 
 class Ledger(SphinxDirective):
     """``{ledger}``: counts, filters, and a section for each paper with all its items."""
 
-    def run(self):
-        """Return what is known, and placeholders."""
+    def run(self) -> list[nodes.Node]:
+        """Return the form, and placeholders for the tables."""
         self.env.metadata[self.env.docname][REPORTS] = "ledger"
         form = nodes.raw("", filters(papers(self.env.app)), format="html")
         return [Later(make=summary), form, *self.sections(ledger_part)]
 
-    def sections(self, make) -> list[nodes.section]:
-        """Return a section on each paper: its title, what was read, and a placeholder."""
-        sections = []
+    def sections(self, make: Callable[..., list[nodes.Node]]) -> list[nodes.Node]:
+        """Return a section for each paper: its title, its source, and a placeholder."""
+        sections: list[nodes.Node] = []
         for paper, title in papers(self.env.app).items():
             section = nodes.section("", nodes.title("", title), ids=[f"paper-{paper}"])
-            source = f"{_said(self.env.app, paper, 'source')} Its items: `{paper}.…`".strip()
+            source = f"{_setting(self.env.app, paper, 'source')} Its items: `{paper}.…`".strip()
             self.state.nested_parse(StringList([source], self.env.docname), 0, section)
             section += Later(make=make, paper=paper)
             sections.append(section)
@@ -149,9 +155,9 @@ class Ledger(SphinxDirective):
 
 
 class Errata(Ledger):
-    """``{errata}``: the same sections, with what is wrong as printed."""
+    """``{errata}``: the same sections, with the items that are wrong as printed."""
 
-    def run(self):
+    def run(self) -> list[nodes.Node]:
         """Return the sections of the papers."""
         self.env.metadata[self.env.docname].setdefault(REPORTS, "errata")
         return self.sections(errata_part)
@@ -160,17 +166,18 @@ class Errata(Ledger):
 class Tally(SphinxRole):
     """``{tally}`errors```: one number of `claims.count`, linked to its rows of the ledger."""
 
-    def run(self):
-        """Leave a placeholder."""
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Return a placeholder."""
         if self.text not in TALLIES:
-            message = self.inliner.reporter.error(f"tally: nothing is counted as {self.text!r}")
-            return [], [message]
+            expected = ", ".join(TALLIES)
+            problem = f"tally is {self.text!r}; expected one of {expected}"
+            return [], [self.inliner.reporter.error(problem)]
         self.env.metadata[self.env.docname].setdefault(REPORTS, "tally")
-        return [LaterInline(what=self.text)], []
+        return [LaterInline(tally=self.text)], []
 
 
 def filters(titles: dict[str, str]) -> str:
-    """Return the form that chooses rows; without scripts it is hidden, and all rows show."""
+    """Return the form that selects rows; without scripts it is hidden, and all rows are shown."""
     named = {paper: f"{paper}: {title}" for paper, title in titles.items()}
     return (
         '<form class="da-filter" role="search" aria-label="Items of the ledger">'
@@ -197,33 +204,33 @@ def _select(name: str, label: str, options: dict[str, str]) -> str:
 # --- when pages are written ----------------------------------------------------------------------
 
 
-def _fill_in(app, doctree, doc):
+def _fill_in(app: Sphinx, doctree: nodes.document, doc: str) -> None:
     for node in list(doctree.findall(Later)):
         make = node["make"]
         node.replace_self(make(app, doc, node["paper"]) if "paper" in node else make(app, doc))
     for node in list(doctree.findall(LaterInline)):
-        number = str(claims.count(ledger(app))[node["what"]])
-        node.replace_self(filtered(app, doc, number, **TALLIES[node["what"]]))
-    for node in doctree.findall(nodes.raw):  # the page itself does without
+        number = str(claims.count(ledger(app))[node["tally"]])
+        node.replace_self(filtered(app, doc, number, **TALLIES[node["tally"]]))
+    for node in doctree.findall(nodes.raw):  # the written page does not need the data
         if DATA.search(node.astext()):
             node.children = [nodes.Text(DATA.sub("", node.astext()))]
 
 
-def ledger_page(app) -> str | None:
-    """Return the page that has the ledger."""
-    found = app.env.metadata.items()
-    return next((doc for doc, meta in found if meta.get(REPORTS) == "ledger"), None)
+def ledger_page(app: Sphinx) -> str | None:
+    """Return the page that contains the ledger."""
+    pages = app.env.metadata.items()
+    return next((doc for doc, meta in pages if meta.get(REPORTS) == "ledger"), None)
 
 
-def filtered(app, doc: str, text: str, **choice: str) -> nodes.Node:
-    """Link to the ledger with some of its rows chosen, as static/ledger.js reads it."""
+def filtered(app: Sphinx, doc: str, text: str, **choice: str) -> nodes.Node:
+    """Link to a selection of the ledger's rows, in the format that static/ledger.js reads."""
     words = "&".join(f"{name}={slug(value)}" for name, value in choice.items())
     page = ledger_page(app)
     return link(app, doc, page, words, text) if page else nodes.Text(text)
 
 
-def summary(app, doc: str) -> nodes.table:
-    """Return how many items of each paper have which verdict and grade."""
+def summary(app: Sphinx, doc: str) -> nodes.table:
+    """Return a table of the numbers of items by paper, verdict and grade."""
     rows, titles = ledger(app), papers(app)
     mistakes = claims.mistakes(rows)
     columns = [{"grade": grade} for grade in GRADES] + [{"verdict": v} for v in VERDICTS[1:]]
@@ -248,34 +255,41 @@ def summary(app, doc: str) -> nodes.table:
     return table(header, lines, ["da-counts"])
 
 
-def ledger_part(app, doc: str, paper: str) -> list[nodes.Node]:
-    """Return a table of a paper's items; warn if no page has one of them."""
+def ledger_part(app: Sphinx, doc: str, paper: str) -> list[nodes.Node]:
+    """Return a table of a paper's items; warn if no page checks one of them."""
     rows = ledger(app)
     checked = [item for item in items_of(paper) if item in rows]
     if missing := [item for item in items_of(paper) if item not in rows]:
         log.warning("no page gives a verdict on %s", ", ".join(missing), location=doc)
     header = ["item", "verdict", "what the machine did"]
-    return [item_table(app, doc, checked, item_says, header)] if checked else []
+    return [item_table(app, doc, checked, item_verdict, header)] if checked else []
 
 
-def errata_part(app, doc: str, paper: str) -> list[nodes.Node]:
-    """Return a paper's items that are wrong as printed, with what holds instead."""
+def errata_part(app: Sphinx, doc: str, paper: str) -> list[nodes.Node]:
+    """Return a table of a paper's items that are wrong as printed, with the corrections."""
     rows = ledger(app)
     checked = [item for item in items_of(paper) if item in rows]
     wrong = [item for item in checked if rows[item]["grade"]]
     if not wrong:
-        found = "of which none is wrong as printed" if checked else "so far"
-        return [paragraph(f"{len(checked)} of {len(items_of(paper))} items checked, {found}.")]
+        result = "of which none is wrong as printed" if checked else "so far"
+        return [paragraph(f"{len(checked)} of {len(items_of(paper))} items checked, {result}.")]
     header = ["item", "what holds instead", "what the machine did"]
-    return [item_table(app, doc, wrong, erratum_says, header)]
+    return [item_table(app, doc, wrong, erratum, header)]
 
 
-def item_table(app, doc: str, items: list[str], says, header: list[str]) -> nodes.table:
-    """Return a table with a row for each item, whose name is the row's anchor."""
-    rows, found = ledger(app), claims_of(app)
-    checks = {item: [(p, claim) for p, claim in found if claim["item"] == item] for item in items}
+def item_table(
+    app: Sphinx,
+    doc: str,
+    items: list[str],
+    describe: Callable[[str, dict], list[nodes.Node]],
+    header: list[str],
+) -> nodes.table:
+    """Return a table with a row for each item, whose id is the row's anchor."""
+    rows, pairs = ledger(app), claims_of(app)
+    checks = {item: [(p, claim) for p, claim in pairs if claim["item"] == item] for item in items}
     lines = [
-        [item_name(item), says(item, rows[item]), _checks(app, doc, checks[item])] for item in items
+        [item_name(item), describe(item, rows[item]), _checks(app, doc, checks[item])]
+        for item in items
     ]
     result = table(header, lines, ["da-ledger"])
     for item, line in zip(items, list(result.findall(nodes.row))[1:], strict=True):
@@ -289,54 +303,54 @@ def item_table(app, doc: str, items: list[str], says, header: list[str]) -> node
 
 def item_name(item: str) -> list[nodes.Node]:
     """Return an item's id, linked to itself so that it can be cited, and its topic."""
-    return [_place(item), nodes.Text(" "), *typeset(inventory()[item]["topic"])]
+    return [_item_link(item), nodes.Text(" "), *typeset(inventory()[item]["topic"])]
 
 
-def _place(item: str) -> nodes.reference:
+def _item_link(item: str) -> nodes.reference:
     return nodes.reference("", "", nodes.literal("", item), internal=True, refuri=f"#{item}")
 
 
-def item_says(item: str, row: dict) -> list[nodes.Node]:
-    """Return an item's verdict, and the condition, the correction or what was checked."""
+def item_verdict(item: str, row: dict) -> list[nodes.Node]:
+    """Return an item's verdict, and the condition, the correction or the checked statement."""
     verdict = row["verdict"]
-    says: list[nodes.Node] = [nodes.strong("", verdict, classes=[f"da-{slug(verdict)}"])]
+    cell: list[nodes.Node] = [nodes.strong("", verdict, classes=[f"da-{slug(verdict)}"])]
     if row["grade"]:
-        says += [nodes.Text(" ("), *grade_says(row), nodes.Text(")")]
+        cell += [nodes.Text(" ("), *_grade(row), nodes.Text(")")]
     if row["statement"] != inventory()[item]["topic"]:
-        says += [nodes.Text(" " if verdict == "holds if" else ": "), *typeset(row["statement"])]
-    return says
+        cell += [nodes.Text(" " if verdict == "holds if" else ": "), *typeset(row["statement"])]
+    return cell
 
 
-def erratum_says(item: str, row: dict) -> list[nodes.Node]:
-    """Return the grade of what is wrong, and what holds instead."""
-    grade, *more = grade_says(row)
+def erratum(item: str, row: dict) -> list[nodes.Node]:
+    """Return the grade of a mistake, and its correction."""
+    grade, *more = _grade(row)
     strong = nodes.strong("", grade.astext(), classes=["da-wrong-as-printed"])
     return [strong, *more, nodes.Text(": "), *typeset(row["statement"])]
 
 
-def grade_says(row: dict) -> list[nodes.Node]:
-    """Return a grade, what it leaves open, and whose mistake it is."""
-    says: list[nodes.Node] = [nodes.Text(row["grade"])]
+def _grade(row: dict) -> list[nodes.Node]:
+    """Return a grade, whether it may be the copy's fault, and the item with the same mistake."""
+    cell: list[nodes.Node] = [nodes.Text(row["grade"])]
     if row["grade"] == "copy":
-        says.append(nodes.Text(", perhaps not in print"))
+        cell.append(nodes.Text(", perhaps not in print"))
     if row["same_as"]:
-        says += [nodes.Text(", the same mistake as "), _place(row["same_as"])]
-    return says
+        cell += [nodes.Text(", the same mistake as "), _item_link(row["same_as"])]
+    return cell
 
 
-def _checks(app, doc: str, found) -> list[nodes.Node]:
-    """Return a line on each check, linked to where it was executed."""
+def _checks(app: Sphinx, doc: str, checks: Checks) -> list[nodes.Node]:
+    """Return a line for each check, linked to its place in the book."""
     parts: list[nodes.Node] = []
     name = app.config.claims_page_name or (lambda page: app.env.titles[page].astext())
-    for page, claim in found:
+    for page, claim in checks:
         check = claim["anchor"].rpartition("-")[2]
-        place = link(app, doc, page, claim["anchor"], f"{name(page)}, check {check}")
-        parts.append(nodes.inline("", f"{check_text(claim)} ", place, classes=["da-check"]))
+        source = link(app, doc, page, claim["anchor"], f"{name(page)}, check {check}")
+        parts.append(nodes.inline("", f"{check_text(claim)} ", source, classes=["da-check"]))
     return parts
 
 
 def check_text(claim: dict) -> str:
-    """Say what a check found, and how it tells the mutant, in words for its numbers."""
+    """Describe the margins of a claim and of its mutant in words."""
     kind, margin, mutant = claim["kind"], claim["margin"], claim["mutant_margin"]
     unit = f" {claim['unit']}" if claim.get("unit") else ""
     if kind == "definition":
@@ -348,21 +362,21 @@ def check_text(claim: dict) -> str:
         return f"Equality: {error}; the mutant’s {number(mutant)}."
     if kind == "certificate":
         return f"Certificate: gap {number(margin)}; the mutant’s {number(mutant)}."
-    if kind == "inequality":  # a claim may lack no more than rounding
+    if kind == "inequality":  # a negative slack is rounding
         slack = f"slack {number(margin)}" if margin > 0 else "tight, up to rounding"
         return f"Inequality: {slack}; the mutant is violated by {number(mutant)}."
-    left = f"has {number(-mutant)}{unit} to spare" if mutant < 0 else "is exact"
-    left = f"has error {number(mutant)}{unit}" if mutant > 0 else left
-    return f"Counterexample: the print fails by {number(margin)}{unit}; the correction {left}."
+    result = f"has {number(-mutant)}{unit} to spare" if mutant < 0 else "is exact"
+    result = f"has error {number(mutant)}{unit}" if mutant > 0 else result
+    return f"Counterexample: the print fails by {number(margin)}{unit}; the correction {result}."
 
 
 def number(value: float) -> str:
-    """Return a size in two digits, with a power of ten where it is small or large."""
+    """Return a number with two digits, and a power of ten if it is small or large."""
     if 1e-3 <= value < 1e4:
         return f"{value:.2g}" if value < 100 else f"{value:.0f}"
     digits, power = f"{value:.0e}".split("e")
-    raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{digits}·10{raised}"
+    exponent = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{digits}·10{exponent}"
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -379,13 +393,13 @@ def table(header: list[str], rows: list[list], classes: list[str]) -> nodes.tabl
     return nodes.table("", group, classes=classes)
 
 
-def paragraph(cell) -> nodes.paragraph:
+def paragraph(cell: str | Sequence[nodes.Node]) -> nodes.paragraph:
     """Return text, or a list of inline nodes, as a paragraph."""
     return nodes.paragraph("", "", *([nodes.Text(cell)] if isinstance(cell, str) else cell))
 
 
-def link(app, source: str, target: str, anchor: str, text: str) -> nodes.reference:
-    """Link from one page to a place on another."""
+def link(app: Sphinx, source: str, target: str, anchor: str, text: str) -> nodes.reference:
+    """Return a link from one page to an anchor on another."""
     uri = app.builder.get_relative_uri(source, target) + f"#{anchor}"
     return nodes.reference("", text, internal=True, refuri=uri)
 
@@ -393,24 +407,28 @@ def link(app, source: str, target: str, anchor: str, text: str) -> nodes.referen
 # --- events --------------------------------------------------------------------------------------
 
 
-def _begin(app):
+def _begin(app: Sphinx) -> None:
     if app.config.claims_inventory:
         claims.use_inventory(Path(app.srcdir) / app.config.claims_inventory)
     app.config.html_static_path.append(str(STATIC))
 
 
-def _outdated(app, env, added, changed, removed):
-    """Name the pages that report on claims: they are written anew in every build."""
+def _outdated(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Return the pages that report on claims, which are written again in every build."""
     return [doc for doc, meta in env.metadata.items() if REPORTS in meta and doc not in removed]
 
 
-def _add_script(app, pagename, templatename, context, doctree):
+def _add_script(
+    app: Sphinx, pagename: str, templatename: str, context: dict, doctree: nodes.document | None
+) -> None:
     if pagename == ledger_page(app):
         app.add_js_file("ledger.js", loading_method="defer")
 
 
-def _write_json(app, error):
-    """Write the ledger for programs: beside the page, so that it travels with it."""
+def _write_json(app: Sphinx, error: Exception | None) -> None:
+    """Write ``ledger.json`` beside the ledger's page."""
     if error is None and app.builder.format == "html" and (page := ledger_page(app)):
         rows = ledger(app)
         folder = (Path(app.outdir) / page).parent
@@ -420,11 +438,11 @@ def _write_json(app, error):
         print(f"ledger: {len(rows)} of {len(inventory())} items have a verdict")
 
 
-def setup(app):
-    """Register everything above."""
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the extension."""
     app.add_config_value("claims_inventory", None, "env", [str])
     app.add_config_value("claims_papers", {}, "env", [dict])
-    app.add_config_value("claims_page_name", None, "")  # a function: page -> its name in links
+    app.add_config_value("claims_page_name", None, "")  # a function: page -> the text of links
     app.add_node(Later)
     app.add_node(LaterInline)
     app.add_directive("ledger", Ledger)
@@ -439,4 +457,4 @@ def setup(app):
     app.connect("doctree-resolved", _fill_in)
     app.connect("html-page-context", _add_script)
     app.connect("build-finished", _write_json)
-    return {"env_version": 1, "parallel_read_safe": True, "parallel_write_safe": True}
+    return {"env_version": 2, "parallel_read_safe": True, "parallel_write_safe": True}

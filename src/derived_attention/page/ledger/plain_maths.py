@@ -1,8 +1,8 @@
-"""Set the formulas in a line of plain text as formulas.
+"""Typeset the formulas in a line of plain text.
 
-Statements of claims and topics of the inventory are plain text, because they are printed in
-terminals too: ``σ_jr² ≤ C/|h(k_j)|``. Here the words that are mathematics are found and become
-LaTeX; `tests/test_book.py` looks for those that were missed.
+Statements of claims and topics of the inventory are plain text, ``σ_jr² ≤ C/|h(k_j)|``, because
+they are also printed in terminals. This module recognises the words that are mathematics and
+converts them to LaTeX; `tests/test_book.py` searches for those that it misses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYMBOL = re.compile(
     r"|\d+[A-Z]"  # 3D
 )
 NUMBER = re.compile(r"[-−]?\d[\d./]*")
-WORDY = re.compile(r"[(]?[\w'’]*[a-z]{2,}[-−][\w'’-]*")  # left-hand, M-step: a dash, no minus
+HYPHENATED = re.compile(r"[(]?[\w'’]*[a-z]{2,}[-−][\w'’-]*")  # left-hand, M-step: not a minus
 ENDS = re.compile(r"^([(\[]*)(.*?)([)\],;:.]*)$")
 
 
@@ -36,24 +36,24 @@ def typeset(text: str) -> list[nodes.Node]:
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """Split a line into stretches; say of each whether it is a formula."""
-    found: list[tuple[str, bool]] = []
+    """Split a line into pairs of a piece and whether it is a formula."""
+    split: list[tuple[str, bool]] = []
     words, start = text.split(" "), 0
     while start < len(words):
-        before, stretch, after, end = _formula(words, start)
-        new = [(before, False), (stretch, True), (after, False)] if stretch else [(after, False)]
+        before, formula, after, end = _formula(words, start)
+        new = [(before, False), (formula, True), (after, False)] if formula else [(after, False)]
         space = " " if end < len(words) else ""
         for piece, is_formula in [*new, (space, False)]:
-            if found and not is_formula and not found[-1][1]:
-                found[-1] = (found[-1][0] + piece, False)
+            if split and not is_formula and not split[-1][1]:
+                split[-1] = (split[-1][0] + piece, False)
             elif piece:
-                found.append((piece, is_formula))
+                split.append((piece, is_formula))
         start = end
-    return found
+    return split
 
 
 def _formula(words: list[str], start: int) -> tuple[str, str, str, int]:
-    """Return the longest formula from a word on: what opens it, itself, what closes it, its end."""
+    """Return the longest formula that starts at a word, as (prefix, formula, suffix, end)."""
     end = start
     kinds: list[str] = []
     while end < len(words):
@@ -69,14 +69,13 @@ def _formula(words: list[str], start: int) -> tuple[str, str, str, int]:
         end -= 1
     if "symbol" not in kinds:
         return "", "", words[start], start + 1
-    before, stretch, after = _trim(" ".join(words[start:end]))
-    return before, stretch, after, end
+    return *_trim(" ".join(words[start:end])), end
 
 
 def _kind(words: list[str], i: int) -> str:
     word = ENDS.sub(r"\2", words[i])
     previous = words[i - 1] if i else ""
-    if previous == "App." or WORDY.fullmatch(word):
+    if previous == "App." or HYPHENATED.fullmatch(word):
         return "text"
     if OPERATOR.fullmatch(word):
         return "operator"
@@ -92,33 +91,33 @@ def _kind(words: list[str], i: int) -> str:
 
 
 def _joins(left: str, right: str, word: str) -> bool:
-    """Say whether two words belong to one formula: numbers need an operator between."""
+    """Return whether two words belong to one formula; two numbers need an operator between."""
     if "number" in (left, right):
         return "operator" in (left, right) and not re.match(r"[−-]\d", word)
     return True
 
 
-def _stops(stretch: str) -> bool:
-    """Say whether punctuation ends the formula: not within its brackets."""
-    return stretch[-1] in ",;:." and _open(stretch) <= 0 or _open(stretch) < 0
+def _stops(formula: str) -> bool:
+    """Return whether punctuation outside brackets ends the formula."""
+    return formula[-1] in ",;:." and _open(formula) <= 0 or _open(formula) < 0
 
 
 def _open(text: str) -> int:
     return sum(text.count(c) for c in "([⌈{") - sum(text.count(c) for c in ")]⌉}")
 
 
-def _trim(stretch: str) -> tuple[str, str, str]:
-    """Move punctuation and lone brackets at the ends out of a formula."""
+def _trim(formula: str) -> tuple[str, str, str]:
+    """Split punctuation and unbalanced brackets at the ends from a formula."""
     before = after = ""
-    while stretch[-1] in ",;:." or (stretch[-1] == ")" and _open(stretch) < 0):
-        stretch, after = stretch[:-1], stretch[-1] + after
-    while stretch[0] == "(" and _open(stretch) > 0:
-        before, stretch = before + stretch[0], stretch[1:]
-    return before, stretch, after
+    while formula[-1] in ",;:." or (formula[-1] == ")" and _open(formula) < 0):
+        formula, after = formula[:-1], formula[-1] + after
+    while formula[0] == "(" and _open(formula) > 0:
+        before, formula = before + formula[0], formula[1:]
+    return before, formula, after
 
 
 def to_tex(formula: str) -> str:
-    """Return a formula of plain text as LaTeX; what KaTeX knows stays: σ, ≤, ‖."""
+    """Convert a plain-text formula to LaTeX; symbols that KaTeX accepts remain: σ, ≤, ‖."""
     tex = re.sub(r"[A-Za-z]{2,}", lambda m: NAMES.get(m[0], m[0]), formula)
     tex = re.sub(r"([_^])(\w+)", lambda m: f"{m[1]}{{{_script(m[2])}}}", _exponents(tex))
     tex = re.sub(r"√(\w)", r"\\sqrt{\1}", tex).replace("Σ_", r"\sum_").replace("∑", r"\sum")
@@ -142,6 +141,6 @@ def _word(word: str) -> str:
 
 
 def missed(text: str) -> list[str]:
-    """Return the words outside formulas that look like mathematics: for the tests."""
+    """Return the words outside formulas that look like mathematics, for the tests."""
     plain = " ".join(piece for piece, is_formula in pieces(text) if not is_formula)
     return [word for word in plain.split() if re.search(rf"[{MATHS}=]", word)]
