@@ -65,14 +65,14 @@ class Subject:
         variadic = any(p.kind == p.VAR_KEYWORD for p in taken.values())
         takes = frozenset(COMMON if variadic or not taken else taken)
         name = getattr(function, "__name__", type(function).__name__)
-        subject = cls(function, reference, name, keys, options, takes=takes)
-        keep = boolean(N)
+        subject = cls(on_copies(function), reference, name, keys, options, takes=takes)
         subject.square = refuses(Case(subject, n=6, m=4).run, "k", "v", "key", "value")
         subject.weights = is_linear_in_values(subject)
-        masks = {"biased": added(subject, keep), "any_mask": boolean(N, N)}
+        masks = {"biased": added(subject, boolean(N)), "any_mask": boolean(N, N)}
         for flag, mask in masks.items():
             setattr(subject, flag, not refuses(Case(subject, m=N, attn_mask=mask).run, "attn_mask"))
         subject.causal = not refuses(Case(subject, is_causal=True).run, "is_causal")
+        subject.fast = function
         return subject
 
     @property
@@ -241,7 +241,8 @@ def output_and_gradients(
     leaves = [x for x in inputs if x.requires_grad]
     out = function(*inputs, **options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
-    return out, *torch.autograd.grad((out * weights.view_as(out)).sum(), leaves)
+    loss = (out * weights.view_as(out)).sum()
+    return out, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
 def relative_errors(results: Any, exact: Any) -> list[float]:
@@ -282,6 +283,16 @@ def parameters_of(function: Mechanism) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some built-in functions
         return {}
+
+
+def on_copies(function: Mechanism) -> Mechanism:
+    """Hand a function copies of its inputs, as it writes to them."""
+
+    def run(*args: Any, **options: Any) -> Tensor:
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in args]
+        return function(*copies, **options)
+
+    return run
 
 
 def refuses(run: Run, *names: str) -> bool:

@@ -40,6 +40,7 @@ from derived_attention.attention.cases import (
     added,
     boolean,
     keys_of,
+    on_copies,
     parameters_of,
     relative_errors,
     variants,
@@ -201,6 +202,7 @@ def need_finite(results: Iterable[Tensor], what: str) -> None:
 
 
 @promise("calling convention")
+@torch.no_grad()
 def calling_convention(subject: Subject) -> str:
     """Take the arguments of PyTorch's attention, the first six by position, too; and no unknown."""
     Case(subject).run()
@@ -211,9 +213,9 @@ def calling_convention(subject: Subject) -> str:
         must([p.name for p in names[: len(COMMON)]] == COMMON, f"the arguments are {names}")
         later = all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in names[6:])
         must(later, f"an option after the sixth can be given by position: {names}")
-    case = Case(subject, attn_mask=boolean(keys_of(subject)))
+    case, again = (Case(subject, attn_mask=boolean(1, keys_of(subject))) for _ in range(2))
     first = [case.tensors[key] for key in COMMON[:4]]
-    same = torch.equal(subject.fast(*first, 0.0, False, **case.own), case.run())
+    same = torch.equal(subject.fast(*first, 0.0, False, **case.own), again.run())
     must(same, "six arguments by position give another output than by name")
     try:
         case.run(no_such_option=1)
@@ -315,70 +317,6 @@ def dtypes(subject: Subject) -> str:
             must(error < (16 if i else 4), f"{part} in {dtype} is wrong by {error:.1f} roundings")
             worst.see(error, f"{part} in {dtype}")
     return f"{len(DTYPES)} dtypes, at most {worst.error:.1f} roundings ({worst.where})"
-
-
-SPREADS = [(dtype, std) for dtype in (F32, BF16, F16) for std in (1, 4, 12)] + [(F32, 30)]
-
-
-@promise("spread", "dtypes")
-def spread(subject: Subject) -> str:
-    """Err by what one rounding of q, k, v would change, up to a factor, and lose no row."""
-    worst = Worst()
-    for dtype, std in SPREADS:
-        eps, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
-        for options in variants(subject, {}):
-            case = Case(subject, n=64, m=64, leading=(1, H), d=32, dv=32, dtype=dtype, **options)
-            case = case.changed("qk", functools.partial(operator.mul, std))
-            near = case.double().copied(functools.partial(rounded, eps=eps, generator=generator))
-            exact, results = case.double().results(subject.exact), case.results()
-            what = f"{dtype}, q and k of spread {std}{', causal' * bool(options)}"
-            need_finite(results, what)
-            must(torch.equal(results[0].any(-1), exact[0].any(-1)), f"{what}: a row is lost")
-            moved = relative_errors(near.results(subject.exact), exact)
-            # In float32 rounding errors of sums are not much less than those of the arguments, and
-            # weights near 0 and 1, of which gradients are made, lose most.
-            most = [32, 4000, 4000, 4000] if dtype == F32 else [1, 2, 2, 2]
-            errors = zip(relative_errors(results, exact), moved, strict=True)
-            for part, (error, bound), limit in zip(PARTS, errors, most, strict=False):
-                share = error / (eps + bound)
-                must(share < limit, f"{what}: {part} has {share:.0f} times that error")
-                worst.see(share, f"{what}, {part}")
-    return f"{worst.count} comparisons, at most {worst.error:.2g} times that error ({worst.where})"
-
-
-def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """Return a tensor as another rounding would have left it."""
-    return x * (1 + eps * (torch.rand(x.shape, generator=generator) - 0.5))
-
-
-@promise("large scores")
-def large_scores(subject: Subject) -> str:
-    """Give finite numbers, those of the formula, for scores of any size."""
-    case = Case(subject, dtype=F32).changed("qk", functools.partial(operator.mul, 300))
-    need_finite(case.results(), "q and k times 300, float32")
-    exact, worst = case.double(), Worst()
-    worst.compare([exact.run()], [exact.run(subject.exact)], 1e-8, "q and k times 300")
-    return f"{worst}; all finite"
-
-
-@promise("autocast", "dtypes")
-def autocast(subject: Subject) -> str:
-    """Return the dtype of q or bfloat16 under autocast, right to 3 %."""
-    worst, mask = Worst(), added(subject, boolean(keys_of(subject)), F32)
-    masked: list[dict[str, Any]] = [{"attn_mask": mask}] * subject.takes_masks
-    for options in [{}, *masked]:
-        case = Case(subject, dtype=F32, **options)
-        exact = case.run()
-        with torch.autocast("cpu", dtype=BF16):
-            for q in (case.tensors["q"], case.tensors["q"].bfloat16()):
-                out, what = case.run(q=q), f"q in {q.dtype}{', masked' * bool(options)}"
-                must(out.dtype in (q.dtype, BF16), f"{what}: the output is {out.dtype}")
-                error = relative_errors([out], [exact])[0]
-                must(error < 3e-2, f"{what}: the output is wrong by {error:.1%}")
-                slope = torch.autograd.grad(out.sum(), case.tensors["v"])[0]
-                must(slope.any(), f"{what}: the gradient of v is 0")
-                worst.see(error, what)
-    return str(worst)
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -515,6 +453,72 @@ def see_no_future(case: Case) -> None:
             slopes = torch.autograd.grad(out[past].square().sum(), leaves, retain_graph=True)
             still = not any(bool(x[future].any()) for x in slopes)
             must(still, f"{what} has a gradient of queries up to {t}")
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+SPREADS = [(dtype, std) for dtype in (F32, BF16, F16) for std in (1, 4, 12)] + [(F32, 30)]
+
+
+@promise("spread", "dtypes")
+def spread(subject: Subject) -> str:
+    """Err by what one rounding of q, k, v would change, up to a factor, and lose no row."""
+    worst = Worst()
+    for dtype, std in SPREADS:
+        eps, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+        for options in variants(subject, {}):
+            case = Case(subject, n=64, m=64, leading=(1, H), d=32, dv=32, dtype=dtype, **options)
+            case = case.changed("qk", functools.partial(operator.mul, std))
+            near = case.double().copied(functools.partial(rounded, eps=eps, generator=generator))
+            exact, results = case.double().results(subject.exact), case.results()
+            what = f"{dtype}, q and k of spread {std}{', causal' * bool(options)}"
+            need_finite(results, what)
+            must(torch.equal(results[0].any(-1), exact[0].any(-1)), f"{what}: a row is lost")
+            moved = relative_errors(near.results(subject.exact), exact)
+            # In float32 rounding errors of sums are not much less than those of the arguments, and
+            # weights near 0 and 1, of which gradients are made, lose most.
+            most = [32, 4000, 4000, 4000] if dtype == F32 else [1, 2, 2, 2]
+            errors = zip(relative_errors(results, exact), moved, strict=True)
+            for part, (error, bound), limit in zip(PARTS, errors, most, strict=False):
+                share = error / (eps + bound)
+                must(share < limit, f"{what}: {part} has {share:.2g} times that error")
+                worst.see(share, f"{what}, {part}")
+    return f"{worst.count} comparisons, at most {worst.error:.2g} times that error ({worst.where})"
+
+
+def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """Return a tensor as another rounding would have left it."""
+    return x * (1 + eps * (torch.rand(x.shape, generator=generator) - 0.5))
+
+
+@promise("large scores")
+def large_scores(subject: Subject) -> str:
+    """Give finite numbers, those of the formula, for scores of any size."""
+    case = Case(subject, dtype=F32).changed("qk", functools.partial(operator.mul, 300))
+    need_finite(case.results(), "q and k times 300, float32")
+    exact, worst = case.double(), Worst()
+    worst.compare([exact.run()], [exact.run(subject.exact)], 1e-8, "q and k times 300")
+    return f"{worst}; all finite"
+
+
+@promise("autocast", "dtypes")
+def autocast(subject: Subject) -> str:
+    """Return the dtype of q or bfloat16 under autocast, right to 3 %."""
+    worst, mask = Worst(), added(subject, boolean(keys_of(subject)), F32)
+    masked: list[dict[str, Any]] = [{"attn_mask": mask}] * subject.takes_masks
+    for options in [{}, *masked]:
+        case = Case(subject, dtype=F32, **options)
+        exact = case.run()
+        with torch.autocast("cpu", dtype=BF16):
+            for q in (case.tensors["q"], case.tensors["q"].bfloat16()):
+                out, what = case.run(q=q), f"q in {q.dtype}{', masked' * bool(options)}"
+                must(out.dtype in (q.dtype, BF16), f"{what}: the output is {out.dtype}")
+                error = relative_errors([out], [exact])[0]
+                must(error < 3e-2, f"{what}: the output is wrong by {error:.1%}")
+                slope = torch.autograd.grad(out.sum(), case.tensors["v"])[0]
+                must(slope.any(), f"{what}: the gradient of v is 0")
+                worst.see(error, what)
+    return str(worst)
 
 
 # --- derivatives and transforms -------------------------------------------------------------------
@@ -994,16 +998,10 @@ def leave_out(name: str, subject: Subject) -> None:
         subject.reference = None
     if name == "calling convention":
         try:
-            Case(subject).run()
+            with torch.no_grad():
+                Case(subject).run()
         except Exception:
             subject.broken.add("a plain call")
-
-
-def on_copies(function: Mechanism) -> Mechanism:
-    """Hand a function copies of its inputs, as it writes to them."""
-    return lambda q, k, v, *args, **options: function(
-        q.clone(), k.clone(), v.clone(), *args, **options
-    )
 
 
 @contextlib.contextmanager
