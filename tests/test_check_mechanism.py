@@ -165,7 +165,7 @@ def crashes(*args, **options):
     raise ZeroDivisionError("always")
 
 
-@breaks("bad arguments", "q = torch.float32 (6,) raises RuntimeError: something failed")
+@breaks("bad arguments", "raises RuntimeError: something failed")
 def says_only_that_it_failed(*args, **options):
     try:
         return softmax_attention(*args, **options)
@@ -254,7 +254,7 @@ def test_what_is_neither_compiled_nor_mapped_nor_derived_twice():
         print(float(q.sum()))
         return Once.apply((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v)
 
-    some = ["gradients", "compile", "vmap", "second derivatives"]
+    some = ["gradients", "compile", "vmap", "further derivatives"]
     report = check_mechanism(breaking, softmax_attention_reference, promises=some, verbose=False)
     assert report.failed == some[1:], str(report)
 

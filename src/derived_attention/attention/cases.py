@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,10 @@ class Subject:
     weights: bool = True
     ours: bool = False  # of the registry: error messages are compared word for word
     takes: frozenset[str] = frozenset(COMMON)
-    broken: set[str] = field(default_factory=set)  # the promises that later ones must not rest on
+    broken: set[str] = field(default_factory=set)  # promises; and what is left for later ones:
+    dtypes: list[torch.dtype] = field(default_factory=lambda: DTYPES)
+    differentiable: bool = True
+    masked: bool = True
 
     @classmethod
     def of(cls, entry: str | Entry | Subject, form: str = "fast") -> Subject:
@@ -66,6 +69,7 @@ class Subject:
         takes = frozenset(COMMON if variadic or not taken else taken)
         name = getattr(function, "__name__", type(function).__name__)
         subject = cls(on_copies(function), reference, name, keys, options, takes=takes)
+        subject.masked = "attn_mask" in takes
         subject.square = refuses(Case(subject, n=6, m=4).run, "k", "v", "key", "value")
         subject.weights = is_linear_in_values(subject)
         masks = {"biased": added(subject, boolean(N)), "any_mask": boolean(N, N)}
@@ -76,36 +80,9 @@ class Subject:
         return subject
 
     @property
-    def is_formula(self) -> bool:
-        """Whether it is compared with itself."""
-        return self.fast is self.reference
-
-    @property
     def exact(self) -> Mechanism:
         """What it is compared with in float64: its formula or, without one, itself."""
         return self.reference or self.fast
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes that can be part of other promises."""
-        return [torch.float64] if "dtypes" in self.broken else DTYPES
-
-    @property
-    def takes_masks(self) -> bool:
-        """Whether masks can be part of other promises."""
-        return "attn_mask" in self.takes and "masks over keys" not in self.broken
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether gradients can be part of other promises."""
-        return not {"gradients", "finite differences"} & self.broken
-
-    @property
-    def grows_with_heads(self) -> bool:
-        """Whether an option holds one number, or row, for each head."""
-        few, many = (self.options(N, heads, D) for heads in (4, 8))
-        sizes = [[len(x) for x in own.values() if is_sized(x)] for own in (few, many)]
-        return sizes[0] != sizes[1]
 
 
 class Case:
@@ -164,7 +141,7 @@ class Case:
         }
         return other
 
-    def changed(self, keys: str, change: Callable[[Tensor], Tensor]) -> Case:
+    def changed(self, keys: Iterable[str], change: Callable[[Tensor], Tensor]) -> Case:
         """Return the same with other values in some of q, k and v."""
         return self.copied(lambda key, x: change(x) if key in keys else x)
 
@@ -190,9 +167,8 @@ def keys_of(mechanism: str | Entry | Subject) -> int:
 def variants(mechanism: str | Entry | Subject, *options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return those options that a mechanism takes, and causality where it has it."""
     subject = Subject.of(mechanism)
-    causal = subject.causal and "is_causal" in subject.takes and "causality" not in subject.broken
-    kept = [x for x in options if "attn_mask" not in x or subject.takes_masks]
-    return [*kept, *[{"is_causal": True}] * causal]
+    kept = [x for x in options if "attn_mask" not in x or subject.masked]
+    return [*kept, *[{"is_causal": True}] * subject.causal]
 
 
 # --- random inputs --------------------------------------------------------------------------------
@@ -318,8 +294,3 @@ def is_linear_in_values(subject: Subject) -> bool:
     except Exception:  # the promises say what it was
         return True
     return both.shape == one.shape and torch.allclose(both, one + other, rtol=1e-6, atol=1e-6)
-
-
-def is_sized(x: Any) -> bool:
-    """Say whether an option has a length."""
-    return hasattr(x, "__len__") and not (isinstance(x, Tensor) and x.dim() == 0)

@@ -7,11 +7,9 @@ The tests hold the registry to the same functions.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
-import random
 import re
 import textwrap
 import traceback
@@ -19,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,7 +55,6 @@ F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat1
 TOLERANCE = {F32: 1e-5, F64: 1e-12, BF16: 5e-2, F16: 5e-3}
 PARTS = ["the output", *(f"the gradient of {key}" for key in COMMON[:3])]
 PARTS += ["the gradient of an option or mask"] * 9
-CAUSAL = {"is_causal": True}
 
 
 class Outcome(Exception):
@@ -224,35 +220,30 @@ def calling_convention(subject: Subject) -> str:
     raise Broken("no_such_option=1 raises no TypeError")
 
 
+VIEWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "length before heads": ("qkv", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "columns first": ("qkv", lambda x: x.mT.contiguous().mT),
+    "expanded": ("kv", lambda x: x[:1].expand(x.shape)),
+}
+
+
 @promise("inputs")
 def inputs(subject: Subject) -> str:
     """Only read the inputs, and give for a view what its contiguous copy gives."""
     worst, keep = Worst(), boolean(B, 1, 1, keys_of(subject))
-    masked: list[dict[str, Any]] = [{"attn_mask": added(subject, keep)}] * subject.takes_masks
-    for how in ("length before heads", "columns first", "expanded"):
+    masked: list[dict[str, Any]] = [{"attn_mask": added(subject, keep)}] * subject.masked
+    for how, (keys, change) in VIEWS.items():
         for options in [{}, *masked]:
-            case = Case(subject, **options).copied(functools.partial(view, how=how))
+            case = Case(subject, **options).changed([*keys, "attn_mask"], change)
             copied = case.copied(lambda key, x: x.clone(memory_format=torch.contiguous_format))
             with torch.no_grad():  # nothing hinders writing
-                Case.run(case.copied(lambda key, x: x))
+                case.copied(lambda key, x: x).run()
+            unchanged = [torch.equal(case.tensors[key], x) for key, x in copied.tensors.items()]
+            results = case.results() if all(unchanged) else ()
             for key, x in copied.tensors.items():
                 must(torch.equal(case.tensors[key], x), f"{key} is written to ({how})")
-            results, expected = case.results(), copied.results()
-            for key, x in copied.tensors.items():
-                must(torch.equal(case.tensors[key], x), f"{key} is written to ({how})")
-            worst.compare(results, expected, 1e-10, how)
+            worst.compare(results, copied.results(), 1e-10, how)
     return f"{worst}; no input written to"
-
-
-def view(key: str, x: Tensor, how: str) -> Tensor:
-    """Return q, k, v or a mask with other strides."""
-    if key not in COMMON:
-        return x
-    if how == "length before heads":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if how == "columns first":
-        return x.mT.contiguous().mT
-    return x[:1].expand(x.shape) if key != "q" else x
 
 
 # --- the formula ----------------------------------------------------------------------------------
@@ -263,10 +254,11 @@ LENGTHS = [(1, 1), (2, 1), (1, M), (M, N), (64, 64), (150, 150), (150, 5), (5, 1
 def cases(subject: Subject) -> Iterator[tuple[str, Case]]:
     """Yield cases of all shapes, one thing varied at a time."""
     case = functools.partial(Case, subject)
+    alike = str(subject.options(N, 4, D)) == str(subject.options(N, 8, D))  # for any heads
     yield "as usual", case()
     for n, m in LENGTHS:
         yield f"{n} queries, {m} keys", case(n=n, m=m, leading=(H,), d=3, dv=2)
-    for leading in [(H,), (1,), (B, 1, H), *[()] * (not subject.grows_with_heads)]:
+    for leading in [(H,), (1,), (B, 1, H), *[()] * alike]:
         yield f"leading dimensions {leading}", case(leading=leading)
     yield from ((f"Dv = {dv}", case(dv=dv)) for dv in (1, D, D + 3))
     yield from ((f"D = {d}", case(d=d)) for d in (1, 7))
@@ -374,12 +366,16 @@ def dead_rows(subject: Subject) -> str:
     keep[1] = False
     masks = [keep]
     dead: tuple[Any, ...] = (1,)
-    if takes_any_mask(subject):
+    if subject.any_mask:
         keep = boolean(N, m)
         keep[2] = False
         masks, dead = [keep, keep.expand(B, H, N, m)], (..., 2, slice(None))
     masks += [added(subject, mask) for mask in masks]
-    in_full = [dtype for dtype in subject.dtypes if not (subject.is_formula and dtype == F16)]
+    in_full = [
+        dtype
+        for dtype in subject.dtypes
+        if not (subject.fast is subject.reference and dtype == F16)
+    ]
     for dtype in in_full:  # formulas overflow in float16
         for mask in masks:
             what = f"{dtype}, mask {mask.dtype} {tuple(mask.shape)}"
@@ -398,17 +394,12 @@ def dead_rows(subject: Subject) -> str:
     return f"{len(in_full) * len(masks)} masks with dead rows, 3 of nothing else: zeros"
 
 
-def takes_any_mask(subject: Subject) -> bool:
-    """Say whether masks that differ between queries can be part of other promises."""
-    return subject.any_mask and subject.takes_masks and "masks per query" not in subject.broken
-
-
 @promise("large negative numbers", "masks over keys", argument="attn_mask")
 def large_negative_numbers(subject: Subject) -> str:
     """Take -1e4 or below in a mask for -inf, in every dtype, as libraries mean it."""
     m, worst, keep = keys_of(subject), Worst(), boolean(B, 1, 1, keys_of(subject))
     keep[1] &= "dead rows" in subject.broken
-    for mask in [keep, *[boolean(N, m)] * takes_any_mask(subject)]:
+    for mask in [keep, *[boolean(N, m)] * subject.any_mask]:
         exact = Case(subject, attn_mask=mask).results()
         for numbers in written_as_numbers(mask):
             what = f"{numbers.min():.2g} in {numbers.dtype}"
@@ -431,7 +422,7 @@ def causality(subject: Subject) -> str:
         worst.formula(case(n=n, m=m, leading=(H,), d=3, dv=2), f"{n} queries, {m} keys")
     for leading in [(B, H), (B, 1, H)]:
         worst.formula(case(leading=leading), f"leading dimensions {leading}")
-    for n, m in [(N, M), (M, N)] * takes_any_mask(subject):
+    for n, m in [(N, M), (M, N)] * subject.any_mask:
         masked = Case(subject, n=n, m=m, attn_mask=causal_mask(n, m)).results()
         worst.compare(case(n=n, m=m).results(), masked, 1e-10, f"mask of {n} queries, {m} keys")
     return f"5 problems, to the last bit; {worst}"
@@ -505,7 +496,7 @@ def large_scores(subject: Subject) -> str:
 def autocast(subject: Subject) -> str:
     """Return the dtype of q or bfloat16 under autocast, right to 3 %."""
     worst, mask = Worst(), added(subject, boolean(keys_of(subject)), F32)
-    masked: list[dict[str, Any]] = [{"attn_mask": mask}] * subject.takes_masks
+    masked: list[dict[str, Any]] = [{"attn_mask": mask}] * subject.masked
     for options in [{}, *masked]:
         case = Case(subject, dtype=F32, **options)
         exact = case.run()
@@ -565,65 +556,43 @@ def refused(found: Run, expected: Tensor, worst: Worst, what: str) -> bool:
     return False
 
 
-def step_for(x: Tensor) -> Tensor:
-    """Return a direction to derive along."""
-    return torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
-
-
-@promise("second derivatives", "formula", "gradients")
-def second_derivatives(subject: Subject) -> str:
-    """Have the formula's second derivatives, or raise PyTorch's error that there are none."""
+@promise("further derivatives", "formula", "gradients")
+def further_derivatives(subject: Subject) -> str:
+    """Have the formula's derivatives, second and forward, too, or raise PyTorch's error."""
     worst, count = Worst(), 0
     for options in variants(subject, {}, {"attn_mask": boolean(keys_of(subject))}):
         case = Case(subject, leading=(1, H), **options)
         with Called() as kernels:
             case.run()
         for key in [key for key in case.tensors if key != "attn_mask"]:
-            first, second, ways = derivatives_of(case, key)
-            none = refused(ways.pop("grad"), first, worst, f"torch.func.grad, {key}")
-            must(not none or not subject.ours, f"torch.func.grad, {key}: refused")
-            for way, found in ways.items():
+            for way, (found, expected) in derivatives_of(case, key).items():
                 what = f"{way}, {key}, {[*options]}"
-                none = refused(found, second, worst, what)
+                none = refused(found, expected, worst, what)
                 count += none
                 # What is ours is right; only PyTorch's own kernel may refuse.
-                allowed = kernels.fused or way == "jvp of grad" or not subject.ours
+                allowed = kernels.fused and way != "grad" or "jvp" in way or not subject.ours
                 must(not none or allowed, f"{what}: refused, and not by a kernel of PyTorch's")
     return f"{worst}; {count} refused"
 
 
-def derivatives_of(case: Case, key: str) -> tuple[Tensor, Tensor, dict[str, Run]]:
-    """Return the formula's first and second derivative, and ways to those of the mechanism."""
+def derivatives_of(case: Case, key: str) -> dict[str, tuple[Run, Tensor]]:
+    """Return ways to derivatives of the mechanism, each with that of the formula."""
     x = case.tensors[key].detach()
+    step = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
     fast, formula = (loss_of(case, form, key) for form in ("fast", "reference"))
-    first = torch.autograd.functional.vjp(formula, x)[1]
-    second = torch.autograd.functional.hvp(formula, x, step := step_for(x))[1]
+    second = torch.autograd.functional.hvp(formula, x, step)[1]
     slope = torch.func.grad(fast)
-    ways: dict[str, Run] = {
-        "grad": lambda: slope(x),
-        "hvp": lambda: torch.autograd.functional.hvp(fast, x, step)[1],
-        "grad of grad": lambda: torch.func.grad(lambda t: (slope(t) * step).sum())(x),
-        "jvp of grad": lambda: torch.func.jvp(slope, (x,), (step,))[1],
+
+    def push(form: str = "fast") -> Tensor:
+        return torch.func.jvp(lambda t: case.run(form, **{key: t}), (x,), (step,))[1]
+
+    return {
+        "grad": (lambda: slope(x), torch.autograd.functional.vjp(formula, x)[1]),
+        "hvp": (lambda: torch.autograd.functional.hvp(fast, x, step)[1], second),
+        "grad of grad": (lambda: torch.func.grad(lambda t: (slope(t) * step).sum())(x), second),
+        "jvp of grad": (lambda: torch.func.jvp(slope, (x,), (step,))[1], second),
+        "jvp": (push, push("reference")),
     }
-    return first, second, ways
-
-
-@promise("forward derivatives", "formula", "gradients")
-def forward_derivatives(subject: Subject) -> str:
-    """Have the formula's derivatives in forward mode, or raise PyTorch's error."""
-    worst, count = Worst(), 0
-    for options in variants(subject, {}):
-        for key in COMMON[:3]:
-            run = functools.partial(pushed, Case(subject, leading=(1, H), **options), key)
-            expected = run("reference")
-            count += refused(functools.partial(run, "fast"), expected, worst, f"{key}, {options}")
-    return f"{worst}; {count} refused"
-
-
-def pushed(case: Case, key: str, form: str) -> Tensor:
-    """Return a form's derivative in forward mode, for one tensor."""
-    x = case.tensors[key].detach()
-    return torch.func.jvp(lambda t: case.run(form, **{key: t}), (x,), (step_for(x),))[1]
 
 
 @promise("vmap")
@@ -723,22 +692,18 @@ def memory(subject: Subject) -> str:
 def shared_heads(subject: Subject) -> str:
     """Share heads of k and v between neighbouring heads of q with enable_gqa=True."""
     case = Case(subject, leading=(B, 4))
-    few, at = fewer_heads(case, 2), {"k": head_dimension(case), "v": -3}
-    repeated: dict[str, Any] = {key: x.repeat_interleave(2, at[key]) for key, x in few.items()}
+    few, repeated = fewer_heads(case, 2), fewer_heads(case, 2, repeats=2)
     same = torch.equal(case.run(**few, enable_gqa=True), case.run(**repeated))
     must(same, "2 heads of k and v for 4 of q give another output than the same heads repeated")
     return "2 heads of k and v for 4 of q, equal to the last bit"
 
 
-def head_dimension(case: Case) -> int:
-    """Return the dimension of heads in k, which may have one more than q."""
-    return case.tensors["q"].dim() - case.tensors["k"].dim() - 3
-
-
-def fewer_heads(case: Case, heads: int) -> dict[str, Any]:
-    """Return the first heads of keys and values."""
+def fewer_heads(case: Case, heads: int, repeats: int = 1) -> dict[str, Any]:
+    """Return the first heads of keys and values, each so many times."""
     k, v = case.tensors["k"], case.tensors["v"]
-    return {"k": k.narrow(head_dimension(case), 0, heads), "v": v[:, :heads]}
+    at = case.tensors["q"].dim() - k.dim() - 3  # keys may have a dimension more
+    k = k.narrow(at, 0, heads).repeat_interleave(repeats, at)
+    return {"k": k, "v": v[:, :heads].repeat_interleave(repeats, -3)}
 
 
 @promise("dropout", argument="dropout_p")
@@ -756,21 +721,14 @@ def dropout(subject: Subject) -> str:
     share = float((dropped == 0)[A.abs() > 1e-12].double().mean())
     must(abs(share - p) < 0.05, f"p = {p}: {share:.0%} of the weights are dropped")
     must(not case.run(dropout_p=1.0).any(), "p = 1: the output is not 0")
-    if subject.ours:
-        drop_as_pytorch(case)
+    if subject.ours:  # the weights that PyTorch drops with the same seed
+        A = weights_of(subject.fast, case.tensors["q"], case.tensors["k"], **case.own)
+        Worst().compare([A @ case.tensors["v"]], [case.run()], 1e-7, "A V")
+        torch.manual_seed(5)
+        expected = F.dropout(A, p) @ case.tensors["v"]
+        torch.manual_seed(5)
+        must(torch.equal(case.run(dropout_p=p), expected), "other weights than F.dropout drops")
     return f"p = {p}: {share:.1%} of the weights are 0, the others A / {1 - p:.1f}"
-
-
-def drop_as_pytorch(case: Case) -> None:
-    """Break the promise where other weights are dropped than by PyTorch with the same seed."""
-    q, k, v = (case.tensors[key] for key in COMMON[:3])
-    A = weights_of(case.entry.fast, q, k, **case.own)
-    Worst().compare([A @ v], [case.run()], 1e-7, "A V")
-    torch.manual_seed(5)
-    expected = F.dropout(A, 0.3) @ v
-    torch.manual_seed(5)
-    same = torch.equal(case.run(dropout_p=0.3), expected)
-    must(same, "other weights are dropped than F.dropout drops with the same seed")
 
 
 NAN, INF = torch.full((N,), math.nan), torch.full((N,), math.inf)
@@ -852,15 +810,10 @@ def bad_arguments(subject: Subject) -> str:
         try:
             expect_error(subject, functools.partial(case.run, **wrong), name, match, kind)
         except Outcome as end:
-            unnamed.append(f"{', '.join(f'{key} = {brief(x)}' for key, x in wrong.items())} {end}")
-    shown = "; ".join(unnamed[:3])
-    must(not unnamed, f"{len(unnamed)} of {count} wrong arguments are not named: {shown}")
+            shown = textwrap.shorten(repr(wrong), 60)
+            unnamed.append(f"{shown} {end}")
+    must(not unnamed, f"{len(unnamed)} of {count} are not named, such as {[*unnamed, ''][0]}")
     return f"{count} wrong arguments, each named by its error"
-
-
-def brief(x: Any) -> str:
-    """Return a few words on a value."""
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)[:30]
 
 
 # --- the checker ----------------------------------------------------------------------------------
@@ -880,21 +833,21 @@ def check_mechanism(
 ) -> Report:
     """Try what every mechanism promises, and report promise by promise.
 
-    A promise is *kept*; *BROKEN*, with what came out and what would be right; *refused*, by an
-    error that names the argument, where that is allowed; *not taken*, without such an argument; or
-    *untried*, where it rests on a formula that was not given, or on a promise that is broken. What
-    is broken is left out of later promises, so that each mistake is told once.
+    A promise is *kept*; *BROKEN*, with what came out and what is right; *refused*, by an error that
+    names the argument, where that is allowed; *not taken*, without such an argument; or *untried*,
+    as it rests on a formula that was not given, or on a promise that is broken. What is broken is
+    left out of later promises, so that each mistake is told once.
 
     Parameters
     ----------
     mechanism : str, Entry or callable
-        A name or entry of the registry, or any function with the arguments of PyTorch's
-        ``scaled_dot_product_attention``, ``f(q, k, v, attn_mask=None, ...)``, or some of them.
+        A name or entry of the registry, or any function ``f(q, k, v, attn_mask=None, ...)`` with
+        the arguments of PyTorch's ``scaled_dot_product_attention``, or some of them.
     formula : callable, optional
         What a function has to equal, with the same arguments. The registry has its own.
     options : dict or callable, optional
-        Further arguments of a function; floating tensors among them are parameters. Where they
-        depend on N tokens, H heads or D features, ``options(N, H, D)`` returns them.
+        Further arguments of a function, or ``options(N, H, D)`` that returns them for N tokens, H
+        heads and D features; floating tensors among them are parameters.
     keys : callable
         Makes the function's keys of ``(..., M, D)``, where they have another shape.
     promises : iterable of str, optional
@@ -914,8 +867,7 @@ def check_mechanism(
     Raises
     ------
     TypeError, ValueError
-        For a mechanism that is no function, or a name, promise or flag that does not exist. Errors
-        inside a function are broken promises.
+        For a mechanism, promise or flag that does not exist; errors of a mechanism are results.
 
     Examples
     --------
@@ -928,7 +880,7 @@ def check_mechanism(
     for name, known in [*((x, [*PROMISES]) for x in chosen), *((x, FLAGS) for x in flags)]:
         if name not in known:
             raise ValueError(f"{name!r} is unknown; expected one of {', '.join(known)}")
-    with fixed_seeds():
+    with torch.random.fork_rng(devices=[]):
         subject = subject_for(mechanism, formula, options, keys)
     for flag, value in flags.items():
         setattr(subject, flag, value)
@@ -972,7 +924,8 @@ def guarded(formula: Mechanism) -> Mechanism:
 def try_promise(name: str, subject: Subject) -> Result:
     """Try one promise; whatever the mechanism raises is a result."""
     check, argument, needs = PROMISES[name]
-    with fixed_seeds():
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         try:
             if argument and argument not in subject.takes:
                 raise Outcome("not taken", f"there is no argument {argument}")
@@ -994,26 +947,18 @@ def leave_out(name: str, subject: Subject) -> None:
     subject.broken.add(name)
     if name == "inputs":
         subject.fast = on_copies(subject.fast)
-    if name == "values":
+    elif name == "values":
         subject.reference = None
-    if name == "calling convention":
+    elif name in ("gradients", "finite differences"):
+        subject.differentiable = False
+    elif name == "dtypes":
+        subject.dtypes = [F64]
+    elif name == "causality":
+        subject.causal = False
+    elif "masks" in name:
+        subject.any_mask, subject.masked = False, name == "masks per query"
+    elif name == "calling convention":
         try:
-            with torch.no_grad():
-                Case(subject).run()
+            Case(subject).changed("qkv", Tensor.clone).run()
         except Exception:
             subject.broken.add("a plain call")
-
-
-@contextlib.contextmanager
-def fixed_seeds() -> Iterator[None]:
-    """Draw the same random numbers each time, and leave the global generators as they were."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)  # noqa: NPY002
-            torch.default_generator.manual_seed(0)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
