@@ -15,6 +15,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from derived_attention.attention.cases import (
     relative_errors,
     variants,
     written_as_numbers,
-)  # fmt: skip
+)
 from derived_attention.attention.frame.checks import Mechanism, check_callable
 from derived_attention.attention.frame.convention import weights_of
 from derived_attention.attention.frame.masks import causal_mask
@@ -96,7 +97,8 @@ def promise(name: str, *needs: str, argument: str = "") -> Callable[[Any], Any]:
     return enter
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """How one promise came out: kept, BROKEN, refused, not taken or untried; and why."""
 
     promise: str
@@ -108,7 +110,8 @@ class Result(NamedTuple):
         return f"{self.verdict:9}  {self.promise}: {self.text}{doc * (self.verdict == 'BROKEN')}"
 
 
-class Report(NamedTuple):
+@dataclass(frozen=True)
+class Report:
     """What `check_mechanism` found: one result a promise."""
 
     name: str
@@ -161,7 +164,7 @@ class Worst:
             self.error, self.where = error, where
 
     def __str__(self) -> str:
-        return f"{self.count} comparisons, largest error {self.error:.1e} ({self.where})"
+        return f"compared {self.count} times, largest error {self.error:.1e} ({self.where})"
 
 
 def expect_error(subject: Subject, run: Run, name: str, match: str, kind: Any = ValueError) -> str:
@@ -474,7 +477,9 @@ def spread(subject: Subject) -> str:
                 share = error / (eps + bound)
                 must(share < limit, f"{what}: {part} has {share:.2g} times that error")
                 worst.see(share, f"{what}, {part}")
-    return f"{worst.count} comparisons, at most {worst.error:.2g} times that error ({worst.where})"
+    return (
+        f"compared {worst.count} times, at most {worst.error:.2g} times that error ({worst.where})"
+    )
 
 
 def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
