@@ -13,11 +13,10 @@ import warnings
 
 import pytest
 import torch
-from cases import Case, added, causality_of, keys_of
+from cases import Case, causality_of
 from helpers import (
     H,
     assert_all_close,
-    boolean,
     every_mechanism,
     relative_errors,
 )
@@ -31,118 +30,10 @@ from torch.utils.checkpoint import checkpoint
 from derived_attention.attention.registry import MECHANISMS
 from derived_attention.training.measure import peak_bytes
 
-REFUSALS = (RuntimeError, NotImplementedError)  # PyTorch's own, of kernels that lack a derivative
 WHICH = ["q", "k", "v"]
 
 
 # --- derivatives ----------------------------------------------------------------------------------
-
-
-def loss_of(case, form, key):
-    """A function of one tensor of a case, not linear in its output."""
-    weights = torch.linspace(-1, 1, case.tensors["v"].shape[-1], dtype=torch.float64)
-    return lambda x: (weights * case.run(form, **{key: x})).sum(-1).square().sum()
-
-
-def right_or_refused(found, expected, what):
-    """Whether a derivative is what the formula says; True where PyTorch raises instead."""
-    try:
-        result = found()
-    except REFUSALS as error:
-        assert (
-            "not implemented" in str(error)
-            or "does not support" in str(error)
-            or ("must implement the jvp" in str(error))
-        ), f"{what}: {error}"
-        return True
-    assert_all_close([result], [expected], 1e-9, what)
-    return False
-
-
-class Called(TorchDispatchMode):
-    """Sees PyTorch's own kernel for softmax, which has, on a CPU, a first derivative only."""
-
-    fused = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.fused |= "scaled_dot_product" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-@every_mechanism
-def test_second_derivatives_are_right_or_refused(name):
-    for options in causality_of(name, {}, {"attn_mask": boolean(keys_of(name))}):
-        case = Case(name, leading=(1, H), **options)
-        with Called() as kernels:
-            case.run()
-        for key in case.tensors:
-            if key == "attn_mask":
-                continue
-            x = case.tensors[key].detach()
-            step = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
-            fast, formula = (loss_of(case, form, key) for form in ("fast", "reference"))
-            expected = torch.autograd.functional.hvp(formula, x, step)[1]
-            gradient = torch.autograd.functional.vjp(formula, x)[1]
-            assert_all_close([torch.func.grad(fast)(x)], [gradient], 1e-9, f"{name}, {key}")
-            along = lambda t, f=fast, s=step: (torch.func.grad(f)(t) * s).sum()  # noqa: E731
-            for how, found in {
-                "hvp": lambda f=fast, x=x, s=step: torch.autograd.functional.hvp(f, x, s)[1],
-                "grad of grad": lambda a=along, x=x: torch.func.grad(a)(x),
-                "jvp of grad": lambda f=fast, x=x, s=step: torch.func.jvp(
-                    torch.func.grad(f), (x,), (s,)
-                )[1],
-            }.items():
-                what = f"{name}, {how}, {key}, {list(options)}"
-                refused = right_or_refused(found, expected, what)
-                # What is ours is right; only PyTorch's own kernel may refuse.
-                assert kernels.fused or not refused or how == "jvp of grad", what
-
-
-@every_mechanism
-def test_forward_derivatives_are_right_or_refused(name):
-    for options in causality_of(name, {}):
-        case = Case(name, leading=(1, H), **options)
-        for key in WHICH:
-            x = case.tensors[key].detach()
-            step = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
-            found = [
-                lambda form=form, x=x, s=step, key=key, case=case: torch.func.jvp(
-                    lambda t: case.run(form, **{key: t}), (x,), (s,)
-                )[1]
-                for form in ("fast", "reference")
-            ]
-            right_or_refused(found[0], found[1](), f"{name}, {key}, {list(options)}")
-
-
-@every_mechanism
-def test_vmap_is_a_loop(name):
-    masks = (
-        {"attn_mask": boolean(keys_of(name))},
-        {"attn_mask": added(name, boolean(keys_of(name))).detach()},
-    )
-    for options in causality_of(name, {}, *masks):
-        for which in (["q"], ["k"], ["v"], WHICH, ["attn_mask"]):
-            first, other = (Case(name, leading=(H,), seed=s, **options) for s in (0, 1))
-            if not set(which) <= {*first.tensors}:
-                continue
-            if which == ["attn_mask"]:
-                keep = boolean(keys_of(name), seed=5)
-                floating = options["attn_mask"].dtype != torch.bool
-                other.tensors["attn_mask"] = added(name, keep) if floating else keep
-            stacked = [
-                torch.stack([c.tensors[key].detach() for c in (first, other)]) for key in which
-            ]
-
-            def run(*values, case=first, which=which):
-                return case.run(**dict(zip(which, values, strict=True)))
-
-            expected = torch.stack([run(*values) for values in zip(*stacked, strict=True)])
-            found = torch.func.vmap(run)(*stacked)
-            assert_all_close([found], [expected], 1e-12, f"{name}, {which}, {list(options)}")
-    one = torch.func.grad(loss_of(first, "fast", "q"))  # gradients for each sample
-    queries = torch.stack([first.tensors["q"], other.tensors["q"]]).detach()
-    loop = torch.stack([one(q) for q in queries])
-    assert_all_close([torch.func.vmap(one)(queries)], [loop], 1e-10, f"{name}, per sample")
 
 
 @every_mechanism

@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 # Where the public names are that belong to no mechanism: `attention.registry` has those that do.
 _MODULES = {
+    "attention.contract": "check_mechanism",
     "attention.registry": "get_attention list_attentions MECHANISMS",
     "attention.splitting.admm": "admm printed_admm",
     "page": "claims",

@@ -52,7 +52,7 @@ REDRAW_INTERVAL = 0.5  # seconds, at least, between two updates of the table of 
 <<<<<<< HEAD
 =======
 # The package's source as it was when this module was imported: as near as can be to what runs.
-PACKAGE = Sources(Path(__file__).parents[1])
+PACKAGE = Sources(Path(__file__).parent)
 
 >>>>>>> hD
 
