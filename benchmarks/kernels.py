@@ -16,17 +16,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks import run
-<<<<<<< HEAD
-from benchmarks.cases import CASES, HEADS, KERNEL_OF
-from derived_attention.attention.engine.kernels import HEAD_DIMS, Work, available
-from derived_attention.attention.resources import MODULES
-from derived_attention.page.tables import KERNELS, MODES, load_kernels
-=======
 from benchmarks.cases import CASES, FUSED, HEADS
-from benchmarks.table import KERNELS, MODES, load_kernels
 from benchmarks.work import WORK, Work, sdpa
 from derived_attention.attention.engine.kernels import HEAD_DIMS, available
->>>>>>> hC
+from derived_attention.page.tables import KERNELS, MODES, load_kernels
 
 LENGTHS = (1024, 4096, 16384, 65536)
 # Dense products of bfloat16 a second, and bytes a second, by NVIDIA's data sheets.
@@ -76,21 +69,6 @@ def rooflines() -> Iterator[dict[str, Any]]:
                     yield row(name, length, dim, mode, ours[mode], theirs[mode])
 
 
-<<<<<<< HEAD
-def work_of(module: str, kind: str | None, **sizes: Any) -> dict[str, Work]:
-    """Return what a module counts in each mode, of all its kernels."""
-    count = importlib.import_module(f"derived_attention.attention.{module}.triton").work
-    if kind is not None:
-        return count(kind, **sizes)
-    parts = {mode: count(mode, **sizes).values() for mode in MODES}
-    return {
-        mode: Work(sum(x.operations for x in found), sum(x.bytes for x in found))
-        for mode, found in parts.items()
-    }
-
-
-=======
->>>>>>> hC
 def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -> dict[str, Any]:
     """Return what the file says of a case at a length."""
     return {

@@ -164,13 +164,8 @@ def objective(
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     if (eta := WEIGHTS[arm]) is not None:
         train = Examples(data.train, batch_size)
-<<<<<<< HEAD
-        how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed, "device": device}
-        fit(model, train, regularised(class_loss, eta), **how)
-=======
         how: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed}
-        fit(model.to(device), train, tasks.regularised(class_loss, eta), **how)
->>>>>>> hE
+        fit(model.to(device), train, regularised(class_loss, eta), **how)
     test = Examples(data.test, len(data.test))
     with ksvd_objectives() as found:
         accuracy = evaluate(model.to(device), test, class_loss)["accuracy"]

@@ -74,15 +74,9 @@ def images(arm: str, name: str, patch: int, seed: int, epochs: int, device: str)
     seed_everything(seed)
     model = VisionTransformer(data.grid, data.channels, data.classes, frame(arm, data.length, 32))
     train = Examples(data.train, 32)
-<<<<<<< HEAD
-    fit(model, train, class_loss, epochs=epochs, lr=2e-3, seed=seed, device=device)
-    score = evaluate(model, Examples(data.test), class_loss, device=device)["accuracy"]
-    cost = attention_cost(model.cpu(), data.test.x[:1])
-=======
     fit(model.to(device), train, class_loss, epochs=epochs, lr=2e-3, seed=seed)
     score = evaluate(model, Examples(data.test), class_loss)["accuracy"]
-    cost = tasks.attention_cost(model.cpu(), data.test.x[:1])
->>>>>>> hE
+    cost = attention_cost(model.cpu(), data.test.x[:1])
     return {"accuracy": score} | cost | redundancy(arm, model, data.test.x[:64])
 
 

@@ -39,13 +39,9 @@ from derived_attention.attention.linear.fast import linear_attention  # noqa: E4
 from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
-<<<<<<< HEAD
 from derived_attention.page import tables  # noqa: E402
-from derived_attention.tasks.model import Config, SeriesClassifier  # noqa: E402
-=======
 from derived_attention.tasks.model import Config  # noqa: E402
 from derived_attention.tasks.series.model import SeriesClassifier  # noqa: E402
->>>>>>> hB
 from derived_attention.training import measure  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
 from derived_attention.training.recorded import FOLDER, load_experiment  # noqa: E402
@@ -398,9 +394,7 @@ def test_the_committed_kernels_are_those_that_compile():
     assert set(kernels.FUSED) <= set(CASES)
     for name, entry in MECHANISMS.items():  # of what is linear in N only the causal form has one
         if "fused" in inspect.signature(entry.fast).parameters:
-            assert f"{name}_causal" in kernels.FUSED and entry.linear != (
-                name in kernels.FUSED
-            )
+            assert f"{name}_causal" in kernels.FUSED and entry.linear != (name in kernels.FUSED)
 
 
 # --- tables --------------------------------------------------------------------------------------

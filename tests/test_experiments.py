@@ -806,8 +806,4 @@ def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before
     """What is stored stays found: modules of readers' own are added where there are any."""
     from derived_attention.tasks.recall.run import train_recall
 
-<<<<<<< HEAD
-    assert len(identity(summarise)) == len(identity(tasks.recall)) == 4
-=======
-    assert len(experiments._identity(summarise)) == len(experiments._identity(train_recall)) == 4
->>>>>>> hB
+    assert len(identity(summarise)) == len(identity(train_recall)) == 4

@@ -49,12 +49,6 @@ Result = dict[str, Any]
 POLL_INTERVAL = 0.2  # seconds between two checks for the results of other processes
 REDRAW_INTERVAL = 0.5  # seconds, at least, between two updates of the table of `watch`
 
-<<<<<<< HEAD
-=======
-# The package's source as it was when this module was imported: as near as can be to what runs.
-PACKAGE = Sources(Path(__file__).parent)
-
->>>>>>> hD
 
 def run_grid(
     function: Callable[..., Mapping[str, Any]],

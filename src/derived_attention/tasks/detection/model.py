@@ -1,11 +1,4 @@
-<<<<<<< HEAD
-"""A miniature of the detection transformer, in which each of three attentions can be replaced.
-
-`derived_attention.tasks.model` has `Config`, and the rule by which attentions are given.
-"""
-=======
 """A small detection transformer, in which each of three attentions can be replaced."""
->>>>>>> hB
 
 from __future__ import annotations
 
