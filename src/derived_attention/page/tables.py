@@ -17,7 +17,10 @@ DIM = 64  # of rows that were written before there were others
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"  # in a checkout
 KERNELS = RESULTS / "kernels.json"
 MODES = ("forward", "forward + backward")
-GOAL = {"length": 4096, "dtype": "float32"}  # of what rows goals are, on CPUs, for each mode
+GOAL: dict[str, Any] = {
+    "length": 4096,
+    "dtype": "float32",
+}  # of what rows goals are, on CPUs, for each mode
 NOTE = (
     "Operations are those of the products of matrices, as a share of those that SDPA would take "
     "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold if "
@@ -210,7 +213,7 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
 
 def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
     """Read what ``python -m benchmarks.kernels`` has computed; nothing, where there is no file."""
-    empty = {"usage": [], "rooflines": []}
+    empty: dict[str, Any] = {"usage": [], "rooflines": []}
     return json.loads(path.read_text("utf8")) if path.exists() else empty
 
 

@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.frame.layer import MultiheadAttention
@@ -94,13 +95,22 @@ def runner(
     return decorate
 
 
-def train(task: Task, *, seed: int, eta: float, epochs: int = 1, **options: Any) -> Numbers:
+def train(
+    task: Task,
+    *,
+    seed: int,
+    eta: float,
+    device: torch.device | str | None,
+    epochs: int = 1,
+    **options: Any,
+) -> Numbers:
     """Build the model of a task, train it, and return its scores and its cost."""
     sizes = {name: options.pop(name) for name in ("batch_size", "steps") if name in options}
     seed_everything(seed)
     model = task.model()
     cost = attention_cost(model, *task.inputs)
     batches, loss = task.batches(**sizes), regularised(task.loss, eta)
+    model.to(device)
     history = fit(model, batches, loss, epochs=epochs, seed=seed, test=task.test, **options)
     return task.scores(Trained(model, history, seed)) | cost
 

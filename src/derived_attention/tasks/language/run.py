@@ -84,5 +84,5 @@ def small_model(
     seed_everything(seed)
     model = ByteLM(64, Config(heads=4, dropout=0.0, attention=attention))
     train = Windows(load_text("python").train, 64, batch_size=16, steps=steps)
-    fit(model, train, byte_loss, epochs=1, lr=1e-2, seed=seed, device=device)
+    fit(model.to(device), train, byte_loss, epochs=1, lr=1e-2, seed=seed)
     return model
