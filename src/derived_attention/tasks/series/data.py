@@ -242,9 +242,9 @@ def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tupl
             both = _load_both(load, name, Path(partial))
         except Exception as error:
             raise ConnectionError(
-                f"{name} is not shipped with aeon and could not be downloaded. Connect to a network, "
-                f"or put {name}_TRAIN.ts and {name}_TEST.ts in {downloads / name}. Without a "
-                f"network, use one of: {', '.join(others)}."
+                f"{name} is not shipped with aeon and could not be downloaded. Connect to a "
+                f"network, or put {name}_TRAIN.ts and {name}_TEST.ts in {downloads / name}. "
+                f"Without a network, use one of: {', '.join(others)}."
             ) from error
         if (Path(partial) / name).is_dir():
             shutil.rmtree(downloads / name, ignore_errors=True)
