@@ -224,7 +224,7 @@ def test_minari_gives_the_same_kind_of_data(monkeypatch):
             ValueError,
             "has actions in .*finite bounds",
         ),
-        (minari(), dict(name=1), TypeError, "name is 1; expected the name of a data set"),
+        (minari(), dict(name=1), TypeError, "name is int; expected the name of a data set"),
     ],
 )
 def test_wrong_minari(monkeypatch, stub, arguments, error, message):

@@ -195,7 +195,7 @@ def test_no_network_for_numbers(monkeypatch):
         raise URLError("no route")
 
     monkeypatch.setattr(aeon.datasets, "load_regression", load)
-    with pytest.raises(ConnectionError, match="IEEEPPG is not .* CardanoSentiment, Covid3Month. "):
+    with pytest.raises(ConnectionError, match="IEEEPPG is not .* CardanoSentiment, Covid3Month[.]"):
         load_series("IEEEPPG")
 
 

@@ -205,7 +205,7 @@ def test_coco_that_is_not_there(coco, monkeypatch):
     ):
         load_coco(coco)
     for arguments, error, message in (
-        (dict(split=3), TypeError, "split is 3; expected a string"),
+        (dict(split=3), TypeError, "split is int; expected a string"),
         (dict(size=0), ValueError, "size is 0; expected a whole number, at least 1"),
         (dict(limit=0), ValueError, "limit is 0; expected a whole number, at least 1"),
     ):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
+import pickle
 
 import pytest
 import torch
@@ -68,6 +70,20 @@ def test_a_seed_decides_the_result(name):
     score = next(name for name in ("bits", "accuracy", "loss") if name in first)
     assert any(other[score] != first[score] for other in others)
     assert all(other["flops"] == first["flops"] for other in others)
+
+
+def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
+    """As `run_grid` asks: it binds them before a run, and sends the function to other processes."""
+    parameters = inspect.signature(da.train_images).parameters
+    own, shared = ["config", "name", "patch", "class_token"], ["seed", "epochs", "batch_size", "lr"]
+    assert list(parameters) == [*own, *shared, "eta", "device"]
+    assert [parameters[name].default for name in shared] == [0, 20, 32, 2e-3]
+    assert "steps" in inspect.signature(da.train_recall).parameters
+    assert pickle.loads(pickle.dumps(da.train_recall)) is da.train_recall
+    with pytest.raises(
+        TypeError, match=r"train_recall\(\) got an unexpected keyword argument 'epochs'"
+    ):
+        da.train_recall(TINY, epochs=2)
 
 
 def test_a_table_of_numbers_has_an_error_in_units():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from derived_attention.attention.frame.checks import check_flag
 from derived_attention.runtime import check_count, check_seed
-from derived_attention.tasks.checks import check_name, needs
+from derived_attention.tasks.checks import check_name, check_type, needs
 
 Controller = Callable[[np.ndarray], Any]  # from an observation to an action
 Noise = tuple[float, float]  # limits between which the share of random actions is drawn
@@ -301,8 +301,7 @@ def load_minari(name: str, references: tuple[float, float] | None = None) -> Con
     ConnectionError
         If the data set cannot be read or downloaded.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a data set as a string")
+    check_type("name", name, str, "the name of a data set")
     with needs("minari", 'pip install "minari[all]"; load_control works without it'):
         import minari
     try:

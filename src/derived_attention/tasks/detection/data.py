@@ -15,7 +15,7 @@ from torch import Tensor
 
 from derived_attention.attention.frame.checks import check_count
 from derived_attention.runtime import check_seed
-from derived_attention.tasks.checks import check_range, check_tensor, needs
+from derived_attention.tasks.checks import check_range, check_tensor, check_type, needs
 
 SHAPES = ("disc", "rectangle", "triangle", "cross", "ring")
 PLACES = 20  # attempts to place an object
@@ -235,8 +235,7 @@ def load_coco(
     check_count("size", size, 1)
     if limit is not None:
         check_count("limit", limit, 1)
-    if not isinstance(split, str):
-        raise TypeError(f"split is {split!r}; expected a string")
+    check_type("split", split, str, "a string")
     annotations = Path(folder) / "annotations" / f"instances_{split}.json"
     _check_exists(annotations)
     with silence():

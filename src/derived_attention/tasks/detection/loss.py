@@ -241,7 +241,11 @@ def average_precision(
         If pycocotools is not installed; the message says how to install it.
     """
     check_detections(detections, scenes)
-    small, large = check_areas(areas)
+    if not isinstance(areas, tuple) or len(areas) != 2:
+        raise TypeError(f"areas is {areas!r}; expected two numbers of pixels")
+    small, large = areas
+    if not 0 < small < large:
+        raise ValueError(f"areas is {areas}; expected two positive numbers, the smaller one first")
     api = coco_api()
     with silence():
         truth = _coco(api, scenes, scenes.labels, scenes.boxes)
@@ -295,12 +299,3 @@ def check_detections(detections: Detections, scenes: Scenes) -> None:
     check_shape("detections.labels", detections.labels, shape)
     check_shape("detections.boxes", detections.boxes, (*shape, 4))
     check_range("detections.labels", detections.labels, scenes.classes, "classes")
-
-
-def check_areas(areas: tuple[float, float]) -> tuple[float, float]:
-    """Return `areas`; raise TypeError or ValueError unless they are two numbers in order."""
-    if not isinstance(areas, tuple) or len(areas) != 2:
-        raise TypeError(f"areas is {areas!r}; expected two numbers of pixels")
-    if not 0 < areas[0] < areas[1]:
-        raise ValueError(f"areas is {areas}; expected two positive numbers, the smaller one first")
-    return areas

@@ -57,10 +57,11 @@ def load_images(name: str, patch: int) -> ImageData:
     images.
 
     - ``"digits"``: 1 797 handwritten digits of 8 × 8 pixels, shipped with scikit-learn. They are
-      the test part of a set of UCI by 13 unrecorded writers, without an official split. Here the
-      first 1 197 in the order of the file are for training and the last 600 for the test, 56 to 62
-      of each class. The file seems to be ordered by writer, so most writers of the test are new,
-      which makes it harder than a random split.
+      the test part of a set of UCI, written by 13 people; who wrote which is not recorded. Without
+      an official split, the first 1 197 in the order of the file are for training and the last 600
+      for the test, 56 to 62 of each class. Similar digits are close together in the file, as if it
+      were ordered by writer: most writers of the test are new, which makes it harder than a random
+      split.
     - ``"fashion-mnist"``: 60 000 and 10 000 pictures of clothes, 28 × 28 pixels, official split.
       From Debian's package ``dataset-fashion-mnist`` where it is installed, otherwise downloaded
       once from OpenML to ``cache_dir("images")``.

@@ -94,9 +94,14 @@ def make_listops(
     >>> data.train.x.shape, data.vocabulary
     (torch.Size([200, 16]), 16)
     """
-    _check_settings(train, validation, test, min_length, max_length, max_depth, max_args)
-    check_seed(seed)
     sizes = [train, validation, test]
+    for name, size, least in zip(("train", "validation", "test"), sizes, (1, 0, 0), strict=True):
+        check_count(name, size, least)
+    check_count("min_length", min_length, 1)
+    check_count("max_length", max_length, min_length + 2)
+    check_count("max_depth", max_depth, 2)
+    check_count("max_args", max_args, 2)
+    check_seed(seed)
     x = torch.zeros(sum(sizes), max_length, dtype=torch.int64)
     y = torch.zeros(sum(sizes), dtype=torch.int64)
     drawn = _expressions(min_length, max_length, max_depth, max_args, seed)
@@ -235,21 +240,3 @@ def _different(drawn: Iterator[Expression | None], n: int) -> Iterator[Expressio
                 f"train + validation + test is {n}; found only {len(seen)} different expressions "
                 "between min_length and max_length; expected fewer sequences, or other lengths"
             )
-
-
-def _check_settings(
-    train: int,
-    validation: int,
-    test: int,
-    min_length: int,
-    max_length: int,
-    max_depth: int,
-    max_args: int,
-) -> None:
-    check_count("train", train, 1)
-    check_count("validation", validation, 0)
-    check_count("test", test, 0)
-    check_count("min_length", min_length, 1)
-    check_count("max_length", max_length, min_length + 2)
-    check_count("max_depth", max_depth, 2)
-    check_count("max_args", max_args, 2)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from derived_attention.runtime import cache_dir
+from derived_attention.tasks.checks import check_type
 
-# The archive's names of the sets in three tables of [Nguyen2023].
-# Ten sets to classify; also Tables 5, 10 and 12.
+# The sets of three tables of [Nguyen2023]. First, ten to classify; also Tables 5, 10 and 12.
 TABLE_1 = tuple(
     """
     EthanolConcentration FaceDetection Handwriting Heartbeat JapaneseVowels PEMS-SF
@@ -127,8 +127,7 @@ def load_series(name: str) -> SeriesData:
     >>> data.train.x.shape, data.classes, data.clipped
     (torch.Size([270, 26, 12]), 9, 1)
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected the name of a data set as a string")
+    check_type("name", name, str, "the name of a data set")
     is_number, names, load = _archive(name)
     (train, train_answers), (test, test_answers) = _read(name, names, load)
     labels: tuple[str, ...] = ()
@@ -151,10 +150,12 @@ def load_series(name: str) -> SeriesData:
         length=length,
         labels=labels,
         clipped=sum(case.shape[1] > length for case in test),
-        target=(
-            (float(train_y.mean()), float(train_y.std(correction=0)) or 1.0) if is_number else None
-        ),
+        target=_mean_and_sd(train_y) if is_number else None,
     )
+
+
+def _mean_and_sd(y: torch.Tensor) -> tuple[float, float]:
+    return float(y.mean()), float(y.std(correction=0)) or 1.0
 
 
 def _label_order(label: str) -> tuple[bool, float, str]:
@@ -241,9 +242,9 @@ def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tupl
             both = _load_both(load, name, Path(partial))
         except Exception as error:
             raise ConnectionError(
-                f"{name} is not shipped with aeon and could not be downloaded. Without a network "
-                f"use one of: {', '.join(others)}. Otherwise connect and "
-                f"call again, or put {name}_TRAIN.ts and {name}_TEST.ts in {downloads / name}."
+                f"{name} is not shipped with aeon and could not be downloaded. Connect to a "
+                f"network, or put {name}_TRAIN.ts and {name}_TEST.ts in {downloads / name}. "
+                f"Without a network, use one of: {', '.join(others)}."
             ) from error
         if (Path(partial) / name).is_dir():
             shutil.rmtree(downloads / name, ignore_errors=True)

@@ -72,7 +72,8 @@ class Sentences(Batches):
         """Raise TypeError or ValueError unless `model` has the vocabulary, and enough length."""
         check_translator(model, self.vocabulary)
         for tokens, side in zip(self.tokens, ("source", "translation"), strict=True):
-            check_longest(f"{name} ({side})", tokens, model)
+            longest = tokens.shape[1]
+            check_length(f"{name} ({side})", f"a sentence of {longest} tokens", longest, model)
 
 
 def token_loss(
@@ -147,7 +148,8 @@ def translate(
     check_type("vocabulary", vocabulary, Vocabulary, "a Vocabulary")
     check_translator(model, vocabulary)
     source = vocabulary.encode(sentences)
-    check_longest("sentences", source, model)
+    longest = source.shape[1]
+    check_length("sentences", f"a sentence of {longest} tokens", longest, model)
     written = [""] * len(source)
     with evaluating(model.to(device)):
         for rows in lengths(source).argsort(stable=True).split(batch_size):
@@ -202,8 +204,3 @@ def check_translator(model: Any, vocabulary: Vocabulary) -> None:
     if model.vocabulary != len(vocabulary):
         expected = f"{model.vocabulary}, as the model has"
         raise ValueError(f"vocabulary has {len(vocabulary)} tokens; expected {expected}")
-
-
-def check_longest(name: str, tokens: Tensor, model: Any) -> None:
-    """Raise ValueError if a row of `tokens` is too long for the model."""
-    check_length(name, f"a sentence of {tokens.shape[1]} tokens", tokens.shape[1], model)
