@@ -35,6 +35,7 @@ from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
+    launch,
     load_numbers,
     load_rows,
     padded,
@@ -563,10 +564,8 @@ class _Call:
         """Launch that many programs for each head."""
         if self.empty or programs <= 0:
             return
-        sizes = self.blocks.of(kernel)
-        pool = self.pool | arguments | {"C": sizes.pop("C")}
-        with torch.cuda.device_of(self.like):
-            kernel[self.heads, programs](**{name: pool[name] for name in kernel.arg_names}, **sizes)
+        arguments = self.pool | arguments | self.blocks.of(kernel)
+        launch(kernel, (self.heads, programs), self.like, arguments)
 
 
 def segment_length(N: int, heads: int, device: torch.device) -> int:
