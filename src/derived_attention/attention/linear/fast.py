@@ -176,9 +176,7 @@ def _sums_of_any_length(
     with full_precision(q.device):
         parts = (*phi, begin(v, phi[1].dtype))
         if _same_size(N, M):
-            count = (
-                N // CHUNK + 3
-            )  # more than needed: to a compiler, one chunk is a case of its own
+            count = N // CHUNK + 3  # more than needed: to a compiler, one chunk is a special case
             q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
             before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
             sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)

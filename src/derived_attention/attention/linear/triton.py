@@ -73,7 +73,7 @@ class Options(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How many positions a block has, forward and backward, and what works on it."""
+    """Positions of a block, forward and backward, with the warps and stages that compute it."""
 
     forward: int
     backward: int
@@ -577,7 +577,7 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
 
 
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
-    """Return what kernels are compiled for, but for the positions of a block."""
+    """Return the constants of kernels, without the positions of a block."""
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,

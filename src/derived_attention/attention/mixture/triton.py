@@ -340,10 +340,10 @@ BLOCKS = {
 
 
 def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int, hard: bool) -> dict[str, int]:
-    """Return what to cut queries and keys into, for tokens with some keys each.
+    """Return the sizes of blocks, warps and stages for tokens with that many keys each.
 
-    The table is for two of them. More are like wider heads, as each has sums of its own. To know
-    the best component, the hard form holds one more block of scores.
+    The table is for two keys. More are like wider heads, as each has its sums. To know the best
+    component, the hard form holds one more block of scores.
     """
     width = head_dim * max(1, (keys + 1) / 3)
     sizes = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]

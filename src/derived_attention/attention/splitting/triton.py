@@ -312,7 +312,7 @@ def value_kernel(
 
 
 class Blocks(NamedTuple):
-    """How large a tile is, and who computes it."""
+    """The size of a tile, and how many warps and stages compute it."""
 
     BLOCK_N: int
     BLOCK_M: int
@@ -323,9 +323,8 @@ class Blocks(NamedTuple):
 def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
     """Return how a kernel is launched for tiles of a dtype, with up to that many features.
 
-    They are such that at most a few numbers spill, by `derived_attention.attention.resources`: in
-    bfloat16 a warp has 16 rows of the sums and of one operand in its registers, and all of the
-    other operand.
+    At most a few numbers spill, by `derived_attention.attention.resources`: in bfloat16 a warp has
+    16 rows of the sums and of one operand in its registers, and all of the other operand.
     """
     wide = dim > 64
     if dtype == torch.bfloat16:
