@@ -1,4 +1,4 @@
-"""What kernels take of a GPU, compiled ahead of time: no GPU and no driver are needed.
+"""What kernels use of a GPU, compiled ahead of time: no GPU and no driver are needed.
 
 ``python -m derived_attention.attention.resources`` prints a line of JSON for each kernel.
 """
@@ -97,7 +97,7 @@ def compile_for(launch: Launch, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     names = list(launch.arguments)
-    # Pointers are aligned to 16 bytes, as PyTorch's are, and so is what says so, as strides do.
+    # Pointers are multiples of 16 bytes, as PyTorch's are, and so are strides typed ":16".
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)

@@ -1,4 +1,4 @@
-"""When a mechanism runs its Triton kernel, and what a kernel is to a compiler and to a table.
+"""When a mechanism runs its Triton kernel, and how a compiler is told of one.
 
 A family has a kernel where PyTorch's own would read more, or compute more, than the mechanism
 needs. Its mechanism takes ``fused``: True runs the kernel, or raises where it cannot run; False and
@@ -46,7 +46,7 @@ class Launch:
         cls, name: str, kernel: Any, types: Mapping[str, str], other: str,
         constants: Mapping[str, Any],
     ) -> Launch:  # fmt: skip
-        """Sort what may be more than a kernel takes by its arguments; `other` is a type."""
+        """Select what a kernel takes of `types` and `constants`; the rest is of the type `other`."""
         known = {x: constants[x] for x in kernel.arg_names if x in constants}
         kinds = {**types, **dict.fromkeys(known, "constexpr")}
         arguments = {x: kinds.get(x, other) for x in kernel.arg_names}

@@ -7,9 +7,13 @@ rows of other matrices tile by tile: scores are products of tiles that no memory
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from derived_attention.attention.engine.kernels import interpreted
 
@@ -85,6 +89,15 @@ def hide(x, i, j, CAUSAL: tl.constexpr, EXCLUDE: tl.constexpr):
     elif EXCLUDE:
         x = tl.where(j != i, x, 0.0)
     return x
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], device_of: Tensor, arguments: Mapping[str, Any]
+) -> None:
+    """Run that many programs of a kernel, with those of the arguments that it takes."""
+    names = (*kernel.arg_names, "num_warps", "num_stages")
+    with torch.cuda.device_of(device_of):
+        kernel[grid](**{name: arguments[name] for name in names})
 
 
 def padded(size: int) -> int:

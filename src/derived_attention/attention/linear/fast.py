@@ -176,9 +176,7 @@ def _sums_of_any_length(
     with full_precision(q.device):
         parts = (*phi, begin(v, phi[1].dtype))
         if _same_size(N, M):
-            count = (
-                N // CHUNK + 3
-            )  # more than needed: to a compiler, one chunk is a case of its own
+            count = N // CHUNK + 3  # more than needed: to a compiler, one chunk is a special case
             q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
             before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
             sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
@@ -213,8 +211,7 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
     ``(..., m, Dv + 1)``; `state` ``(..., F, Dv + 1)`` is that of all positions before.
     """
     n = q.shape[-2]
-    size = max(1, min(CHUNK, n))
-    q, k, v = (_chunks(x, n, size) for x in (q, k, v))  # (..., n / C, C, ·)
+    q, k, v = (in_chunks(x, n, CHUNK) for x in (q, k, v))  # (..., n / C, C, ·)
     sums_of_chunks = (k.mT @ v).unbind(-3)  # (..., F, Dv + 1)
     state = torch.zeros_like(sums_of_chunks[0]) if state is None else state
     *before, state = itertools.accumulate(sums_of_chunks, initial=state)
@@ -225,12 +222,13 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
     return sums.flatten(-3, -2)[..., :n, :], state
 
 
-def _chunks(x: Tensor, n: int, size: int) -> Tensor:
-    """Append rows of zeros to (..., m, ·), up to a multiple of `size` ≥ n, and cut it in chunks."""
-    length = max(n + -n % size, size)  # one chunk at least
+def in_chunks(x: Tensor, n: int, size: int) -> Tensor:
+    """Cut (..., m, D), m ≤ n, into (..., ⌈n / C⌉, C, D) with C ≤ `size`, padded with zeros."""
+    C = max(1, min(size, n))
+    length = max(n + -n % C, C)  # one chunk at least
     if x.shape[-2] < length:
         x = extend(x, length - x.shape[-2])
-    return x.unflatten(-2, (length // size, size))
+    return x.unflatten(-2, (length // C, C))
 
 
 def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,7 @@ from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
+    launch,
     load_numbers,
     load_rows,
     padded,
@@ -72,7 +73,7 @@ class Options(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How many positions a block has, forward and backward, and what works on it."""
+    """Positions of a block, forward and backward, with the warps and stages that compute it."""
 
     forward: int
     backward: int
@@ -563,10 +564,8 @@ class _Call:
         """Launch that many programs for each head."""
         if self.empty or programs <= 0:
             return
-        sizes = self.blocks.of(kernel)
-        pool = self.pool | arguments | {"C": sizes.pop("C")}
-        with torch.cuda.device_of(self.like):
-            kernel[self.heads, programs](**{name: pool[name] for name in kernel.arg_names}, **sizes)
+        arguments = self.pool | arguments | self.blocks.of(kernel)
+        launch(kernel, (self.heads, programs), self.like, arguments)
 
 
 def segment_length(N: int, heads: int, device: torch.device) -> int:
@@ -578,7 +577,7 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
 
 
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
-    """Return what kernels are compiled for, but for the positions of a block."""
+    """Return the constants of kernels, without the positions of a block."""
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,

@@ -43,7 +43,7 @@ class Components(NamedTuple):
     equal: bool  # all precisions are 1
     distance: bool
     input_dtype: torch.dtype  # that of q, or autocast's
-    dtype: torch.dtype  # what SDPA is to compute in
+    dtype: torch.dtype  # in which SDPA computes
 
     @property
     def wide(self) -> torch.dtype:
@@ -118,21 +118,23 @@ def runs_kernel(
 
 
 def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Take an offset that they share from all queries and keys (..., R, M, D), float32 at least.
+    """Subtract a common offset from all queries and keys (..., R, M, D), in float32 at least.
 
-    Distances stay, and so do weights and gradients. But ‖q − k‖² is taken apart, and what an offset
-    of all tokens adds to the parts would not cancel without rounding errors. If causal, no query
-    that its own future could change has a part in it.
+    It changes no distance, weight or gradient. But the three terms of ‖q − k‖² are computed apart,
+    and the share of an offset in them would only cancel up to rounding errors. If causal, the
+    offset depends on the first two tokens alone, so that no result depends on later ones.
     """
     q, k = q.to(parts.precisions), k.to(parts.precisions)
     if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
         return q, k
     keys = k[..., :2, :] if mask.is_causal else k
     offset = shared_offset(keys.detach().mean(-3), mask)  # (..., H, 1, D)
-    alike = mask.given is None or mask.given.shape[-2] == 1
-    one = q[..., :2, :][..., -1:, :] if mask.is_causal else q[..., :1, :]
-    queries = q.mean(-2, keepdim=True) if alike and not mask.is_causal else one
-    offset = nearer_zero(offset, queries.detach())
+    per_key = mask.given is None or mask.given.shape[-2] == 1
+    if mask.is_causal:
+        query = q[..., :2, :][..., -1:, :]
+    else:
+        query = q.mean(-2, keepdim=True) if per_key else q[..., :1, :]
+    offset = nearer_zero(offset, query.detach())
     return q - offset, k - offset.unsqueeze(-3)
 
 
@@ -196,7 +198,7 @@ def features(
 
 
 def _unit(dtype: torch.dtype) -> int:
-    """Return what stands for 1 in a query, so that −‖k‖²/2 over it is a number of that dtype.
+    """Return the feature of a query in place of 1, so that −‖k‖²/2 over it is within the dtype.
 
     The largest number of float16 is 65504, and a key of length 362 has that for ‖k‖²/2.
     """
@@ -204,7 +206,7 @@ def _unit(dtype: torch.dtype) -> int:
 
 
 def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to a dtype, and to its largest number what is larger."""
+    """Cast to a dtype, clamped to its range."""
     limit = torch.finfo(dtype).max
     return x if x.dtype == dtype else x.clamp(-limit, limit).to(dtype)
 
@@ -213,7 +215,7 @@ def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return x, or in half precision two numbers that add up to it: x rounded, and the rest.
 
     Without the rest, the rounding of a large ‖k‖²/2σ² would be an error of the score. The gradient
-    of x is that of the first: the rest takes as much from it as it gives.
+    of x is that of the first number: that of the rest cancels.
     """
     if torch.finfo(dtype).bits >= 32:
         return [x.to(dtype)]

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
+    launch,
     load_numbers,
     load_rows,
     padded,
@@ -339,10 +340,10 @@ BLOCKS = {
 
 
 def blocks(kernel: Any, head_dim: int, dtype: torch.dtype, keys: int, hard: bool) -> dict[str, int]:
-    """Return what to cut queries and keys into, for tokens with some keys each.
+    """Return the sizes of blocks, warps and stages for tokens with that many keys each.
 
-    The table is for two of them. More are like wider heads, as each has sums of its own. To know
-    the best component, the hard form holds one more block of scores.
+    The table is for two keys. More are like wider heads, as each has its sums. To know the best
+    component, the hard form holds one more block of scores.
     """
     width = head_dim * max(1, (keys + 1) / 3)
     sizes = BLOCKS[kernel.__name__, min(dtype.itemsize, 4)]
@@ -441,14 +442,11 @@ def _launch(
     tensors = {"Q": q, "K": k, "V": v, "A": a, "U": u, "W": w, "MASK": mask, **others}
     strides = (*q.stride()[:3], *k.stride()[:4], *v.stride()[:3])
     strides += (0, 0, 0, 0) if mask is None else mask.stride()
-    with torch.cuda.device_of(q):
-        kernel[(count * B * H,)](
-            **{name: w if x is None else x for name, x in tensors.items()},  # w: never read there
-            **dict(zip(STRIDES, strides, strict=True)),
-            **{"H": H, "N": N, "M": M, **_constants(D, Dv, R, k.shape[2] < R, ctx.hard)},
-            **{"CAUSAL": int(ctx.is_causal), "HAS_U": u is not None, "HAS_MASK": mask is not None},
-            **sizes,
-        )
+    arguments: dict[str, Any] = {x: w if y is None else y for x, y in tensors.items()}  # not read
+    arguments |= dict(zip(STRIDES, strides, strict=True)) | sizes
+    arguments |= {"H": H, "N": N, "M": M} | _constants(D, Dv, R, k.shape[2] < R, ctx.hard)
+    arguments |= {"CAUSAL": int(ctx.is_causal), "HAS_U": u is not None}
+    launch(kernel, (count * B * H,), q, arguments | {"HAS_MASK": mask is not None})
 
 
 def _constants(D: int, Dv: int, R: int, shared: bool, hard: bool) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""What is printed on the lasso by ADMM, and what it should be: for pages, not for models.
+"""ADMM for the lasso, as it is printed and as it should be: for pages, not for models.
 
-Each function is a generator of the iterates ``(x, z, u)``, all (N, M), of one method that codes
-queries Q (N, D) in keys K (M, D), from zeros on, without end: take as many as you want. `admm` is
-the method as it is known [Boyd2011], with its (M, M) inverse. The other is the paper's, (4a) to
-(4c), in each of the ways in which they can be read.
-`derived_attention.lasso_attention` is what to use.
+Each function is an endless generator of the iterates ``(x, z, u)``, all (N, M), of a method that
+codes queries Q (N, D) in keys K (M, D), starting from zeros. `admm` is the known method
+[Boyd2011], with its (M, M) inverse; `printed_admm` has the paper's equations (4a) to (4c), in each
+of their readings. Models use `derived_attention.lasso_attention`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ def admm(Q: Tensor, K: Tensor, lam: float, rho: float, exclude_self: bool = Fals
     `exclude_self` leaves key i out for query i, with an inverse for each query.
     """
     atoms = 1 - torch.eye(len(Q), len(K), dtype=K.dtype) if exclude_self else torch.ones(1, len(K))
-    own = K * atoms.to(K).unsqueeze(-1)  # (N or 1, M, D)
-    inverse = torch.linalg.inv(own @ own.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    keys = K * atoms.to(K).unsqueeze(-1)  # (N or 1, M, D)
+    inverse = torch.linalg.inv(keys @ keys.mT + rho * torch.eye(len(K), dtype=K.dtype))
     z = u = Q.new_zeros(len(Q), len(K))
     while True:
-        right = (own @ Q.unsqueeze(-1)).squeeze(-1) + rho * (z - u)  # (N, M)
+        right = (keys @ Q.unsqueeze(-1)).squeeze(-1) + rho * (z - u)  # (N, M)
         x = (inverse @ right.unsqueeze(-1)).squeeze(-1)
         z = soft_threshold(x + u, lam / rho)
         u = u + x - z

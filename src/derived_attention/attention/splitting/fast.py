@@ -34,6 +34,7 @@ from derived_attention.attention.formulas import signed_power
 from derived_attention.attention.frame.checks import is_symbolic
 from derived_attention.attention.frame.convention import full_precision, in_full, mechanism
 from derived_attention.attention.frame.masks import flat_heads
+from derived_attention.attention.linear.fast import in_chunks
 from derived_attention.attention.splitting.solver import (
     CHUNK,
     Options,
@@ -42,7 +43,6 @@ from derived_attention.attention.splitting.solver import (
     Solve,
     Solver,
     check_lasso,
-    in_chunks,
     penalty,
     prepare_codes,
     sums_before,

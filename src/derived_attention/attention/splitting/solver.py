@@ -27,6 +27,7 @@ from derived_attention.attention.frame.checks import (
 )
 from derived_attention.attention.frame.convention import extend
 from derived_attention.attention.frame.masks import Mask
+from derived_attention.attention.linear.fast import in_chunks
 
 CHUNK = 128  # queries whose codes are in memory at a time
 NOISE = 4 * CHUNK * torch.finfo(torch.float64).eps  # an upper bound of Cholesky's rounding errors
@@ -218,10 +219,3 @@ def _inverse_factor(G: Tensor) -> tuple[Tensor, Tensor]:
 def sums_before(sums: Tensor, first: Tensor) -> Tensor:
     """Add up the sums (..., n, ·, ·) of chunks before each chunk, and what is before the first."""
     return extend(sums[..., :-1, :, :], 0, -3, before=1).cumsum(-3) + first.unsqueeze(-3)
-
-
-def in_chunks(x: Tensor, N: int, size: int) -> Tensor:
-    """Cut (..., n, D), n ≤ N, into (..., ⌈N / C⌉, C, D), padded with zeros."""
-    C = min(size, max(N, 1))
-    length = max(N, 1) + -N % C
-    return extend(x, length - x.shape[-2]).unflatten(-2, (length // C, C))

@@ -36,6 +36,7 @@ from derived_attention.attention.engine.kernels import NAMES, Launch
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
+    launch,
     load_numbers,
     load_rows,
     padded,
@@ -311,7 +312,7 @@ def value_kernel(
 
 
 class Blocks(NamedTuple):
-    """How large a tile is, and who computes it."""
+    """The size of a tile, and how many warps and stages compute it."""
 
     BLOCK_N: int
     BLOCK_M: int
@@ -322,9 +323,8 @@ class Blocks(NamedTuple):
 def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
     """Return how a kernel is launched for tiles of a dtype, with up to that many features.
 
-    They are such that at most a few numbers spill, by `derived_attention.attention.resources`: in
-    bfloat16 a warp has 16 rows of the sums and of one operand in its registers, and all of the
-    other operand.
+    At most a few numbers spill, by `derived_attention.attention.resources`: in bfloat16 a warp has
+    16 rows of the sums and of one operand in its registers, and all of the other operand.
     """
     wide = dim > 64
     if dtype == torch.bfloat16:
@@ -348,31 +348,29 @@ class _Run:
     """
 
     def __init__(self, options: Options, k: Tensor, v: Tensor, N: int, dtype: torch.dtype) -> None:
-        self.options, self.N = options, N
+        self.N = N
         (self.heads, self.M, self.D), self.DV = k.shape, v.shape[-1]
         self.wide = k.dtype
         self.tile = torch.bfloat16 if dtype == torch.bfloat16 else k.dtype
-        self.precision = precision(dtype)
         self.k, self.v = (x.to(self.tile).contiguous() for x in (k, v))
+        self.arguments = {
+            "K": self.k, "V": self.v, "heads": self.heads, "N": N, "M": self.M, "D": self.D,
+            "DV": self.DV, "BLOCK_D": padded(self.D), "BLOCK_V": padded(self.DV),
+            "prefix": options.prefix, "POWER": options.power or 0, "CAUSAL": options.is_causal,
+            "EXCLUDE": options.exclude_self, "PRECISION": precision(dtype),
+        }  # fmt: skip
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.k.new_empty(shape, dtype=dtype or self.wide)
 
     def __call__(self, kernel: Any, **tensors: Any) -> None:
         """Launch one: a program for each block of queries, or of keys."""
-        features = {"D": self.D} | ({"DV": self.DV} if "DV" in kernel.arg_names else {})
-        sizes = blocks(kernel, self.tile, max(features.values()))._asdict()
-        if "POWER" in kernel.arg_names:
-            sizes["POWER"] = self.options.power or 0
+        width = self.D if kernel is residual_kernel else max(self.D, self.DV)
+        arguments = tensors | blocks(kernel, self.tile, width)._asdict() | self.arguments
         by_key = kernel in (key_kernel, value_kernel)
         length, block = (self.M, "BLOCK_M") if by_key else (self.N, "BLOCK_N")
-        sizes |= {f"BLOCK_{x[-1]}": padded(n) for x, n in features.items()}
-        sizes |= {"heads": self.heads, "N": self.N, "M": self.M, "prefix": self.options.prefix}
-        sizes |= {"CAUSAL": self.options.is_causal, "EXCLUDE": self.options.exclude_self}
-        sizes |= {"PRECISION": self.precision}
-        with torch.cuda.device_of(self.k):
-            grid = (self.heads * triton.cdiv(length, sizes[block]),)
-            kernel[grid](K=self.k, **tensors, **features, **sizes)
+        grid = (self.heads * triton.cdiv(length, arguments[block]),)
+        launch(kernel, grid, self.k, arguments)
 
 
 def _solver(options: Options, k: Tensor, rho: Tensor, N: int) -> Callable[[Tensor], Tensor]:
@@ -429,7 +427,7 @@ class _Coding(torch.autograd.Function):
             run(residual_kernel, Q=q, T=T, R=R, steps=n)
             T[n] = solve(R)
         out, scales = run.new(*q.shape[:-1], run.DV), run.new(2, *q.shape[:-1])
-        run(mix_kernel, V=run.v, T=T, OUT=out, SCALES=scales, steps=options.iterations)
+        run(mix_kernel, T=T, OUT=out, SCALES=scales, steps=options.iterations)
         ctx.save_for_backward(k, v, rho, T, out, scales)
         ctx.options, ctx.dtype = options, dtype
         return out
@@ -447,7 +445,7 @@ class _Coding(torch.autograd.Function):
             tensors |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
             dk, dv, drho = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(rho)
             run(value_kernel, **tensors, DVALUES=dv)
-            tensors |= {"V": run.v, "DR": DR}
+            tensors["DR"] = DR
             for n in range(steps - 1, -1, -1):
                 DT = run.new(*T.shape[1:])
                 run(query_kernel, **tensors, DT=DT, last=n)
