@@ -1,17 +1,18 @@
 """Plugs: every mechanism of the registry in models of Hugging Face Transformers and of timm.
 
-Both make queries, keys and values themselves, and ask for what is between them and the output
-projection. So a plug is the mechanism's layer without its projections: what it is given are heads,
-side by side. What the layer learns beyond projections (filters, shifts, a second key) is a part of
-the model it is put into: it is trained, moved and saved with it.
+Both compute queries, keys and values themselves, and call a function for attention alone. So a plug
+is the mechanism's layer without its projections, whose input are concatenated heads. Its other
+parameters (filters, shifts, a second key) become part of the model: they are trained, moved and
+saved with it.
 
 `equip` puts a mechanism into a model of Transformers, `equip_timm` into a vision transformer of
 timm. `torch.nn.TransformerEncoderLayer` needs no plug: any layer of the registry may be its
 ``self_attn``.
 
-On disk a plugged model is no other one. Its state dict has a record for each layer, with the name
-of the mechanism in its key and the options in its value, and the configuration that Transformers
-saves asks for `load`: without it, ``from_pretrained`` raises an error that names both.
+A saved model cannot be mistaken for one with other attention. Its state dict has a record for each
+layer, with the name of the mechanism in its key and the options in its value, and the configuration
+that Transformers saves refers to `load`: without it, ``from_pretrained`` raises an error that names
+both.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.frame.masks import Mask, allowed, within
 from derived_attention.attention.registry import MECHANISMS, PUBLIC, Entry, get_attention
 
-PREFIX = "derived:"  # of the names that Transformers knows them by,
-SAVED = "derived_attention.plugs.load: "  # and of those in files, which it does not know
-LENGTH = 1024  # tokens that sample options are made for, where nobody said another number
-CHILD = "derived_attention"  # of a module that attends: the layer that it was equipped with
-OTHERS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)  # modules that attend others
+PREFIX = "derived:"  # of the names under which mechanisms are registered with Transformers
+SAVED = "derived_attention.plugs.load: "  # of the names in saved configurations
+LENGTH = 1024  # the default number of tokens for sample options
+CHILD = "derived_attention"  # name of the layer that `equip` adds to a module that attends
+CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)  # paths of cross-attention modules
 CALLED_WITH = ("q", "k", "v", "attn_mask", "is_causal")  # arguments that are no options
-REFUSED = ("softcap", "s_aux", "output_attentions", "cache")  # arguments that no mechanism has
+REFUSED = ("softcap", "s_aux", "output_attentions", "cache")  # arguments that no mechanism takes
 
 # --- a layer without projections -----------------------------------------------------------------
 
 
 class _Nothing(nn.Identity):
-    """What a layer without projections has in the place of its last; it knows dtype and device."""
+    """The output projection of a layer without projections, with its dtype and device."""
 
     def __init__(self, like: Tensor) -> None:
         super().__init__()
@@ -63,10 +64,10 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     name : str
         One of `list_attentions`.
     H, D, length : int
-        Heads, features of each, and the tokens that its sample options are made for.
+        Heads, features of each, and the number of tokens for its sample options.
     options
-        Arguments of its layer in the place of sample options, or of its function, where it has no
-        layer of its own; and `device` and `dtype`.
+        Arguments of its layer, or of its function if it has no layer, that replace sample options;
+        and `device` and `dtype`.
 
     Returns
     -------
@@ -77,9 +78,9 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
     ValueError
         For a name that is not in the registry.
     TypeError
-        For an option that there is not.
+        For an unknown option.
     """
-    get_attention(name)  # raises for another name
+    get_attention(name)  # raises for an unknown name
     entry = MECHANISMS[name]
     common: dict[str, Any] = {"bias": False}
     layer: Any
@@ -99,10 +100,10 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
 
 
 class Record(nn.Module):
-    """What a layer in somebody else's model is: a name, and options. State dicts carry it.
+    """The name and the options of a layer in another model, which are part of its state dict.
 
-    A state dict without it, of another mechanism or of none, lacks a key. One with other options is
-    refused. As extra state it is no buffer: nothing averages or converts it.
+    A state dict of another mechanism, or of none, lacks its key; one with other options is refused.
+    It is extra state and no buffer, so that nothing averages or converts it.
     """
 
     def __init__(self, name: str, length: int, options: dict[str, Any], path: str = "") -> None:
@@ -117,11 +118,11 @@ class Record(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError if `state` is the record of another layer."""
-        there = _read_record(state)["options"]
-        if there != self.options:
+        options = _read_record(state)["options"]
+        if options != self.options:
             raise ValueError(
-                f"the state has {self.name} with the options {there}; expected {self.options}, as "
-                "in the model: other options make another model of the same parameters"
+                f"the state has {self.name} with the options {options}; expected {self.options}, "
+                "as in the model: the same parameters with other options are another model"
             )
 
     def extra_repr(self) -> str:
@@ -130,7 +131,7 @@ class Record(nn.Module):
 
 
 def _recorded(layer: Any, name: str, H: int, D: int, length: int, path: str, options: Any) -> Any:
-    """Give a layer its record: the options that it has been made with, also those of the sample."""
+    """Add a record of the options that a layer was made with, including sample options."""
     sample = MECHANISMS[name].plug(length, H, D).keywords  # type: ignore[attr-defined]
     kept = {k: x for k, x in (sample | options).items() if k not in ("length", "device", "dtype")}
     layer.add_module(name, Record(name, length, kept, path))
@@ -143,7 +144,7 @@ def _read_record(state: Tensor) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> Any:
-    """Return an option as JSON: what it has no word for is a dict of a word and the rest."""
+    """Return an option as JSON; other types become a dict from a type to a value."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -158,7 +159,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(name: str, value: Any) -> Any:
-    """Return the option `name` that `_encode` has made JSON of; of functions, our public ones."""
+    """Invert `_encode` for the option `name`; of functions only public ones of this package."""
     if isinstance(value, list):
         return [_decode(name, x) for x in value]
     if not isinstance(value, dict):
@@ -175,13 +176,9 @@ def _decode(name: str, value: Any) -> Any:
     if kind == "function" and PUBLIC.get(attribute) == module:
         return getattr(importlib.import_module(module), attribute)
     raise ValueError(
-        f"the option {name} was {inner}, which no file holds; expected to get it from you: build "
-        "the model, equip it with the same options, and call load_state_dict"
+        f"the option {name} is {inner}, which cannot be loaded from a file; expected a value that "
+        "can: build the model, equip it with the same options, and call load_state_dict"
     )
-
-
-def _has_state(layer: nn.Module) -> bool:
-    return bool(layer.state_dict())
 
 
 def _attend(
@@ -190,22 +187,23 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Attend by a layer without projections: x are (B, N, H D), (B, M, H D), (B, M, H D).
 
-    `mask` is None, or True where one may attend: (B, 1, N, M) where a mechanism takes any mask, and
-    else (B, 1, 1, M), which says what is there. Fewer queries than keys, if causal, are the last.
+    `mask` is None, or True where one may attend: (B, 1, N, M) if a mechanism takes any mask, and
+    otherwise (B, 1, 1, M), which keys are present. If causal, the queries are the last N of M
+    tokens.
     """
     N, M = x[0].shape[1], x[1].shape[1]
     if MECHANISMS[name].any_mask:
-        own = Mask(mask, causal and mask is None and N > 1)
+        merged = Mask(mask, causal and mask is None and N > 1)
         if mask is not None and not cross and mask.dtype == torch.bool:
-            own.keys = mask.any(-2).any(1, keepdim=True)  # (B, 1, M)
-            own.queries = own.keys[..., M - N :]
-        own.cross = cross
-        return layer.run(*x, own)[0]
+            merged.keys = mask.any(-2).any(1, keepdim=True)  # (B, 1, M)
+            merged.queries = merged.keys[..., M - N :]
+        merged.cross = cross
+        return layer.run(*x, merged)[0]
     if causal and N < M and not MECHANISMS[name].alone:
         raise ValueError(
-            f"{name} is asked for {N} queries and {M} keys, as with a cache; expected all queries "
-            "at once: what a query gets here depends on those before it, which no cache holds; "
-            "say use_cache=False"
+            f"{name} is called with {N} queries and {M} keys, as with a cache; expected all "
+            "queries at once, as the result of a query depends on earlier queries, which are not "
+            "cached: pass use_cache=False"
         )
     if mask is None:
         return _run(layer, *x, causal, cross)
@@ -213,7 +211,7 @@ def _attend(
 
 
 def _run(layer: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, cross: bool) -> Tensor:
-    """Run a layer; if causal, queries that a cache has not kept are replaced by any others."""
+    """Run a layer; if causal, earlier queries, which are not cached, get arbitrary values."""
     N, before = q.shape[1], k.shape[1] - q.shape[1]
     if causal and before > 0 and N:
         q = torch.cat([q[:, :1].expand(-1, before, -1), q], 1)
@@ -225,25 +223,21 @@ def _run(layer: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, cross: bool)
 def _without_padding(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> Tensor:
-    """Run sequences as if what is padding were not there: those with the same padding together.
+    """Run sequences without their padding, those with the same padding together.
 
-    So it may stand on either side, whatever a mechanism makes of positions. Padded queries get 0.
+    So padding may be on either side, also if a mechanism depends on positions. Padded queries get
+    0.
     """
-    out, N, there = torch.zeros_like(q), q.shape[1], mask[:, 0, 0]  # (B, M)
+    out, N, present = torch.zeros_like(q), q.shape[1], mask[:, 0, 0]  # (B, M)
     cross = run.keywords["cross"]  # type: ignore[attr-defined]
-    patterns, which = there.expand(len(q), -1).unique(dim=0, return_inverse=True)
+    patterns, index = present.expand(len(q), -1).unique(dim=0, return_inverse=True)
     for i, keep in enumerate(patterns):
-        rows = (which == i).nonzero()  # (b, 1)
-        asked = torch.arange(N, device=q.device)
-        asked = asked if cross else asked[keep[len(keep) - N :]]
-        kept = keep.nonzero().squeeze(-1)
-        out[rows, asked] = run(q[rows, asked], k[rows, kept], v[rows, kept])
+        rows = (index == i).nonzero()  # (b, 1)
+        queries = torch.arange(N, device=q.device)
+        queries = queries if cross else queries[keep[len(keep) - N :]]
+        keys = keep.nonzero().squeeze(-1)
+        out[rows, queries] = run(q[rows, queries], k[rows, keys], v[rows, keys])
     return out
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    """(B, H, N, D) to (B, N, H D)."""
-    return x.transpose(1, 2).flatten(2)
 
 
 # --- Transformers --------------------------------------------------------------------------------
@@ -253,24 +247,25 @@ def register() -> None:
     """Make all mechanisms known to Transformers, as ``derived:`` and their names.
 
     After it, ``attn_implementation="derived:linear"`` is a mechanism with the sample options of the
-    registry for 1024 tokens. One that learns something needs a place for it: `equip`. Masks are
-    registered too, as without them Transformers makes none, and padding is attended. A model that
-    is trained so is saved with the name, and can be loaded after `register`.
+    registry for 1024 tokens. One with parameters needs `equip`. Masks are registered too, as
+    without them Transformers makes none, and padding is attended. A model that is trained so is
+    saved with the name, and can be loaded after `register`.
     """
-    import transformers  # here, as timm below: each takes seconds, and one may do without the other
+    import transformers  # here, as timm below: each takes seconds to import, and is optional
 
     for name in MECHANISMS:
-        own = functools.partial(_attention_forward, name), functools.partial(_make_mask, name)
-        transformers.AttentionInterface.register(PREFIX + name, own[0])
-        transformers.AttentionMaskInterface.register(PREFIX + name, own[1])
+        forward = functools.partial(_attention_forward, name)
+        transformers.AttentionInterface.register(PREFIX + name, forward)
+        make_mask = functools.partial(_make_mask, name)
+        transformers.AttentionMaskInterface.register(PREFIX + name, make_mask)
 
 
 def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
-    """Let all attention in a model of Transformers be that of a mechanism, and return the model.
+    """Replace all attention in a model of Transformers by a mechanism, and return the model.
 
-    Every module that attends gets the mechanism's layer, without projections, as a child: make the
-    optimiser afterwards. Queries, keys, values and outputs are projected as before. Where tokens
-    have several keys, the second is a linear map of the first, so that a cache holds one.
+    Every module that attends gets the mechanism's layer, without projections, as a child: create
+    the optimiser afterwards. Queries, keys, values and outputs are projected as before. If tokens
+    have several keys, the second is a linear map of the first, so that a cache stores one.
 
     Parameters
     ----------
@@ -279,46 +274,46 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
     name : str
         One of `list_attentions`.
     length : int
-        Tokens that sample options are made for; Linformer takes no longer sequence.
+        Number of tokens for sample options; the longest sequence for Linformer.
     options
         As in `make_heads`.
 
     Raises
     ------
     ValueError
-        For a name that is not in the registry; a mechanism that sees the future, where the model
-        may not; a model that does not ask Transformers' interface for its attention. In a forward
-        pass: for what a mechanism cannot do (any mask but padding, a cache, a soft cap).
+        For a name that is not in the registry; a mechanism that is not causal in a causal model;
+        a model that does not use Transformers' attention interface. In a forward pass: for what a
+        mechanism does not support (any mask but padding, a cache, a soft cap).
     """
-    get_attention(name)  # raises for a name that is not there
+    get_attention(name)  # raises for an unknown name
     register()
     asking = [(path, x) for path, x in model.named_modules() if _asks(x)]
     if not asking:
         kind = type(model).__name__
-        raise ValueError(f"model is a {kind}; expected one that asks AttentionInterface")
+        raise ValueError(f"model is a {kind}; expected one that uses AttentionInterface")
     layers = [_layer_for(module, path, name, length, options) for path, module in asking]
-    for (_, module), layer in zip(asking, layers, strict=True):  # all of them, or none
+    for (_, module), layer in zip(asking, layers, strict=True):  # after all have been made
         module.add_module(CHILD, layer)
-    _say(model, layers[0])
+    _configure(model, layers[0])
     return model
 
 
 def _layer_for(module: Any, path: str, name: str, length: int, options: dict[str, Any]) -> Any:
-    """Make the layer for a module that attends, which lies at `path` in what is equipped."""
+    """Make the layer for a module that attends, at `path` in the equipped model."""
     causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
-    cross = not causal and OTHERS.search(path) is not None
+    cross = not causal and CROSS.search(path) is not None
     _check_kind(name, causal, cross)
     like = next(module.parameters())
-    own = options | _if_taken(name, causal=causal)
-    layer = make_heads(name, H, D, length, device=like.device, dtype=like.dtype, **own)
+    options = options | _if_taken(name, causal=causal)
+    layer = make_heads(name, H, D, length, device=like.device, dtype=like.dtype, **options)
     layer.cross = cross
-    return _recorded(layer, name, H, D, length, path, own).train(module.training)
+    return _recorded(layer, name, H, D, length, path, options).train(module.training)
 
 
-def _say(model: Any, layer: Any) -> None:
-    """Let the configurations of a model ask for a layer: in memory by name, on disk for `load`.
+def _configure(model: Any, layer: Any) -> None:
+    """Write the mechanism into the configurations of a model: in memory its name, on disk `load`.
 
-    They are copies: the rest of a model that this is a part of keeps its own.
+    They are copied first, as `model` may be a part of another one.
     """
     name = layer.plugged
     configs: dict[int, Any] = {}
@@ -333,7 +328,7 @@ def _say(model: Any, layer: Any) -> None:
             module.config = configs[id(config)]
 
 
-def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
+def load(folder: str | os.PathLike[str], kind: Any = None, **arguments: Any) -> Any:
     """Load a model of Transformers that was equipped and saved by its ``save_pretrained``.
 
     Parameters
@@ -341,8 +336,8 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
     folder : path
         Where it is, with the weights in safetensors, in one file or several.
     kind : class, optional
-        Such as ``transformers.LlamaForCausalLM``; the one that was saved where it is left out.
-    given
+        Such as ``transformers.LlamaForCausalLM``; the one that was saved if left out.
+    arguments
         Arguments of ``from_pretrained``, such as `dtype` and `device_map`.
 
     Returns
@@ -354,10 +349,9 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
     ------
     ValueError
         For a folder without such a model, a mechanism or option that this version does not have,
-        an option that no file holds (a function that is not of this package), and what `equip`
-        refuses.
+        an option that cannot be loaded (a function of another package), and as in `equip`.
     TypeError
-        If `kind` is no class of models.
+        If `kind` is not a class of models.
 
     Examples
     --------
@@ -372,7 +366,7 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
     if not records and not str(config._attn_implementation).startswith(PREFIX):
         raise ValueError(
             f"folder is {folder}, where no model.safetensors has an attention of {CHILD}; expected "
-            "one that save_pretrained of an equipped model has made"
+            "one written by save_pretrained of an equipped model"
         )
     if kind is None:
         kind = getattr(transformers, next(iter(config.architectures or []), ""), None)
@@ -383,12 +377,12 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
         )
     if records:
         config._attn_implementation = None
-    kept = [*(kind._keys_to_ignore_on_load_unexpected or ()), rf"\.{CHILD}\."]
-    quiet: Any = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": kept})
-    model = quiet.from_pretrained(folder, config=config, **given)
+    ignored = [*(kind._keys_to_ignore_on_load_unexpected or ()), rf"\.{CHILD}\."]
+    quiet: Any = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": ignored})
+    model = quiet.from_pretrained(folder, config=config, **arguments)
     model.__class__ = kind
     parts = {}
-    for path, saved in _places(model, records, folder).items():
+    for path, saved in _saved_paths(model, records, folder).items():
         name, record = records[saved]
         inner = path if saved == record["path"] else record["path"]  # in what was equipped
         module = model.get_submodule(path)
@@ -399,17 +393,17 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **given: Any) -> Any:
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{folder} has {name} with the options {record['options']}, which this version of "
-                f"{CHILD} does not take: {error}"
+                f"{CHILD} does not accept: {error}"
             ) from error
         module.add_module(CHILD, layer)
         parts[path.removesuffix(inner).rstrip(".")] = layer
-    for part in sorted(parts, key=len):  # an encoder may be equipped with another than the whole
-        _say(model.get_submodule(part), parts[part])
+    for part in sorted(parts, key=len):  # a part may have another mechanism than the whole
+        _configure(model.get_submodule(part), parts[part])
     return model
 
 
 def _read_plugs(folder: Path) -> tuple[dict[str, tuple[str, dict]], dict[str, dict[str, Tensor]]]:
-    """Return names and records of the plugs in a folder, and their state dicts, by their places."""
+    """Return the names and records of the plugs in a folder, and their state dicts, by path."""
     from safetensors import safe_open
 
     records: dict[str, tuple[str, dict]] = {}
@@ -417,8 +411,8 @@ def _read_plugs(folder: Path) -> tuple[dict[str, tuple[str, dict]], dict[str, di
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no dict)
-                path, found, inner = key.partition(f".{CHILD}.")
-                if found:
+                path, separator, inner = key.partition(f".{CHILD}.")
+                if separator:
                     states.setdefault(path, {})[inner] = tensors.get_tensor(key)
                     name, is_record, _ = inner.rpartition("._extra_state")
                     if is_record:
@@ -426,71 +420,70 @@ def _read_plugs(folder: Path) -> tuple[dict[str, tuple[str, dict]], dict[str, di
     for name, _ in records.values():
         if name not in MECHANISMS:
             raise ValueError(
-                f"{folder} has the mechanism {name!r}, which this version of {CHILD} has not; it "
-                f"has {', '.join(MECHANISMS)}"
+                f"{folder} has the mechanism {name!r}; expected one of this version of {CHILD}: "
+                f"{', '.join(MECHANISMS)}"
             )
     return records, states
 
 
-def _places(model: Any, records: dict[str, Any], folder: Any) -> dict[str, str]:
-    """Return for each module that attends the place that it was saved from.
+def _saved_paths(model: Any, records: dict[str, Any], folder: Any) -> dict[str, str]:
+    """Return for each module that attends the path under which it was saved.
 
-    A model without a head has its modules one step higher than one that has it, or the reverse.
+    The paths in a model with a head have one more part than in one without it.
     """
     asking = [path for path, x in model.named_modules() if _asks(x)]
-    found = {}
+    saved = {}
     for path in asking:
-        alike = [x for x in records if f".{x}".endswith(f".{path}") or path.endswith(f".{x}")]
-        if path in records or len(alike) == 1:
-            found[path] = path if path in records else alike[0]
-    lost = sorted(records.keys() - set(found.values()))
-    if lost and len(found) < len(asking):
+        similar = [x for x in records if f".{x}".endswith(f".{path}") or path.endswith(f".{x}")]
+        if path in records or len(similar) == 1:
+            saved[path] = path if path in records else similar[0]
+    lost = sorted(records.keys() - set(saved.values()))
+    if lost and len(saved) < len(asking):
         raise ValueError(
             f"{folder} has attention of {CHILD} at {', '.join(lost)}, where a "
             f"{type(model).__name__} has none; expected the class that was saved"
         )
-    return found
+    return saved
 
 
 def _asks(module: nn.Module) -> bool:
-    """Say whether a module asks Transformers' interface for its attention."""
+    """Return whether a module uses Transformers' attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _sizes(module: Any) -> tuple[int, int]:
     """Return heads and features of each; models have several names for both."""
-    places = (module, getattr(module, "config", None))
-    found = []
-    for names in (
-        ("num_heads", "num_attention_heads", "n_heads"),
-        ("head_dim", "attention_head_size", "key_value_proj_dim"),
-    ):
-        known = (getattr(place, name, None) for place in places for name in names)
-        found.append(next(x for x in known if x is not None))
-    return found[0], found[1]
+    sources = (module, getattr(module, "config", None))
+
+    def first(*names: str) -> int:
+        values = (getattr(source, name, None) for source in sources for name in names)
+        return next(x for x in values if x is not None)
+
+    H = first("num_heads", "num_attention_heads", "n_heads")
+    return H, first("head_dim", "attention_head_size", "key_value_proj_dim")
 
 
-def _if_taken(name: str, **given: Any) -> dict[str, Any]:
-    """Return those arguments that the mechanism's layer has."""
+def _if_taken(name: str, **options: Any) -> dict[str, Any]:
+    """Return the options that the mechanism's layer has."""
     entry = MECHANISMS[name]
     taken = inspect.signature(entry.plug(1, 1, 1)).parameters if entry.layer != Entry.layer else {}
-    return {key: x for key, x in given.items() if key in taken}
+    return {key: x for key, x in options.items() if key in taken}
 
 
 def _check_kind(name: str, causal: bool, cross: bool) -> None:
-    """Refuse to be causal, or to attend another sequence, where a mechanism cannot."""
+    """Refuse causality, or cross-attention, for a mechanism that does not have it."""
     entry = MECHANISMS[name]
     if causal and not entry.causal:
         raise ValueError(
-            f"{name} is to be causal; expected {_able(lambda x: x.causal)}, or an encoder: what "
-            f"{name} makes of the keys is the same for every query, and holds the future"
+            f"{name} is in a causal model; expected {_able(lambda x: x.causal)}, or an encoder: "
+            f"{name} combines keys in the same way for every query, with later ones"
         )
     if cross and (entry.placed or not entry.alone):
         able = _able(lambda x: x.causal and x.alone and not x.placed)
         raise ValueError(
-            f"{name} is to attend another sequence; expected {able}, or the encoder alone: what a "
-            f"query gets from {name} depends on its place, and it has none among those keys"
+            f"{name} is in cross-attention; expected {able}, or the encoder alone: with {name} "
+            "the result of a query depends on its position among the keys"
         )
 
 
@@ -500,13 +493,13 @@ def _able(can: Callable[[Entry], bool]) -> str:
 
 @functools.lru_cache
 def _shared(name: str, H: int, D: int, causal: bool) -> Any:
-    """Return what all modules that were not equipped share, where there is nothing to learn."""
+    """Return the layer, without parameters, that all modules that were not equipped share."""
     layer = make_heads(name, H, D, LENGTH, **_if_taken(name, causal=causal))
-    if _has_state(layer):
+    if layer.state_dict():
         learned = ", ".join(layer.state_dict())
         raise ValueError(
-            f"{name} has parameters of its own ({learned}), and this model has no place for them; "
-            f"expected derived_attention.plugs.equip(model, {name!r}) before its first use"
+            f"{name} has parameters ({learned}), which this model does not have; expected "
+            f"derived_attention.plugs.equip(model, {name!r}) before its first use"
         )
     return layer
 
@@ -521,14 +514,14 @@ def _attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **given: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as Transformers asks: q (B, H, N, D), k and v (B, G, M, D), to (B, N, H, D)."""
     B, H, N, D = query.shape
-    _check_given(name, given, value, D)
+    position_bias = others.pop("position_bias", None)
+    _check_others(name, others, value, D)
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    if attention_mask is not None:  # a static cache is longer than what it holds
+    if attention_mask is not None:  # a static cache is longer than its contents
         key, value = (x[..., : attention_mask.shape[-1], :] for x in (key, value))
     mask = _with_bias(name, attention_mask, position_bias, causal, N, key.shape[-2])
     layer: Any = getattr(module, CHILD, None)
@@ -538,29 +531,29 @@ def _attention_forward(
         layer = _shared(name, H, D, causal)
         config: Any = getattr(module, "config", None)
         if module.training and getattr(config, "_attn_implementation", None) == PREFIX + name:
-            config.attn_implementation = PREFIX + name  # what is trained with it is saved with it
+            config.attn_implementation = PREFIX + name  # saved with what was trained with it
     if getattr(layer, "causal", causal) != causal:
         raise ValueError(
             f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "
-            f"{name}, whose filters are laid on the sequence by it"
+            f"{name}, for its filters"
         )
     layer.dropout, layer.training = dropout, module.training
     if scaling is not None and not math.isclose(scaling, D**-0.5):
         query = query * (scaling * math.sqrt(D))
     key, value = share_heads("key", key, query, -3), share_heads("value", value, query, -3)
-    x = (_side_by_side(query), _side_by_side(key), _side_by_side(value))
-    return _attend(name, layer, x, mask, causal, cross).unflatten(-1, (H, D)), None
+    q, k, v = (x.transpose(1, 2).flatten(2) for x in (query, key, value))  # (B, ·, H D)
+    return _attend(name, layer, (q, k, v), mask, causal, cross).unflatten(-1, (H, D)), None
 
 
-def _check_given(name: str, given: dict[str, Any], value: Tensor, D: int) -> None:
-    """Refuse what changes the attention, and is not what this mechanism does."""
-    window = given.get("sliding_window")
-    refused = {key: given[key] for key in REFUSED if given.get(key) not in (None, False)}
+def _check_others(name: str, others: dict[str, Any], value: Tensor, D: int) -> None:
+    """Refuse arguments that change the attention in a way that this mechanism does not have."""
+    window = others.get("sliding_window")
+    refused = {key: others[key] for key in REFUSED if others.get(key) not in (None, False)}
     if window is not None and not MECHANISMS[name].any_mask:
         refused["sliding_window"] = window
     for key, x in refused.items():
         shown = x if isinstance(x, (int, float)) else type(x).__name__
-        raise ValueError(f"{key} is {shown}; expected None: {name} has nothing of the kind")
+        raise ValueError(f"{key} is {shown}; expected None: {name} does not support it")
     if value.shape[-1] != D:
         raise ValueError(f"value has {value.shape[-1]} features; expected {D}, as query has")
 
@@ -568,11 +561,11 @@ def _check_given(name: str, given: dict[str, Any], value: Tensor, D: int) -> Non
 def _with_bias(
     name: str, mask: Tensor | None, bias: Tensor | None, causal: bool, N: int, M: int
 ) -> Tensor | None:
-    """Check a mask, and merge it with what T5 adds to scores."""
+    """Check a mask, and merge it with the position bias of T5."""
     any_mask = MECHANISMS[name].any_mask
     if bias is not None and not any_mask:
         raise ValueError(
-            f"position_bias is given; expected None: {name} has no scores to add it to"
+            f"position_bias is given; expected None: {name} has no scores to which it is added"
         )
     if bias is not None:
         dense = Mask(mask, causal and mask is None).dense(N, M, bias.device)
@@ -585,7 +578,7 @@ def _with_bias(
     ):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected "
-            f"(B, M), which says what is padding: {name} takes no other mask"
+            f"a padding mask (B, M): {name} takes no other mask"
         )
     return mask
 
@@ -599,47 +592,47 @@ def _make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **given: Any,
+    **others: Any,
 ) -> Tensor | None:
-    """Make the mask that `_attention_forward` takes: none where nothing is padding.
+    """Make the mask that `_attention_forward` takes, or None without padding.
 
-    Any mask, where a mechanism takes any: (B, 1, N, M), as for PyTorch's own attention. Otherwise
-    (B, 1, 1, M), as long as what is there: O(M), and causality is known without it.
+    If a mechanism takes any mask, it is (B, 1, N, M), as for PyTorch's own attention. Otherwise it
+    is (B, 1, 1, M) for the M tokens so far, and does not contain causality.
     """
     from transformers import masking_utils as masks
 
     causal = mask_function is None or mask_function is masks.causal_mask_function
     if MECHANISMS[name].any_mask:
-        given["allow_is_causal_skip"] = given.get("allow_is_causal_skip", True) and (
+        others["allow_is_causal_skip"] = others.get("allow_is_causal_skip", True) and (
             q_length == kv_length
         )
         function = masks.causal_mask_function if causal else mask_function
-        own = dict(attention_mask=attention_mask, mask_function=function, **given)
-        return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **own)
+        others |= {"attention_mask": attention_mask, "mask_function": function}
+        return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **others)
     if not causal and mask_function is not masks.bidirectional_mask_function:
         raise ValueError(
             f"the model's mask is neither causal nor full, but a window, a chunk, packed sequences "
-            f"or one of its own; expected padding alone: {name} takes no other mask"
+            f"or another function; expected padding alone: {name} takes no other mask"
         )
     filled = int(q_offset) + q_length - kv_offset if causal else kv_length
-    there = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if there is None:
-        there = torch.ones(1, kv_length, dtype=torch.bool, device=given.get("device", "cpu"))
-    there = there[:, :filled].bool()
-    if filled == kv_length and bool(there.all()):
+    present = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if present is None:
+        present = torch.ones(1, kv_length, dtype=torch.bool, device=others.get("device", "cpu"))
+    present = present[:, :filled].bool()
+    if filled == kv_length and bool(present.all()):
         return None
-    return there.expand(batch_size, -1)[:, None, None]
+    return present.expand(batch_size, -1)[:, None, None]
 
 
 # --- timm ----------------------------------------------------------------------------------------
 
 
 def mend_torchvision() -> None:
-    """Let torchvision, and so timm, be imported where its compiled operators do not load.
+    """Make torchvision, and so timm, importable if its compiled operators do not load.
 
-    They do not where it was built for another device than PyTorch, as for CUDA beside PyTorch for
-    the CPU. Its Python part then stops at the first operator that it describes; it goes on if that
-    has a schema. No transformer needs them. Where torchvision works, this does nothing.
+    They do not load if it was built for another device than PyTorch. Its Python part then fails at
+    the first operator that it registers, unless the operator has a schema. No transformer uses
+    these operators. If torchvision works, this does nothing.
     """
     try:
         import torchvision  # noqa: F401
@@ -676,7 +669,7 @@ class TimmAttention(nn.Module):
     ) -> Tensor:
         """Attend from all tokens (B, N, C) to all of them."""
         if attn_mask is not None or is_causal:
-            raise ValueError("attn_mask or is_causal is given; expected neither, as in images")
+            raise ValueError("attn_mask or is_causal is given; expected neither for images")
         q, k, v = self.qkv(x).unflatten(-1, (3, *self.sizes)).unbind(2)  # (B, N, H, D)
         layer: Any = self.get_submodule(CHILD)
         layer.dropout = self.attn_drop.p
@@ -687,10 +680,10 @@ class TimmAttention(nn.Module):
 
 
 def equip_timm(model: Any, name: str, **options: Any) -> Any:
-    """Let all blocks of a vision transformer of timm attend by a mechanism, and return it.
+    """Replace the attention in all blocks of a vision transformer of timm, and return it.
 
-    Weights and their names stay; what the mechanism learns is added. A layer that pools or
-    convolves is told of the grid of patches and of the class token.
+    Weights and their names stay; the parameters of the mechanism are added. A layer that pools or
+    convolves gets the grid of patches and whether there is a class token.
 
     Parameters
     ----------
@@ -704,29 +697,28 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
     ------
     ValueError
         For a name that is not in the registry, a model without such blocks, or several tokens
-        before the patches, with a mechanism that has to know where patches begin.
+        before the patches with a mechanism that depends on the grid.
     """
     from timm.layers import Attention
 
-    found = [path for path, x in model.named_modules() if type(x) is Attention]
-    if not found:
+    paths = [path for path, x in model.named_modules() if type(x) is Attention]
+    if not paths:
         raise ValueError(
-            f"model is a {type(model).__name__} without timm's own attention; expected a "
+            f"model is a {type(model).__name__} without timm's Attention; expected a "
             "VisionTransformer that is not equipped yet"
         )
     first, grid = model.num_prefix_tokens, tuple(model.patch_embed.grid_size)
-    known = _if_taken(name, grid=grid, class_token=first > 0)
-    if "class_token" in known and first > 1:
+    places = _if_taken(name, grid=grid, class_token=first > 0)
+    if "class_token" in places and first > 1:
         raise ValueError(f"model has {first} tokens before its patches; expected 0 or 1 for {name}")
-    for path in found:
+    options = places | options
+    for path in paths:
         attn = model.get_submodule(path)
         like = {"device": attn.qkv.weight.device, "dtype": attn.qkv.weight.dtype}
-        length = first + math.prod(grid)
-        H, D, own = attn.num_heads, attn.head_dim, known | options
-        layer = make_heads(name, H, D, length, **own, **like)
-        _recorded(layer, name, H, D, length, "", own)
+        H, D, length = attn.num_heads, attn.head_dim, first + math.prod(grid)
+        layer = make_heads(name, H, D, length, **options, **like)
+        _recorded(layer, name, H, D, length, "", options)
         parent, _, last = path.rpartition(".")
-        setattr(
-            model.get_submodule(parent), last, TimmAttention(attn, name, layer).train(attn.training)
-        )
+        replacement = TimmAttention(attn, name, layer).train(attn.training)
+        setattr(model.get_submodule(parent), last, replacement)
     return model

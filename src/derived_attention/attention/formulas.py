@@ -83,9 +83,9 @@ def bn(q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax):
     s_i² is σ_i² + ε, or 1. μ_i and σ_i² are over the keys that query i may attend:
     each has keys of its own.
     """
-    here, rows = mask.rows(q, k)  # (..., N, M), and a mask (..., N, 1, M)
-    here = here[..., None].to(k.dtype)
-    share = here / here.sum(-2, keepdim=True).clamp(min=1)  # (..., N, M, 1)
+    keep, rows = mask.rows(q, k)  # (..., N, M), and a mask (..., N, 1, M)
+    keep = keep[..., None].to(k.dtype)
+    share = keep / keep.sum(-2, keepdim=True).clamp(min=1)  # (..., N, M, 1)
     K = k.unsqueeze(-3)  # (..., 1, M, D)
     mu = (share * K).sum(-2, keepdim=True)  # (..., N, 1, D)
     variance = (share * (K - mu).square()).sum(-2, keepdim=True)
@@ -109,7 +109,7 @@ def windows(M, s, class_token=False, causal=False, device=None):
 
 
 def averages(W, present, dtype):
-    """P = diag(W 1)⁻¹ W over the steps that are present: P X averages each window of X."""
+    """P = diag(W 1)⁻¹ W over the present steps: P X averages each window of X."""
     W = W.to(dtype) * present.unsqueeze(-2)
     total = W.sum(-1, keepdim=True)
     return W / total.masked_fill(total == 0, 1)
@@ -117,13 +117,13 @@ def averages(W, present, dtype):
 
 def pooled(h, s, q, k, v, mask, class_token):
     """Q_h, P K_h, P V_h, where P averages windows of s steps, and their mask."""
-    Q, K, V, own = (
+    Q, K, V, mask_h = (
         q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.of_head(h, q))
     if s == 1:
-        return Q, K, V, own
+        return Q, K, V, mask_h
     P = averages(
         windows(K.shape[-2], s, class_token, device=k.device),
-        own.presence(K), k.dtype)
+        mask_h.presence(K), k.dtype)
     return Q, P @ K, P @ V, Mask(P.any(-1).unsqueeze(-2))
 
 
@@ -139,10 +139,9 @@ def bn_sh(
 ):
     """Attention-BN on the pooled keys and values of each head, with its own β_h."""
     heads = (pooled(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
-    own = {"eps": eps, "attention": attention}
     return torch.stack(
-        [bn(*x, scale, beta=b, **own) for x, b in zip(heads, beta, strict=True)],
-        -3)
+        [bn(*x, scale, beta=b, eps=eps, attention=attention)
+         for x, b in zip(heads, beta, strict=True)], -3)
 
 
 # --- chapter 6: convolution -------------------------------------------------------
@@ -218,17 +217,17 @@ def mrs(
     """
     N, M, causal, results = q.shape[-2], k.shape[-2], mask.is_causal, []
     for h, (s, t) in enumerate(scales):
-        Q, K, V, own = (
+        Q, K, V, mask_h = (
             q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.of_head(h, q))
         if (s, t) == (1, 1):
-            results.append(attention(Q, K, V, own, scale))
+            results.append(attention(Q, K, V, mask_h, scale))
             continue
         W_q, W_k = (
             windows(n, r, class_token, causal, q.device)
             for n, r in ((N, s), (M, t)))
         # (..., N', N) and (..., M', M)
         down_q = averages(W_q, asked(q, query_mask)[..., h, :], q.dtype)
-        down_k = averages(W_k, own.presence(K), k.dtype)
+        down_k = averages(W_k, mask_h.presence(K), k.dtype)
         seen = down_k.any(-1).unsqueeze(-2)  # (..., 1, M')
         if causal:
             ends = [r * torch.arange(len(W), device=q.device)

@@ -1,8 +1,9 @@
-"""The formulas with the arguments of PyTorch's attention: what each fast form has to equal.
+"""The formulas with the arguments of PyTorch's attention, which the fast forms have to equal.
 
-A ``<name>_reference`` takes what ``<name>`` takes, but for what only says how it is computed. Each
-function here checks the options that a mechanism has of its own, and returns them as its formula in
-`formulas` takes them; `reference` does the rest. Formulas compute in float32 at least.
+A ``<name>_reference`` takes the arguments of ``<name>``, except those that only choose how it is
+computed. Each function here checks the options of a mechanism and returns the arguments of its
+formula in `formulas`; `reference` adds the calling convention. Formulas compute in float32 at
+least.
 """
 
 from __future__ import annotations
@@ -61,24 +62,24 @@ from derived_attention.attention.splitting.solver import (
     prepare_codes,
 )
 
-Own = dict[str, Any]
+Arguments = dict[str, Any]
 
 
-def reference(formula: Mechanism, **how: Any) -> Callable[[Mechanism], Mechanism]:
-    """Give a formula the calling convention, with the options that the decorated function takes."""
+def reference(formula: Mechanism, **properties: Any) -> Callable[[Mechanism], Mechanism]:
+    """Give a formula the calling convention, with the options of the decorated function."""
 
-    def give(options: Mechanism) -> Mechanism:
-        @functools.wraps(options)
+    def decorate(check: Mechanism) -> Mechanism:
+        @functools.wraps(check)
         def run(
-            q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **own: Any
+            q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
         ) -> Any:
-            found = options(q, k, v, mask, scale, **own)
-            return in_full(formula)(q, k, v, mask, scale, **found)
+            arguments = check(q, k, v, mask, scale, **options)
+            return in_full(formula)(q, k, v, mask, scale, **arguments)
 
         run.__doc__ = formula.__doc__
-        return mechanism(run, **how)
+        return mechanism(run, **properties)
 
-    return give
+    return decorate
 
 
 def plain(attention: Mechanism) -> Mechanism:
@@ -88,36 +89,36 @@ def plain(attention: Mechanism) -> Mechanism:
 
 
 def checked(feature_map: Mechanism) -> Mechanism:
-    """Return φ with a look at what it returns."""
+    """Return φ with a check of its results."""
     return functools.partial(apply_feature_map, feature_map)
 
 
 @reference(formulas.softmax, weights=attention_weights)
-def softmax_attention_reference(q, k, v, mask, scale) -> Own:
-    """Return nothing: softmax attention has no options."""
+def softmax_attention_reference(q, k, v, mask, scale) -> Arguments:
+    """Return no arguments: softmax attention has no options."""
     return {}
 
 
 @reference(formulas.linear, weights=linear_attention_weights)
-def linear_attention_reference(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Own:
+def linear_attention_reference(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Arguments:
     """Check the feature map's results."""
     return {"feature_map": checked(feature_map)}
 
 
 @reference(formulas.window)
-def window_attention_reference(q, k, v, mask, scale, *, window) -> Own:
+def window_attention_reference(q, k, v, mask, scale, *, window) -> Arguments:
     """Check the pattern."""
     return {"window": check_count("window", window, 0)}
 
 
 @reference(formulas.strided)
-def strided_attention_reference(q, k, v, mask, scale, *, stride) -> Own:
+def strided_attention_reference(q, k, v, mask, scale, *, stride) -> Arguments:
     """Check the pattern."""
     return {"stride": check_count("stride", stride, 1)}
 
 
 @reference(formulas.fixed)
-def fixed_attention_reference(q, k, v, mask, scale, *, stride, summary=1) -> Own:
+def fixed_attention_reference(q, k, v, mask, scale, *, stride, summary=1) -> Arguments:
     """Check the pattern."""
     check_fixed(stride, summary)
     return {"stride": stride, "summary": summary}
@@ -126,7 +127,7 @@ def fixed_attention_reference(q, k, v, mask, scale, *, stride, summary=1) -> Own
 @reference(formulas.bn)
 def normalized_attention_reference(
     q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax_attention_reference
-) -> Own:
+) -> Arguments:
     """Check β and ε."""
     beta, eps = check_normalization(beta, eps, q)
     beta = beta[..., None] if isinstance(beta, Tensor) else beta  # (H, 1, 1, 1)
@@ -136,7 +137,7 @@ def normalized_attention_reference(
 @reference(formulas.sh)
 def scaled_heads_attention_reference(
     q, k, v, mask, scale, *, scales, class_token=False, attention=softmax_attention_reference
-) -> Own:
+) -> Arguments:
     """Check the scales."""
     check_scales(scales, q, mask)
     check_flag("class_token", class_token)
@@ -147,67 +148,67 @@ def scaled_heads_attention_reference(
 def normalized_scaled_heads_attention_reference(
     q, k, v, mask, scale, *, scales, class_token=False, beta=1.0, eps=None,
     attention=softmax_attention_reference
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check the scales, ε, and the β of each head."""
     check_scales(scales, q, mask)
     check_flag("class_token", class_token)
     _, eps = check_normalization(beta, eps, q)
     each = [check_normalization(of_heads(beta, [h]), eps, q[..., 0, :, :])[0]
             for h in range(q.shape[-3])]  # fmt: skip
-    own = {"scales": scales, "class_token": class_token, "attention": plain(attention)}
-    return own | {"beta": each, "eps": eps}
+    pooled = {"scales": scales, "class_token": class_token, "attention": plain(attention)}
+    return pooled | {"beta": each, "eps": eps}
 
 
 @reference(formulas.conv1d, alone=False)
 def conv1d_attention_reference(
     q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None,
     attention=softmax_attention_reference
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check the filters."""
     check_query_mask(query_mask, q)
     weight, key_weight = check_filters(q, 1, weight, key_weight)
-    own = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
-    return own | {"attention": plain(attention)}
+    filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
+    return filters | {"attention": plain(attention)}
 
 
 @reference(formulas.conv2d, alone=False)
 def conv2d_attention_reference(
     q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
     attention=softmax_attention_reference
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check the filters, and that tokens have places."""
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
     check_query_mask(query_mask, q)
     weight, key_weight = check_filters(q, 2, weight, key_weight)
-    own = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
-    return own | {"grid": grid, "class_token": class_token, "attention": plain(attention)}
+    filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
+    return filters | {"grid": grid, "class_token": class_token, "attention": plain(attention)}
 
 
 @reference(formulas.mrs, alone=False)
 def multiresolution_attention_reference(
     q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
     query_mask=None, attention=softmax_attention_reference
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check the scales, and return them in pairs."""
     check_query_mask(query_mask, q)
     if not is_boxcar(filters):
-        raise ValueError('filters is not "boxcar"; expected it: wavelets have no formula here')
+        raise ValueError(f'filters is {filters!r}; expected "boxcar": wavelets have no formula')
     pairs = check_pairs(scales, key_scales, q, mask, class_token)
-    own = {"scales": pairs, "class_token": class_token, "query_mask": query_mask}
-    return own | {"attention": plain(attention)}
+    arguments = {"scales": pairs, "class_token": class_token, "query_mask": query_mask}
+    return arguments | {"attention": plain(attention)}
 
 
 @reference(formulas.linformer)
 def linformer_attention_reference(
     q, k, v, mask, scale, *, key_projection, value_projection=None
-) -> Own:
+) -> Arguments:
     """Check E and F; F is E where it is left out."""
     E, G = check_projections(q, k, mask, key_projection, value_projection)
     return {"key_projection": E, "value_projection": G}
 
 
 @reference(formulas.performer)
-def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Own:
+def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Arguments:
     """Check W."""
     return {"projection": check_projection(q, projection)}
 
@@ -215,15 +216,16 @@ def performer_attention_reference(q, k, v, mask, scale, *, projection) -> Own:
 @reference(formulas.fmm)
 def fmm_attention_reference(
     q, k, v, mask, scale, *, window, near, far, feature_maps=(elu_feature_map,)
-) -> Own:
+) -> Arguments:
     """Check both fields."""
-    weights = {name: check_weight(name, w, q) for name, w in (("near", near), ("far", far))}
     maps = [checked(phi) for phi in check_maps(feature_maps)]
-    return weights | {"window": check_count("window", window, 0), "feature_maps": maps}
+    near, far = check_weight("near", near, q), check_weight("far", far, q)
+    window = check_count("window", window, 0)
+    return {"near": near, "far": far, "window": window, "feature_maps": maps}
 
 
 @reference(formulas.luna)
-def luna_attention_reference(q, k, v, mask, scale, *, packed) -> Own:
+def luna_attention_reference(q, k, v, mask, scale, *, packed) -> Arguments:
     """Check P."""
     return {"packed": check_packed(q, mask, packed)}
 
@@ -231,18 +233,18 @@ def luna_attention_reference(q, k, v, mask, scale, *, packed) -> Own:
 @reference(formulas.mra, weights=mra_attention_weights, alone=False)
 def mra_attention_reference(
     q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
-) -> Own:
+) -> Arguments:
     """Check the blocks."""
     check_blocks(mask, q, block, kept, over, sparse, query_mask)
-    own = {"block": block, "kept": kept, "over": over, "sparse": sparse}
-    return own | {"query_mask": query_mask}
+    sizes = {"block": block, "kept": kept, "over": over, "sparse": sparse}
+    return sizes | {"query_mask": query_mask}
 
 
 @reference(formulas.mgk, components=True)
 def mixture_attention_reference(
     q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=None,
     hard=False
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check priors and variances, and put them together."""
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     return {"components": parts, "hard": hard}
@@ -251,7 +253,7 @@ def mixture_attention_reference(
 @reference(formulas.mgk, components=True)
 def hard_mixture_attention_reference(
     q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=None
-) -> Own:
+) -> Arguments:
     """Do what `mixture_attention_reference` does with ``hard=True``."""
     parts = components_of(q, k, scale, True, priors, variances, distance, normalized)
     return {"components": parts, "hard": True}
@@ -261,7 +263,7 @@ def hard_mixture_attention_reference(
 def shifted_mixture_attention_reference(
     q, k, v, mask, scale, *, shifts, priors=None, variances=None, distance=True, normalized=None,
     hard=False
-) -> Own:  # fmt: skip
+) -> Arguments:  # fmt: skip
     """Check the shifts, priors and variances."""
     check_shifts(k, shifts)
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # (..., R, M, D)
@@ -272,7 +274,7 @@ def shifted_mixture_attention_reference(
 @reference(formulas.mlk, components=True)
 def linear_mixture_attention_reference(
     q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map
-) -> Own:
+) -> Arguments:
     """Check the priors, and the feature map's results."""
     return {"priors": per_component("priors", priors, k), "feature_map": checked(feature_map)}
 
@@ -281,21 +283,22 @@ def linear_mixture_attention_reference(
 def primal_attention_reference(
     q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
     sampling="even", cross=False, dropout_p=0.0
-) -> Own:  # fmt: skip
-    """Check the weights, and say which rows of the sequence f has."""
+) -> Arguments:  # fmt: skip
+    """Check the weights, and return the map from the sequence to the rows of f."""
     check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling)
     check_output(q, k.shape[-2], W_o, cross, W_e.shape[-1])
     (N, M), n = (x.shape[-2] for x in (q, k)), W_e.shape[-2]
     phi, dtype = checked(feature_map), wide(q)
-    own = {"W_e": W_e, "W_r": W_r, "W_o": W_o, "cross": cross, "dropout_p": dropout_p}
+    arguments = {"W_e": W_e, "W_r": W_r, "W_o": W_o, "cross": cross, "dropout_p": dropout_p}
     if not data_dependent:
         running = mask.is_causal
-        return own | {"feature_map": lambda x: phi(formulas.running_mean(x) if running else x)}
+        g = (lambda x: phi(formulas.running_mean(x))) if running else phi
+        return arguments | {"feature_map": g}
     if not mask.is_causal:
-        every = torch.eye(M, dtype=dtype, device=q.device).expand(*v.shape[:-1], M)
-        rows = landmarks(every, n, mask, sampling)[0]  # (..., n', M)
-        own |= {name: own[name][..., : rows.shape[-2], :] for name in ("W_e", "W_r")}
-        return own | {"feature_map": phi, "rows": rows}
+        identity = torch.eye(M, dtype=dtype, device=q.device).expand(*v.shape[:-1], M)
+        rows = landmarks(identity, n, mask, sampling)[0]  # (..., n', M)
+        W_e, W_r = (W[..., : rows.shape[-2], :] for W in (W_e, W_r))
+        return arguments | {"W_e": W_e, "W_r": W_r, "feature_map": phi, "rows": rows}
     past = [torch.ones(L, M, dtype=dtype, device=q.device).tril() for L in (N, M)]
     if isinstance(sampling, Tensor):
         rows = sampling
@@ -304,14 +307,14 @@ def primal_attention_reference(
         steps = (torch.arange(len(x), device=q.device).clamp(max=max(M - 1, 0)) for x in past)
         # a row is the mean of i // n + 1 tokens
         past = [x / (i // n + 1)[:, None] for x, i in zip(past, steps, strict=True)]
-    return own | {"feature_map": phi, "rows": rows[..., :M].to(dtype), "past": past}
+    return arguments | {"feature_map": phi, "rows": rows[..., :M].to(dtype), "past": past}
 
 
 @reference(formulas.ridge, per_key=True)
 def ridge_attention_reference(
     q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0
-) -> Own:
-    """Check λ, and say which keys are atoms of which query."""
+) -> Arguments:
+    """Check λ, and return which keys are atoms of which query."""
     options = Options(mask.is_causal, exclude_self, prefix)
     q, *_, present = prepare_codes(q, k, v, mask, None, options)
     lam = penalty("lam", lam, q)[..., None, None]
@@ -322,10 +325,10 @@ def ridge_attention_reference(
 def lasso_attention_reference(
     q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
     prefix=0, residuals=None
-) -> Own:  # fmt: skip
-    """Check λ, ρ and the steps, and say which keys are atoms of which query."""
+) -> Arguments:  # fmt: skip
+    """Check λ, ρ and the steps, and return which keys are atoms of which query."""
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
     q, *_, present, lam, rho = check_lasso(q, k, v, mask, None, options, lam, rho)
-    own = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
-    own |= {"iterations": iterations, "power": power, "residuals": residuals}
-    return own | {"atoms": options.atoms(q.shape[-2], present)}
+    numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
+    numbers |= {"iterations": iterations, "power": power, "residuals": residuals}
+    return numbers | {"atoms": options.atoms(q.shape[-2], present)}

@@ -113,10 +113,9 @@ def mechanism(
         Whether it is a softmax of q·k, which does not change with a vector added to all keys.
     """
     if form is None:
-        return functools.partial(
-            mechanism, weights=weights, components=components, per_key=per_key, drops=drops,
-            alone=alone, softmax=softmax,
-        )  # fmt: skip
+        settings: dict[str, Any] = dict(weights=weights, components=components, per_key=per_key)
+        settings |= dict(drops=drops, alone=alone, softmax=softmax)
+        return functools.partial(mechanism, **settings)
 
     @functools.wraps(form)
     def attend(
@@ -131,11 +130,7 @@ def mechanism(
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
-        check_flag("enable_gqa", enable_gqa)
-        if enable_gqa:
-            k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
-        if v is None:
-            raise TypeError("v is of type NoneType; expected a Tensor")
+        k, v = _with_shared_heads(q, k, v, enable_gqa, components)
         mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
         check_probability("dropout_p", dropout_p)
         if per_key:
@@ -143,12 +138,7 @@ def mechanism(
         if drops:
             options["dropout_p"] = dropout_p
         elif dropout_p > 0:
-            if options.pop("fused", None):
-                raise ValueError(
-                    f"fused is True, and dropout_p is {dropout_p}; expected dropout_p=0, or fused "
-                    "False or None: dropout needs the stored weights"
-                )
-            A = weights_of(attend, q, k, **mask.keywords, scale=scale, **options)
+            A = _stored_weights(attend, q, k, mask, scale, options)
             return F.dropout(A, dropout_p) @ v.to(A.dtype)
         return form(q, k, v, mask, scale, **options)
 
@@ -181,6 +171,30 @@ def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Te
         return compute(q, k, **options)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def _with_shared_heads(
+    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, components: bool
+) -> tuple[Tensor, Tensor]:
+    """Return k and v with as many heads as q."""
+    check_flag("enable_gqa", enable_gqa)
+    if enable_gqa:
+        k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
+    if v is None:
+        raise TypeError("v is of type NoneType; expected a Tensor")
+    return k, v
+
+
+def _stored_weights(
+    attention: Mechanism, q: Tensor, k: Tensor, mask: Mask, scale: float | None, options: dict
+) -> Tensor:
+    """Return A for dropout, which no fused kernel stores."""
+    if options.pop("fused", None):
+        raise ValueError(
+            "fused is True, and dropout_p is above 0; expected dropout_p=0, or fused False or "
+            "None: dropout needs the stored weights"
+        )
+    return weights_of(attention, q, k, **mask.keywords, scale=scale, **options)
 
 
 def parts_of(attention: Mechanism) -> Iterator[Mechanism]:

@@ -220,11 +220,11 @@ class MultiheadAttention(nn.Module):
         check_flag("projected", projected)
         if not projected and not self.bare:
             kind = type(self).__name__
-            raise ValueError(f"projected is False; expected True: {kind} has other parameters")
+            raise ValueError(f"projected is False; expected True for {kind}, which has parameters")
         if not projected and not {*sizes} <= {None, embed_dim}:
             raise ValueError(
-                "projected is False with kdim, vdim, head_dim or kv_heads; expected them to be "
-                f"left out: heads are slices of the {embed_dim} features"
+                "projected is False; expected kdim, vdim, head_dim and kv_heads to be left out: "
+                f"heads are slices of the {embed_dim} features"
             )
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:

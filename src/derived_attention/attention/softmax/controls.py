@@ -1,4 +1,4 @@
-"""Two controls for experiments: attention that cannot choose, and none (chapter 1)."""
+"""Two controls for experiments: uniform attention, and none (chapter 1)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from derived_attention.attention.softmax.fast import sdpa
 
 @mechanism
 def uniform_attention(q, k, v, mask, scale) -> Tensor:
-    """Attend to all that may be attended alike: the mean of the values, as `softmax_attention`."""
+    """Attend all allowed keys with equal weights; otherwise as `softmax_attention`."""
     return sdpa(0 * q, k, v, mask, scale)
 
 
 @mechanism
 def identity_attention(q, k, v, mask, scale) -> Tensor:
-    """Attend to oneself only, whatever the mask: H = V, for as many queries as keys."""
+    """Attend only the key of the query, whatever the mask: H = V, for M = N."""
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} rows; expected {q.shape[-2]}, as many as q")
     return v

@@ -28,7 +28,7 @@ def attention_weights(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention matrix A = softmax(Q Kᵀ / √D), with a row of zeros where nothing may be attended.
+    """Return A = softmax(Q Kᵀ / √D), with a row of zeros for a query that may attend nothing.
 
     Arguments and errors are those of `softmax_attention`; the result is ``(..., H, N, M)``.
     """
@@ -45,21 +45,21 @@ def softmax_attention(q, k, v, mask, scale) -> Tensor:
 
     - a query that may attend nothing gets zeros, and zero gradients, on every device;
     - a floating `attn_mask` may have another floating dtype than `q`; NaN and +inf are refused;
-    - q, k and v have equal leading dimensions, of any number, but for `enable_gqa`; they are not
-      broadcast;
+    - q, k and v have the same leading dimensions, any number of them, except with `enable_gqa`;
+      they are not broadcast;
     - `scale` and `enable_gqa` are keywords; `scale` is positive.
     """
     return sdpa(q, k, v, mask, scale)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
-    """PyTorch's fused attention, kept off the (N, M) path: for mechanisms that reduce to softmax.
+    """Call PyTorch's fused attention so that it does not store the (N, M) matrix.
 
-    PyTorch falls back, silently, to a path that stores the matrix when the last stride is not 1,
-    when Dv ≠ D, when inputs are not four-dimensional. So this function copies, pads with zero
-    columns (which change no score) and reshapes first.
+    PyTorch silently uses a path that stores the matrix if the last stride is not 1, if Dv ≠ D, or
+    if inputs are not four-dimensional. So this function copies, pads with zero columns (which
+    change no score) and reshapes first.
     """
-    if q.numel() == 0 or k.numel() == 0:  # without heads PyTorch 2.9 ends the process
+    if q.numel() == 0 or k.numel() == 0:  # without heads PyTorch 2.9 crashes
         return mask.softmax(q @ k.mT) @ v
     Dv = v.shape[-1]
     width, value_width = _fused_widths(q.shape[-1], Dv, q.device.type)
@@ -80,10 +80,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
 
 
 def _fused_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
-    """Last dimensions of (q, k) and of v for which a kernel exists that stores no matrix."""
+    """Return the last dimensions of (q, k) and of v that a fused kernel takes."""
     if device_type == "cpu":
-        return max(D, Dv), max(D, Dv)  # the CPU kernel wants one width for all
-    return D + -D % 8, Dv + -Dv % 8  # the CUDA kernels want multiples of 8
+        return max(D, Dv), max(D, Dv)  # the CPU kernel takes one width for all
+    return D + -D % 8, Dv + -Dv % 8  # the CUDA kernels take multiples of 8
 
 
 def widen(x: Tensor, width: int) -> Tensor:
@@ -95,5 +95,5 @@ def widen(x: Tensor, width: int) -> Tensor:
 
 
 def _four_dims(x: Tensor) -> Tensor:
-    """View as (B, H, ·, ·): the fused kernels take no more and no fewer dimensions."""
+    """View as (B, H, ·, ·), the dimensions that the fused kernels take."""
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
