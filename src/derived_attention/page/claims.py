@@ -53,49 +53,21 @@ class ClaimError(AssertionError):
 
 @dataclass(frozen=True)
 class Claim:
-    """The result of one executed check.
+    """The result of one executed check."""
 
-    Attributes
-    ----------
-    item
-        Id in the inventory; None for a fact of the page, or a printed one without an id.
-    kind
-        identity, equal, inequality, certificate, refuted, definition or measured.
-    verdict
-        One of ``VERDICTS``; of a measured claim, one of ``OUTCOMES``.
-    statement
-        The assumption, the correction, or the checked statement, in one line of plain text.
-    margin
-        The error of the claim, or its slack if it is an inequality.
-    mutant_margin
-        The same quantity for the rejected mutant; None for a definition.
-    anchor
-        Id of the line on its page, for links from the ledger.
-    digest
-        Of the check's two sides, as two items of a paper must not share a check.
-    grade
-        One of ``GRADES``, if the item is wrong as printed.
-    same_as
-        The item whose mistake this one repeats or inherits; both count as one mistake.
-    unit
-        Of the margins; empty for dimensionless numbers.
-    seeds, interval
-        Of a measured claim: the number of runs of an arm, and the interval of the difference.
-    """
-
-    item: str | None
-    kind: str
-    verdict: str
-    statement: str
-    margin: float
-    mutant_margin: float | None
-    anchor: str
-    digest: str = ""
-    grade: str | None = None
-    same_as: str | None = None
-    unit: str = ""
-    seeds: int | None = None
-    interval: tuple[float, float] | None = None
+    item: str | None  # id in the inventory; None for a fact of the page
+    kind: str  # the name of the function that made the claim
+    verdict: str  # one of `VERDICTS`; of a measured claim, one of `OUTCOMES`
+    statement: str  # the assumption, the correction, or the checked statement, in one line
+    margin: float  # the error of the claim, or its slack if it is an inequality
+    mutant_margin: float | None  # of the rejected mutant; None for a definition
+    anchor: str  # id of the line on its page, for links from the ledger
+    digest: str = ""  # of the check's two sides, as items of a paper must not share a check
+    grade: str | None = None  # one of `GRADES`, if the item is wrong as printed
+    same_as: str | None = None  # the item whose mistake this one repeats or inherits
+    unit: str = ""  # of the margins; empty for dimensionless numbers
+    seeds: int | None = None  # of a measured claim: the number of runs of an arm
+    interval: tuple[float, float] | None = None  # of a measured claim: of the difference
 
     def __str__(self) -> str:
         verdict = f"{self.verdict} ({self.grade})" if self.grade else self.verdict
