@@ -463,8 +463,8 @@ def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys
         "from functools import partial": "",
         "list(map(partial(claims.equal, mutant=3), ['000.eq2'], [two], [two]))": "by its name",
         "left = 2.0": "",  # a name from another cell
-        "claims.equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",
-        "equal = claims.equal; equal('000.eq2', left, 2, mutant=two + 1)": "typed numbers",
+        "claims.equal('000.eq2', left, 2, mutant=two + 1)": "are literals",
+        "equal = claims.equal; equal('000.eq2', left, 2, mutant=two + 1)": "are literals",
     }
     for cell, problem in cells.items():
         result = shell.run_cell(cell, store_history=True)
