@@ -310,7 +310,7 @@ class Scope(ast.NodeTransformer):
             return node
         name = f"{node.id}@{self.versions[node.id]}"
         value = self.values.get(name)
-        # A literal, such as the empty list that a loop fills, is no computation.
+        # A literal, such as the empty list that a loop fills, is not a computation.
         if value is None or not any(isinstance(n, ast.Name) for n in ast.walk(value)):
             return ast.Name(id=name)
         return value

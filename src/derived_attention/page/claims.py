@@ -476,7 +476,7 @@ def measured(
     paired: bool = False,
     outcome: str | None = None,
 ) -> Claim:
-    """Compare a prediction with training runs, which is no proof and has a style of its own.
+    """Compare a prediction with training runs, which proves nothing and is displayed accordingly.
 
     The 95 % interval of the difference is Student's of the differences by seed if `paired`,
     otherwise Welch's. The outcome is "as predicted" if it lies on the predicted side of zero,
@@ -637,7 +637,7 @@ def count(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     -------
     dict
         Items: "all", "numbered", "unnumbered", those of each of ``VERDICTS``, and "testable", the
-        numbered ones that are no definitions. Distinct mistakes: "errors", "slips" and "copies"
+        numbered ones except definitions. Distinct mistakes: "errors", "slips" and "copies"
         of at least one numbered item, and "unnumbered errors" and so on of the others.
     """
     numbered = [item for item in rows if is_numbered(item)]

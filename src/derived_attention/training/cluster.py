@@ -41,7 +41,7 @@ class ThisProcess:
     slots = 1
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Execute ``call(*arguments)``; an interrupt, which is no Exception, is not caught."""
+        """Execute ``call(*arguments)``; KeyboardInterrupt is not caught."""
         future: Future[Any] = Future()
         try:
             future.set_result(call(*arguments))

@@ -125,7 +125,7 @@ def _operation(kind: str, compute: Callable[..., float]) -> Callable[..., _Count
 class _Counted:
     """A number that counts the operations on it, in the `counts` of its class.
 
-    It is no float, so that an operation that it does not define raises TypeError.
+    It is not a float, so an operation that it does not define raises TypeError.
     """
 
     counts: Counter[str]
