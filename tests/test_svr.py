@@ -63,8 +63,8 @@ def test_features_of_a_kernel_predict_what_the_expansion_does():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"G": np.zeros(3)}, r"G is of shape \(3,\); expected a matrix"),
-        ({"y": np.full((12, 1), np.nan)}, r"y is of shape \(12, 1\); expected .* finite numbers"),
+        ({"G": np.zeros(3)}, r"G has shape \(3,\); expected a non-empty matrix"),
+        ({"y": np.full((12, 1), np.nan)}, r"y has shape \(12, 1\); expected .* finite numbers"),
         ({"y": np.zeros((3, 1))}, "y has 3 rows; expected 12"),
         ({"C": 0}, "C is 0; expected a number above 0"),
         ({"eps": -1}, "eps is -1; expected a number, at least 0"),

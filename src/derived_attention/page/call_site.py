@@ -1,8 +1,8 @@
-"""Read the source of a call, to see what its values cannot show: where they come from.
+"""Analyse the source of a call, to find out how its arguments are computed.
 
-`claims` asks whether two sides of a check are one expression, whether a check is
-made of typed numbers alone, and whether a wrong version is made by a typed factor or by chance. All
-of that is in the text of the call. Where there is no text, as under ``exec``, the answer is no.
+`claims` uses it to reject vacuous checks: two sides that are the same expression, arguments that
+are only literals (numbers that were typed in), and mutants made by a literal factor or at random.
+Where there is no source, as under ``exec``, every answer is no.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import numpy as np
 import torch
 
 ARITHMETIC = (ast.Mult, ast.Div, ast.Add, ast.Sub)
-WHOLE = {*range(-16, 0), *range(1, 17)}  # what people lose, or are off by: not 0.99, nor 1000
+WHOLE = {*range(-16, 0), *range(1, 17)}  # plausible mistakes in a factor or term: not 0.99 or 1000
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
-LOOKING = ("print", "display")  # calls that leave their arguments as they are
-# What hands on the value that it is given.
+PRINTING = ("print", "display")  # calls that do not change their arguments
+# Functions and methods that return the value of their argument.
 COPIES = {"clone", "copy", "deepcopy", "detach", "contiguous", "cpu", "numpy", "double", "float",
           "to", "astype", "tolist", "item", "array", "asarray", "as_tensor", "tensor", "from_numpy",
           "list", "tuple", "complex", "float64", "int", "Integer", "Float", "Rational", "S",
           "sympify"}  # fmt: skip
-METHODS = {"to", "astype"}  # of these, with arguments
+METHODS = {"to", "astype"}  # those of COPIES that are methods with arguments
 NEUTRAL = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.Div: 1, ast.Pow: 1}
 HIGHER = {"abs", "absolute", "maximum", "max", "amax", "fmax", "ceil"}
 LOWER = {"minimum", "min", "amin", "fmin", "floor"}
@@ -42,12 +42,12 @@ ITERATORS = {"zip", "enumerate", "range", "reversed", "items", "values", "keys"}
 
 
 class CallSite:
-    """The arguments of a call, as expressions: what was passed to `function` from `frame`."""
+    """The arguments that `frame` passes to `function`, as expressions."""
 
     def __init__(self, function: Callable, frame: FrameType | None) -> None:
         self.arguments: dict[str, ast.expr] = {}
         self.names: dict[str, Any] = {}
-        self.is_plain = True  # whether there is no text, or all arguments are written in it
+        self.is_plain = True  # False if the source of the call hides arguments, as *args does
         self._frame = frame
         source = _source(frame)
         tree = _parse(source)
@@ -60,81 +60,80 @@ class CallSite:
         self.is_plain = not starred and all(k.arg for k in call.keywords)  # type: ignore[union-attr]
         if call is None:
             return
-        around = [n for n in _path(tree, call) if isinstance(n, ast.FunctionDef)]
-        self._scope.read((around[-1] if around else tree).body, call)
-        self._function = around[-1] if around else None
+        definitions = [n for n in _path(tree, call) if isinstance(n, ast.FunctionDef)]
+        self._function = definitions[-1] if definitions else None
+        self._scope.read((self._function or tree).body, call)
         cells = [c for c in self.names.get("In", [])[::-1] if isinstance(c, str) and c != source]
-        self._outside = [source, *cells] if around else cells
+        self._outside = [source, *cells] if definitions else cells
         called = self.names.get(ast.unparse(call.func))
         free = [p for p in signature(function).parameters][len(getattr(called, "args", ())) :]
-        plain = takewhile(lambda a: not isinstance(a, ast.Starred), call.args)
-        given = dict(zip(free, plain, strict=False))
-        given |= {k.arg: k.value for k in call.keywords if k.arg is not None}
-        self._written = given
-        self.arguments = {name: self._scope.expand(node) for name, node in given.items()}
+        positional = takewhile(lambda a: not isinstance(a, ast.Starred), call.args)
+        self._written = dict(zip(free, positional, strict=False))
+        self._written |= {k.arg: k.value for k in call.keywords if k.arg is not None}
+        self.arguments = {name: self._scope.expand(node) for name, node in self._written.items()}
 
     def same(self, one: str, other: str) -> bool:
-        """Say whether two arguments are one expression, or copies of it.
+        """Return whether two arguments are the same expression, or copies of it.
 
-        A name stands for what its cell set it to: after ``a = f(x)`` and ``b = f(x)``, the two
-        names are the same call, unless `x` was set, or a generator of random numbers was asked.
+        Names are replaced by the expressions assigned to them in the cell: after ``a = f(x)`` and
+        ``b = f(x)`` the two names are the same, unless `x` changed or a random generator was used.
         """
         if one not in self.arguments or other not in self.arguments:
             return False
         return _dump(self.arguments[one]) == _dump(self.arguments[other])
 
     def cancels(self, name: str) -> bool:
-        """Say whether an argument, or an entry of it, is an expression minus or over itself."""
+        """Return whether an argument, or an entry of it, is an expression minus or over itself."""
         return name in self.arguments and _cancels(self.arguments[name])
 
     def exceeds(self, larger: str, smaller: str) -> bool:
-        """Say whether `larger` is no less than `smaller` whatever its value: |x|, max(x, y)."""
+        """Return whether `larger` >= `smaller` by construction, such as |x| or max(x, y) >= x."""
         if larger not in self.arguments or smaller not in self.arguments:
             return False
         high, low = (_peel(self.arguments[name]) for name in (larger, smaller))
-        return _dump(low) in _given(high, HIGHER) or _dump(high) in _given(low, LOWER)
+        return _dump(low) in _operands(high, HIGHER) or _dump(high) in _operands(low, LOWER)
 
     def literal(self, name: str) -> bool:
-        """Say whether an argument is made of nothing but typed numbers.
+        """Return whether an argument consists of literals only.
 
-        They may come by a name, by a loop or by a function that only hands them on. A formula of
-        named numbers is a computation.
+        They may pass through a name, a loop, or a function that returns its arguments. Arithmetic
+        with named numbers is a computation.
         """
         if name not in self.arguments:
             return False
         used = {n.id for n in ast.walk(self._written[name]) if isinstance(n, ast.Name)}
-        return all(self._library(n) for n in used) or self._typed(self.arguments[name])
+        return all(self._library(n) for n in used) or self._literal(self.arguments[name])
 
-    def typed_entries(self, name: str) -> bool:
-        """Say whether an entry of a dictionary, written in the call, is a typed number."""
+    def literal_entries(self, name: str) -> bool:
+        """Return whether a value of a dictionary that is written in the call is a literal."""
         node = self._written.get(name) if self.arguments else None
         entries = node.values if isinstance(node, ast.Dict) else []
-        return any(self._typed(self._scope.expand(entry)) for entry in entries)
+        return any(self._literal(self._scope.expand(entry)) for entry in entries)
 
     def nudged(self, wrong: str, right: str, whole: bool = True) -> bool:
-        """Say whether `wrong` is `right` times, over, plus or minus typed numbers.
+        """Return whether `wrong` is `right` times, over, plus or minus literals.
 
-        A small whole number is let pass if `whole`: to lose a 2, or to be one off, is a mistake
-        that people make, and 0.99 is none. Otherwise only a zero is, which is no side any more.
+        With `whole`, small whole numbers are allowed: a lost factor 2 or an offset by one is a
+        plausible mistake, a factor 0.99 is not. Otherwise only zero is allowed.
         """
         if wrong not in self.arguments or right not in self.arguments:
             return False
         target = _dump(self.arguments[right])
-        found: list[float | None] = []
+        numbers: list[float | None] = []
         node = _peel(self.arguments[wrong])
         while isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
             left, other = _number(node.left), _number(node.right)
             if (left is None) == (other is None):
                 return False
-            found.append(left if left is not None else other)
+            numbers.append(left if left is not None else other)
             node = _peel(node.right if other is None else node.left)
             bare = node.value if isinstance(node, ast.Subscript) else node  # x[[3]] is x as well
             if target in (_dump(node), _dump(bare)):
-                return not all(value in WHOLE for value in found) if whole else 0 not in found
+                return not all(x in WHOLE for x in numbers) if whole else 0 not in numbers
         return False
 
     def by_chance(self, wrong: str, *sides: str) -> bool:
-        """Say whether `wrong`, or a term of it, is a random number that no side knows."""
+        """Return whether `wrong`, or a term of it, is a random number that no side contains."""
         known = {
             n.id for side in sides if side in self.arguments
             for n in ast.walk(self.arguments[side]) if isinstance(n, ast.Name)
@@ -158,48 +157,52 @@ class CallSite:
             value is not None and value is getattr(builtins, name, None)
         )
 
-    def _typed(self, node: ast.AST | None, handed: tuple[str, ...] = ()) -> bool:
-        """Say whether a value was typed, and handed on as it is; `handed` are names of such."""
-        typed = self._typed
+    def _literal(self, node: ast.AST | None, parameters: tuple[str, ...] = ()) -> bool:
+        """Return whether a node consists of literals; those in `parameters` stand for literals."""
+        literal = self._literal
         node = _peel(node) if isinstance(node, ast.expr) else node
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-            return all(typed(entry, handed) for entry in node.elts)
+            return all(literal(entry, parameters) for entry in node.elts)
         if isinstance(node, ast.Dict):
-            return all(typed(entry, handed) for entry in node.values)
+            return all(literal(entry, parameters) for entry in node.values)
         if isinstance(node, (ast.Subscript, ast.Attribute)):
-            return typed(node.value, handed)
+            return literal(node.value, parameters)
         if isinstance(node, ast.UnaryOp):
-            return typed(node.operand, handed)
+            return literal(node.operand, parameters)
         if isinstance(node, ast.BinOp):
             return _number(node) is not None
         if isinstance(node, ast.Name):
-            return node.id in handed or self._library(node.id) or self._typed_name(node.id)
-        if not isinstance(node, ast.Call):
-            return False
-        arguments = all(typed(x, handed) for x in [*node.args, *(k.value for k in node.keywords)])
+            return node.id in parameters or self._library(node.id) or self._literal_name(node.id)
+        return isinstance(node, ast.Call) and self._literal_call(node, parameters)
+
+    def _literal_call(self, node: ast.Call, parameters: tuple[str, ...]) -> bool:
+        arguments = [*node.args, *(k.value for k in node.keywords)]
+        all_literal = all(self._literal(x, parameters) for x in arguments)
         function = node.func
         if isinstance(function, ast.Attribute):  # np.array(2.0), TABLE.items()
-            return function.attr in COPIES | ITERATORS and typed(function.value) and arguments
+            known = function.attr in COPIES | ITERATORS
+            return known and self._literal(function.value) and all_literal
         if isinstance(function, ast.Name):
             if function.id in COPIES | ITERATORS and self._library(function.id):
-                return arguments
+                return all_literal
             function = self._outer(function.id) or function
         if not isinstance(function, ast.Lambda):
             return False
-        return typed(function.body, tuple(a.arg for a in function.args.args) if arguments else ())
+        names = tuple(a.arg for a in function.args.args) if all_literal else ()
+        return self._literal(function.body, names)
 
-    def _typed_name(self, name: str) -> bool:
+    def _literal_name(self, name: str) -> bool:
         if "@" in name:
-            return self._typed(self._scope.values.get(name))
+            return self._literal(self._scope.values.get(name))
         if self._function is not None and name in (a.arg for a in self._function.args.args):
             caller = CallSite(_Named(self._function), self._frame.f_back if self._frame else None)
             return caller.literal(name)
-        return self._typed(self._outer(name))
+        return self._literal(self._outer(name))
 
     def _outer(self, name: str) -> ast.expr | None:
-        """Return what a name was set to around its function, or in an earlier cell."""
+        """Return the expression of a name outside its function, or in an earlier cell."""
         if "@" in name:
             return self._scope.values.get(name)
         for source in self._outside:
@@ -212,12 +215,12 @@ class CallSite:
 
 
 class _Named:
-    """Stands for a function of which only the definition is known."""
+    """A placeholder for a function, with the name and signature of a definition."""
 
     def __init__(self, definition: ast.FunctionDef) -> None:
         self.__name__ = definition.name
-        inside = ", ".join(a.arg for a in definition.args.args)
-        self.__signature__ = signature(eval(f"lambda {inside}: None"))
+        parameters = ", ".join(a.arg for a in definition.args.args)
+        self.__signature__ = signature(eval(f"lambda {parameters}: None"))
 
     def __call__(self) -> None: ...
 
@@ -233,8 +236,8 @@ def _cancels(node: ast.expr) -> bool:
     return _dump(node.left) == _dump(node.right)
 
 
-def _given(node: ast.expr, functions: set[str]) -> list[str]:
-    """Return what a call of one of some functions, or methods, is given."""
+def _operands(node: ast.expr, functions: set[str]) -> list[str]:
+    """Return the arguments, and the object, of a call of one of these functions or methods."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute) and function.attr in functions:
         return [_dump(x) for x in (function.value, *node.args)]  # type: ignore[attr-defined]
@@ -244,27 +247,27 @@ def _given(node: ast.expr, functions: set[str]) -> list[str]:
 
 
 class Scope(ast.NodeTransformer):
-    """What names stand for at a place in a cell or a function: each setting is a version of it."""
+    """The expressions assigned to names at a place in a cell or a function, with versions."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
         self.versions: Counter[str] = Counter()
-        self.values: dict[str, ast.expr] = {}  # name@version -> what it was set to
+        self.values: dict[str, ast.expr] = {}  # name@version -> the expression assigned to it
 
     def read(self, body: list[ast.stmt], call: ast.Call | None = None) -> None:
-        """Follow the statements, up to the one that has the call and into it."""
+        """Follow the statements up to the one that contains the call, and into it."""
         for statement in body:
             path = _path(statement, call)
             if not path:
                 self._follow(statement)
                 continue
             blocks = ("body", "orelse", "finalbody", "handlers")
-            held = [getattr(statement, block, []) for block in blocks]
-            inner = [b for b in held if isinstance(b, list) and any(_path(s, call) for s in b)]
+            bodies = [getattr(statement, block, []) for block in blocks]
+            inner = [b for b in bodies if isinstance(b, list) and any(_path(s, call) for s in b)]
             if isinstance(statement, ast.For):
-                self._bind_all(statement)  # by an earlier turn of the loop
+                self._bind_all(statement)  # in an earlier iteration
                 self._loop(statement.target, statement.iter)
-            for node in path:  # of a comprehension around the call
+            for node in path:  # a comprehension that contains the call
                 for generator in getattr(node, "generators", []):
                     self._loop(generator.target, generator.iter)
             for block in inner:
@@ -299,7 +302,7 @@ class Scope(ast.NodeTransformer):
                 self.values[f"{node.id}@{self.versions[node.id]}"] = each
 
     def expand(self, node: ast.expr) -> ast.expr:
-        """Return an expression in which each name that was set stands for what it was set to."""
+        """Return an expression with each name replaced by the expression assigned to it."""
         return self.visit(copy.deepcopy(node))
 
     def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: D102, N802
@@ -307,7 +310,7 @@ class Scope(ast.NodeTransformer):
             return node
         name = f"{node.id}@{self.versions[node.id]}"
         value = self.values.get(name)
-        # A typed value, such as the empty list that a loop fills, is no computation.
+        # A literal, such as the empty list that a loop fills, is not a computation.
         if value is None or not any(isinstance(n, ast.Name) for n in ast.walk(value)):
             return ast.Name(id=name)
         return value
@@ -319,18 +322,19 @@ class Scope(ast.NodeTransformer):
         if self._draws(node):
             return ast.Name(id=f"random@{node.lineno}:{node.col_offset}")
         self.generic_visit(node)
-        function, given = node.func, node.args
+        function, operands = node.func, node.args
         if isinstance(function, ast.Attribute) and function.attr in OPERATORS:
-            if len(given) == 1:  # x.mul(2)
-                given = [function.value, *given]
-            if len(given) == 2:
-                return ast.BinOp(left=given[0], op=OPERATORS[function.attr](), right=given[1])
+            if len(operands) == 1:  # x.mul(2)
+                operands = [function.value, *operands]
+            if len(operands) == 2:
+                left, right = operands
+                return ast.BinOp(left=left, op=OPERATORS[function.attr](), right=right)
         return node
 
     def _draws(self, node: ast.Call) -> bool:
-        """Say whether a call asks a generator of random numbers: no two of its values are one."""
-        given = [*node.args, *(k.value for k in node.keywords)]
-        if any(isinstance(self._value(x), GENERATORS) for x in given):
+        """Return whether a call uses a random generator, so that its values differ."""
+        arguments = [*node.args, *(k.value for k in node.keywords)]
+        if any(isinstance(self._value(x), GENERATORS) for x in arguments):
             return True
         if not isinstance(node.func, ast.Attribute):
             return False
@@ -349,18 +353,18 @@ class Scope(ast.NodeTransformer):
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that an assignment sets, each with its part of the value."""
+    """Yield the names of an assignment, each with its part of the value."""
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, (ast.Tuple, ast.List)):
-        typed = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+        matches = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
         for i, part in enumerate(target.elts):
             each = ast.Subscript(value=value, slice=ast.Constant(i))
-            yield from _pairs(part, value.elts[i] if typed else each)  # type: ignore[attr-defined]
+            yield from _pairs(part, value.elts[i] if matches else each)  # type: ignore[attr-defined]
 
 
 def _peel(node: Any) -> Any:
-    """Take off what hands on a value as it is: copies, + 0, [:]."""
+    """Remove operations that return their operand's value: copies, + 0, [:]."""
     while True:
         function = node.func if isinstance(node, ast.Call) else None
         if isinstance(function, ast.Attribute):
@@ -395,7 +399,7 @@ def _dump(node: Any) -> str:
 
 
 def _number(node: ast.expr) -> float | None:
-    """Return the value of a typed number, perhaps with a sign, or of arithmetic with such."""
+    """Return the value of a literal, a signed literal, or arithmetic with literals; else None."""
     kinds = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
     if not all(isinstance(n, kinds) for n in ast.walk(node)):
         return None
@@ -407,7 +411,7 @@ def _number(node: ast.expr) -> float | None:
 
 
 def _source(frame: FrameType | None) -> str:
-    """Return the text of the file or the notebook cell that a frame runs."""
+    """Return the source of the file or the notebook cell that a frame runs."""
     if frame is None:
         return ""
     return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
@@ -417,29 +421,29 @@ def _source(frame: FrameType | None) -> str:
 def _parse(source: str) -> ast.Module | None:
     try:
         return ast.parse(source) if source else None
-    except SyntaxError:  # the file is not what is running any more
+    except SyntaxError:  # the file has changed since it was loaded
         return None
 
 
 def _find_call(
     tree: ast.Module, frame: FrameType, function: Callable, names: dict[str, Any]
 ) -> ast.Call | None:
-    """Find the call of a function that the frame is in, also by another name."""
-    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    """Find the call of a function, perhaps by another name, that the frame executes."""
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     for node in ast.walk(tree):
-        if here is None or not isinstance(node, ast.Call):
+        if position is None or not isinstance(node, ast.Call):
             continue
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         value = names.get(called)
         value = value.func if isinstance(value, partial) else value
-        known = called == function.__name__ or value is function
-        if known and (node.end_lineno, node.end_col_offset) == (here[1], here[3]):
+        matches = called == function.__name__ or value is function
+        if matches and (node.end_lineno, node.end_col_offset) == (position[1], position[3]):
             return node
     return None
 
 
 def _path(tree: ast.AST, node: ast.AST | None) -> list[ast.AST]:
-    """Return the nodes from a tree down to one of its nodes; none if it is not there."""
+    """Return the nodes from a tree down to one of its nodes; empty if it is not in the tree."""
     if tree is node:
         return [tree]
     for child in ast.iter_child_nodes(tree):
@@ -449,7 +453,7 @@ def _path(tree: ast.AST, node: ast.AST | None) -> list[ast.AST]:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement sets anywhere inside, as a loop or a function does."""
+    """Return the names that a statement assigns, at any depth."""
     stores = {
         n.id for n in ast.walk(statement)
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -461,12 +465,12 @@ def _touched(statement: ast.stmt) -> set[str]:
     """Return the names whose values a statement may change: x[0] = 1, train(x), x.sort()."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return set()
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(statement):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = ast.unparse(node.value.func)
-            if called not in LOOKING and not called.startswith("claims."):
-                found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    return found
+            if called not in PRINTING and not called.startswith("claims."):
+                names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return names

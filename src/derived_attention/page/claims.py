@@ -1,16 +1,16 @@
-"""Machine checks of the papers' numbered items, each of which proves that it can fail.
+"""Machine checks of the papers' numbered items, each with a mutant that must fail.
 
-A page makes a claim where it derives it. Every function here
+A page calls these functions where it derives a claim. Each of them
 
-1. checks the claim and raises `ClaimError` when it does not hold,
-2. checks a *mutant*, a plausible wrong version of it, and raises when that is **not** rejected,
-3. refuses a check that shows nothing: with one computation on both sides, made of typed numbers
-   alone, with a mutant that was typed or drawn or is a side a little changed, or recorded for
-   another item of the same source before,
-4. displays one line with both margins, and leaves the result in the cell's output as data, from
-   which the book's ledger is made.
+1. checks the claim, and raises `ClaimError` if it does not hold,
+2. checks a *mutant*, a plausible wrong version of it, and raises if that is **not** rejected,
+3. refuses a vacuous check: the same computation on both sides, only numeric literals, a mutant
+   that is a literal, a random number or a side with a small change, or a check that is already
+   recorded for another item of the same source,
+4. displays one line with both margins, and stores the claim as data in the cell's output, from
+   which the book's ledger is built.
 
-`item` is an id of the sources' inventory, such as ``"000.eq24"``, or None for a fact of your own.
+`item` is an id of the sources' inventory, such as ``"000.eq24"``, or None for a fact of the page.
 The inventory is this book's unless `use_inventory` names another.
 """
 
@@ -38,64 +38,36 @@ from scipy import stats
 
 from derived_attention.page.call_site import CallSite
 
-DATA = "data-claim"  # the attribute that has a claim's data, in the HTML that a cell puts out
+DATA = "data-claim"  # the HTML attribute of a cell's output that contains a claim's data
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
-GRADES = ("error", "slip", "copy")  # of what is wrong as printed, the gravest first
-OUTCOMES = ("as predicted", "against the prediction", "open")  # of what is measured
-GENEROUS = 10  # how many times what the wrong bound lacks the right one may have to spare
-LARGEST_TOL = 1e-5  # that a check of a source's item may allow
+GRADES = ("error", "slip", "copy")  # of mistakes in print, the gravest first
+OUTCOMES = ("as predicted", "against the prediction", "open")  # of measured claims
+MAX_SLACK = 10  # a bound's slack may be this many times the violation of the wrong bound
+LARGEST_TOL = 1e-5  # of a check of a source's item
 UNNUMBERED = ("text", "table")  # kinds of items that have no number in their source
 
 
 class ClaimError(AssertionError):
-    """A claim that does not hold, a mutant that was not rejected, or a check that shows nothing."""
+    """A claim that does not hold, a mutant that was not rejected, or a vacuous check."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One executed check: what was claimed, what the machine says, and by how much.
+    """The result of one executed check."""
 
-    Attributes
-    ----------
-    item
-        Id in the inventory; None for a fact of this book's own, or a printed one without an id.
-    kind
-        identity, equal, inequality, certificate, refuted, definition or measured.
-    verdict
-        One of ``VERDICTS``; of what is measured, one of ``OUTCOMES``.
-    statement
-        The assumption, the correction, or what was checked, in one line of plain text.
-    margin
-        Size of the error (or, for an inequality, of the slack) of the claim.
-    mutant_margin
-        The same quantity for the rejected mutant; None for a definition.
-    anchor
-        Name of the line on its page, for links from the ledger.
-    digest
-        Of the check's two sides: two items of a paper cannot have one check.
-    grade
-        One of ``GRADES``, of what is wrong as printed.
-    same_as
-        The item whose mistake this one repeats or inherits: both count as one.
-    unit
-        Of the margins; empty for pure numbers.
-    seeds, interval
-        Of what is measured: how many runs an arm, and the interval of the difference.
-    """
-
-    item: str | None
-    kind: str
-    verdict: str
-    statement: str
-    margin: float
-    mutant_margin: float | None
-    anchor: str
-    digest: str = ""
-    grade: str | None = None
-    same_as: str | None = None
-    unit: str = ""
-    seeds: int | None = None
-    interval: tuple[float, float] | None = None
+    item: str | None  # id in the inventory; None for a fact of the page
+    kind: str  # the name of the function that made the claim
+    verdict: str  # one of `VERDICTS`; of a measured claim, one of `OUTCOMES`
+    statement: str  # the assumption, the correction, or the checked statement, in one line
+    margin: float  # the error of the claim, or its slack if it is an inequality
+    mutant_margin: float | None  # of the rejected mutant; None for a definition
+    anchor: str  # id of the line on its page, for links from the ledger
+    digest: str = ""  # of the check's two sides, as items of a paper must not share a check
+    grade: str | None = None  # one of `GRADES`, if the item is wrong as printed
+    same_as: str | None = None  # the item whose mistake this one repeats or inherits
+    unit: str = ""  # of the margins; empty for dimensionless numbers
+    seeds: int | None = None  # of a measured claim: the number of runs of an arm
+    interval: tuple[float, float] | None = None  # of a measured claim: of the difference
 
     def __str__(self) -> str:
         verdict = f"{self.verdict} ({self.grade})" if self.grade else self.verdict
@@ -104,7 +76,7 @@ class Claim:
 
     @property
     def _margin(self) -> str:
-        # Less than nothing to spare is rounding: what lacks more has raised an error.
+        # A negative slack is rounding: a larger violation has raised an error.
         slack = f"slack {self.margin:.2g}" if self.margin > 0 else "tight, up to rounding"
         words = {
             "identity": "zero exactly",
@@ -131,12 +103,13 @@ class Claim:
         if self.mutant_margin is None:
             return ""
         if self.kind == "refuted":
-            how = "to spare" if self.mutant_margin < 0 else "off"  # a bound, or a value
-            return f"correction survives, {abs(self.mutant_margin):.2g}{self._unit} {how}"
+            slack_or_error = "to spare" if self.mutant_margin < 0 else "off"  # of bound or value
+            size = f"{abs(self.mutant_margin):.2g}{self._unit}"
+            return f"correction survives, {size} {slack_or_error}"
         return f"mutant rejected at {self.mutant_margin:.2g}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Text for a terminal; HTML for a page, with the data for the ledger."""
+        """Return text for a terminal, and HTML for a page, with the data for the ledger."""
         name, _, rest = str(self).partition(": ")
         rest = rest.removeprefix(self.verdict)
         look = "measured" if self.kind == "measured" else self.verdict.replace(" ", "-")
@@ -153,7 +126,7 @@ _anchors: dict[str, int] = {}
 
 
 def _next_anchor(item: str | None) -> str:
-    """Name one line: an item may be checked several times."""
+    """Return the id of a new line; an item may be checked several times."""
     stem = f"claim-{item or 'book'}"
     _anchors[stem] = _anchors.get(stem, 0) + 1
     return f"{stem}-{_anchors[stem]}"
@@ -163,12 +136,12 @@ _inventory_path = Path(str(resources.files("derived_attention"))) / "page" / "in
 
 
 def use_inventory(path: str | Path) -> None:
-    """Take the items from a file of your own: see `inventory`.
+    """Use the inventory in another file, whose format `inventory` describes.
 
     Raises
     ------
     ValueError
-        If the file has no columns "id", "kind" and "topic", or an id twice.
+        If the file lacks one of the columns "id", "kind" and "topic", or an id is not unique.
     """
     global _inventory_path
     _load(Path(path).resolve())
@@ -178,9 +151,9 @@ def use_inventory(path: str | Path) -> None:
 def inventory() -> dict[str, dict[str, str]]:
     """Return the sources' items: id -> {"kind", "topic", "role"}, in the file's order.
 
-    The file has these as columns. An id is the name of its source, a dot, and the item's own name;
-    the kinds "text" and "table" are for items without a number; the role is "definition" where
-    there is nothing to check but shapes, and else empty.
+    These are the columns of the file. An id consists of the name of its source, a dot, and the
+    item's name; the kinds "text" and "table" are for items without a number; the role is
+    "definition" if only shapes can be checked, otherwise empty.
     """
     return _load(_inventory_path)
 
@@ -189,14 +162,14 @@ def inventory() -> dict[str, dict[str, str]]:
 def _load(path: Path) -> dict[str, dict[str, str]]:
     rows = list(csv.DictReader(path.read_text("utf8").splitlines()))
     fields = ("kind", "topic", "role")
-    found = {row.get("id", ""): {f: row.get(f) or "" for f in fields} for row in rows}
-    if not rows or len(found) != len(rows) or not all(i and r["topic"] for i, r in found.items()):
-        raise ValueError(f"{path} must have columns id, kind and topic, and no id twice")
-    return found
+    items = {row.get("id", ""): {f: row.get(f) or "" for f in fields} for row in rows}
+    if not rows or len(items) != len(rows) or not all(i and r["topic"] for i, r in items.items()):
+        raise ValueError(f"{path} must have columns id, kind and topic, and unique ids")
+    return items
 
 
 def is_numbered(item: str) -> bool:
-    """Say whether an item has a number in its source, or stands in its text or a table."""
+    """Return whether an item has a number in its source; text and tables have none."""
     return inventory()[item]["kind"] not in UNNUMBERED
 
 
@@ -219,16 +192,16 @@ def identity(
     mutant
         The same for a plausible wrong version; at least one entry must not be zero.
     holds_if
-        Assumption the paper leaves out; turns the verdict into "holds if".
+        An assumption that the paper omits; the verdict is then "holds if".
     statement
-        What was checked, in one line.
+        The checked statement, in one line.
 
     Raises
     ------
     ClaimError
-        If an entry of `residual` does not simplify to zero, or the mutant's entries all do.
+        If an entry of `residual` does not simplify to zero, or all entries of the mutant do.
     """
-    _read(item, identity, ("residual",), wrong="mutant")
+    _check_call(item, identity, ("residual",), wrong="mutant")
     for expression in _entries(residual, "residual"):
         if not _is_zero(expression):
             raise ClaimError(f"{_name(item)}: residual {expression} is not zero")
@@ -263,20 +236,20 @@ def equal(
     mutant
         Wrong version of `right`; its error must exceed ten times `tol`.
     relative
-        Whether each entry's error is relative to that entry, :math:`|l_i - r_i| / |r_i|`: where
-        sizes differ, a large entry must not hide an error in a small one.
+        Whether the error of each entry is relative to that entry, :math:`|l_i - r_i| / |r_i|`, for
+        entries of different magnitudes.
 
     Raises
     ------
     ClaimError
         If the error exceeds `tol` or is not a number, or the mutant's does not exceed ``10 * tol``.
     """
-    _read(item, equal, ("left", "right"), wrong="mutant")
-    _refuse_one_array(item, left=left, right=right)
+    _check_call(item, equal, ("left", "right"), wrong="mutant")
+    _check_distinct(item, left=left, right=right)
     _check_tol(item, tol)
     error = _error(left, right, "right", relative)
     if item is not None and not relative:
-        _refuse_hidden(item, right, tol)
+        _check_magnitude(item, right, tol)
     wrong = _error(left, mutant, "mutant", relative)
     if not error <= tol:
         raise ClaimError(f"{_name(item)}: error {error:.3e} exceeds tol={tol:.0e}")
@@ -297,7 +270,7 @@ def inequality(
 ) -> Claim:
     """Claim that every entry of `smaller` is at most the matching entry of `larger`.
 
-    Rounding is forgiven up to 1e-12 of the entries' size.
+    Rounding errors of up to 1e-12 of the entries' magnitude are allowed.
 
     Parameters
     ----------
@@ -306,27 +279,26 @@ def inequality(
     smaller, larger
         Arrays that broadcast against each other, in float64.
     mutant
-        Sharper version of `larger` that is wrong: some entry of `smaller` must exceed it. No bound
-        may have more than ten times as much to spare as the mutant lacks: nearly everything would
-        pass so.
+        Sharper version of `larger` that is wrong: some entry of `smaller` must exceed it. The
+        slack of `larger` must be at most ten times that violation, or nearly every bound would
+        pass.
 
     Raises
     ------
     ClaimError
-        If an entry exceeds its bound, or none exceeds the mutant's, or the bound has far too much
-        to spare.
+        If an entry exceeds its bound, if none exceeds the mutant's, or if the slack is too large.
     """
-    _read(item, inequality, ("smaller", "larger"), wrong="mutant")
-    _refuse_one_array(item, smaller=smaller, larger=larger)
+    _check_call(item, inequality, ("smaller", "larger"), wrong="mutant")
+    _check_distinct(item, smaller=smaller, larger=larger)
     slack, wrong = _slack(smaller, larger, "larger"), _slack(smaller, mutant, "mutant")
     if not slack >= -_rounding(smaller, larger):
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
     if not wrong < -_rounding(smaller, mutant):
         raise ClaimError(f"{_name(item)}: mutant not rejected, its bound has slack {wrong:.3e}")
-    if not slack <= GENEROUS * -wrong:
+    if not slack <= MAX_SLACK * -wrong:
         raise ClaimError(
-            f"{_name(item)}: the bound has {slack:.3g} to spare where the mutant lacks "
-            f"{-wrong:.3g}; take an instance on which the bound bites"
+            f"{_name(item)}: the bound has slack {slack:.3g}, and the mutant is violated by "
+            f"{-wrong:.3g}; choose an instance on which the bound is tighter"
         )
     digest = _digest(item, "inequality", smaller, larger)
     return _record(item, "inequality", holds_if, statement, slack, -wrong, digest=digest)
@@ -343,7 +315,7 @@ def certificate(
     holds_if: str | None = None,
     statement: str = "",
 ) -> Claim:
-    """Claim optimality of a convex problem by a primal and a dual value that meet.
+    """Claim optimality in a convex problem, by equal primal and dual values.
 
     Parameters
     ----------
@@ -354,7 +326,7 @@ def certificate(
     tol
         Largest gap, relative to ``1 + |primal|``, and largest KKT residual allowed.
     kkt
-        Named residuals, such as ``{"stationarity": 3e-9}``: all at least zero, all at most `tol`.
+        Named residuals, such as ``{"stationarity": 3e-9}``, each in [0, `tol`].
     mutant
         Dual value of a plausible wrong dual; its gap must exceed ten times `tol`.
 
@@ -363,9 +335,9 @@ def certificate(
     ClaimError
         If the gap or a residual exceeds `tol`, or the mutant's gap does not exceed ``10 * tol``.
     """
-    site = _read(item, certificate, ("primal", "dual"), wrong="mutant")
-    if site.typed_entries("kkt"):
-        raise ClaimError(f"{_name(item)}: a residual in kkt is a typed number: nothing ran")
+    site = _check_call(item, certificate, ("primal", "dual"), wrong="mutant")
+    if site.literal_entries("kkt"):
+        raise ClaimError(f"{_name(item)}: a residual in kkt is a literal; expected a computation")
     _check_tol(item, tol)
     residuals = {"duality gap": abs(primal - dual) / (1 + abs(primal)), **(kkt or {})}
     for name, value in residuals.items():
@@ -397,71 +369,71 @@ def refuted(
     Parameters
     ----------
     item
-        Id in the inventory. A refuted sentence that has no number gets an id of its own there.
+        Id in the inventory; a sentence without a number needs one, too.
     grade
-        "error" when a statement or a proof is false; "slip" for an index, a sign or a symbol whose
-        right reading is plain; "copy" for what may be the fault of the copy that was read, which
-        `correction` then says.
+        "error" for a false statement or proof; "slip" for an index, a sign or a symbol whose
+        correct reading is obvious; "copy" for a mistake of the copy that was read, perhaps, which
+        `correction` must then mention.
     same_as
-        The item whose mistake this one repeats, or inherits. Both are then counted as one.
+        The item whose mistake this one repeats or inherits; both count as one mistake.
     printed
-        What the paper's statement gives on the counterexample: a bound or a value.
+        The value or bound of the paper's statement on the counterexample.
     actual
-        What is true there, computed in a way that knows neither statement.
+        The true value, computed independently of both statements.
     corrected
-        What the corrected statement gives on the same counterexample. It plays the mutant's part:
-        refuting *it* in the same way must fail. A bound may not have ten times as much to spare as
-        the printed one lacks: nearly everything would survive so. Entries of an array are
-        instances; one has to show the violation, another may show that the correction is sharp.
+        The value or bound of the corrected statement on the same counterexample; it must not be
+        refuted. The slack of a bound must be at most ten times the violation, or nearly every
+        bound would pass. Entries of an array are instances: one must show the violation, another
+        may show that the correction is sharp.
     correction
         The corrected statement, in one line.
     relation
-        "<=" when the paper claims ``actual <= printed``, "==" when it claims equality.
+        "<=" if the paper claims ``actual <= printed``, "==" if it claims equality.
     unit
-        What the violation is measured in, such as "nats" or "bytes"; empty for pure numbers.
+        The unit of the violation, such as "nats" or "bytes"; empty for dimensionless numbers.
     tol
         Largest error of the corrected statement. The violation must exceed ten times that.
 
     Raises
     ------
     ClaimError
-        If the printed statement survives, or the corrected one does not or by far too much.
+        If the printed statement is not refuted, or the corrected one is, or its slack is too large.
     ValueError
-        If `relation` or `grade` is none of those named, or `correction` is empty.
+        If `item`, `relation` or `grade` is unknown, or `correction` is empty.
     """
     if grade not in GRADES:
-        raise ValueError(f"grade must be one of {', '.join(GRADES)}, got {grade!r}")
+        raise ValueError(f"grade is {grade!r}; expected one of {', '.join(GRADES)}")
     if item is None:
-        raise ValueError("item must be an id of the inventory: give what is refuted one, got None")
+        raise ValueError("item is None; expected an id of the inventory")
     if same_as is not None:
         _check_item(same_as)
     if relation not in ("<=", "=="):
-        raise ValueError(f"relation must be '<=' or '==', got {relation!r}")
+        raise ValueError(f"relation is {relation!r}; expected '<=' or '=='")
     if not correction.strip():
-        raise ValueError("correction must state what holds instead, got an empty string")
-    _read(item, refuted, ("actual", "corrected"), wrong="printed", typed=True)
+        raise ValueError("correction is empty; expected the corrected statement")
+    _check_call(item, refuted, ("actual", "corrected"), wrong="printed", allow_literal=True)
     _check_tol(item, tol)
-    _refuse_one_array(item, actual=actual, corrected=corrected)
+    _check_distinct(item, actual=actual, corrected=corrected)
     measure = (lambda a, b: -_slack(a, b, "printed")) if relation == "<=" else _difference
-    violation, survivor = measure(actual, printed), measure(actual, corrected)
+    violation, remaining = measure(actual, printed), measure(actual, corrected)
     if not violation > 10 * tol:
         raise ClaimError(
             f"{_name(item)}: not refuted, violation {violation:.3e} <= 10 tol, tol={tol:.0e}"
         )
-    if not survivor <= tol:
-        raise ClaimError(f"{_name(item)}: the correction fails too, by {survivor:.3e}")
-    if not -survivor <= GENEROUS * violation:
+    if not remaining <= tol:
+        raise ClaimError(f"{_name(item)}: the correction fails too, by {remaining:.3e}")
+    if not -remaining <= MAX_SLACK * violation:
         raise ClaimError(
-            f"{_name(item)}: the correction has {-survivor:.3g} to spare where the printed bound "
-            f"lacks {violation:.3g}; take an instance on which it bites"
+            f"{_name(item)}: the correction has slack {-remaining:.3g}, and the printed bound is "
+            f"violated by {violation:.3g}; choose an instance on which it is tighter"
         )
     digest = _digest(item, "refuted", printed, actual, corrected)
     more = {"digest": digest, "grade": grade, "same_as": same_as, "unit": unit}
-    return _record(item, "refuted", None, correction, violation, survivor, **more)
+    return _record(item, "refuted", None, correction, violation, remaining, **more)
 
 
 def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int, ...]]) -> Claim:
-    """Record a definition; all there is to check are shapes.
+    """Record a definition, of which only shapes can be checked.
 
     Parameters
     ----------
@@ -475,19 +447,21 @@ def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int,
     Raises
     ------
     ClaimError
-        If an array has another shape.
+        If an array has another shape, or the item's role is not "definition".
     ValueError
-        If no shape is given.
+        If there is no shape.
     """
     if item is not None and inventory().get(item, {}).get("role") not in (None, "definition"):
-        raise ClaimError(f"{item} states more than shapes: its role in the inventory is none")
+        raise ClaimError(f"{item} states more than shapes: its role is not 'definition'")
     if not shapes:
-        raise ValueError("definition needs at least one name=(array, shape) to check")
+        raise ValueError("shapes is empty; expected at least one name=(array, shape)")
     for name in shapes:
-        _read(item, definition, (name,))
+        _check_call(item, definition, (name,))
     for name, (array, shape) in shapes.items():
         if tuple(np.shape(array)) != tuple(shape):
-            raise ClaimError(f"{_name(item)}: {name} has shape {np.shape(array)}, not {shape}")
+            raise ClaimError(
+                f"{_name(item)}: {name} has shape {np.shape(array)}; expected {tuple(shape)}"
+            )
     digest = _digest(item, "definition", *(array for array, _ in shapes.values()))
     return _record(item, "definition", None, statement, 0.0, None, digest=digest)
 
@@ -502,64 +476,69 @@ def measured(
     paired: bool = False,
     outcome: str | None = None,
 ) -> Claim:
-    """Show what training runs say of a prediction: never a proof, and never green.
+    """Compare a prediction with training runs, which proves nothing and is displayed accordingly.
 
-    The interval is Student's of the differences by seed when `paired`, Welch's otherwise. It
-    decides: wholly on the predicted side is "as predicted", wholly on the other "against the
-    prediction", and with zero inside "open".
+    The 95 % interval of the difference is Student's of the differences by seed if `paired`,
+    otherwise Welch's. The outcome is "as predicted" if it lies on the predicted side of zero,
+    "against the prediction" if on the other, and "open" if it contains zero.
 
     Parameters
     ----------
     statement
-        What was predicted, in one line.
+        The prediction, in one line.
     arm, beside
-        A metric of the runs of one arm and of that beside it, one number a seed.
+        A metric of the runs of two arms, one number for each seed.
     predicted
-        ">" when `arm` was predicted above `beside`, "<" when below.
+        ">" if `arm` was predicted above `beside`, "<" if below.
     unit
         Of the metric, such as "points" or "bits per byte".
     paired
         Whether the runs of both arms share seeds, in the same order.
     outcome
-        What the sentences of the page say, one of ``OUTCOMES``.
+        The outcome that the page's text states, one of ``OUTCOMES``.
 
     Raises
     ------
     ClaimError
-        If the runs say something else than `outcome`.
+        If the outcome of the runs is not `outcome`.
     ValueError
-        If an arm has fewer than two runs, paired arms differ in length, a value is not finite, or
-        `predicted`, `unit` or `outcome` is none of those named.
+        If an arm has fewer than two runs, paired arms differ in length, a value is not finite,
+        `predicted` or `outcome` is unknown, or `unit` is empty.
     """
     if predicted not in ("<", ">"):
-        raise ValueError(f"predicted must be '<' or '>', got {predicted!r}")
+        raise ValueError(f"predicted is {predicted!r}; expected '<' or '>'")
     if not unit.strip():
-        raise ValueError("unit must name what the metric is measured in, got an empty string")
+        raise ValueError("unit is empty; expected the unit of the metric")
     if outcome is not None and outcome not in OUTCOMES:
-        raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+        raise ValueError(f"outcome is {outcome!r}; expected one of {', '.join(OUTCOMES)}")
     a, b = _float(arm, "arm").ravel(), _float(beside, "beside").ravel()
     if min(len(a), len(b)) < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise ValueError(f"arm and beside need two finite values or more each, got {a} and {b}")
+        raise ValueError(f"arm is {a} and beside {b}; expected two finite values or more each")
     if paired and len(a) != len(b):
-        raise ValueError(f"paired arms need one length, got {len(a)} and {len(b)} runs")
+        raise ValueError(f"arm has {len(a)} runs and beside {len(b)}; expected pairs")
     difference = float(a.mean() - b.mean())
+    half = _half_interval(a, b, paired)
+    low, high = difference - half, difference + half
+    side = 1 if predicted == ">" else -1
+    result = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
+    if outcome not in (None, result):
+        raise ClaimError(
+            f"the page says {outcome!r}, the runs {result!r}: {difference:+.3g} {unit}, "
+            f"interval {low:+.3g} to {high:+.3g}"
+        )
+    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (low, high)}
+    return _record(None, "measured", result, statement, difference, None, **more)
+
+
+def _half_interval(a: np.ndarray, b: np.ndarray, paired: bool) -> float:
+    """Return half the width of the 95 % interval of the difference of two means."""
     if paired:
         parts, degrees = np.array([(a - b).var(ddof=1) / len(a)]), len(a) - 1.0
     else:  # Welch and Satterthwaite
         parts = np.array([a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)])
         dividers = parts**2 / [len(a) - 1, len(b) - 1]
         degrees = parts.sum() ** 2 / dividers.sum() if dividers.sum() else 1.0
-    half = float(stats.t.ppf(0.975, degrees) * np.sqrt(parts.sum()))
-    low, high = difference - half, difference + half
-    side = 1 if predicted == ">" else -1
-    says = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
-    if outcome not in (None, says):
-        raise ClaimError(
-            f"the page says {outcome!r}, the runs {says!r}: {difference:+.3g} {unit}, "
-            f"interval {low:+.3g} to {high:+.3g}"
-        )
-    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (low, high)}
-    return _record(None, "measured", says, statement, difference, None, **more)
+    return float(stats.t.ppf(0.975, degrees) * np.sqrt(parts.sum()))
 
 
 def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -568,37 +547,36 @@ def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[st
     Parameters
     ----------
     claims
-        Pairs ``(page, claim)``, the claim as the data that `Claim` leaves in a cell's output.
+        Pairs ``(page, claim)``; a claim is the data that `Claim` stores in a cell's output.
 
     Returns
     -------
     dict
         id -> ``{"verdict", "grade", "same_as", "statement", "checks": [{"kind", "margin",
-        "mutant_margin", "unit", "page"}]}``, in the inventory's order; only items that have been
-        reached. An item with `same_as` repeats another's mistake: see `count`.
+        "mutant_margin", "unit", "page"}]}``, in the inventory's order, for the checked items.
 
     Raises
     ------
     ValueError
-        For an id that is not in the inventory, an unknown verdict, a verdict other than
-        "definition" that no executed check with a mutant supports, one check for two items of a
-        source, or an item that repeats the mistake of one that has none.
+        If an id is not in the inventory, a verdict is unknown, a verdict other than "definition"
+        has no executed check with a mutant, two items of a source share a check, or an item
+        repeats the mistake of an item that has none.
     """
-    found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    checks: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     digests: dict[tuple[str, str], tuple[str, str]] = {}
     for page, claim in claims:
         item = claim["item"]
         if item is None:
             continue
         _check_item(item)
-        found.setdefault(item, []).append((page, claim))
+        checks.setdefault(item, []).append((page, claim))
         if digest := claim.get("digest"):
             first = digests.setdefault((item.partition(".")[0], digest), (item, page))
             if first[0] != item:
                 raise ValueError(
                     f"one check for two items: {first[0]} on {first[1]}, {item} on {page}"
                 )
-    rows = {item: _merge(item, found[item]) for item in inventory() if item in found}
+    rows = {item: _merge(item, checks[item]) for item in inventory() if item in checks}
     for item, row in rows.items():
         _root(item, rows)
         if row["same_as"] and rows[row["same_as"]]["verdict"] != "wrong as printed":
@@ -617,23 +595,23 @@ def _merge(item: str, rows: list[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     verdict = min((claim["verdict"] for _, claim in rows), key=VERDICTS.index)
     wrong = [claim for _, claim in rows if claim["verdict"] == "wrong as printed"]
     roots = {claim.get("same_as") for claim in wrong}
-    telling = [c["statement"] for _, c in rows if c["verdict"] == verdict and c["statement"]]
+    statements = [c["statement"] for _, c in rows if c["verdict"] == verdict and c["statement"]]
     fields = ("kind", "margin", "mutant_margin", "unit")
     return {
         "verdict": verdict,
         "grade": min((claim["grade"] for claim in wrong), key=GRADES.index, default=None),
         "same_as": roots.pop() if len(roots) == 1 else None,
-        "statement": "; ".join(dict.fromkeys(telling)) or inventory()[item]["topic"],
+        "statement": "; ".join(dict.fromkeys(statements)) or inventory()[item]["topic"],
         "checks": [{**{f: claim.get(f) for f in fields}, "page": page} for page, claim in rows],
     }
 
 
 def _root(item: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the item whose mistake this one has in the end: itself, if it is nobody else's."""
+    """Follow `same_as` to the item that has the mistake first; an item without it is its own."""
     seen = [item]
     while other := rows[seen[-1]]["same_as"]:
         if other in seen:
-            raise ValueError(f"{' repeats '.join([*seen, other])}: whose mistake is it?")
+            raise ValueError(f"same_as is circular: {' repeats '.join([*seen, other])}")
         if other not in rows:
             raise ValueError(f"{seen[-1]} repeats {other}, on which no page gives a verdict")
         seen.append(other)
@@ -641,103 +619,109 @@ def _root(item: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def mistakes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, list[str]]]:
-    """Return each distinct mistake of a ledger: the item that has it first -> its grade, items.
-
-    The grade is the gravest of the items that repeat it.
-    """
-    found: dict[str, list[str]] = {}
+    """Return the distinct mistakes of a ledger: first item -> (gravest grade, all items)."""
+    repeats: dict[str, list[str]] = {}
     for item, row in rows.items():
         if row["grade"]:
-            found.setdefault(_root(item, rows), []).append(item)
-    gravest = lambda items: min((rows[i]["grade"] for i in items), key=GRADES.index)  # noqa: E731
-    return {root: (gravest(items), items) for root, items in found.items()}
+            repeats.setdefault(_root(item, rows), []).append(item)
+    return {
+        root: (min((rows[i]["grade"] for i in items), key=GRADES.index), items)
+        for root, items in repeats.items()
+    }
 
 
 def count(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Count what a ledger says.
+    """Count the items and the distinct mistakes of a ledger.
 
     Returns
     -------
     dict
         Items: "all", "numbered", "unnumbered", those of each of ``VERDICTS``, and "testable", the
-        numbered ones that are no definitions. Distinct mistakes, each once however many items
-        repeat it: "errors", "slips" and "copies" are those of at least one numbered item,
-        "unnumbered errors" and so on the others.
+        numbered ones except definitions. Distinct mistakes: "errors", "slips" and "copies"
+        of at least one numbered item, and "unnumbered errors" and so on of the others.
     """
     numbered = [item for item in rows if is_numbered(item)]
-    found = {verdict: sum(r["verdict"] == verdict for r in rows.values()) for verdict in VERDICTS}
-    found |= {"all": len(rows), "numbered": len(numbered), "unnumbered": len(rows) - len(numbered)}
-    found["testable"] = sum(rows[item]["verdict"] != "definition" for item in numbered)
+    counts = {verdict: sum(r["verdict"] == verdict for r in rows.values()) for verdict in VERDICTS}
+    counts |= {"all": len(rows), "numbered": len(numbered), "unnumbered": len(rows) - len(numbered)}
+    counts["testable"] = sum(rows[item]["verdict"] != "definition" for item in numbered)
     for grade, plural in zip(GRADES, ("errors", "slips", "copies"), strict=True):
-        items = [items for of, items in mistakes(rows).values() if of == grade]
-        found[plural] = sum(any(map(is_numbered, those)) for those in items)
-        found[f"unnumbered {plural}"] = len(items) - found[plural]
-    return found
+        graded = [items for gravest, items in mistakes(rows).values() if gravest == grade]
+        counts[plural] = sum(any(map(is_numbered, items)) for items in graded)
+        counts[f"unnumbered {plural}"] = len(graded) - counts[plural]
+    return counts
 
 
 def _record(
     item: str | None,
     kind: str,
-    told: str | None,
+    condition: str | None,
     statement: str,
     margin: float,
     mutant_margin: float | None,
     **more: Any,
 ) -> Claim:
-    """Show and return a claim; `told` is a condition, or of what is measured the outcome."""
+    """Display and return a claim; the `condition` of a measured claim is its outcome."""
     if item is not None:
         _check_item(item)
-    if told is not None and kind != "measured" and not re.search(r"\w.*[\s<>=≤≥≠|].*\w", told):
-        raise ValueError(f"holds_if must state a condition, got {told!r}")
-    special = {"refuted": "wrong as printed", "definition": "definition", "measured": told}
-    verdict = special.get(kind) or ("holds if" if told else "holds")
-    text = " ".join((statement if kind == "measured" else told or statement).split())
+    measured = kind == "measured"
+    if condition is not None and not measured:
+        if not re.search(r"\w.*[\s<>=≤≥≠|].*\w", condition):
+            raise ValueError(f"holds_if is {condition!r}; expected a condition")
+    special = {"refuted": "wrong as printed", "definition": "definition", "measured": condition}
+    verdict = special.get(kind) or ("holds if" if condition else "holds")
+    text = " ".join((statement if measured else condition or statement).split())
     claim = Claim(item, kind, verdict, text, margin, mutant_margin, _next_anchor(item), **more)
-    _display(claim)
+    if _shell() is None:
+        print(claim)
+    else:
+        from IPython.display import display
+
+        display(claim)
     return claim
 
 
-def _read(
+def _check_call(
     item: str | None,
     check: Callable,
     sides: tuple[str, ...],
     wrong: str | None = None,
-    typed: bool = False,
+    allow_literal: bool = False,
 ) -> CallSite:
-    """Refuse what the text of the call of a check shows; `typed`, whether `wrong` may be so."""
+    """Raise ClaimError if the source of the call shows that the check is vacuous."""
     frame, name = sys._getframe(2), _name(item)
     if item is not None and not _in_a_cell(frame):
-        raise ClaimError(f"{name}: call this in a cell of the page, which shows what is checked")
+        raise ClaimError(f"{name}: the check must be called in a cell of the page")
     site = CallSite(check, frame)
     if item is not None and not site.is_plain:
-        raise ClaimError(f"{name}: call the check by its name, and write its arguments out")
+        raise ClaimError(f"{name}: call the check by its name, with its arguments written out")
     if site.arguments and all(site.literal(side) for side in sides):
-        raise ClaimError(f"{name}: {' and '.join(sides)} made of typed numbers: nothing ran")
+        raise ClaimError(f"{name}: {' and '.join(sides)} are literals; expected computations")
     for side in sides:
         if site.cancels(side):
             raise ClaimError(f"{name}: {side} has an expression minus itself, or over itself")
     if "smaller" in sides and site.exceeds("larger", "smaller"):
-        raise ClaimError(f"{name}: larger exceeds smaller whatever that is")
+        raise ClaimError(f"{name}: larger exceeds smaller for every value of smaller")
     if len(sides) == 2:
         if site.same(*sides):
-            raise ClaimError(f"{name}: {sides[0]} and {sides[1]} are one expression")
+            raise ClaimError(f"{name}: {sides[0]} and {sides[1]} are the same expression")
         if site.nudged(sides[1], sides[0], whole=False) or site.nudged(*sides, whole=False):
-            raise ClaimError(f"{name}: {sides[1]} is {sides[0]} a little changed")
+            raise ClaimError(f"{name}: {sides[1]} is {sides[0]} with a small change")
     if wrong is None:
         return site
+    mistake = "expected the result of a plausible mistake"
     if site.by_chance(wrong, *sides):
-        raise ClaimError(f"{name}: the {wrong} is a random number; say what mistake gives it")
-    if not typed:
+        raise ClaimError(f"{name}: the {wrong} is a random number; {mistake}")
+    if not allow_literal:
         if site.literal(wrong):
-            raise ClaimError(f"{name}: the {wrong} is a typed number; say what mistake gives it")
+            raise ClaimError(f"{name}: the {wrong} is a literal; {mistake}")
         for side in sides:
             if site.nudged(wrong, side, whole=side != "smaller"):
-                raise ClaimError(f"{name}: the {wrong} is {side} a little changed: no mistake")
+                raise ClaimError(f"{name}: the {wrong} is {side} with a small change; {mistake}")
     return site
 
 
 def _in_a_cell(frame: FrameType) -> bool:
-    """Say whether a notebook's cell runs this; outside of notebooks nothing gets into a ledger."""
+    """Return whether a notebook's cell runs `frame`; True outside notebooks."""
     shell = _shell()
     return shell is None or frame.f_globals is shell.user_ns
 
@@ -751,8 +735,8 @@ def _shell() -> Any:
     return get_ipython()
 
 
-def _refuse_one_array(item: str | None, **sides: Any) -> None:
-    """Refuse one array, or views of one, on both sides."""
+def _check_distinct(item: str | None, **sides: Any) -> None:
+    """Raise ClaimError if both sides are the same array, or equal views of it."""
     (one, a), (other, b) = sides.items()
     numbers: list[Any] = [
         x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
@@ -760,11 +744,11 @@ def _refuse_one_array(item: str | None, **sides: Any) -> None:
     ]
     arrays = all(isinstance(x, np.ndarray) for x in numbers)
     if arrays and np.may_share_memory(*numbers) and np.array_equal(*numbers):
-        raise ClaimError(f"{_name(item)}: {one} and {other} are one array")
+        raise ClaimError(f"{_name(item)}: {one} and {other} are the same array")
 
 
-def _refuse_hidden(item: str | None, right: Any, tol: float) -> None:
-    """Refuse entries so small, beside 1 or the largest of them, that any value would pass."""
+def _check_magnitude(item: str | None, right: Any, tol: float) -> None:
+    """Raise ClaimError if entries are so small, beside 1 or the largest, that any would pass."""
     sizes = np.abs(_float(right, "right"))
     sizes = sizes[sizes > 0]
     if not sizes.size or not np.isfinite(sizes).all():
@@ -773,8 +757,8 @@ def _refuse_hidden(item: str | None, right: Any, tol: float) -> None:
     passes = tol * max(1.0, largest)
     if passes > 1e-3 * (largest if largest <= 1 else typical):
         raise ClaimError(
-            f"{_name(item)}: entries of size {typical:.0e}, where an error of {passes:.0e} would "
-            "pass: say relative=True"
+            f"{_name(item)}: for entries of size {typical:.0e}, errors of {passes:.0e} would "
+            "pass; pass relative=True"
         )
 
 
@@ -783,34 +767,24 @@ _checked: dict[tuple[str, ...], str] = {}  # a paper and the digest of a check -
 
 def _check_tol(item: str | None, tol: float) -> None:
     if item is not None and not tol <= LARGEST_TOL:
-        raise ClaimError(f"{item}: tol is {tol:.0e}; an item's is at most {LARGEST_TOL:.0e}")
+        raise ClaimError(f"{item}: tol is {tol:.0e}; expected at most {LARGEST_TOL:.0e}")
 
 
 def _digest(item: str | None, kind: str, *sides: Any) -> str:
-    """Return a check's digest; refuse one that another item of the paper has already."""
+    """Return a check's digest; raise ClaimError if another item of the paper has the same."""
     if item is None:
         return ""
     texts = [str(x) if kind == "identity" else _float(x, "").tobytes().hex() for x in sides]
     digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()[:16]
     other = _checked.setdefault((item.partition(".")[0], digest), item)
     if other != item:
-        raise ClaimError(f"{item}: this is the check that {other} has; each item needs its own")
+        raise ClaimError(f"{item}: this is the check of {other}; expected one for each item")
     return digest
-
-
-def _display(claim: Claim) -> None:
-    """Print in a terminal; in a notebook, show the line and leave the data in the output."""
-    if _shell() is None:
-        print(claim)
-    else:
-        from IPython.display import display
-
-        display(claim)
 
 
 def _check_item(item: str) -> None:
     if item not in inventory():
-        raise ValueError(f"item {item!r} is not an id of the inventory: see use_inventory")
+        raise ValueError(f"item {item!r} is not an id of the inventory; see use_inventory")
 
 
 def _name(item: str | None) -> str:
@@ -823,12 +797,12 @@ def _entries(value: Any, name: str) -> list[sympy.Expr]:
     else:
         entries = [sympy.sympify(value)]
     if not entries:
-        raise ValueError(f"{name} must hold at least one expression, got none")
+        raise ValueError(f"{name} is empty; expected at least one expression")
     return entries
 
 
 def _is_zero(expression: sympy.Expr) -> bool:
-    """Decide exact zero symbolically, cheapest method first."""
+    """Return whether an expression is exactly zero; cheap methods are tried first."""
     for simplify in (lambda e: e, sympy.expand, sympy.simplify):
         if simplify(expression.doit() if hasattr(expression, "doit") else expression) == 0:
             return True
@@ -836,7 +810,7 @@ def _is_zero(expression: sympy.Expr) -> bool:
 
 
 def _magnitude(expression: sympy.Expr) -> float:
-    """Return |expression| at a random point of its free symbols, 0 for an exact zero."""
+    """Return |expression| at a random value of its free symbols, 0 for an exact zero."""
     if _is_zero(expression):
         return 0.0
     draw = random.Random(0)
@@ -848,7 +822,7 @@ def _magnitude(expression: sympy.Expr) -> float:
         value = abs(sympy.N(expression.doit().subs(point)))
         if value.is_number and value.is_finite and value > 1e-12:
             return float(value)
-    raise ClaimError(f"the mutant {expression} vanishes wherever it was evaluated")
+    raise ClaimError(f"the mutant {expression} is zero at 8 random points")
 
 
 def _float(value: Any, name: str) -> np.ndarray:
@@ -857,19 +831,19 @@ def _float(value: Any, name: str) -> np.ndarray:
         value = (value.to(torch.complex128) if value.is_complex() else value.double()).numpy()
     array = np.asarray(value)
     if array.dtype == bool and array.ndim == 0:
-        raise ValueError(f"{name} is a yes or no: give the numbers that were compared")
+        raise ValueError(f"{name} is {array}; expected the numbers that were compared")
     array = array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
     if array.size == 0:
-        raise ValueError(f"{name} must not be empty: nothing would be checked")
+        raise ValueError(f"{name} is empty; expected at least one number")
     return array
 
 
 def _error(left: Any, right: Any, name: str, relative: bool) -> float:
     a, b = _float(left, "left"), _float(right, name)
     if a.shape != b.shape:
-        raise ValueError(f"{name} has shape {b.shape}, expected that of left, {a.shape}")
+        raise ValueError(f"{name} has shape {b.shape}; expected that of left, {a.shape}")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return float("nan")  # neither a claim nor a mutant: both are refused
+        return float("nan")  # no comparison is true: claims and mutants are both refused
     if relative:
         with np.errstate(divide="ignore", invalid="ignore"):
             return float(np.max(np.where(a == b, 0.0, np.abs(a - b) / np.abs(b))))
@@ -884,7 +858,7 @@ def _difference(actual: Any, claimed: Any) -> float:
 def _slack(smaller: Any, larger: Any, name: str) -> float:
     a, b = _float(smaller, "smaller"), _float(larger, name)
     if np.iscomplexobj(a) or np.iscomplexobj(b):
-        raise ValueError(f"smaller and {name} must be real to be compared, got complex numbers")
+        raise ValueError(f"smaller or {name} is complex; both must be real to be compared")
     return float(np.min(b - a))
 
 

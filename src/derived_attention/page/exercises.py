@@ -1,4 +1,4 @@
-"""Self-checks of the exercises: they need nothing but this package."""
+"""Self-checks of the exercises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ExerciseError(AssertionError):
-    """An answer that is not right yet."""
+    """A wrong answer."""
 
 
 def check(
@@ -24,10 +24,10 @@ def check(
     Parameters
     ----------
     answer
-        A number, an array, a truth value, a string, a tuple of these, or a function. The
-        placeholder ``...`` means that you have not tried yet, which is not an error.
+        A number, an array, a boolean, a string, a tuple of these, or a function; the placeholder
+        ``...`` for an exercise that was not attempted, which is not an error.
     expected
-        The right value; with `on`, a function that computes it.
+        The correct value; with `on`, a function that computes it.
     on
         Argument tuples on which the two functions are compared.
     tol
@@ -36,7 +36,7 @@ def check(
     Raises
     ------
     ExerciseError
-        With what was expected, what you gave and, for a function, on which arguments.
+        If the answer is wrong; names the tuple of arguments or the part of the answer.
     """
     if answer is ...:
         print("Not attempted yet: replace the ... above and run the cell again.")
@@ -45,30 +45,30 @@ def check(
         _compare(answer, expected, tol, "your answer")
     else:
         if not isinstance(answer, Callable):  # type: ignore[arg-type]
-            raise ExerciseError(f"your answer must be a function, got {type(answer).__name__}")
+            raise ExerciseError(f"your answer is {type(answer).__name__}; expected a function")
         for number, arguments in enumerate(on, 1):
-            place = f"case {number} of {len(on)}"
-            _compare(answer(*arguments), expected(*arguments), tol, place)
+            case = f"case {number} of {len(on)}"
+            _compare(answer(*arguments), expected(*arguments), tol, case)
     print("Correct.")
 
 
 def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
     if isinstance(expected, tuple):
         if not isinstance(answer, tuple) or len(answer) != len(expected):
-            raise ExerciseError(f"{place}: expected a tuple of {len(expected)}, got {answer!r}")
-        for part, (mine, theirs) in enumerate(zip(answer, expected, strict=True), 1):
-            _compare(mine, theirs, tol, f"{place}, part {part}")
+            raise ExerciseError(f"{place} is {answer!r}; expected a tuple of {len(expected)}")
+        for part, pair in enumerate(zip(answer, expected, strict=True), 1):
+            _compare(*pair, tol, f"{place}, part {part}")
         return
     if isinstance(expected, (bool, str)):
         if answer != expected:
-            raise ExerciseError(f"{place}: {answer!r} is not right")
+            raise ExerciseError(f"{place}: {answer!r} is wrong")
         return
-    mine, theirs = _array(answer, place), _array(expected, "expected")
-    if mine.shape != theirs.shape:
-        raise ExerciseError(f"{place}: shape {mine.shape}, expected {theirs.shape}")
-    error = np.max(np.abs(mine - theirs) / np.maximum(1, np.abs(theirs)), initial=0.0)
+    given, correct = _array(answer, place), _array(expected, "expected")
+    if given.shape != correct.shape:
+        raise ExerciseError(f"{place} has shape {given.shape}; expected {correct.shape}")
+    error = np.max(np.abs(given - correct) / np.maximum(1, np.abs(correct)), initial=0.0)
     if not error <= tol:
-        raise ExerciseError(f"{place}: off by {error:.2e}, allowed {tol:.0e}")
+        raise ExerciseError(f"{place} has error {error:.2e}; expected at most {tol:.0e}")
 
 
 def _array(value: Any, place: str) -> np.ndarray:
@@ -77,4 +77,4 @@ def _array(value: Any, place: str) -> np.ndarray:
     try:
         return np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ExerciseError(f"{place}: {value!r} is not a number or an array") from error
+        raise ExerciseError(f"{place} is {value!r}; expected a number or an array") from error

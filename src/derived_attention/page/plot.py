@@ -1,9 +1,9 @@
-"""One style for every figure, one colour per mechanism.
+"""The style of all figures, with one colour per mechanism.
 
-Figures are inline SVG: text takes the font of the page, black becomes ``currentColor``, the
-background is transparent. So the same output reads well in the book (light, dark, phone, print)
-and in Jupyter or Colab, and makes no request. Panels side by side are drawings of their own, which
-stand one below the other where the screen is narrow.
+Figures are inline SVG: text takes the font of the page, black becomes ``currentColor``, and the
+background is transparent. So the same output is legible in the book (light, dark, phone, print)
+and in Jupyter or Colab, and needs no network. Columns of panels are separate drawings, which are
+placed one below the other on a narrow screen.
 """
 
 from __future__ import annotations
@@ -29,13 +29,9 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, NullFormat
 from derived_attention.attention.registry import MECHANISMS
 
 # Every colour has a contrast of at least 3:1 on white and on the dark pages of the book and of
-# Jupyter. Those of MAIN stay apart for red-, green- and blue-blind readers too (both tested).
-_OTHERS = {  # in no registry: what mechanisms are held against
-    "reference": ("Reference", "#8c9292"),
-}
-_LOOKS = {name: (entry.label, entry.color) for name, entry in MECHANISMS.items()} | _OTHERS
-LABELS = {name: label for name, (label, _) in _LOOKS.items()}
-COLORS = {name: color for name, (_, color) in _LOOKS.items()}
+# Jupyter. Colour-blind readers can distinguish those of MAIN too (both are tested).
+LABELS = {name: entry.label for name, entry in MECHANISMS.items()} | {"reference": "Reference"}
+COLORS = {name: entry.color for name, entry in MECHANISMS.items()} | {"reference": "#8c9292"}
 MAIN = ("softmax", "linear", "bn", "sh", "mgk", "primal", "lasso")
 
 SVG_SETTINGS: dict[Any, Any] = {
@@ -67,9 +63,9 @@ STYLE: dict[Any, Any] = {
 }
 
 
-LEAST_TYPE = 9.0  # pixels on any screen; and points in a figure
-MOST = 1.5  # pixels a point, at most: the type is then as large as that of the text
-PHONE = 272.0  # pixels that the narrowest phone has for a figure
+LEAST_TYPE = 9.0  # smallest type, in pixels on any screen, and in points in a figure
+MOST = 1.5  # largest scale in pixels per point, at which the type is as large as the text
+PHONE = 272.0  # width of a figure on the narrowest phone, in pixels
 
 
 def use_style() -> None:
@@ -78,10 +74,10 @@ def use_style() -> None:
 
 
 def fade(color: str) -> str:
-    """Name of a colour map from transparent to `color`, a key of `COLORS` or any other colour.
+    """Return the name of a colour map from transparent to `color`, a key of `COLORS` or a colour.
 
-    Its low end shows the page, so that ``plt.imshow(A, cmap=fade("bn"), vmin=0)`` reads the same
-    way in light and dark mode: nothing there, nothing drawn.
+    Its low end shows the background, so that ``plt.imshow(A, cmap=fade("bn"), vmin=0)`` looks the
+    same in light and dark mode.
     """
     rgb = to_rgb(COLORS.get(color, color))
     name = f"fade-{to_hex(rgb)[1:]}"
@@ -92,17 +88,17 @@ def fade(color: str) -> str:
 
 
 def opacity(share: np.ndarray) -> np.ndarray:
-    """Opacity of a map where it has this share, 0 to 1, of its range.
+    """Return the opacity for values as a share, 0 to 1, of the range of a map.
 
-    A power below one: in proportion to it, small values would drown in a dark page.
+    The exponent is below one, as a proportional opacity would hide small values on a dark page.
     """
     return share**0.6
 
 
 class _Inline:
-    """HTML for a notebook, with a plain text for everything else."""
+    """HTML for a notebook, and plain text for other outputs."""
 
-    def __init__(self, markup: str, text: str):
+    def __init__(self, markup: str, text: str) -> None:
         self.markup, self.text = markup, text
 
     def _repr_html_(self) -> str:
@@ -125,25 +121,25 @@ def display_markup(markup: str, alt: str) -> None:
 def show(fig: Figure, alt: str) -> None:
     """Display a figure as inline SVG, and close it.
 
-    Columns of panels stand side by side where the type is then large enough to read, else one
-    below the other. What has no room even so scrolls.
+    Columns of panels are placed side by side if the type is then large enough to read, otherwise
+    one below the other; a column that is still too wide scrolls.
 
     Parameters
     ----------
     fig : matplotlib.figure.Figure
-        The figure. Black turns into the colour of the page's text. A figure with texts or
-        legends of its own, beside those of its axes, is not cut into columns.
+        The figure. Black becomes the colour of the page's text. A figure with texts or legends
+        outside its axes is not divided into columns.
     alt : str
-        One or more sentences that state what the figure shows: read aloud by screen readers,
-        and the output wherever HTML is not rendered.
+        One or more sentences that state what the figure shows, for screen readers, and for
+        outputs that do not render HTML.
 
     Raises
     ------
     TypeError
-        If `fig` is no Matplotlib figure or `alt` no string.
+        If `fig` is not a Matplotlib figure or `alt` is not a string.
     ValueError
         If `alt` is not a sentence that ends in ``.``, ``!`` or ``?``, or if a text of the figure
-        has less than 9 points.
+        is smaller than 9 points.
     """
     if not isinstance(fig, Figure):
         raise TypeError(f"fig must be a Matplotlib figure, got {type(fig).__name__}")
@@ -156,11 +152,11 @@ def show(fig: Figure, alt: str) -> None:
 
 
 def _beside(pieces: list[ET.Element], cuts: list[float], alt: str) -> str:
-    """HTML that sets the pieces side by side if their type is large enough then, else apart."""
-    least, most = LEAST_TYPE / _type_size(pieces) / 16, MOST / 16  # rem a point
+    """Return HTML with the pieces side by side if their type is then legible, else stacked."""
+    least, most = LEAST_TYPE / _type_size(pieces) / 16, MOST / 16  # rem per point
     for piece, (low, high) in zip(pieces, pairwise(cuts), strict=True):
-        # Where all have room the basis is negative: they share the line in proportion to their
-        # widths. Else it is huge, and each takes a line of its own.
+        # If there is room for all pieces, the flex basis is negative, and they share the line in
+        # proportion to their widths. Otherwise it is huge, and each piece fills a line.
         width = high - low
         piece.attrib |= {
             "class": "da-svg",
@@ -184,22 +180,22 @@ def _prepare(fig: Figure) -> None:
             axis.set_major_formatter(FuncFormatter(_power_of_ten))
             axis.set_minor_formatter(NullFormatter())
     for mesh in fig.findobj(QuadMesh):
-        mesh.set_rasterized(True)  # hundreds of cells as paths are heavy and show seams
+        mesh.set_rasterized(True)  # hundreds of cells as paths are large and show seams
     for axes in fig.axes:
-        if axes.images:  # where nothing is drawn, a frame shows how far the map goes
+        if axes.images:  # a frame marks the extent of a map whose edges are transparent
             axes.spines[:].set(visible=True, linewidth=0.6, alpha=0.6)
 
 
 def _cuts(fig: Figure) -> list[float]:
-    """Where to cut the figure between columns of axes, from 0 to its width, in points.
+    """Return the cuts between columns of axes, from 0 to the figure's width, in points.
 
-    Neighbours stay together while a phone has room for both. What belongs to the figure itself
-    may belong to any of its axes, so that nothing is cut.
+    Neighbours that fit on a phone together are not separated. A figure with artists outside its
+    axes is not cut, as they may refer to any of them.
     """
     width = 72 * fig.get_figwidth()
     if set(fig.get_children()) != {fig.patch, *fig.axes}:
         return [0.0, width]
-    fig.draw_without_rendering()  # the layout is made while drawing
+    fig.draw_without_rendering()  # drawing computes the layout
     columns: list[tuple[float, float]] = []
     for low, high in sorted(_extent(axes) for axes in fig.axes):
         if columns and low < columns[-1][1]:
@@ -216,13 +212,13 @@ def _cuts(fig: Figure) -> list[float]:
 
 
 def _extent(axes: Axes) -> tuple[float, float]:
-    """Left and right end of the axes with their labels, titles and legends, in points."""
+    """Return left and right end of the axes with labels, titles and legends, in points."""
     box = axes.get_tightbbox() or axes.bbox
     return 72 * box.x0 / axes.figure.dpi, 72 * box.x1 / axes.figure.dpi
 
 
 def _cut(root: ET.Element, cuts: list[float]) -> list[ET.Element]:
-    """Deal the axes of a drawing out to one drawing for each piece between `cuts`."""
+    """Split a drawing into one drawing for each piece between `cuts`."""
     if len(cuts) == 2:
         return [root]
     height = root.attrib["viewBox"].split()[3]
@@ -232,21 +228,23 @@ def _cut(root: ET.Element, cuts: list[float]) -> list[ET.Element]:
         pieces.append(ET.Element("svg", {**root.attrib, "viewBox": box}))
         for group in root.findall(f"g[@id='piece{i}']"):
             pieces[-1].extend(group)
-    for node in root.findall("defs/*"):  # clip paths and hatches go with what uses them
-        used = "#" + node.attrib["id"]
-        users = (p for p in pieces if any(used in v for n in p.iter() for v in n.attrib.values()))
+    for node in root.findall("defs/*"):  # clip paths and hatches move to the piece that uses them
+        address = "#" + node.attrib["id"]
+        users = (
+            p for p in pieces if any(address in v for n in p.iter() for v in n.attrib.values())
+        )
         next(users, pieces[0]).append(node)
     return pieces
 
 
 def _type_size(pieces: list[ET.Element]) -> float:
-    """Size of the smallest text in points; raise ValueError if nobody could read it."""
-    found = [(LEAST_TYPE, "")]
+    """Return the size of the smallest text in points; raise ValueError if it is illegible."""
+    texts = []
     for node in (node for piece in pieces for node in piece.iter()):
         style = re.search(r"font-size: ([\d.]+)px", node.get("style", ""))
         if style and (text := "".join(node.itertext()).strip()):
-            found.append((float(style[1]), text))
-    size, text = min(found[1:] or found)
+            texts.append((float(style[1]), text))
+    size, text = min(texts, default=(LEAST_TYPE, ""))
     if size < LEAST_TYPE:
         raise ValueError(
             f"every text of fig must have at least {LEAST_TYPE:g} points, got {size:g} in {text!r}"
@@ -255,11 +253,11 @@ def _type_size(pieces: list[ET.Element]) -> float:
 
 
 def svg_tree(fig: Figure, key: str) -> ET.Element:
-    """Turn the figure into an element of an HTML page; ids differ by figure and `key`."""
+    """Return the figure as an SVG element; its ids depend on the figure and `key`."""
     out = io.StringIO()
     with mpl.rc_context(SVG_SETTINGS):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        fig.savefig(out, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        fig.savefig(out, format="svg", transparent=True, metadata=no_metadata)
     source = out.getvalue()
     root = ET.fromstring(source)
     prefix = "da" + hashlib.sha256((source + key).encode()).hexdigest()[:8]
@@ -267,13 +265,14 @@ def svg_tree(fig: Figure, key: str) -> ET.Element:
     for node in root.iter():
         node.tag = node.tag.rpartition("}")[2]
         node.text, node.tail = (node.text or "").strip(), None
-        own = {name.rpartition("}")[2]: value for name, value in node.attrib.items()}
-        node.attrib = {n: _attribute(v, prefix) for n, v in own.items() if n != "id"}
-        if own.get("id") in used:
-            node.attrib["id"] = prefix + own["id"]
-        elif own.get("id", "").startswith("piece"):
-            node.attrib["id"] = own["id"]
-        if own.get("transform", "").startswith("rotate(-0 "):
+        attributes = {name.rpartition("}")[2]: value for name, value in node.attrib.items()}
+        node.attrib = {n: _attribute(v, prefix) for n, v in attributes.items() if n != "id"}
+        name = attributes.get("id", "")
+        if name in used:
+            node.attrib["id"] = prefix + name
+        elif name.startswith("piece"):
+            node.attrib["id"] = name
+        if attributes.get("transform", "").startswith("rotate(-0 "):
             del node.attrib["transform"]
     _prune(root)
     root.attrib = {"viewBox": root.attrib["viewBox"], "stroke-linejoin": "round"}
@@ -281,10 +280,7 @@ def svg_tree(fig: Figure, key: str) -> ET.Element:
 
 
 def _prune(node: ET.Element) -> None:
-    """Drop what draws nothing: groups without attributes, empty definitions, bare paths.
-
-    And style elements: their rules would apply to the whole page.
-    """
+    """Remove elements without effect, and style elements, which would apply to the whole page."""
     kept: list[ET.Element] = []
     for child in node:
         _prune(child)
@@ -296,7 +292,7 @@ def _prune(node: ET.Element) -> None:
 
 
 def _attribute(value: str, prefix: str) -> str:
-    """One attribute for the page: its font, its colour, own ids, two decimals."""
+    """Adapt an attribute: the page's font and colour, ids with a prefix, two decimals."""
     if value.startswith("data:"):
         return value
     value = re.sub(r"font-family:[^;]*;? ?", "", value.replace("#000000", "currentColor"))
@@ -305,7 +301,7 @@ def _attribute(value: str, prefix: str) -> str:
 
 
 def _power_of_ten(value: float, position: int | None = None) -> str:
-    """Label of a logarithmic axis, such as 10³, in letters that any font has."""
+    """Return a label of a logarithmic axis, such as 10³, in Unicode characters."""
     exponent = round(np.log10(value))
     if not np.isclose(value, 10.0**exponent) or exponent in (0, 1):
         return f"{value:g}"

@@ -1,7 +1,7 @@
-"""Interactive figures that need no kernel: an SVG and a range slider over data computed in a cell.
+"""Interactive figures without a kernel: an SVG and a range slider over precomputed frames.
 
-Everything is in the output: frames, a script of some forty lines, no request. The slider follows
-the keyboard and the page's theme, and without scripts the first frame stays.
+The output contains the frames and a short script, and needs no network. The slider follows the
+keyboard and the page's theme; without scripts the first frame is shown.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -46,8 +47,8 @@ class _XY:
 class Line(_XY):
     """A line through (`x`, `y`), each ``(n,)``, or ``(steps, n)`` to change with the slider.
 
-    Of every mark: `color` is a key of `COLORS`, another colour, or ``"currentColor"``, and a
-    `label` puts it in the legend.
+    As in every mark, `color` is a key of `COLORS`, another colour, or ``"currentColor"``, and a
+    `label` adds the mark to the legend.
     """
 
     dashed: bool = False
@@ -71,10 +72,10 @@ class Bars(_XY):
 class Heat:
     """A map of `values` ``(rows, columns)`` or ``(steps, rows, columns)``, row 0 on top.
 
-    The lower of `limits` is transparent, the upper has the full colour, with the shades of
-    `plot.fade` between them; by default they are the lesser of 0 and the minimum, and the
-    maximum over all steps. `extent` is (left, right, bottom, top) in the coordinates of the axes;
-    by default cell (i, j) is centred at x = j, y = i. Both axes of the panel get the same scale.
+    Between the two `limits` the colour fades in as in `plot.fade`; by default they are the smaller
+    of 0 and the minimum, and the maximum, over all steps. `extent` is (left, right, bottom, top) in
+    the coordinates of the axes; by default cell (i, j) is centred at x = j, y = i. Both axes of the
+    panel have the same scale.
     """
 
     values: ArrayLike
@@ -89,10 +90,10 @@ Mark = Line | Points | Bars | Heat
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with marks. Limits hold for all steps, and fit the marks if they are not given.
+    """Axes with marks. The limits hold for all steps; by default they fit the marks.
 
     `xticks` and `yticks` map positions to labels: ``{0: "the", 1: "cat"}``. All labels are plain
-    text: write β, σ², QKᵀ.
+    text, such as β, σ², QKᵀ.
     """
 
     marks: Sequence[Mark]
@@ -114,23 +115,22 @@ def slider(
     readout: Sequence[str] | None = None,
     start: int = 0,
 ) -> None:
-    """Display an interactive figure: a range slider over frames computed beforehand.
+    """Display an interactive figure: a range slider over precomputed frames.
 
-    Needs no kernel and no network. Arrow keys, Home and End move the slider; where scripts are
-    off, and on paper, a single frame stands still.
+    Arrow keys, Home and End move the slider. Without scripts, and in print, frame `start` is shown.
 
     Parameters
     ----------
     label : str
-        What the slider turns, such as ``"β"``.
+        The quantity that the slider changes, such as ``"β"``.
     values : sequence of float or str
         Its value at each of two or more steps.
     panels : sequence of Panel
-        One to three panels, side by side where there is room.
+        One to three panels, side by side if there is room.
     alt : str
         One or more sentences that state what the figure shows.
     readout : sequence of str, optional
-        One line of text per step, such as ``[f"β = {b:.2f}: error {e:.3f}" ...]``. By default
+        A line of text per step, such as ``[f"β = {b:.2f}: error {e:.3f}" ...]``. By default
         the label and the value.
     start : int, default 0
         The step shown first.
@@ -138,10 +138,10 @@ def slider(
     Raises
     ------
     TypeError
-        If `alt` is no string, or a panel or mark is of another class.
+        If `alt` is not a string, or a panel or mark is of another class.
     ValueError
-        If a length does not fit the number of steps, a number is not finite, a colour is
-        unknown, or `alt` is not a sentence. The message names the place.
+        If a length differs from the number of steps, a number is not finite, a colour is unknown,
+        or `alt` is not a sentence. The message names the panel and the mark.
 
     Examples
     --------
@@ -171,14 +171,14 @@ def slider(
         for i, panel in enumerate(panels)
     )
     data = json.dumps([lines, names, moving], separators=(",", ":"), ensure_ascii=False)
-    data = data.replace("<", r"\u003c")  # no text can end the script
+    data = data.replace("<", r"\u003c")  # so that no text can end the script
     key = hashlib.sha256((drawn + data + alt).encode()).hexdigest()[:8]
-    spoken, label, name, line = map(html.escape, (alt, label, names[start], lines[start]))
+    description, label, name, line = map(html.escape, (alt, label, names[start], lines[start]))
     markup = (
         f'<div class="da-figure da-slider" data-da="{key}" data-lm-suppress-shortcuts="true" '
         f'style="max-width:{min(42, most * len(panels))}rem;--da-min:{least}rem;'
         f'--da-max:{most}rem"><style>{_CSS}</style>'
-        f'<div class="da-panels" role="img" aria-label="{spoken}">{drawn}</div>'
+        f'<div class="da-panels" role="img" aria-label="{description}">{drawn}</div>'
         f'<label class="da-ctl" hidden><span>{label}</span><input type="range" min="0" '
         f'max="{len(names) - 1}" value="{start}" aria-valuetext="{name}" autocomplete="off">'
         f'</label><output aria-live="polite">{line}</output>'
@@ -188,7 +188,7 @@ def slider(
 
 
 # By number of panels: width and height of a drawing, least and greatest width on the page in
-# rem. So a drawing unit is about a pixel, on a phone too, where the panels stack.
+# rem. They make a drawing unit about a pixel, also on a phone, where panels are stacked.
 _SIZES = {1: (380, 240, 18, 30), 2: (300, 215, 17, 22), 3: (215, 185, 11.5, 17)}
 
 _CSS = """
@@ -213,7 +213,7 @@ outline:3px solid var(--pst-color-accent,currentColor);outline-offset:2px}
 
 _DASH = ' stroke-dasharray="6 4"'
 
-# Sets, at step k, attribute after attribute of every moving mark; what does not move has 1 frame.
+# Sets the attributes of every moving mark at step k; an attribute that does not move has 1 frame.
 _SCRIPT = """
 (([text,value,marks])=>{
 for(const root of document.querySelectorAll('.da-slider[data-da="%s"]')){
@@ -232,43 +232,46 @@ draw()}})(%s)
 """.replace("\n", "")
 
 
-def _panel(panel: Panel, where: str, size: tuple, steps: int, start: int, moving: list) -> str:
-    """Draw a panel as HTML at step `start`; append the attributes that move to `moving`."""
+def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving: list) -> str:
+    """Draw a panel as HTML at step `start`; append the attributes that move to `moving`.
+
+    `path` names the panel in error messages, such as ``"panels[0]"``.
+    """
     if not isinstance(panel, Panel) or not panel.marks:
-        raise TypeError(f"{where} must be a Panel with at least one mark, got {panel!r}")
-    loaded = [_load(mark, f"{where}.marks[{i}]", steps) for i, mark in enumerate(panel.marks)]
+        raise TypeError(f"{path} must be a Panel with at least one mark, got {panel!r}")
+    loaded = [_load(mark, f"{path}.marks[{i}]", steps) for i, mark in enumerate(panel.marks)]
     maps = [mark for mark in panel.marks if isinstance(mark, Heat)]
     square, cells = bool(maps), any(mark.extent is None for mark in maps)
-    x0, x1 = _limits(panel.xlim, [ends for *_, ends, _ in loaded], square, f"{where}.xlim")
-    y0, y1 = _limits(panel.ylim, [ends for *_, ends in loaded], square, f"{where}.ylim")
+    x0, x1 = _limits(panel.xlim, [ends for *_, ends, _ in loaded], square, f"{path}.xlim")
+    y0, y1 = _limits(panel.ylim, [ends for *_, ends in loaded], square, f"{path}.ylim")
     width, height = size
-    if square:  # a unit of x is as long as a unit of y, and the drawing as high as that needs
+    if square:  # both axes have the same scale, which determines the height
         height = min(height, width * abs((y1 - y0) / (x1 - x0)))
     with mpl.rc_context({**SVG_SETTINGS, **STYLE, "font.size": 12.5}):
-        fig = Figure(figsize=(width / 72, height / 72), dpi=72)  # a pixel is a drawing unit
+        fig = Figure(figsize=(width / 72, height / 72), dpi=72)  # a drawing unit is a pixel
         axes = fig.subplots()
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xlim=(x0, x1), ylim=(y0, y1))
         axes.set_aspect("equal" if square else "auto")
         axes.grid(not square, axis="y")
-        if square:  # where nothing is drawn, a frame shows how far the map goes
+        if square:  # a frame marks the extent of a map whose edges are transparent
             axes.spines[:].set(visible=True, linewidth=0.6, alpha=0.6)
         for axis, ticks in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
             axis.set_major_locator(MaxNLocator(4, integer=cells, steps=[1, 2, 2.5, 5, 10]))
             if ticks is not None:
                 axis.set_ticks(list(ticks), labels=list(ticks.values()))
-        svg = ET.tostring(svg_tree(fig, where), encoding="unicode")
+        svg = ET.tostring(svg_tree(fig, path), encoding="unicode")
     box, bottom = axes.bbox, fig.bbox.height
 
-    def to_x(x):
+    def to_x(x: Any) -> np.ndarray:
         return np.round(box.x0 + box.width * (x - x0) / (x1 - x0), 1)
 
-    def to_y(y):  # points down; far away is far enough
+    def to_y(y: Any) -> np.ndarray:  # points down, and is clipped far outside the drawing
         y = bottom - box.y0 - box.height * (y - y0) / (y1 - y0)
         return np.round(np.clip(y, -9999, 9999), 1)
 
     marks = "".join(_draw(m, x, y, to_x, to_y, start, moving) for m, x, y, *_ in loaded)
     left, top, w, h = box.x0 - 4, bottom - box.y1 - 4, box.width + 8, box.height + 8
-    clip = f"{left:.1f} {top:.1f} {w:.1f} {h:.1f}"  # with room for the whole of a dot
+    clip = f"{left:.1f} {top:.1f} {w:.1f} {h:.1f}"  # with a margin for dots on the border
     keys = "".join(_key(mark) for mark in panel.marks if mark.label)
     title = f"<strong>{html.escape(panel.title)}</strong>" if panel.title else ""
     return (
@@ -278,59 +281,67 @@ def _panel(panel: Panel, where: str, size: tuple, steps: int, start: int, moving
     )
 
 
-def _load(mark: Mark, where: str, steps: int) -> tuple:
+def _load(mark: Mark, path: str, steps: int) -> tuple:
     """Return mark, frames of x and y (or of a map, and its extent), ends along x and y."""
     if not isinstance(mark, Line | Points | Bars | Heat):
-        raise TypeError(f"{where} must be a Line, Points, Bars or Heat, got {mark!r}")
-    _color(mark.color, where)
+        raise TypeError(f"{path} must be a Line, Points, Bars or Heat, got {mark!r}")
+    _color(mark.color, path)
     if isinstance(mark, Heat):
-        values = _frames(mark.values, 2, steps, f"{where}.values")
+        values = _frames(mark.values, 2, steps, f"{path}.values")
         rows, columns = values.shape[1:]
         extent = mark.extent or (-0.5, columns - 0.5, rows - 0.5, -0.5)
-        _limits(extent[:2], [], True, f"{where}.extent")
-        _limits(extent[2:], [], True, f"{where}.extent")
-        _limits(mark.limits or (0, 1), [], True, f"{where}.limits")
+        _check_pair(extent[:2], f"{path}.extent")
+        _check_pair(extent[2:], f"{path}.extent")
+        _check_pair(mark.limits or (0, 1), f"{path}.limits")
         return mark, values, np.array(extent), extent[:2], extent[2:]
-    x, y = _frames(mark.x, 1, steps, f"{where}.x"), _frames(mark.y, 1, steps, f"{where}.y")
+    x, y = _frames(mark.x, 1, steps, f"{path}.x"), _frames(mark.y, 1, steps, f"{path}.y")
     if x.shape[1] != y.shape[1]:
         raise ValueError(
-            f"{where}: x and y must have the same length, got {x.shape[1]} and {y.shape[1]}"
+            f"{path}: x and y must have the same length, got {x.shape[1]} and {y.shape[1]}"
         )
     if not isinstance(mark, Bars):
         return mark, x, y, (x.min(), x.max()), (y.min(), y.max())
     if len(x) > 1:
-        raise ValueError(f"{where}.x must have shape (n,), got {np.shape(mark.x)}")
+        raise ValueError(f"{path}.x must have shape (n,), got {np.shape(mark.x)}")
     half = mark.width / 2
     return mark, x, y, (x.min() - half, x.max() + half), (min(0.0, y.min()), max(0.0, y.max()))
 
 
-def _frames(value: ArrayLike, ndim: int, steps: int, where: str) -> np.ndarray:
-    """`value` with its steps in front: (1, ...) if it does not move, else (steps, ...)."""
+def _frames(value: ArrayLike, ndim: int, steps: int, path: str) -> np.ndarray:
+    """Return `value` with shape (1, ...) if it does not move, else (steps, ...)."""
     frames = np.asarray(value, dtype=float)
     frames = frames[None] if frames.ndim == ndim else frames
     if frames.ndim != ndim + 1 or len(frames) not in (1, steps) or frames.size == 0:
         raise ValueError(
-            f"{where} must have {ndim} axes, or {ndim + 1} with the {steps} steps first, "
+            f"{path} must have {ndim} axes, or {ndim + 1} with the {steps} steps first, "
             f"got shape {np.shape(value)}"
         )
     if not np.isfinite(frames).all():
-        raise ValueError(f"{where} must be finite, got {frames[~np.isfinite(frames)][0]}")
+        raise ValueError(f"{path} must be finite, got {frames[~np.isfinite(frames)][0]}")
     return frames
 
 
-def _limits(given, ends: list, tight: bool, where: str) -> tuple[float, float]:
-    """Return the limits given, or those that hold all `ends`, in their direction."""
-    if given is not None:
-        if len(given) != 2 or not np.isfinite(given).all() or given[0] == given[1]:
-            raise ValueError(f"{where} must be two different finite numbers, got {given}")
-        return given
+def _check_pair(pair: Sequence[float], path: str) -> None:
+    if len(pair) != 2 or not np.isfinite(pair).all() or pair[0] == pair[1]:
+        raise ValueError(f"{path} must be two different finite numbers, got {pair}")
+
+
+def _limits(
+    limits: tuple[float, float] | None, ends: list, tight: bool, path: str
+) -> tuple[float, float]:
+    """Return `limits`, or by default limits that include all `ends`, in their direction."""
+    if limits is not None:
+        _check_pair(limits, path)
+        return limits
     low, high = min(map(min, ends)), max(map(max, ends))
-    room = 0.5 if low == high else 0.0 if tight else 0.04 * (high - low)
-    limits = low - room * (low != 0 or low == high), high + room * (high != 0 or low == high)
+    margin = 0.5 if low == high else 0.0 if tight else 0.04 * (high - low)
+    limits = low - margin * (low != 0 or low == high), high + margin * (high != 0 or low == high)
     return limits[::-1] if any(a > b for a, b in ends) else limits
 
 
-def _draw(mark: Mark, x, y, to_x: Callable, to_y: Callable, start: int, moving: list) -> str:
+def _draw(
+    mark: Mark, x: Any, y: Any, to_x: Callable, to_y: Callable, start: int, moving: list
+) -> str:
     """Draw a mark at step `start`; append the attributes that move to `moving`."""
     color = _color(mark.color)
     if isinstance(mark, Heat):
@@ -365,7 +376,7 @@ def _draw(mark: Mark, x, y, to_x: Callable, to_y: Callable, start: int, moving: 
 
 
 def _pngs(values: np.ndarray, mark: Heat) -> list[str]:
-    """Each map as the address of an image that fades from transparent to the mark's colour."""
+    """Return each map as the data URL of an image from transparent to the mark's colour."""
     low, high = mark.limits or (min(0.0, values.min()), values.max())
     scale = 1 / (high - low) if high > low else 0.0
     addresses = []
@@ -380,23 +391,23 @@ def _pngs(values: np.ndarray, mark: Heat) -> list[str]:
 
 
 def _key(mark: Mark) -> str:
-    """Entry of the legend: a sample of the mark, and its label."""
+    """Return an entry of the legend: a sample of the mark, and its label."""
     color = _color(mark.color)
     if isinstance(mark, Line):
         sample = f'<path d="M0 6h20" stroke="{color}" stroke-width="2.5"{_DASH * mark.dashed}/>'
     elif isinstance(mark, Points):
         sample = f'<circle cx="10" cy="6" r="4" fill="{color}"/>'
-    else:  # a map goes from faint to full
+    else:  # three shades for a map, one bar otherwise
         shades = {0: 0.2, 7: 0.6, 14: 1} if isinstance(mark, Heat) else {7: 1}
         rect = f'<rect y="2" width="7" height="9" fill="{color}"'
         sample = "".join(f'{rect} x="{x}" opacity="{a}"/>' for x, a in shades.items())
     return f'<span><svg viewBox="0 0 20 12">{sample}</svg>{html.escape(mark.label)}</span>'
 
 
-def _color(color: str, where: str = "color") -> str:
+def _color(color: str, path: str = "color") -> str:
     color = COLORS.get(color, color)
     if color == "currentColor":
         return color
     if not is_color_like(color):
-        raise ValueError(f"{where}: color must be a key of COLORS or a colour, got {color!r}")
+        raise ValueError(f"{path}: color must be a key of COLORS or a colour, got {color!r}")
     return to_hex(color)

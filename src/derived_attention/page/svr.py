@@ -1,7 +1,7 @@
-r"""Support vector regression with several outputs, solved as it is printed (chapters 2 and 3).
+r"""Support vector regression with several outputs, in its printed form (chapters 2 and 3).
 
-Chapter 2 derives primal and dual. Later chapters only need a solution that can be trusted, with the
-multipliers that become values of attention, and the certificate that it is one.
+Chapter 2 derives primal and dual. Later chapters need a solution with its multipliers, which become
+the values of attention, and a certificate of optimality.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Fit:
     G, y
         Features (N, F) of the training points, and their targets (N, Dv).
     C, eps, bias
-        Price of the slack, half the width of the tube, whether there is an intercept.
+        Price of the slack, half the width of the tube, and whether there is an intercept.
     W, b
-        Coefficients (Dv, F), and intercept (1, Dv): zeros where there is none.
+        Coefficients (Dv, F), and intercept (1, Dv), zero without `bias`.
     xi, xi_
         Slack above and below the tube, (N, Dv).
     alpha, alpha_
@@ -48,12 +48,12 @@ class Fit:
 
     @property
     def c(self) -> np.ndarray:
-        r"""What each point weighs, :math:`\alpha-\tilde\alpha`, (N, Dv), in [−C, C]."""
+        r"""Weight of each point, :math:`\alpha-\tilde\alpha`, (N, Dv), in [−C, C]."""
         return self.alpha - self.alpha_
 
     @property
     def support(self) -> np.ndarray:
-        r"""Which points are support vectors, those with \|c\| above 1e-6 C, (N, Dv)."""
+        r"""Whether each point is a support vector, with \|c\| above 1e-6 C, (N, Dv)."""
         return np.abs(self.c) > 1e-6 * self.C
 
     def predict(self, G: ArrayLike) -> np.ndarray:
@@ -74,7 +74,7 @@ class Fit:
 
     @property
     def kkt(self) -> dict[str, float]:
-        """Largest violation of each of the conditions of Karush, Kuhn and Tucker."""
+        """Largest violation of each of the Karush–Kuhn–Tucker conditions."""
         r = self.y - self.predict(self.G)
         parts: dict[str, list[np.ndarray]] = {
             "stationarity in W": [self.W - self.c.T @ self.G],
@@ -92,7 +92,7 @@ class Fit:
 
 
 def fit_svr(G: ArrayLike, y: ArrayLike, C: float, eps: float, bias: bool = True) -> Fit:
-    r"""Solve the primal of support vector regression, each output with a tube of its own.
+    r"""Solve the primal of support vector regression, with a separate tube for each output.
 
     .. math::
 
@@ -121,8 +121,8 @@ def fit_svr(G: ArrayLike, y: ArrayLike, C: float, eps: float, bias: bool = True)
     Raises
     ------
     ValueError
-        For a `G` or `y` that is no matrix or not finite, numbers of rows that differ, a `C` or
-        `eps` out of range.
+        If `G` or `y` is not a finite matrix, their numbers of rows differ, or `C` or `eps` is out
+        of range.
     """
     G, y = _matrix("G", G), _matrix("y", y)
     if len(G) != len(y):
@@ -157,13 +157,13 @@ def fit_svr(G: ArrayLike, y: ArrayLike, C: float, eps: float, bias: bool = True)
 def gram_features(gram: ArrayLike) -> np.ndarray:
     r"""Return features with the inner products `gram`: rows :math:`\Phi` with ΦΦᵀ = gram.
 
-    For the kernel matrix of training points *and* of those to predict, this is a finite feature map
-    with nothing cut off: one feature per point, by the eigenvalues of the matrix.
+    For the kernel matrix of training *and* test points, this is an exact, finite feature map, with
+    one feature per point, from the eigendecomposition of the matrix.
 
     Parameters
     ----------
     gram : array_like, shape (N, N)
-        Symmetric and positive semidefinite; eigenvalues that rounding makes negative count as 0.
+        Symmetric and positive semidefinite, up to rounding.
 
     Returns
     -------
@@ -172,18 +172,15 @@ def gram_features(gram: ArrayLike) -> np.ndarray:
     Raises
     ------
     ValueError
-        For a matrix that is not square, symmetric and finite, or has an eigenvalue below −1e-8
-        times the largest.
+        If `gram` is not square, symmetric and finite, or has an eigenvalue below −1e-8 times the
+        largest.
     """
     gram = _matrix("gram", gram)
     if gram.shape[0] != gram.shape[1] or not np.allclose(gram, gram.T):
         raise ValueError(f"gram of shape {gram.shape} is not symmetric; expected a Gram matrix")
     eigenvalues, U = np.linalg.eigh(gram)
     if eigenvalues.min() < -1e-8 * eigenvalues.max():
-        raise ValueError(
-            f"gram has the eigenvalue {eigenvalues.min():.3g}; expected none below 0, as inner "
-            "products have"
-        )
+        raise ValueError(f"gram has the eigenvalue {eigenvalues.min():.3g}; expected none below 0")
     return U * np.sqrt(eigenvalues.clip(0))
 
 
@@ -191,6 +188,6 @@ def _matrix(name: str, value: ArrayLike) -> np.ndarray:
     array = np.asarray(value, dtype=float)
     if array.ndim != 2 or not np.isfinite(array).all() or array.size == 0:
         raise ValueError(
-            f"{name} is of shape {array.shape}; expected a matrix of finite numbers, not empty"
+            f"{name} has shape {array.shape}; expected a non-empty matrix of finite numbers"
         )
     return array

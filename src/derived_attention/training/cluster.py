@@ -41,7 +41,7 @@ class ThisProcess:
     slots = 1
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Execute ``call(*arguments)``; an interrupt, which is no Exception, is not caught."""
+        """Execute ``call(*arguments)``; KeyboardInterrupt is not caught."""
         future: Future[Any] = Future()
         try:
             future.set_result(call(*arguments))
@@ -105,8 +105,8 @@ class Ray:
     address : str, optional
         As in `ray.init`: ``"auto"`` for the cluster that this machine belongs to. By default
         this machine alone, or ``RAY_ADDRESS``. An existing connection is used.
-    num_cpus, num_gpus : float
-        The resources of one run. Fractions share a device: with 0.25, four runs share a GPU.
+    num_gpus : float
+        The GPUs of one run, beside one CPU. Fractions share a GPU: with 0.25, four runs share one.
     retries : int
         The number of times that a run whose worker died is retried.
 
@@ -127,7 +127,6 @@ class Ray:
         self,
         address: str | None = None,
         *,
-        num_cpus: float = 1,
         num_gpus: float = 0,
         retries: int = 2,
     ) -> None:
@@ -136,10 +135,10 @@ class Ray:
         if not ray.is_initialized():
             ray.init(address=address, include_dashboard=False if address is None else None)
         self._ray = ray
-        self._required = {"CPU": num_cpus, "GPU": num_gpus}
+        self._required = {"CPU": 1, "GPU": num_gpus}
         self._running: dict[Future[Any], Any] = {}
         self._remote = ray.remote(run_in_worker).options(
-            num_cpus=num_cpus, num_gpus=num_gpus, max_retries=retries
+            num_cpus=1, num_gpus=num_gpus, max_retries=retries
         )
         if not self.slots:
             available = {name: ray.cluster_resources().get(name, 0) for name in self._required}

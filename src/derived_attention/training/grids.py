@@ -222,7 +222,7 @@ class _Grid:
     def finished(self) -> Iterator[tuple[int, Result]]:
         """Wait for a run to finish; store and yield the records of all that have finished."""
         timeout = POLL_INTERVAL if self.elsewhere else None
-        if not self.running:  # other processes make the rest, or there is no slot now
+        if not self.running:  # other processes make the rest, or no slot is free
             time.sleep(POLL_INTERVAL)
         done = wait(self.running, timeout, FIRST_COMPLETED).done
         for future in sorted(done, key=self.running.__getitem__):  # the grid's order, not a set's

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import gc
 import math
+import operator
 import os
 import platform
 import shutil
@@ -39,9 +40,9 @@ def attention_flops(
 ) -> Any:
     r"""Return the operations of the two products of attention, :math:`QK^\top` and :math:`AV`.
 
-    :math:`2HNM(D + D_v)`: a multiply–add is 2 operations. `normalisation_flops` counts the softmax
-    between them, `projection_flops` the projections around them. Masks are ignored; for heads of
-    different lengths, add the counts.
+    :math:`2HNM(D + D_v)`: a multiply–add is 2 operations. The softmax between them is not counted;
+    `projection_flops` counts the projections around them. Masks are ignored; for heads of different
+    lengths, add the counts.
 
     Parameters
     ----------
@@ -55,16 +56,6 @@ def attention_flops(
     return 2 * heads * queries * keys * (dim + (dim if value_dim is None else value_dim))
 
 
-def normalisation_flops(queries: Count, keys: Count, heads: Count = 1) -> Any:
-    """Return the operations of a row-wise softmax: scale, maximum, subtract, exp, sum, divide.
-
-    A row of M scores takes M multiplications by the scale, M − 1 comparisons, M subtractions,
-    M exponentials, M − 1 additions and M divisions: H N (6M − 2). Each counts as 1, although an
-    exponential takes longer than an addition.
-    """
-    return heads * queries * (6 * keys - 2)
-
-
 def projection_flops(length: Count, inputs: Count, outputs: Count) -> Any:
     """Return the operations of a linear map of N tokens: 2 N · inputs · outputs, without a bias.
 
@@ -73,15 +64,13 @@ def projection_flops(length: Count, inputs: Count, outputs: Count) -> Any:
     return 2 * length * inputs * outputs
 
 
-def stored_bytes(
-    queries: Count, keys: Count, heads: Count = 1, *, itemsize: int = 4, fused: bool = False
-) -> Any:
-    """Return the peak memory of attention in bytes, without inputs and output.
+def stored_bytes(queries: Count, keys: Count, heads: Count = 1, *, fused: bool = False) -> Any:
+    """Return the peak memory of attention in float32, in bytes, without inputs and output.
 
     The N×N form stores scores and weights, 2HNM numbers. The fused form stores the logarithm of
     each row sum, HN numbers, and recomputes the weights from it in the backward pass.
     """
-    return itemsize * heads * queries * (1 if fused else 2 * keys)
+    return 4 * heads * queries * (1 if fused else 2 * keys)
 
 
 def count_flops(fn: Callable[[], Any]) -> int:
@@ -123,10 +112,20 @@ def _fused_backward_flops(
     )
 
 
+def _operation(kind: str, compute: Callable[..., float]) -> Callable[..., _Counted]:
+    """Return a method of `_Counted` that counts its calls as `kind`."""
+
+    def method(self: _Counted, *others: Any) -> _Counted:
+        self.counts[kind] += 1
+        return type(self)(compute(self.value, *map(float, others)))
+
+    return method
+
+
 class _Counted:
     """A number that counts the operations on it, in the `counts` of its class.
 
-    It is no float, so that an operation that it does not define raises TypeError.
+    It is not a float, so an operation that it does not define raises TypeError.
     """
 
     counts: Counter[str]
@@ -138,32 +137,13 @@ class _Counted:
     def __float__(self) -> float:
         return self.value
 
-    def _do(self, kind: str, value: float) -> _Counted:
-        self.counts[kind] += 1
-        return type(self)(value)
-
-    def __add__(self, other: Any) -> _Counted:
-        return self._do("add", self.value + float(other))
-
-    def __sub__(self, other: Any) -> _Counted:
-        return self._do("add", self.value - float(other))
-
-    def __rsub__(self, other: Any) -> _Counted:
-        return self._do("add", float(other) - self.value)
-
-    def __mul__(self, other: Any) -> _Counted:
-        return self._do("multiply", self.value * float(other))
-
-    def __truediv__(self, other: Any) -> _Counted:
-        return self._do("divide", self.value / float(other))
-
-    def __rtruediv__(self, other: Any) -> _Counted:
-        return self._do("divide", float(other) / self.value)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def exp(self) -> _Counted:
-        return self._do("exp", math.exp(self.value))
+    __add__ = __radd__ = _operation("add", operator.add)
+    __sub__ = _operation("add", operator.sub)
+    __rsub__ = _operation("add", lambda a, b: b - a)
+    __mul__ = __rmul__ = _operation("multiply", operator.mul)
+    __truediv__ = _operation("divide", operator.truediv)
+    __rtruediv__ = _operation("divide", lambda a, b: b / a)
+    exp = _operation("exp", math.exp)
 
 
 def count_operations(fn: Callable[..., Any], *arrays: ArrayLike) -> Counter[str]:

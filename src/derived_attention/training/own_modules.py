@@ -176,7 +176,7 @@ def _spec(name: str) -> Any:
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         return next((x for find in finders if find and (x := find(name, None)) is not None), None)
     if parent in sys.modules and last in vars(sys.modules[parent]):
-        return None  # an attribute that is no module
+        return None  # an attribute that is not a module
     spaces = []  # locations of a namespace; its path finder would require the imported package
     for folder in getattr(_spec(parent), "submodule_search_locations", None) or ():
         finder = pkgutil.get_importer(folder)
