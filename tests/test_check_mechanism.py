@@ -61,7 +61,7 @@ def takes_the_first_query_s_mask(q, k, v, attn_mask, *rest, **options):
     return softmax_attention(q, k, v, attn_mask, *rest, **options)
 
 
-@breaks("causality", "6 queries, 6 keys: what comes after 0 changes queries up to 0")
+@breaks("causality", "6 queries, 6 keys: what comes after position 0 changes the output")
 def sees_one_key_too_many(q, k, v, attn_mask, dropout_p, is_causal, **options):
     if is_causal is True and attn_mask is None:
         attn_mask, is_causal = torch.ones(q.shape[-2], k.shape[-2]).bool().tril(1), False
@@ -124,15 +124,13 @@ def returns_float32(q, k, v, *rest, **options):
     return out.to(torch.promote_types(out.dtype, torch.float32))
 
 
-@breaks("spread", "torch.float16, q and k of spread 12: the output has 1.4 times")
+@breaks("spread", "the error of one rounding")
 def sums_in_half_precision(q, k, v, attn_mask, dropout_p, is_causal, **options):
     out = softmax_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)
     if out.dtype not in (torch.bfloat16, torch.float16) or k.shape[-2] < 64 or is_causal:
         return out
-    A, out = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), 0 * out
-    for j in range(k.shape[-2]):
-        out = out + A[..., j, None] * v[..., j, None, :]
-    return out
+    products = (q[..., i, None] * k[..., None, :, i] for i in range(q.shape[-1]))
+    return (sum(products) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
 @breaks("inputs", "q is written to")

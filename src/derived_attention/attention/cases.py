@@ -41,7 +41,7 @@ class Subject:
     square: bool = False
     biased: bool = True
     weights: bool = True
-    ours: bool = False  # of the registry: error messages are compared word for word
+    registered: bool = False  # then error messages are compared word for word
     takes: frozenset[str] = frozenset(COMMON)
     broken: set[str] = field(default_factory=set)  # promises; and what is left for later ones:
     dtypes: list[torch.dtype] = field(default_factory=lambda: DTYPES)
@@ -57,7 +57,7 @@ class Subject:
         fields = "keys options causal any_mask square biased weights".split()
         flags = {key: getattr(entry, key) for key in fields}
         function = getattr(entry, form)
-        return cls(function, entry.reference, function.__name__, ours=True, **flags)
+        return cls(function, entry.reference, function.__name__, registered=True, **flags)
 
     @classmethod
     def of_function(
@@ -110,7 +110,7 @@ class Case:
         self.options = {key: x for key, x in own.items() if key not in self.tensors}
 
     @property
-    def own(self) -> dict[str, Any]:
+    def further(self) -> dict[str, Any]:
         """The options that are not arguments of all."""
         given = self.tensors | self.options
         return {key: x for key, x in given.items() if key not in COMMON}

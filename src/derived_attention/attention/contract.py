@@ -1,4 +1,4 @@
-"""What every mechanism promises, one function a promise, and `check_mechanism`, which tries them.
+"""What every mechanism promises, one function per promise, and `check_mechanism`, which tries them.
 
 A promise tries a mechanism on the random inputs of `cases`. Its docstring says what is right; it
 returns what it tried and found, and raises an `Outcome` where the mechanism does something else.
@@ -59,7 +59,7 @@ PARTS += ["the gradient of an option or mask"] * 9
 
 
 class Outcome(Exception):
-    """Ends a promise that is not kept: BROKEN, refused, not taken or untried; says why."""
+    """Ends a promise with a verdict other than kept, and the reason."""
 
     def __init__(self, verdict: str, text: str) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ Untried = functools.partial(Outcome, "untried")
 
 
 def must(condition: Any, text: str) -> None:
-    """Break the promise where a condition does not hold."""
+    """Raise `Broken` unless a condition holds."""
     if not condition:
         raise Broken(text)
 
@@ -112,7 +112,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_mechanism` found: one result a promise."""
+    """What `check_mechanism` found: one result per promise."""
 
     name: str
     results: list[Result]
@@ -164,7 +164,7 @@ class Worst:
             self.error, self.where = error, where
 
     def __str__(self) -> str:
-        return f"compared {self.count} times, largest error {self.error:.1e} ({self.where})"
+        return f"largest error of {self.count} tensors {self.error:.1e} ({self.where})"
 
 
 def expect_error(subject: Subject, run: Run, name: str, match: str, kind: Any = ValueError) -> str:
@@ -174,7 +174,9 @@ def expect_error(subject: Subject, run: Run, name: str, match: str, kind: Any = 
     or ValueError that names the argument.
     """
     names = f"{name}|{dict(q='query', k='key', v='value').get(name, name)}"
-    match, kind = (match, kind) if subject.ours else (rf"\b({names})\b", (TypeError, ValueError))
+    match, kind = (
+        (match, kind) if subject.registered else (rf"\b({names})\b", (TypeError, ValueError))
+    )
     try:
         run()
     except Exception as error:
@@ -191,8 +193,13 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {line[:200]} ({file}, line {place.lineno})"
 
 
+def said_of(options: Iterable[str]) -> str:
+    """Return the names of the arguments that are varied."""
+    return ", ".join(options) or "no mask"
+
+
 def need_finite(results: Iterable[Tensor], what: str) -> None:
-    """Break the promise where an output or a gradient holds NaN or an infinity."""
+    """Raise `Broken` where an output or a gradient holds NaN or infinity."""
     for part, x in zip(PARTS, results, strict=False):
         must(x.isfinite().all(), f"{what}: {part} holds NaN or infinity")
 
@@ -203,18 +210,18 @@ def need_finite(results: Iterable[Tensor], what: str) -> None:
 @promise("calling convention")
 @torch.no_grad()
 def calling_convention(subject: Subject) -> str:
-    """Take the arguments of PyTorch's attention, the first six by position, too; and no unknown."""
+    """Take PyTorch's arguments, the first six also by position, and reject unknown ones."""
     Case(subject).run()
     lacking = [name for name in COMMON[3:] if name not in subject.takes]
     must(not lacking, f"there is no argument {', '.join(lacking)}")
     names = list(parameters_of(subject.fast).values())
-    if subject.ours:
+    if subject.registered:
         must([p.name for p in names[: len(COMMON)]] == COMMON, f"the arguments are {names}")
         later = all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in names[6:])
         must(later, f"an option after the sixth can be given by position: {names}")
     case, again = (Case(subject, attn_mask=boolean(1, keys_of(subject))) for _ in range(2))
     first = [case.tensors[key] for key in COMMON[:4]]
-    same = torch.equal(subject.fast(*first, 0.0, False, **case.own), again.run())
+    same = torch.equal(subject.fast(*first, 0.0, False, **case.further), again.run())
     must(same, "six arguments by position give another output than by name")
     try:
         case.run(no_such_option=1)
@@ -232,7 +239,7 @@ VIEWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 @promise("inputs")
 def inputs(subject: Subject) -> str:
-    """Only read the inputs, and give for a view what its contiguous copy gives."""
+    """Leave the inputs unchanged, and treat a view as its contiguous copy."""
     worst, keep = Worst(), boolean(B, 1, 1, keys_of(subject))
     masked: list[dict[str, Any]] = [{"attn_mask": added(subject, keep)}] * subject.masked
     for how, (keys, change) in VIEWS.items():
@@ -341,7 +348,7 @@ def masks_over_keys(subject: Subject) -> str:
 
 @promise("masks per query", "masks over keys", argument="attn_mask")
 def masks_per_query(subject: Subject) -> str:
-    """Follow the formula where queries have masks of their own, or raise: name attn_mask."""
+    """Take masks that differ between queries as the formula does, or refuse attn_mask by name."""
     m, worst = keys_of(subject), Worst()
     keeps = [boolean(N, m), boolean(B, 1, N, m), boolean(B, H, N, m), boolean(1, 1, N, 1)]
     keeps.append(boolean(m, N).mT | (torch.arange(m) == 0))  # as strided as masks come
@@ -364,7 +371,7 @@ def masks_per_query(subject: Subject) -> str:
 
 @promise("dead rows", "masks over keys", argument="attn_mask")
 def dead_rows(subject: Subject) -> str:
-    """Give zeros to a query that may attend nothing, and zeros as gradients; never NaN."""
+    """Return zeros for a query that may attend nothing, with zero gradients and no NaN."""
     m, keep = keys_of(subject), boolean(B, 1, 1, keys_of(subject))
     keep[1] = False
     masks = [keep]
@@ -399,7 +406,7 @@ def dead_rows(subject: Subject) -> str:
 
 @promise("large negative numbers", "masks over keys", argument="attn_mask")
 def large_negative_numbers(subject: Subject) -> str:
-    """Take -1e4 or below in a mask for -inf, in every dtype, as libraries mean it."""
+    """Treat -1e4 and below in a floating mask as -inf, in every dtype."""
     m, worst, keep = keys_of(subject), Worst(), boolean(B, 1, 1, keys_of(subject))
     keep[1] &= "dead rows" in subject.broken
     for mask in [keep, *[boolean(N, m)] * subject.any_mask]:
@@ -412,7 +419,7 @@ def large_negative_numbers(subject: Subject) -> str:
 
 @promise("causality", argument="is_causal")
 def causality(subject: Subject) -> str:
-    """Let query i attend the keys j ≤ i, no bit of it depend on later ones; or name is_causal."""
+    """Let no bit of query i depend on later positions, or refuse is_causal by name."""
     if not subject.causal:
         run = Case(subject, is_causal=True).run
         raise Outcome("refused", expect_error(subject, run, "is_causal", "is_causal is True"))
@@ -432,21 +439,24 @@ def causality(subject: Subject) -> str:
 
 
 def see_no_future(case: Case) -> None:
-    """Break the promise where the past changes with the future, or the future does not."""
+    """Raise `Broken` where the past depends on the future, or the future on nothing."""
     n, m = (case.tensors[key].shape[-2] for key in ("q", "v"))
     out, last = case.run(), min(n, m) - 1
     leaves = [case.tensors[key] for key in COMMON[:3]]
     for t in range(last) if last < 10 else {0, 15, min(64, last - 1), min(127, last - 1)}:
-        what = f"{n} queries, {m} keys: what comes after {t}"
+        what = f"{n} queries, {m} keys: what comes after position {t}"
         past, future = (..., slice(t + 1), slice(None)), (..., slice(t + 1, None), slice(None))
         for size in (5, 1e4, 1e7):  # a huge future moves no bit either
             changed = case.disturbed(t, size).run()
-            must(torch.equal(out[past], changed[past]), f"{what} changes queries up to {t}")
-            must(not torch.equal(out[future], changed[future]), f"{what} changes nothing")
+            must(torch.equal(out[past], changed[past]), f"{what} changes the output before")
+            must(
+                not torch.equal(out[future], changed[future]),
+                f"{what} does not change the output there",
+            )
         if case.entry.differentiable:
             slopes = torch.autograd.grad(out[past].square().sum(), leaves, retain_graph=True)
             still = not any(bool(x[future].any()) for x in slopes)
-            must(still, f"{what} has a gradient of queries up to {t}")
+            must(still, f"{what} has a gradient from before")
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -456,7 +466,7 @@ SPREADS = [(dtype, std) for dtype in (F32, BF16, F16) for std in (1, 4, 12)] + [
 
 @promise("spread", "dtypes")
 def spread(subject: Subject) -> str:
-    """Err by what one rounding of q, k, v would change, up to a factor, and lose no row."""
+    """Keep the error near that of rounding q, k and v once, and keep every row."""
     worst = Worst()
     for dtype, std in SPREADS:
         eps, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
@@ -475,11 +485,11 @@ def spread(subject: Subject) -> str:
             errors = zip(relative_errors(results, exact), moved, strict=True)
             for part, (error, bound), limit in zip(PARTS, errors, most, strict=False):
                 share = error / (eps + bound)
-                must(share < limit, f"{what}: {part} has {share:.2g} times that error")
+                must(
+                    share < limit, f"{what}: {part} has {share:.3g} times the error of one rounding"
+                )
                 worst.see(share, f"{what}, {part}")
-    return (
-        f"compared {worst.count} times, at most {worst.error:.2g} times that error ({worst.where})"
-    )
+    return f"at most {worst.error:.3g} times the error of one rounding ({worst.where})"
 
 
 def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tensor:
@@ -489,12 +499,12 @@ def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tens
 
 @promise("large scores")
 def large_scores(subject: Subject) -> str:
-    """Give finite numbers, those of the formula, for scores of any size."""
+    """Give the formula's finite numbers for scores of any size."""
     case = Case(subject, dtype=F32).changed("qk", functools.partial(operator.mul, 300))
     need_finite(case.results(), "q and k times 300, float32")
     exact, worst = case.double(), Worst()
     worst.compare([exact.run()], [exact.run(subject.exact)], 1e-8, "q and k times 300")
-    return f"{worst}; all finite"
+    return f"finite, and in float64 wrong by at most {worst.error:.1e}"
 
 
 @promise("autocast", "dtypes")
@@ -526,7 +536,7 @@ LACKING_ELSEWHERE = f"{LACKING}|once_differentiable|setup_context"
 
 @promise("finite differences", "gradients")
 def finite_differences(subject: Subject) -> str:
-    """Have gradients that finite differences of the output confirm, of masks, too."""
+    """Have gradients that agree with finite differences, also for masks."""
     keep = boolean(4 if subject.square else 5)
     keep[1] = False
     options = variants(subject, {"attn_mask": added(subject, keep)}) or [{}]
@@ -534,7 +544,7 @@ def finite_differences(subject: Subject) -> str:
         case = Case(subject, n=4, m=len(keep), leading=(H,), d=2, dv=2, **common)
         run = functools.partial(run_with, case, list(case.tensors))
         torch.autograd.gradcheck(run, list(case.tensors.values()), nondet_tol=1e-12)
-    return f"torch.autograd.gradcheck of {' and '.join(str([*x]) for x in options)}"
+    return f"torch.autograd.gradcheck of {' and '.join(map(said_of, options))}"
 
 
 def run_with(case: Case, which: Sequence[str], *given: Tensor) -> Tensor:
@@ -563,19 +573,19 @@ def refused(found: Run, expected: Tensor, worst: Worst, what: str, lacking: str)
 
 @promise("further derivatives", "formula", "gradients")
 def further_derivatives(subject: Subject) -> str:
-    """Have the formula's derivatives, second and forward, too, or raise PyTorch's error."""
-    worst, count, lacking = Worst(), 0, LACKING if subject.ours else LACKING_ELSEWHERE
+    """Have the formula's second and forward-mode derivatives, or raise PyTorch's error."""
+    worst, count, lacking = Worst(), 0, LACKING if subject.registered else LACKING_ELSEWHERE
     for options in variants(subject, {}, {"attn_mask": boolean(keys_of(subject))}):
         case = Case(subject, leading=(1, H), **options)
         with Called() as kernels:
             case.run()
         for key in [key for key in case.tensors if key != "attn_mask"]:
             for way, (found, expected) in derivatives_of(case, key).items():
-                what = f"{way}, {key}, {[*options]}"
+                what = f"{way}, {key}, {said_of(options)}"
                 none = refused(found, expected, worst, what, lacking)
                 count += none
                 # What is ours is right; only PyTorch's own kernel may refuse.
-                allowed = kernels.fused and way != "grad" or "jvp" in way or not subject.ours
+                allowed = kernels.fused and way != "grad" or "jvp" in way or not subject.registered
                 must(not none or allowed, f"{what}: refused, and not by a kernel of PyTorch's")
     return f"{worst}; {count} refused"
 
@@ -602,7 +612,7 @@ def derivatives_of(case: Case, key: str) -> dict[str, tuple[Run, Tensor]]:
 
 @promise("vmap")
 def vmap(subject: Subject) -> str:
-    """Give under torch.func.vmap what a loop gives, and so for gradients of each sample."""
+    """Give the result of a loop under torch.func.vmap, also for per-sample gradients."""
     worst, m = Worst(), keys_of(subject)
     masks = [boolean(m), added(subject, boolean(m)).detach()]
     for options in variants(subject, {}, *({"attn_mask": mask} for mask in masks)):
@@ -616,7 +626,7 @@ def vmap(subject: Subject) -> str:
             pairs = [[c.tensors[key].detach() for key in which] for c in (first, other)]
             loop = torch.stack([run(*pair) for pair in pairs])
             mapped = torch.func.vmap(run)(*map(torch.stack, zip(*pairs, strict=True)))
-            worst.compare([mapped], [loop], 1e-12, f"over {', '.join(which)}, {[*options]}")
+            worst.compare([mapped], [loop], 1e-12, f"over {', '.join(which)}, {said_of(options)}")
     if subject.differentiable:
         one = torch.func.grad(loss_of(first, "fast", "q"))
         queries = torch.stack([first.tensors["q"], other.tensors["q"]]).detach()
@@ -627,13 +637,13 @@ def vmap(subject: Subject) -> str:
 
 @promise("compile")
 def compiles(subject: Subject) -> str:
-    """Change no number under torch.compile(fullgraph=True), with gradients and without."""
+    """Give the same numbers under torch.compile(fullgraph=True), with and without gradients."""
     worst, mask = Worst(), added(subject, boolean(B, 1, 1, keys_of(subject)))
     options = variants(subject, {"attn_mask": mask}) or [{}]
     for backend, common in zip(("aot_eager", "eager"), options, strict=False):
         torch._dynamo.reset()
         compiled = torch.compile(subject.fast, fullgraph=True, backend=backend)
-        case, what = Case(subject, **common), f"{backend}, {[*common]}"
+        case, what = Case(subject, **common), f"{backend}, {said_of(common)}"
         worst.compare(case.results(compiled), case.results(), 1e-10, what)
         with torch.no_grad():  # compilers trace another way where nothing asks for a gradient
             worst.compare([case.run(compiled)], [case.run()], 1e-10, f"{what}, no gradients")
@@ -645,7 +655,7 @@ def compiles(subject: Subject) -> str:
 
 @promise("empty inputs")
 def empty_inputs(subject: Subject) -> str:
-    """Take sizes of 0: what comes out is empty, or zeros."""
+    """Accept sizes of 0, and return an empty tensor or zeros."""
     count, sizes = 0, [((0, H), N, M), ((B, H), 0, M), ((B, H), N, 0), ((0, H), 0, 0)]
     for leading, n, m in [*sizes, *[((B, 0), N, M)] * subject.biased]:
         m = n if subject.square else m
@@ -653,7 +663,7 @@ def empty_inputs(subject: Subject) -> str:
         for options in variants(subject, {}, *masks):
             case = Case(subject, leading=leading, n=n, m=m, **options)
             results, shape = case.results(), (*leading, n, case.tensors["v"].shape[-1])
-            what, count = f"{leading}, {n} queries, {m} keys, {[*options]}", count + 1
+            what, count = f"{leading}, {n} queries, {m} keys, {said_of(options)}", count + 1
             must(results[0].shape == shape, f"{what}: {tuple(results[0].shape)}; expected {shape}")
             empty = 0 in (*leading, n, m)  # a square grid has keys where it has queries
             still = not (empty and any(bool(x.any()) for x in results))
@@ -672,21 +682,24 @@ def one_key(subject: Subject) -> str:
     for options in variants(subject, {}, {"attn_mask": torch.ones(1).bool()}):
         for dtype in subject.dtypes:
             case = Case(subject, n=1, m=1, dtype=dtype, **options)
-            what = f"{dtype}, {[*options]}"
+            what = f"{dtype}, {said_of(options)}"
             worst.compare([case.run()], [case.tensors["v"]], TOLERANCE[dtype], what)
     return str(worst)
 
 
 @promise("memory")
 def memory(subject: Subject) -> str:
-    """Store no tensor of N M numbers, forward or backward."""
+    """Store no tensor of N × M numbers, forward or backward."""
     n, largest = 1024, 0
     for options in variants(subject, {}, {"attn_mask": boolean(n)}):
         case = Case(subject, n=n, m=n, leading=(1, H), d=2, dv=3, **options)
         with Largest() as recorder:
             case.results()
         largest = max(largest, recorder.numel)
-        must(largest <= n * n / 2, f"{[*options]}: {largest:,} numbers where N = M = {n}, H = {H}")
+        must(
+            largest <= n * n / 2,
+            f"{said_of(options)}: a tensor of {largest:,} numbers, N = M = {n}, H = {H}",
+        )
     return f"at most {largest:,} numbers in a tensor, {largest / n**2:.2g} N M, at N = M = {n}"
 
 
@@ -726,8 +739,8 @@ def dropout(subject: Subject) -> str:
     share = float((dropped == 0)[A.abs() > 1e-12].double().mean())
     must(abs(share - p) < 0.05, f"p = {p}: {share:.0%} of the weights are dropped")
     must(not case.run(dropout_p=1.0).any(), "p = 1: the output is not 0")
-    if subject.ours:  # the weights that PyTorch drops with the same seed
-        A = weights_of(subject.fast, case.tensors["q"], case.tensors["k"], **case.own)
+    if subject.registered:  # the weights that PyTorch drops with the same seed
+        A = weights_of(subject.fast, case.tensors["q"], case.tensors["k"], **case.further)
         Worst().compare([A @ case.tensors["v"]], [case.run()], 1e-7, "A V")
         torch.manual_seed(5)
         expected = F.dropout(A, p) @ case.tensors["v"]
@@ -867,7 +880,7 @@ def check_mechanism(
     Returns
     -------
     Report
-        `passed`, `failed` and `results`; it prints as one line a promise.
+        `passed`, `failed` and `results`; printed, it is one line per promise.
 
     Raises
     ------
@@ -934,10 +947,10 @@ def try_promise(name: str, subject: Subject) -> Result:
         try:
             if argument and argument not in subject.takes:
                 raise Outcome("not taken", f"there is no argument {argument}")
-            if subject.reference is None and "formula" in needs:
-                raise Untried("there is no formula to compare with")
             if broken := [x for x in ("a plain call", *needs) if x in subject.broken]:
                 raise Untried(f"it rests on {broken[0]!r}, which is broken")
+            if subject.reference is None and "formula" in needs:
+                raise Untried("there is no formula that it equals")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
                 return Result(name, "kept", check(subject))
