@@ -94,16 +94,17 @@ def linear(*, B: int, H: int, N: int, M: int, D: int, R: int = 1) -> dict[str, W
 
     options = kernels.Options(1.0, True, True, torch.bfloat16)
     width = min(D, kernels.values_at_once(D, options))
-    sizes = kernels.blocks(kernels.padded(D), kernels.padded(width), options)
+    sizes = kernels.padded(D), kernels.padded(width), options
+    ahead, behind = (kernels.blocks(*sizes, backward)["C"] for backward in (False, True))
     count = min(-(-N // kernels.SEGMENT), max(1, kernels.PROGRAMS * 132 // (B * H)))  # segments
     m, state = min(N, M), 4 * 4 * D * (width + 1) * (count - 1)
     query, keys = ITEM * N * D, ITEM * R * m * D
     values, result, row = ITEM * m * width, ITEM * N * width, 4 * N
     before = count > 1  # else nothing is summed beforehand
-    first = 2 * D * width * (m * (1 + before) + N) + 2 * N * sizes.forward * (D + width)
+    first = 2 * D * width * (m * (1 + before) + N) + 2 * N * ahead * (D + width)
     moved = (keys + values) * (1 + before) + query + result + row + state
     again = 2 * D * width * ((3 + before) * N + 3 * m)
-    again += 2 * N * sizes.backward * (5 * D + 3 * width)
+    again += 2 * N * behind * (5 * D + 3 * width)
     back = 4 * query + 3 * keys + 3 * values + 3 * result + 6 * row + 5 * state // 4
     parts = B * H * -(-D // width)
     return _both(parts * first, parts * moved, parts * again, parts * back)

@@ -54,13 +54,17 @@ def compare(given, tol=TOL, sums=True, **options):
     assert max(errors if sums else errors[:4]) < tol, errors
 
 
+def sizes(rows):
+    return {"BLOCK_N": rows, "BLOCK_M": rows, "num_warps": 4, "num_stages": 1}
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of queries and of keys from few of them; no two lengths are equal."""
     from derived_attention.attention.splitting import triton as splitting
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(splitting, "blocks", lambda *_: splitting.Blocks(32, 32, 4, 1))
+        monkeypatch.setattr(splitting, "blocks", lambda *_: sizes(32))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_memory_does_not_grow_with_n_times_m(monkeypatch):
     from derived_attention.attention.splitting import triton as splitting
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(splitting, "blocks", lambda *_: splitting.Blocks(128, 128, 4, 1))
+        monkeypatch.setattr(splitting, "blocks", lambda *_: sizes(128))
     N, D, steps = 256, 4, 2
     given = inputs(N, N, D, D)
     with Largest() as largest:

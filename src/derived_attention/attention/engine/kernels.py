@@ -46,7 +46,7 @@ class Launch:
         cls, name: str, kernel: Any, types: Mapping[str, str], other: str,
         constants: Mapping[str, Any],
     ) -> Launch:  # fmt: skip
-        """Select what a kernel takes of `types` and `constants`; others have the type `other`."""
+        """Select what a kernel takes of `types` and `constants`; the rest has the type `other`."""
         known = {x: constants[x] for x in kernel.arg_names if x in constants}
         kinds = {**types, **dict.fromkeys(known, "constexpr")}
         arguments = {x: kinds.get(x, other) for x in kernel.arg_names}

@@ -72,31 +72,17 @@ class Options(NamedTuple):
         return precision(self.dtype) if self.product == torch.float32 else "ieee"
 
 
-class Blocks(NamedTuple):
-    """Positions of a block, forward and backward, with the warps and stages that compute it."""
+def blocks(F: int, V: int, options: Options, backward: bool = False) -> dict[str, int]:
+    """Return positions, warps and stages of a block, such that registers hold F features, V values.
 
-    forward: int
-    backward: int
-    forward_warps: int
-    backward_warps: int
-    num_stages: int
-
-    def of(self, kernel: Any) -> dict[str, int]:
-        """Return the positions of a block of a kernel, and Triton's options."""
-        backward = kernel in (_query_gradients, _key_gradients)
-        C, warps = (
-            (self.backward, self.backward_warps) if backward else (self.forward, self.forward_warps)
-        )
-        return {"C": C, "num_warps": warps, "num_stages": self.num_stages}
-
-
-def blocks(F: int, V: int, options: Options) -> Blocks:
-    """Choose sizes for F features and V values, powers of two, such that registers hold them."""
-    if options.product == torch.float64:  # in the interpreter alone: few and large steps
-        return Blocks(32, 32, 8, 8, 1)
-    if options.product == torch.float32:
-        return Blocks(16, 16, 8, 8, 1)
-    return Blocks(64, 32, 4, 8, 2) if F * V <= 64 * 64 else Blocks(32, 16, 8, 8, 2)
+    F and V are powers of two.
+    """
+    if options.product == torch.bfloat16:
+        small = F * V <= 64 * 64
+        C = (64 if small else 32) // (2 if backward else 1)
+        return {"C": C, "num_warps": 4 if small and not backward else 8, "num_stages": 2}
+    C = 32 if options.product == torch.float64 else 16  # float64 is for the interpreter alone
+    return {"C": C, "num_warps": 8, "num_stages": 1}
 
 
 def values_at_once(F: int, options: Options) -> int:
@@ -534,7 +520,7 @@ class _Call:
         self.dtype = torch.promote_types(q.dtype, torch.promote_types(options.dtype, torch.float32))
         segment = segment_length(N, self.heads, q.device)
         self.count = triton.cdiv(N, segment)
-        self.blocks = blocks(padded(D), padded(DV), options)
+        self.sizes = padded(D), padded(DV), options
         self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
         self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
         self.pool |= tensors | _constants(D, DV, R, options, priors is not None)
@@ -564,7 +550,7 @@ class _Call:
         """Launch that many programs for each head."""
         if self.empty or programs <= 0:
             return
-        arguments = self.pool | arguments | self.blocks.of(kernel)
+        arguments = self.pool | arguments | blocks(*self.sizes, kernel in BACKWARD)
         launch(kernel, (self.heads, programs), self.like, arguments)
 
 
@@ -589,13 +575,10 @@ def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[s
 
 # --- what they take ------------------------------------------------------------------------------
 
+BACKWARD = (_query_gradients, _key_gradients)  # with blocks of their own
 KERNELS = (
-    _key_states,
-    _accumulate,
-    _outputs,
-    _query_gradients,
-    _query_states,
-    _key_gradients,
+    *(_key_states, _accumulate, _outputs),
+    *(_query_gradients, _query_states, _key_gradients),
 )
 TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
 TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
@@ -606,11 +589,13 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
     """Return the kernels as `linear_attention` launches them, for `resources`."""
     options = Options(1.0, True, True, dtype)
     values = min(head_dim, values_at_once(head_dim, options))
-    sizes = blocks(padded(head_dim), padded(values), options)
+    sizes = padded(head_dim), padded(values), options
     tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     types = TYPES | dict.fromkeys(tensors, f"*{NAMES[dtype]}")
     constants = _constants(head_dim, values, 1, options, False) | {"REVERSE": True}
     return [
-        Launch.of(f"linear{kernel.__name__}", kernel, types, STRIDE, constants | sizes.of(kernel))
-        for kernel in KERNELS
+        Launch.of(
+            f"linear{x.__name__}", x, types, STRIDE, constants | blocks(*sizes, x in BACKWARD)
+        )
+        for x in KERNELS
     ]

@@ -24,7 +24,7 @@ Memory is O((N + M) D k), forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -311,33 +311,26 @@ def value_kernel(
 # --- how they are launched ------------------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
-    """The size of a tile, and how many warps and stages compute it."""
-
-    BLOCK_N: int
-    BLOCK_M: int
-    num_warps: int
-    num_stages: int
-
-
-def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> Blocks:
-    """Return how a kernel is launched for tiles of a dtype, with up to that many features.
+def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> dict[str, int]:
+    """Return the sizes of tiles, warps and stages for a dtype, with up to that many features.
 
     At most a few numbers spill, by `derived_attention.attention.resources`: in bfloat16 a warp has
     16 rows of the sums and of one operand in its registers, and all of the other operand.
     """
     wide = dim > 64
     if dtype == torch.bfloat16:
-        return {
-            residual_kernel: Blocks(64, 32 if wide else 64, 4, 2),
-            mix_kernel: Blocks(64, 32 if wide else 64, 4, 2),
-            query_kernel: Blocks(128, 16, 8, 2) if wide else Blocks(64, 32, 4, 2),
-            value_kernel: Blocks(64, 64, 4, 2),
-            key_kernel: Blocks(16 if wide else 32, 64, 4, 2),
+        N, M, warps, stages = {
+            residual_kernel: (64, 32 if wide else 64, 4, 2),
+            mix_kernel: (64, 32 if wide else 64, 4, 2),
+            query_kernel: (128, 16, 8, 2) if wide else (64, 32, 4, 2),
+            value_kernel: (64, 64, 4, 2),
+            key_kernel: (16 if wide else 32, 64, 4, 2),
         }[kernel]
-    if kernel is key_kernel:
-        return Blocks(16, 16, 8, 1) if wide else Blocks(32, 32, 8, 1)
-    return Blocks(32, 32, 8 if wide or kernel is residual_kernel else 4, 1)
+    elif kernel is key_kernel:
+        N, M, warps, stages = (16, 16, 8, 1) if wide else (32, 32, 8, 1)
+    else:
+        N, M, warps, stages = 32, 32, 8 if wide or kernel is residual_kernel else 4, 1
+    return {"BLOCK_N": N, "BLOCK_M": M, "num_warps": warps, "num_stages": stages}
 
 
 class _Run:
@@ -366,7 +359,7 @@ class _Run:
     def __call__(self, kernel: Any, **tensors: Any) -> None:
         """Launch one: a program for each block of queries, or of keys."""
         width = self.D if kernel is residual_kernel else max(self.D, self.DV)
-        arguments = tensors | blocks(kernel, self.tile, width)._asdict() | self.arguments
+        arguments = tensors | blocks(kernel, self.tile, width) | self.arguments
         by_key = kernel in (key_kernel, value_kernel)
         length, block = (self.M, "BLOCK_M") if by_key else (self.N, "BLOCK_N")
         grid = (self.heads * triton.cdiv(length, arguments[block]),)
@@ -464,6 +457,6 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     fixed = {"PRECISION": precision(dtype), "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
     fixed |= dict.fromkeys(("D", "DV", "BLOCK_D", "BLOCK_V"), head_dim)
     for kernel in (residual_kernel, mix_kernel, query_kernel, value_kernel, key_kernel):
-        constants = fixed | blocks(kernel, dtype, head_dim)._asdict()
+        constants = fixed | blocks(kernel, dtype, head_dim)
         name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
         yield Launch.of(name, kernel, types, "*fp32", constants)
