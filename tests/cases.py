@@ -5,6 +5,7 @@ from __future__ import annotations
 from helpers import assert_all_close
 
 from derived_attention.attention.cases import Case as Case
+from derived_attention.attention.cases import M as M
 from derived_attention.attention.cases import N as N
 from derived_attention.attention.cases import added as added
 from derived_attention.attention.cases import keys_of as keys_of
