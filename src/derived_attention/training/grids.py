@@ -56,7 +56,7 @@ PATIENCE = 0.2  # seconds between two looks at what other processes make
 GLANCE = 0.5  # seconds for which a table that is watched stays as it is
 
 # The package's source as it was when this module was imported: as near as can be to what runs.
-PACKAGE = Sources(Path(__file__).parent)
+PACKAGE = Sources(Path(__file__).parents[1])
 
 
 def run_grid(
