@@ -101,7 +101,7 @@ def computed() -> Mapping[str, Any]:
 def main() -> int:
     """Compile, count and write ``benchmarks/results/kernels.json``."""
     if not available():
-        print("There is no Triton here that compiles the kernels.")
+        print("Triton is not installed, so no kernel can be compiled.")
         return 0
     data, before = computed(), load_kernels()
     if data | {"date": ""} != before | {"date": ""}:
