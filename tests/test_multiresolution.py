@@ -346,7 +346,7 @@ def test_what_is_wrong_is_named():
     for own, error, match in bad:
         with pytest.raises(error, match=match):
             multiresolution_attention(q, k, v, **{"scales": SCALES, **own})
-    with pytest.raises(ValueError, match='filters is not "boxcar"; expected it'):
+    with pytest.raises(ValueError, match='filters is of type Wavelet; expected "boxcar"'):
         multiresolution_attention_reference(q, k, v, scales=SCALES, filters=DB2)
     with pytest.raises(ValueError, match=r"q has shape \(21, 8\); expected \(..., H, N, D\)"):
         multiresolution_attention(q[0, 0], k[0, 0], v[0, 0], scales=SCALES)

@@ -192,7 +192,8 @@ def multiresolution_attention_reference(
     """Check the scales, and return them in pairs."""
     check_query_mask(query_mask, q)
     if not is_boxcar(filters):
-        raise ValueError(f'filters is {filters!r}; expected "boxcar": wavelets have no formula')
+        kind = type(filters).__name__
+        raise ValueError(f'filters is of type {kind}; expected "boxcar": wavelets have no formula')
     pairs = check_pairs(scales, key_scales, q, mask, class_token)
     arguments = {"scales": pairs, "class_token": class_token, "query_mask": query_mask}
     return arguments | {"attention": plain(attention)}
