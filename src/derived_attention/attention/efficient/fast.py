@@ -57,7 +57,16 @@ from derived_attention.attention.sparse.fast import window_attention
 
 
 @mechanism(per_key=True)
-def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projection=None) -> Tensor:
+def linformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    key_projection: Any,
+    value_projection: Any = None,
+) -> Tensor:
     """Linformer [Wang2020]: softmax attention to `kept` weighted sums of keys and of values.
 
     H = softmax(Q (E K)ᵀ/√D) F V, in O((N + M) kept D) time. A = softmax(Q (E K)ᵀ/√D) F has rows
@@ -84,7 +93,9 @@ def linformer_attention(q, k, v, mask, scale, *, key_projection, value_projectio
     return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
 
 
-def check_projections(q, k, mask, key_projection, value_projection) -> tuple[Tensor, Tensor]:
+def check_projections(
+    q: Tensor, k: Tensor, mask: Mask, key_projection: Any, value_projection: Any
+) -> tuple[Tensor, Tensor]:
     """Check E and F, and the mask; return E and F for the M keys, in float32 at least."""
     if mask.is_causal:
         raise ValueError(
@@ -174,7 +185,9 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
 
 
 @mechanism(per_key=True)
-def performer_attention(q, k, v, mask, scale, *, projection) -> Tensor:
+def performer_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any
+) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
     φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
@@ -375,7 +388,16 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 @mechanism(per_key=True)
 def fmm_attention(
-    q, k, v, mask, scale, *, window, near, far, feature_maps=(elu_feature_map,)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    window: int,
+    near: Any,
+    far: Any,
+    feature_maps: Any = (elu_feature_map,),
 ) -> Tensor:
     """FMMformer [Nguyen2021]: softmax in a band, plus linear attention to everything.
 
@@ -423,7 +445,9 @@ def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
-def luna_attention(q, k, v, mask, scale, *, packed) -> Tensor:
+def luna_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any
+) -> Tensor:
     """Luna [Ma2021]: l packed queries P attend all keys, and the queries attend their results.
 
     H = softmax(Q K'ᵀ/√D) V' with K' = A' K, V' = A' V and A' = softmax(P Kᵀ/√D), in

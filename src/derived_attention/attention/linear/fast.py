@@ -74,8 +74,15 @@ def linear_attention_weights(
 
 @mechanism(weights=linear_attention_weights, per_key=True)
 def linear_attention(
-    q, k, v, mask, scale, *, feature_map=elu_feature_map, fused=None
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    feature_map: Any = elu_feature_map,
+    fused: Any = None,
+) -> Tensor:
     """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1) in time and memory linear in N and M.
 
     O((N + M) F Dv) operations; causal O(N (F Dv + C (F + Dv))) with chunks of C = 64. Sums are in

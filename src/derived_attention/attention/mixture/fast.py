@@ -72,9 +72,19 @@ Reduction = Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]  # of q, k, 
 
 @mechanism(components=True)
 def mixture_attention(
-    q, k, v, mask, scale, *, priors=None, variances=None, distance=True, normalized=None,
-    hard=False, fused=None
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    priors: Any = None,
+    variances: Any = None,
+    distance: bool = True,
+    normalized: Any = None,
+    hard: bool = False,
+    fused: Any = None,
+) -> Tensor:
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
     One product of weights and values for all components, tile by tile, on a CPU and in the Triton
@@ -121,7 +131,9 @@ def mixture_attention(
 
 
 @mechanism(components=True)
-def hard_mixture_attention(q, k, v, mask, scale, **mixture) -> Tensor:
+def hard_mixture_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
+) -> Tensor:
     """`mixture_attention` with ``hard=True``, and the other arguments of that."""
     return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **mixture)
 
@@ -242,7 +254,15 @@ class _Most(NamedTuple):
 
 @mechanism(components=True, per_key=True)
 def linear_mixture_attention(
-    q, k, v, mask, scale, *, priors=None, feature_map=elu_feature_map, fused=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    priors: Any = None,
+    feature_map: Any = elu_feature_map,
+    fused: Any = None,
 ) -> Tensor:
     """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
 

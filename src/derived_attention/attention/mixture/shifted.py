@@ -30,7 +30,7 @@ from derived_attention.attention.engine.blocks import (
 )
 from derived_attention.attention.frame.checks import check_floating, check_shape, may_look_at
 from derived_attention.attention.frame.convention import full_precision, mechanism
-from derived_attention.attention.frame.masks import BlockMask
+from derived_attention.attention.frame.masks import BlockMask, Mask
 from derived_attention.attention.mixture.components import (
     Components,
     centred,
@@ -64,9 +64,20 @@ def check_shifts(k: Tensor, shifts: Tensor) -> None:
 
 @mechanism
 def shifted_mixture_attention(
-    q, k, v, mask, scale, *, shifts, priors=None, variances=None, distance=True,
-    normalized=None, hard=False, fused=None
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    shifts: Any,
+    priors: Any = None,
+    variances: Any = None,
+    distance: bool = True,
+    normalized: Any = None,
+    hard: bool = False,
+    fused: Any = None,
+) -> Tensor:
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
     The scores of some queries at a time, in float32 at least, and again in the backward pass. The

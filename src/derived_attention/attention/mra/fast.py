@@ -100,7 +100,17 @@ def mra_attention_weights(
 
 @mechanism(weights=mra_attention_weights, per_key=True, alone=False)
 def mra_attention(
-    q, k, v, mask, scale, *, block=32, kept=4, over="rows", sparse=False, query_mask=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    block: int = 32,
+    kept: int = 4,
+    over: Any = "rows",
+    sparse: bool = False,
+    query_mask: Any = None,
 ) -> Tensor:
     """MRA-2 [Zeng2022]: O(N kept b) exact scores, and the (N/b, M/b) pooled ones.
 

@@ -54,9 +54,19 @@ from derived_attention.attention.softmax.fast import softmax_attention
 
 @mechanism(alone=False)
 def multiresolution_attention(
-    q, k, v, mask, scale, *, scales, key_scales=None, filters="boxcar", class_token=False,
-    query_mask=None, attention=softmax_attention
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    key_scales: Any = None,
+    filters: Any = "boxcar",
+    class_token: bool = False,
+    query_mask: Any = None,
+    attention: Any = softmax_attention,
+) -> Tensor:
     """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
 
     O(N M / s s') operations for a head with softmax. A window of queries that ends the sequence may

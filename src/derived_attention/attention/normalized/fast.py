@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,16 @@ from derived_attention.attention.softmax.fast import softmax_attention
 
 @mechanism
 def normalized_attention(
-    q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax_attention, center_keys=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    beta: Any = 1.0,
+    eps: Any = None,
+    attention: Any = softmax_attention,
+    center_keys: Any = None,
 ) -> Tensor:
     """Attention-BN, eqs. 22 and 26 of [Nguyen2023], at the cost of the mechanism it is given.
 
@@ -80,7 +90,17 @@ def normalized_attention(
     return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
 
 
-def _attend(q, k, v, mask, scale, beta, eps, attention, center_keys) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    beta: Any,
+    eps: Any,
+    attention: Any,
+    center_keys: Any,
+) -> Tensor:
     """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
@@ -172,7 +192,9 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
     return (weights @ columns).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
 
 
-def _normalize(x, mean, variance, several, beta, eps, twice=False) -> Tensor:
+def _normalize(
+    x: Any, mean: Any, variance: Any, several: Any, beta: Any, eps: Any, twice: bool = False
+) -> Tensor:
     """Centre and scale queries or keys; `twice` scales for the other side of q·k too.
 
     A query that may not attend `several` keys becomes 0: its weight is 1 with any score, and the

@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +60,21 @@ def cosine_feature_map(x: Tensor) -> Tensor:
 
 @mechanism(per_key=True, drops=True)
 def primal_attention(
-    q, k, v, mask, scale, *, W_e, W_r, W_o, data_dependent=True, feature_map=cosine_feature_map,
-    sampling="even", cross=False, dropout_p=0.0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    W_e: Any,
+    W_r: Any,
+    W_o: Any,
+    data_dependent: bool = True,
+    feature_map: Any = cosine_feature_map,
+    sampling: Any = "even",
+    cross: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
     """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
 
     O((N + M) p s + n p s) operations, and no matrix of queries and keys. There are no attention

@@ -49,9 +49,18 @@ HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
 
 @mechanism
 def scaled_heads_attention(
-    q, k, v, mask, scale, *, scales, pooling="average", class_token=False,
-    attention=softmax_attention, positional=False
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    pooling: Any = "average",
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+    positional: bool = False,
+) -> Tensor:
     """Attention-SH, eq. 25 of [Nguyen2023]: the heads of one scale are one call of `attention`.
 
     Parameters
@@ -85,7 +94,17 @@ def scaled_heads_attention(
 
 @mechanism
 def normalized_scaled_heads_attention(
-    q, k, v, mask, scale, *, scales, beta=1.0, eps=None, center_keys=None, **pooled
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    beta: float = 1.0,
+    eps: Any = None,
+    center_keys: Any = None,
+    **pooled: Any,
 ) -> Tensor:
     """Attention-BN+SH, eqs. 49 and 51 of [Nguyen2023]: Attention-BN on pooled keys and values.
 
@@ -106,9 +125,19 @@ def normalized_scaled_heads_attention(
 
 
 def _by_scale(
-    q, k, v, mask, scale, bind, *, scales, pooling="average", class_token=False,
-    attention=softmax_attention, positional=False
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    bind: Any,
+    *,
+    scales: Any,
+    pooling: Any = "average",
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+    positional: bool = False,
+) -> Tensor:
     """Run the heads of each scale on pooled keys and values; `bind` adds options of those heads."""
     check_scales(scales, q, mask)
     pool_by = check_pooling(pooling, class_token)

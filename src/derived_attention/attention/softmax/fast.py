@@ -37,7 +37,7 @@ def attention_weights(
 
 
 @mechanism(weights=attention_weights, softmax=True)
-def softmax_attention(q, k, v, mask, scale) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 
     The calling convention, which every mechanism of the package shares, is that of

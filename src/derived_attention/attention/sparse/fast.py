@@ -100,7 +100,9 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
 
 
 @mechanism(per_key=True)
-def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int
+) -> Tensor:
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
     Memory is O(N window), too. Queries are cut into blocks; each block attends the stretch of keys
@@ -139,7 +141,9 @@ def window_attention(q, k, v, mask, scale, *, window) -> Tensor:
 
 
 @mechanism(per_key=True)
-def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
+def strided_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
+) -> Tensor:
     """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time, O(N + M) memory.
 
     In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
@@ -158,7 +162,16 @@ def strided_attention(q, k, v, mask, scale, *, stride) -> Tensor:
 
 
 @mechanism(per_key=True)
-def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
+def fixed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    stride: int,
+    summary: int = 1,
+) -> Tensor:
     """Softmax attention under `fixed_mask`: O(N (stride + summary M/stride)) time, O(N + M) memory.
 
     A query attends two groups of keys: its own block, and the summaries of all blocks, which are
@@ -176,7 +189,9 @@ def fixed_attention(q, k, v, mask, scale, *, stride, summary=1) -> Tensor:
     return _two_groups(q, k, v, mask, scale, stride, summary)
 
 
-def _two_groups(q, k, v, mask, scale, stride, summary) -> Tensor:
+def _two_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int, summary: int
+) -> Tensor:
     """Attend near keys and far ones: the summaries of blocks, or a column if `summary` is 0."""
     column, lengths = _key_column(mask, k.shape[-2]), (q.shape[-2], k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:

@@ -33,7 +33,7 @@ from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.formulas import signed_power
 from derived_attention.attention.frame.checks import is_symbolic
 from derived_attention.attention.frame.convention import full_precision, in_full, mechanism
-from derived_attention.attention.frame.masks import flat_heads
+from derived_attention.attention.frame.masks import Mask, flat_heads
 from derived_attention.attention.linear.fast import in_chunks
 from derived_attention.attention.splitting.solver import (
     CHUNK,
@@ -60,7 +60,17 @@ ALL = slice(None)
 
 
 @mechanism(per_key=True)
-def ridge_attention(q, k, v, mask, scale, *, lam=0.1, exclude_self=False, prefix=0) -> Tensor:
+def ridge_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    lam: Any = 0.1,
+    exclude_self: bool = False,
+    prefix: int = 0,
+) -> Tensor:
     """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
 
     It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
@@ -140,9 +150,21 @@ def _causal_ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor
 
 @mechanism(per_key=True)
 def lasso_attention(
-    q, k, v, mask, scale, *, lam=0.1, rho=10.0, iterations=5, exclude_self=False, power=None,
-    prefix=0, residuals=None, fused=None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    lam: Any = 0.1,
+    rho: Any = 10.0,
+    iterations: int = 5,
+    exclude_self: bool = False,
+    power: Any = None,
+    prefix: int = 0,
+    residuals: Any = None,
+    fused: Any = None,
+) -> Tensor:
     """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
 
     The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
