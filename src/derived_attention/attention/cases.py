@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def exact(self) -> Mechanism:
-        """What it is compared with in float64: its formula or, without one, itself."""
+        """What it is compared with in float64, its formula or, without one, itself."""
         return self.reference or self.fast
 
 

@@ -47,7 +47,7 @@ class Components(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of scores that are stored: float32 at least."""
+        """The dtype of scores that are stored, float32 at least."""
         return self.precisions.dtype
 
 
