@@ -64,7 +64,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names.
 
 
 def places() -> Mapping[str, str]:
-    """Return the module of each public name; it takes as long as to import PyTorch."""
+    """Return the module of each public name. This imports PyTorch."""
     registry = importlib.import_module(f"{__name__}.attention.registry")
     return {name: f"{__name__}.{module}" for name, module in _PLACES.items()} | registry.PUBLIC
 
