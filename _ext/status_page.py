@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from typing import NamedTuple
 
 from docutils import nodes
 
 from derived_attention.training.grids import duration
 from plan import RESULT
 
-WORDS_PER_MINUTE = 200
-SECONDS_PER_FORMULA = 15
-SECONDS_PER_CELL = 20
+# What slow reading took: a class of one reader, who worked through the formulas and the code.
+WORDS_PER_MINUTE = 100
+SECONDS_PER_FORMULA = 45
+SECONDS_PER_LINE = 4  # of visible code
+SITTING = "sitting"  # the class of the box that says where to stop for the day
 KINDS = ("read", "exercises", "cpu", "gpu", "full")
 EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
 
@@ -24,40 +27,76 @@ def run_seconds(app, doc: str) -> float | None:
     return data["runtime"] if data else None
 
 
-def read_minutes(doctree) -> int:
-    """Estimate the time to read a page: what is open to the eye, not what is folded away."""
-    words = formulas = cells = 0
+class Reading(NamedTuple):
+    """Minutes to read a page slowly."""
+
+    sittings: list[int]  # what is open to the eye, up to each box of the class `SITTING`
+    proofs: int  # what is folded, except solutions and the code of figures
+
+    @property
+    def minutes(self) -> int:
+        """Of all sittings together."""
+        return sum(self.sittings)
+
+    def __str__(self) -> str:
+        text = f"{self.minutes} min to read slowly"
+        if len(self.sittings) > 1:
+            *most, last = map(str, self.sittings)
+            number = {2: "two", 3: "three", 4: "four"}[len(self.sittings)]
+            text += f", in {number} sittings of {', '.join(most)} and {last} min"
+        return text + (f"; the proofs, {self.proofs} min more" if self.proofs else "")
+
+
+def reading(doctree) -> Reading:
+    """Estimate the time to read a page, by the rates above."""
+    sittings, proofs = [0.0], 0.0
     for node in doctree.findall():
-        if isinstance(node, (nodes.paragraph, nodes.math_block)) or _is_cell(node):
-            if _folded(node):
-                continue
-            words += len(node.astext().split()) if isinstance(node, nodes.paragraph) else 0
-            formulas += isinstance(node, nodes.math_block)
-            cells += _is_cell(node)
-    seconds = SECONDS_PER_FORMULA * formulas + SECONDS_PER_CELL * cells
-    return max(1, round(words / WORDS_PER_MINUTE + seconds / 60))
+        if isinstance(node, nodes.Element) and SITTING in node.get("classes", []):
+            sittings.append(0.0)
+        seconds = _seconds(node)
+        if not seconds or (folded := _folded(node)) == "away":
+            continue
+        if folded:
+            proofs += seconds
+        else:
+            sittings[-1] += seconds
+    whole = [round(x / 60) for x in sittings if x > 30] or [1]
+    return Reading(whole, round(proofs / 60))
 
 
-def exercise_minutes(doctree) -> int:
-    """Add up what the exercises of a page say that they take."""
+def _seconds(node) -> float:
+    if isinstance(node, nodes.paragraph):
+        return 60 * len(node.astext().split()) / WORDS_PER_MINUTE
+    if isinstance(node, nodes.math_block):
+        return SECONDS_PER_FORMULA
+    if isinstance(node, nodes.container) and "cell_input" in node["classes"]:
+        return SECONDS_PER_LINE * sum(bool(line.strip()) for line in node.astext().splitlines())
+    return 0
+
+
+def exercise_minutes(doctree) -> tuple[int, int]:
+    """Add up the minutes that exercises say they take: of the closed, and of the open ones."""
     boxes = [n for n in doctree.findall(nodes.Element) if n.tagname.startswith("exercise")]
-    return sum(int(m) for box in boxes for m in EXERCISE.findall(box.astext()))
+    sums = [0, 0]
+    for text in (box.astext() for box in boxes):
+        sums["🔬" in text] += sum(map(int, EXERCISE.findall(text)))
+    return sums[0], sums[1]
 
 
-def _is_cell(node) -> bool:
-    return isinstance(node, nodes.container) and "cell_input" in node["classes"]
-
-
-def _folded(node) -> bool:
-    """Say whether a node is in a solution, a closed box, or the hidden input of a cell."""
+def _folded(node) -> str | None:
+    """Return ``"proof"`` in a closed box, ``"away"`` in a solution, a task or a hidden cell."""
+    found = None
     while node is not None:
-        classes = node.attributes.get("classes", []) if isinstance(node, nodes.Element) else []
-        if "solution" in classes or node.attributes.get("design_component") == "dropdown":
-            return True
-        if node.attributes.get("hide_mode") in ("input", "all"):
-            return True
+        if isinstance(node, nodes.Element):
+            classes = node.get("classes", [])
+            if "solution" in classes or "exercise" in classes:
+                return "away"
+            if node.get("hide_mode") in ("input", "all"):
+                return "away"
+            if node.get("design_component") == "dropdown":
+                found = "proof"
         node = node.parent
-    return False
+    return found
 
 
 @lru_cache
@@ -80,9 +119,10 @@ def words(seconds: float) -> str:
 def measured(app, doc: str, kind: str) -> str:
     """Return one of a page's times as text."""
     if kind == "read":
-        return f"{read_minutes(app.env.get_doctree(doc))} min to read"
+        return str(reading(app.env.get_doctree(doc)))
     if kind == "exercises":
-        return f"{exercise_minutes(app.env.get_doctree(doc))} min of exercises"
+        closed, opened = exercise_minutes(app.env.get_doctree(doc))
+        return f"{closed} min of exercises" + (f", {opened} min of open ones" if opened else "")
     if kind == "cpu":
         seconds = run_seconds(app, doc)
         return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
@@ -114,7 +154,7 @@ def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[li
         rows.append(
             [
                 [link(page)],
-                f"{read_minutes(doctree)}\N{NO-BREAK SPACE}min",
+                f"{reading(doctree).minutes}\N{NO-BREAK SPACE}min",
                 "not executed" if seconds is None else f"{seconds:.0f} s",
                 *times,
                 str(sum(p == page for p, _ in claims)),

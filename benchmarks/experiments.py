@@ -1,10 +1,18 @@
-"""Experiments that are recorded: arms and seeds of one task, run once and written for a chapter."""
+"""Experiments that are recorded: arms and seeds of one task, run once and written for a chapter.
+
+`deciding` describes one by the protocol of appendix B. Each arm gets the best of the same three
+learning rates, chosen at the budget on seeds that are not used again. Then every arm runs with
+every seed at each number of steps: the last is twice the budget, the one before it, and doubling
+the budget may not change the verdict. `derived_attention.scores` reads the results at the budget,
+`derived_attention.curves` those of all steps.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +27,8 @@ from derived_attention.training.measure import machine
 from derived_attention.training.recorded import SCHEMA
 
 SEEDS = 3
+RATES = (1e-3, 3e-3, 1e-2)
+TUNING_SEEDS = (1000, 1001)
 
 
 def experiment(
@@ -40,16 +50,47 @@ def experiment(
     }
 
 
+def deciding(
+    title: str,
+    function: Callable[..., dict[str, float]],
+    names: Sequence[str],
+    columns: Sequence[Sequence[Any]],
+    *,
+    steps: Sequence[int],
+    seeds: int = 8,
+    rates: Sequence[float] = RATES,
+    best: Callable[..., float] = max,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Describe an experiment of the protocol.
+
+    ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
+    twice the one before it, the budget. `best` is max or min: which value of the first column's
+    metric chooses a learning rate. Further arguments are those of `experiment`.
+    """
+    if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
+        raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
+    plan = experiment(title, function, names, columns, seeds, **settings)
+    return plan | {"steps": list(steps), "rates": list(rates), "best": best}
+
+
 def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[str, Any]:
     """Run one experiment, or read what of it has been run; return what is to be written."""
     settings = plan["settings"] | {"device": device}
-    grid = [
-        {"arm": arm, "seed": seed, **settings}
-        for seed in range(plan["seeds"])
-        for arm in plan["names"]
+
+    def results(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = run_grid(plan["function"], [{**x, **settings} for x in grid], workers=workers)
+        return [{k: v for k, v in row.items() if k not in settings} for row in rows]
+
+    grid: list[dict[str, Any]] = [
+        {"arm": arm, "seed": seed} for seed in range(plan["seeds"]) for arm in plan["names"]
     ]
-    results = run_grid(plan["function"], grid, workers=workers)
-    rows = [{k: v for k, v in row.items() if k not in settings} for row in results]
+    more: dict[str, Any] = {}
+    if "rates" in plan:
+        more = _tuned(plan, results)
+        grid = [
+            {**x, "steps": n, "lr": more["rates"][x["arm"]]} for n in plan["steps"] for x in grid
+        ]
     return {
         "schema": SCHEMA,
         "title": plan["title"],
@@ -57,8 +98,29 @@ def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[s
         "machine": machine(),
         "settings": plan["settings"],
         "columns": plan["columns"],
-        "rows": rows,
+        **more,
+        "rows": results(grid),
     }
+
+
+def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
+    """Choose the learning rate of each arm, by the mean over the seeds for it."""
+    metric, budget = plan["columns"][0][0], plan["steps"][-2]
+    grid = [
+        {"arm": arm, "seed": seed, "steps": budget, "lr": lr}
+        for arm in plan["names"]
+        for lr in plan["rates"]
+        for seed in TUNING_SEEDS
+    ]
+    rows = results(grid)
+
+    def score(arm: str, lr: float) -> float:
+        return sum(row[metric] for row in rows if (row["arm"], row["lr"]) == (arm, lr))
+
+    rates = {arm: plan["best"](plan["rates"], key=partial(score, arm)) for arm in plan["names"]}
+    kept = ("arm", "seed", "lr", metric)
+    tuning = [{key: row[key] for key in kept} for row in rows]
+    return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": tuning}
 
 
 def command(

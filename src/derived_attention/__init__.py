@@ -16,7 +16,8 @@ _MODULES = {
     "attention.registry": "get_attention list_attentions MECHANISMS",
     "attention.splitting.admm": "admm printed_admm",
     "page": "claims",
-    "page.exercises": "check",
+    "page.decided": "detectable plot_curves results_table",
+    "page.exercises": "Once check check_properties largest_tensor",
     "page.plot": "COLORS LABELS fade show use_style",
     "page.sliders": "Bars Heat Line Panel Points slider",
     "page.svr": "fit_svr gram_features",
@@ -58,7 +59,7 @@ _MODULES = {
     "training": "measure",
     "training.fit": "evaluate fit",
     "training.grids": "run_grid summarise",
-    "training.recorded": "load_experiment scores",
+    "training.recorded": "curves load_experiment scores",
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

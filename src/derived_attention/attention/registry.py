@@ -283,7 +283,7 @@ _OTHERS = {
     "mra.fast": ("mra_attention_weights",),
     "multiresolution.layer": ("multiresolution_layer",),
     "primal.fast": ("cosine_feature_map", "ksvd_objective", "ksvd_objectives", "primal_scores"),
-    "softmax.controls": ("identity_attention", "uniform_attention"),
+    "softmax.controls": ("PositionOnlyAttention", "identity_attention", "uniform_attention"),
     "softmax.fast": ("attention_weights",),
     "sparse.fast": ("fixed_mask", "strided_mask", "window_mask"),
 }

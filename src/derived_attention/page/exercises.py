@@ -1,11 +1,24 @@
-"""Self-checks of the exercises."""
+"""Self-checks of the exercises.
+
+`check` compares an answer with a value, or with a function on given arguments. `check_properties`
+asks what a right answer does: each property is a function of the page, whose docstring says it in
+one sentence, and which yields a case and its error, or whether the case is right. What a task
+forbids is a property as well: `Once` sees if an iterator's items are kept, and `largest_tensor` if
+a matrix has been formed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Property = Callable[[Any], Iterable[tuple[str, Any]]]
 
 
 class ExerciseError(AssertionError):
@@ -52,6 +65,124 @@ def check(
     print("Correct.")
 
 
+def check_properties(answer: Any, *properties: Property, tol: float = 1e-8) -> None:
+    """Check what a right answer does, property by property.
+
+    PyTorch's random draws within the properties are the same each time, so that an answer always
+    gets the same verdict; the caller's generator stays as it was.
+
+    Parameters
+    ----------
+    answer
+        A function, usually; the placeholder ``...`` is not an error.
+    properties
+        Functions of the answer, each with a docstring that states the property. They yield pairs
+        ``(case, error)``: a text that names the case and its size, and either a boolean, which says
+        if the case is right, or the error, a number or an array.
+    tol
+        Largest error allowed.
+
+    Raises
+    ------
+    ExerciseError
+        If a case is wrong, or if the answer raises an error; names the property and the case.
+
+    Examples
+    --------
+    >>> def is_even(f):
+    ...     "f(-x) = f(x)"
+    ...     for x in (1.0, 3.0):
+    ...         yield f"x = {x}", abs(f(-x) - f(x))
+    >>> check_properties(lambda x: x * x, is_even)
+    Correct.
+    """
+    if answer is ...:
+        print("Not attempted yet: replace the ... above and run the cell again.")
+        return
+    for property_ in properties:
+        _check_property(answer, property_, tol)
+    print("Correct.")
+
+
+def _check_property(answer: Any, property_: Property, tol: float) -> None:
+    if not property_.__doc__:
+        raise ValueError(f"property {property_.__name__} has no docstring; expected its statement")
+    text, last = " ".join(property_.__doc__.split()), "before the first case"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            for last, error in property_(answer):
+                _check_case(f"{text}. Not so for {last}", error, tol)
+        except ExerciseError:
+            raise
+        except Exception as error:
+            where = last if last.startswith("before") else f"after the case {last}"
+            raise ExerciseError(
+                f"{text}: could not be checked, {where}. {type(error).__name__}: {error}"
+            ) from error
+        if last == "before the first case":
+            raise ValueError(f"property {property_.__name__} yields no case; expected at least one")
+
+
+def _check_case(place: str, error: Any, tol: float) -> None:
+    if isinstance(error, (bool, np.bool_)) or getattr(error, "dtype", None) == torch.bool:
+        if not bool(error):
+            raise ExerciseError(place)
+        return
+    size = float(np.max(np.abs(_array(error, place)), initial=0.0))
+    if not size <= tol:
+        raise ExerciseError(f"{place}: it is off by {size:.2g}; expected at most {tol:.0e}")
+
+
+class Once:
+    """An iterator over tensors, made one by one, that sees how many of them are kept.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(i)`` returns the i-th item: a tensor, or a tuple with tensors.
+    n : int
+        Number of items.
+
+    Attributes
+    ----------
+    kept : int
+        The most tensors that were alive at once, the newest item's included.
+    """
+
+    def __init__(self, make: Callable[[int], Any], n: int) -> None:
+        self._items, self.kept = map(make, range(n)), 0
+        self._alive: list[weakref.ref[torch.Tensor]] = []
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        tensors = (x for x in tree_leaves(item) if isinstance(x, torch.Tensor))
+        self._alive = [x for x in self._alive if x() is not None]
+        self._alive += map(weakref.ref, tensors)
+        self.kept = max(self.kept, len(self._alive))
+        return item
+
+
+def largest_tensor(function: Callable[..., Any], *args: Any, **keywords: Any) -> int:
+    """Return the number of elements of the largest tensor that an operation of a call returns."""
+    with _Largest() as seen:
+        function(*args, **keywords)
+    return seen.numel
+
+
+class _Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
 def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
     if isinstance(expected, tuple):
         if not isinstance(answer, tuple) or len(answer) != len(expected):
@@ -61,7 +192,7 @@ def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
         return
     if isinstance(expected, (bool, str)):
         if answer != expected:
-            raise ExerciseError(f"{place}: {answer!r} is wrong")
+            raise ExerciseError(f"{place} is {answer!r}; that is not right")
         return
     given, correct = _array(answer, place), _array(expected, "expected")
     if given.shape != correct.shape:

@@ -49,7 +49,8 @@ def load_experiment(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
 def scores(name: str, metric: str) -> dict[str, list[float]]:
     """Return the values of a metric, one for each seed, of each arm of an experiment.
 
-    They are the CPU's, if it has results. Arguments and errors are those of `load_experiment`.
+    They are the CPU's, if it has results, and those at the budget, if there are several numbers of
+    steps. Arguments and errors are those of `load_experiment`.
 
     Raises
     ------
@@ -62,10 +63,30 @@ def scores(name: str, metric: str) -> dict[str, list[float]]:
     >>> len(bits["MGK, 2 heads"])
     3
     """
-    rows = load_experiment(name)[0]["rows"]
+    data = load_experiment(name)[0]
+    return _values(data["rows"], metric, data.get("budget"))
+
+
+def curves(name: str, metric: str) -> dict[str, dict[int, list[float]]]:
+    """Return the values of a metric of each arm and number of steps: ``{arm: {steps: values}}``.
+
+    Arguments and errors are those of `scores`; ValueError also if the experiment has no curves.
+    """
+    data = load_experiment(name)[0]
+    if "steps" not in data:
+        raise ValueError(f"name is {name!r}; expected an experiment with several numbers of steps")
+    found: dict[str, dict[int, list[float]]] = {}
+    for steps in data["steps"]:
+        for arm, values in _values(data["rows"], metric, steps).items():
+            found.setdefault(arm, {})[steps] = values
+    return found
+
+
+def _values(rows: list[dict[str, Any]], metric: str, steps: int | None) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for row in rows:
         if metric not in row:
             raise ValueError(f"metric is {metric!r}; expected one of {', '.join(row)}")
-        values.setdefault(row["arm"], []).append(row[metric])
+        if steps in (None, row.get("steps")):
+            values.setdefault(row["arm"], []).append(row[metric])
     return values
