@@ -9,6 +9,7 @@ import ast
 import builtins
 import importlib.util
 import re
+import symtable
 from functools import cache
 from pathlib import Path
 
@@ -59,20 +60,26 @@ def stored(name):
 def needed(cell, before):
     """Return the statements before a cell that bind what it reads, in their order."""
     statements = [s for code in before for s in ast.parse(magic_free(code)).body]
-    chosen, asked = set(), [(len(statements), name) for name in read(ast.parse(cell))]
+    chosen, asked = set(), [(len(statements), name) for name in read(cell)]
     while asked:
         end, name = asked.pop()
         for i in range(end - 1, -1, -1):
             if name in bound(statements[i]):
                 if i not in chosen:
                     chosen.add(i)
-                    asked += [(i, other) for other in read(statements[i])]
+                    asked += [(i, other) for other in read(ast.unparse(statements[i]))]
                 break
     return [ast.unparse(statements[i]) for i in sorted(chosen)]
 
 
-def read(tree):
-    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not stored(n)}
+def read(code):
+    """Return the global names that code reads, also inside its functions."""
+    names, tables = set(), [symtable.symtable(code, "page", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        whole = table.get_type() == "module"
+        names |= {s.get_name() for s in table.get_symbols() if whole or s.is_global()}
     return names - set(vars(builtins))
 
 
@@ -101,7 +108,7 @@ def test_a_wrong_answer_is_told_what_is_wrong(page, label, i, capsys):
     cell, before = exercises(page)[label]
     code, message = answers(page)[label][i]
     world = {}
-    exec("\n".join(needed(cell, before)), world)
+    exec("\n".join(needed(f"{code}\n{cell}", before)), world)
     tested = cell[: PLACEHOLDER.search(cell).start()] + code + "\n" + PLACEHOLDER.sub("", cell)
     with pytest.raises(ExerciseError, match=message):
         exec(tested, world)
