@@ -1,6 +1,6 @@
 """Experiments that are recorded: arms and seeds of one task, run once and written for a chapter.
 
-`deciding` describes one by the protocol of appendix B. Each arm gets the best of the same three
+`deciding` describes one by the protocol of appendix C. Each arm gets the best of the same three
 learning rates, chosen at the budget on seeds that are not used again. Then every arm runs with
 every seed at each number of steps: the last is twice the budget, the one before it, and doubling
 the budget may not change the verdict. `derived_attention.scores` reads the results at the budget,

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from benchmarks.experiments import command, experiment
-from derived_attention import Conv1DAttention, identity_attention, uniform_attention
+from derived_attention import (
+    Conv1DAttention,
+    PositionOnlyAttention,
+    identity_attention,
+    uniform_attention,
+)
 from derived_attention.attention.registry import MECHANISMS
 from derived_attention.tasks.language import run as language
 from derived_attention.tasks.language.data import load_text
@@ -27,7 +32,12 @@ LENGTH, HEADS, WIDTH = 64, 4, 16  # of `small_model`
 PROMPT = "The function "
 ARMS = {name: e.plug(LENGTH, HEADS, WIDTH) for name, e in MECHANISMS.items() if e.causal}
 ARMS["conv1d"] = partial(Conv1DAttention, causal=True)  # its filters then look back only
-ARMS |= {"uniform": uniform_attention, "alone": identity_attention}  # the controls
+CONTROLS = {
+    "uniform": uniform_attention,
+    "alone": identity_attention,
+    "position only": partial(PositionOnlyAttention, length=LENGTH),
+}
+ARMS |= CONTROLS
 
 
 def small_model(arm: str, seed: int, **settings: Any) -> dict[str, Any]:
@@ -44,7 +54,7 @@ EXPERIMENTS = {
     "model_longer": experiment(
         "the small model, trained for longer",
         small_model,
-        ["softmax", "uniform", "alone"],
+        ["softmax", *CONTROLS],
         COLUMNS,
         steps=4000,
     ),
