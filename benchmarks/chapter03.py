@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.experiments import command, deciding
 from derived_attention import load_text, small_model, softmax_attention
 from derived_attention.tasks.language.data import TextData
+from derived_attention.tasks.run import attention_cost
 from derived_attention.training.measure import recorded
 from derived_attention.training.recorded import FOLDER
 
@@ -24,7 +25,7 @@ RULES = ("random", "most recent", "largest prices", "attention mass")
 ARMS = ["mean output"] + [rule + more for rule in RULES for more in ("", ", refitted")]
 SHARES = {"quarter": 4, "eighth": 8, "half": 2}  # of the keys are kept; the first one decides
 RATE = 1e-2  # of `small_model`
-Heads = tuple[Tensor, Tensor, Tensor]
+Cache = tuple[Tensor, Tensor, Tensor]
 
 
 def small_text() -> TextData:
@@ -33,8 +34,8 @@ def small_text() -> TextData:
 
 
 @functools.lru_cache(maxsize=2)
-def heads(seed: int, steps: int, windows: int, device: str) -> Heads:
-    """Train a small model; return queries, keys and values (layers, windows, H, L, D) of a text."""
+def heads(seed: int, steps: int, windows: int, device: str) -> tuple[Cache, int]:
+    """Train a small model; return its q, k and v (layers, windows, H, L, D), and its parameters."""
     model = small_model(softmax_attention, seed=seed, steps=steps, device=device).cpu().eval()
     text, L = small_text().test, model.length
     step = (len(text) - L) // windows
@@ -42,7 +43,7 @@ def heads(seed: int, steps: int, windows: int, device: str) -> Heads:
     with torch.no_grad(), recorded(model) as calls:
         model(rows)
     q, k, v = (torch.stack([call[i].double() for call in calls]) for i in range(3))
-    return q, k, v
+    return (q, k, v), attention_cost(model, rows[:1])["parameters"]
 
 
 def weights(q: Tensor, k: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def importance(rule: str, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor:
     return torch.rand(k.shape[:-1], generator=torch.Generator().manual_seed(seed))
 
 
-def outputs(arm: str, seed: int, cache: Heads, later: Tensor, kept: int, ridge: float) -> Tensor:
+def outputs(arm: str, seed: int, cache: Cache, later: Tensor, kept: int, ridge: float) -> Tensor:
     """Return what the compressed head answers the later queries; `cache` has the earlier ones."""
     q, k, v = cache
     truth = weights(q, k) @ v
@@ -93,12 +94,13 @@ def compress(
     """Compress all heads of one model by one arm; return the errors where they are asked later."""
     if lr != RATE:
         raise ValueError(f"lr is {lr}; expected {RATE}, with which the small model is trained")
-    q, k, v = heads(seed, steps, windows, device)
+    (q, k, v), parameters = heads(seed, steps, windows, device)
     N = q.shape[-2] // 2  # the first half has been read, the second half asks
     cache = (q[..., :N, :], k[..., :N, :], v[..., :N, :])
     later = q[..., N:, :]
     truth = [weights(z, cache[1]) @ cache[2] for z in (later, cache[0])]
-    errors = {}
+    products = 4 * (N // SHARES["quarter"]) * later[:, 0].numel()  # scores and answers
+    errors = {"parameters": parameters, "flops": 0 if arm == "mean output" else products}
     for share, parts in SHARES.items():
         answer = functools.partial(outputs, arm, seed, cache, kept=N // parts, ridge=ridge)
         errors[share] = relative_error(answer(later), truth[0])
