@@ -33,7 +33,7 @@ from benchmarks import (  # noqa: E402
     splitting,
 )
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
-from benchmarks.experiments import experiment  # noqa: E402
+from benchmarks.experiments import deciding, experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
 from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
 from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
@@ -591,12 +591,17 @@ def test_what_is_left_out_adds_nothing():
 @pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])
 def test_committed_experiments_are_whole(name, plan):
     assert plan["seeds"] >= 3
+    every = plan.get("steps", [None])
     for data in load_experiment(name):
         assert data["settings"] == plan["settings"]
         assert data["columns"] == [list(column) for column in plan["columns"]]
-        found = [(row["arm"], row["seed"]) for row in data["rows"]]
+        assert data.get("steps", [None]) == every
+        found = [(row["arm"], row["seed"], row.get("steps")) for row in data["rows"]]
         assert len(set(found)) == len(found)
-        assert set(found) == {(a, s) for a in plan["names"] for s in range(plan["seeds"])}
+        seeds = range(plan["seeds"])
+        assert set(found) == {(a, s, n) for a in plan["names"] for s in seeds for n in every}
+        for row in data["rows"] if "rates" in plan else []:
+            assert row["lr"] == data["rates"][row["arm"]] in plan["rates"]
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
@@ -641,6 +646,39 @@ def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
 
 def tiny(arm, seed, steps, device):
     return {"bits": 1.0 + seed, "parameters": 1000, "flops": 2_000_000}
+
+
+def test_a_deciding_experiment_chooses_rates_on_other_seeds(monkeypatch, tmp_path, capsys):
+    plan = deciding(
+        "A text", falling, ["a", "b"], [("bits", "bits", 1, 2)], steps=(1, 2, 4), seeds=2, best=min
+    )
+    monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan})
+    monkeypatch.setattr(small, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert small.main(["tiny"]) == 0
+    (data,) = load_experiment("small_tiny", tmp_path)
+    assert data["rates"] == {"a": 1e-3, "b": 1e-2} and data["budget"] == 2
+    assert {(r["seed"], r["lr"]) for r in data["tuning"] if r["arm"] == "a"} == {
+        (seed, lr) for seed in (1000, 1001) for lr in (1e-3, 3e-3, 1e-2)
+    }
+    rows = {(r["arm"], r["seed"], r["steps"]): r["bits"] for r in data["rows"]}
+    assert len(rows) == 2 * 2 * 3
+    header, table = tables.experiment_table(data)
+    assert header[3:] == ["bits", "bits, 4 steps", "time of a run"]
+    assert [line[3:5] for line in table] == [["1.00 ± 0.71", "0.75 ± 0.71"]] * 2
+    assert "A text" in capsys.readouterr().out
+
+
+def falling(arm, seed, steps, lr, device):
+    """Bits that are lowest, for arm a and b, at the smallest and the largest rate."""
+    off = lr - 1e-3 if arm == "a" else 1e-2 - lr
+    return {"bits": 1 / steps + seed % 1000 + off, "parameters": 1000, "flops": 2_000_000}
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 4), (8, 4), (1, 4)])
+def test_the_last_number_of_steps_is_twice_the_budget(steps):
+    with pytest.raises(ValueError, match="expected rising numbers, the last twice the budget"):
+        deciding("A text", falling, ["a"], [("bits", "bits", 1, 2)], steps=steps)
 
 
 def test_an_unknown_experiment_is_refused(capsys):

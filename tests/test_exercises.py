@@ -2,8 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 
-from derived_attention.page.exercises import ExerciseError, check
+from derived_attention.page.exercises import (
+    ExerciseError,
+    Once,
+    check,
+    check_properties,
+    largest_tensor,
+)
 
 
 def test_a_placeholder_is_not_an_error(capsys):
@@ -48,3 +55,91 @@ def test_wrong_answers_are_explained(answer, expected, message):
 def test_a_value_where_a_function_is_expected_is_explained():
     with pytest.raises(ExerciseError, match="expected a function"):
         check(3.0, lambda a: a, on=[(1.0,)])
+
+
+# --- properties ----------------------------------------------------------------------------------
+
+
+def is_odd(f):
+    """f(-x) = -f(x)"""
+    for x in (0.0, 1.0, 3.0):
+        yield f"x = {x}", f(-x) + f(x)
+
+
+def is_near(f):
+    """f is near 1
+    at random places"""
+    for _ in range(3):
+        x = torch.rand(2)
+        yield "two numbers", (f(x) - 1).abs() < 0.5
+
+
+def test_properties_wait_pass_and_name_what_fails(capsys):
+    check_properties(..., is_odd)
+    assert "Not attempted yet" in capsys.readouterr().out
+    check_properties(lambda x: x**3, is_odd)
+    assert capsys.readouterr().out == "Correct.\n"
+    message = r"f\(-x\) = -f\(x\)\. Not so for x = 1.0: it is off by 2; expected at most 1e-08"
+    with pytest.raises(ExerciseError, match=message):
+        check_properties(lambda x: x**2, is_odd)
+    with pytest.raises(ExerciseError, match="f is near 1 at random places. Not so for two numbers"):
+        check_properties(lambda x: 2 + x, is_near)
+    with pytest.raises(ExerciseError, match="after the case x = 0.0. ZeroDivisionError"):
+        check_properties(lambda x: 1 / x if x else 0.0, lambda_with_zero)
+
+
+def lambda_with_zero(f):
+    """f is finite"""
+    yield "x = 0.0", f(0.0)
+    yield "nothing", 1 / 0
+
+
+def test_a_property_has_a_statement_and_a_case():
+    with pytest.raises(ValueError, match="has no docstring; expected its statement"):
+        check_properties(1, lambda answer: [("a case", True)])
+
+    def empty(answer):
+        """It holds."""
+        return []
+
+    with pytest.raises(ValueError, match="yields no case"):
+        check_properties(1, empty)
+
+
+def test_draws_are_the_same_each_time_and_leave_the_generator():
+    seen = []
+
+    def draws(answer):
+        """Numbers are drawn."""
+        seen.append(torch.rand(3))
+        yield "three", True
+
+    state = torch.get_rng_state()
+    check_properties(1, draws)
+    torch.rand(1)
+    check_properties(1, draws)
+    assert torch.equal(*seen)
+    torch.set_rng_state(state)
+    first = torch.rand(1)
+    torch.set_rng_state(state)
+    check_properties(1, draws)
+    assert torch.equal(torch.rand(1), first)
+
+
+def test_an_iterator_sees_what_is_kept():
+    def pairs():
+        return Once(lambda i: (float(i), torch.full((2,), i)), 50)
+
+    kept = pairs()
+    list(kept)
+    assert kept.kept == 50
+    read = pairs()
+    total = sum(s * v.sum().item() for s, v in read)
+    assert total == sum(2 * i * i for i in range(50)) and read.kept <= 2
+    assert list(read) == []
+
+
+def test_the_largest_tensor_is_the_matrix_that_is_formed():
+    x = torch.randn(7, 2)
+    assert largest_tensor(lambda a: a @ (a.T @ a), x) == 14
+    assert largest_tensor(lambda a: (a @ a.T) @ a, x) == 49

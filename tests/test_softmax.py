@@ -33,7 +33,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derived_attention.attention.frame.convention import extend
 from derived_attention.attention.frame.masks import Mask, causal_mask
 from derived_attention.attention.references import softmax_attention_reference
-from derived_attention.attention.softmax.controls import identity_attention, uniform_attention
+from derived_attention.attention.softmax.controls import (
+    PositionOnlyAttention,
+    identity_attention,
+    uniform_attention,
+)
 from derived_attention.attention.softmax.fast import (
     _fused_widths,
     attention_weights,
@@ -391,6 +395,36 @@ def test_identity_attention_is_the_values():
     assert torch.equal(identity_attention(q, k, v, boolean(N, N)), v)
     with pytest.raises(ValueError, match="k has 7 rows; expected 5, as many as q"):
         identity_attention(*qkv())
+
+
+def test_position_only_attention_reads_offsets_and_nothing_else():
+    layer = PositionOnlyAttention(8, 2, length=6).double()
+    torch.nn.init.normal_(layer.bias)
+    x, other = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    H, A = layer(x, x, x, average_attn_weights=False)
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    assert_all_close([A], [layer.bias[:, j - i + 5].softmax(-1).expand_as(A)], 1e-12)
+    assert torch.equal(layer(other, other, x)[0], layer(x, x, x)[0])
+    assert_all_close([layer(x, x, x, need_weights=False)[0]], [H], 1e-12)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [True] * 5])
+    for options in ({"is_causal": True}, {"key_padding_mask": padding}):
+        H, A = layer(x, x, x, **options, average_attn_weights=False)
+        fused = layer(x, x, x, **options, need_weights=False)[0]
+        assert_all_close([fused], [H], 1e-12)
+    assert not A[2].any() and not A[1, ..., 3:].any()
+    bias = torch.randn(5, 5, dtype=torch.float64)
+    A = layer(x, x, x, attn_mask=bias, average_attn_weights=False)[1]
+    assert_all_close([A[0]], [(layer.bias[:, j - i + 5] + bias).softmax(-1)], 1e-12)
+
+
+def test_position_only_attention_starts_as_uniform_attention_and_has_a_longest_sequence():
+    layer = PositionOnlyAttention(8, 2, length=6)
+    x = torch.randn(1, 6, 8)
+    assert_all_close([layer(x, x, x)[1]], [torch.full((1, 6, 6), 1 / 6)], 1e-6)
+    with pytest.raises(ValueError, match="length is 6; expected 7 or more, as of keys"):
+        layer(*[torch.randn(1, 7, 8)] * 3)
+    with pytest.raises(ValueError, match="length is 0"):
+        PositionOnlyAttention(8, 2, length=0)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------

@@ -299,18 +299,26 @@ def caption(files: Files) -> str:
 def experiment_table(data: dict[str, Any]) -> Table:
     """Cost and scores of each arm: mean and standard deviation over the seeds.
 
+    If there are several numbers of steps, scores are those at the budget, and the first one is also
+    shown at twice the budget.
+
     Returns
     -------
     header, rows
         Lists of text.
     """
+    budget, first = data.get("budget"), data["columns"][0]
     header = ["attention", "parameters", "MFLOP"]
-    header += [heading for _, heading, *_ in data["columns"]] + ["time of a run"]
+    header += [heading for _, heading, *_ in data["columns"]]
+    header += ([f"{first[1]}, {2 * budget:,} steps"] if budget else []) + ["time of a run"]
     rows = []
     for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
-        runs = [row for row in data["rows"] if row["arm"] == arm]
+        every = [row for row in data["rows"] if row["arm"] == arm]
+        runs = [row for row in every if budget in (None, row.get("steps"))]
         costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
         scores = [_spread(runs, *column) for column in data["columns"]]
+        if budget:
+            scores.append(_spread([row for row in every if row["steps"] == 2 * budget], *first))
         seconds = statistics.median(run["cpu_seconds"] for run in runs)
         rows.append([arm, *costs, *scores, f"{seconds:.3g} s"])
     return header, rows
