@@ -1,0 +1,91 @@
+"""Wrong answers to the exercises of chapter 3."""
+
+HEAD = "the expansion with intercept is the head. Not so for "
+
+WRONG = {
+    "ex-03-targets": [
+        (  # the signs of the values that are not shifted
+            "def targets(K, V, eps):\n    return attend(K, K, V) + eps * np.sign(V)",
+            HEAD + "6 keys",
+        ),
+        (  # the curve itself, as if there were no tube
+            "def targets(K, V, eps):\n    return attend(K, K, V)",
+            HEAD + "6 keys of width 2, ε = 0.1: it is off by",
+        ),
+        (  # values as targets
+            "def targets(K, V, eps):\n    return V + eps * np.sign(V - V.mean(0))",
+            HEAD,
+        ),
+        (  # a plain mean for the walk's
+            "def targets(K, V, eps):\n    return attend(K, K, V) + eps * np.sign(V - V.mean(0))",
+            HEAD,
+        ),
+        (  # signs the wrong way round
+            "def targets(K, V, eps):\n"
+            "    h = kernel(K, K).sum(1)\n"
+            "    return attend(K, K, V) - eps * np.sign(V - h @ V / h.sum())",
+            HEAD,
+        ),
+    ],
+    "ex-03-walk": [
+        (  # a power of A after all: too few steps for two groups that hardly hear each other
+            "def collapse(K, V):\n"
+            "    A = attend(K, K, np.eye(len(K)))\n"
+            "    return np.linalg.matrix_power(A, 1000) @ V",
+            "all rows are equal. Not so for 6 keys of width 1, in two groups",
+        ),
+        (  # the plain mean
+            "def collapse(K, V):\n    return np.tile(V.mean(0), (len(K), 1))",
+            "have the same limit as V. Not so for 6 keys of width 2",
+        ),
+        (  # weights that do not add up to one
+            "def collapse(K, V):\n"
+            "    h = kernel(K, K).sum(1)\n"
+            "    return np.tile(h @ V / len(K), (len(K), 1))",
+            "have the same limit as V|equal values come back",
+        ),
+        (  # one row for all
+            "def collapse(K, V):\n    h = kernel(K, K).sum(1)\n    return h @ V / h.sum()",
+            "a row for each key. Not so for",
+        ),
+        (  # the left eigenvector, taken from the right side
+            "def collapse(K, V):\n"
+            "    A = attend(K, K, np.eye(len(K)))\n"
+            "    return np.tile(A.mean(0) @ V, (len(K), 1))",
+            "have the same limit as V",
+        ),
+    ],
+    "ex-03-merge": [
+        (  # the sum of the values, where softmax has counted them already
+            "def merge(K, V):\n"
+            "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
+            "    v = np.stack([V[where.ravel() == i].sum(0) for i in range(len(k))])\n"
+            "    return k, v, np.log(r)",
+            "the answer of the full cache. Not so for",
+        ),
+        (  # the mean of the values, but the weight of one key
+            "def merge(K, V):\n"
+            "    k, where = np.unique(K, axis=0, return_inverse=True)\n"
+            "    v = np.stack([V[where.ravel() == i].mean(0) for i in range(len(k))])\n"
+            "    return k, v, np.zeros(len(k))",
+            "the answer of the full cache. Not so for",
+        ),
+        (  # the count where its logarithm belongs
+            "def merge(K, V):\n"
+            "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
+            "    v = np.stack([V[where.ravel() == i].mean(0) for i in range(len(k))])\n"
+            "    return k, v, r.astype(float)",
+            "the answer of the full cache. Not so for",
+        ),
+        (  # eviction: the first of equal keys stays
+            "def merge(K, V):\n"
+            "    k, first = np.unique(K, axis=0, return_index=True)\n"
+            "    return k, V[first], np.zeros(len(k))",
+            "the answer of the full cache. Not so for",
+        ),
+        (  # nothing is merged
+            "def merge(K, V):\n    return K, V, np.zeros(len(K))",
+            "Each distinct key is kept once.*Not so for",
+        ),
+    ],
+}
