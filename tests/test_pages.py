@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from derived_attention.page import tables
+
 BOOK = Path(__file__).parents[1] / "book"
 PAGES = sorted(page.stem for page in BOOK.glob("*.md"))
 WIDEST = 84  # characters; what is longer is cut off at 1280 pixels
@@ -52,3 +54,11 @@ def test_what_counts_as_visible():
     assert too_long(shown) == [(5, WIDEST + 1)]
     assert too_long(hidden) == [] and too_long(hidden + solution) == [(14, WIDEST + 1)]
     assert too_long(f"```sh\n{line}\n```") == [(2, WIDEST + 1)]
+
+
+def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
+    """Its table names the cases in the order of the chapters, so one might be forgotten."""
+    shown = {page: (BOOK / f"{page}.md").read_text("utf8") for page in PAGES}
+    (names,) = re.findall(r"^```\{benchmarks\} (.+)$", shown.pop("speed"), flags=re.M)
+    assert sorted(names.split()) == sorted({p.stem for p in tables.RESULTS.glob("*/*.json")})
+    assert not [page for page, text in shown.items() if "```{benchmarks}" in text]
