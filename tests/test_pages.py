@@ -1,0 +1,64 @@
+"""What a page shows of its code: lines that fit the column, on the widest screen and in print."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from derived_attention.page import tables
+
+BOOK = Path(__file__).parents[1] / "book"
+PAGES = sorted(page.stem for page in BOOK.glob("*.md"))
+WIDEST = 84  # characters; what is longer is cut off at 1280 pixels
+HIDDEN = re.compile(r"\b(hide-input|hide-cell|remove-input|remove-cell)\b")
+OPENING = re.compile(r"\s*(`{3,})(\{code-cell\}|\{code-block\}|python|bash|sh)(?!\w)")
+
+
+def code_blocks(text):
+    """Yield the number of the first line and the lines of each block of code that a page shows."""
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        opening, number = OPENING.match(lines[number]), number + 1
+        if opening:
+            length = [line.strip() for line in lines[number:]].index(opening[1])
+            block = lines[number : number + length]
+            head = block.index("---", 1) + 1 if block[:1] == ["---"] else 0
+            if not HIDDEN.search(" ".join(block[:head])):
+                yield number + head + 1, block[head:]
+            number += length + 1
+
+
+def too_long(text):
+    """Return the number and the length of each line of visible code that does not fit."""
+    blocks = (
+        (first + i, line) for first, lines in code_blocks(text) for i, line in enumerate(lines)
+    )
+    return [(number, len(line)) for number, line in blocks if len(line) > WIDEST]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_visible_code_fits_the_column(page):
+    found = too_long((BOOK / f"{page}.md").read_text("utf8"))
+    assert not found, "\n" + "\n".join(
+        f"book/{page}.md:{number}: {length} characters, {WIDEST} at most"
+        for number, length in found
+    )
+
+
+def test_what_counts_as_visible():
+    line = "x" * (WIDEST + 1)
+    shown = f"text\n{line}\n\n```{{code-cell}} ipython3\n{line}\n{line[1:]}\n```\n"
+    hidden = f"```{{code-cell}} ipython3\n---\ntags: [hide-input]\n---\n{line}\n```\n"
+    solution = f":::{{solution-start}} ex\n:::\n\n{shown}"
+    assert too_long(shown) == [(5, WIDEST + 1)]
+    assert too_long(hidden) == [] and too_long(hidden + solution) == [(14, WIDEST + 1)]
+    assert too_long(f"```sh\n{line}\n```") == [(2, WIDEST + 1)]
+
+
+def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
+    """Its table names the cases in the order of the chapters, so one might be forgotten."""
+    shown = {page: (BOOK / f"{page}.md").read_text("utf8") for page in PAGES}
+    (names,) = re.findall(r"^```\{benchmarks\} (.+)$", shown.pop("speed"), flags=re.M)
+    assert sorted(names.split()) == sorted({p.stem for p in tables.RESULTS.glob("*/*.json")})
+    assert not [page for page, text in shown.items() if "```{benchmarks}" in text]
