@@ -38,7 +38,7 @@ WRONG = {
         # Right in exact arithmetic only.
         (
             INTERCEPT.format(free="(c != 0) & (abs(c) < C)", offset=OFFSET),
-            r"prices that a solver rounded, .* count as 0 and as the cap\. Not so for 8 points",
+            r"prices that a solver rounded, .* count as 0 and the cap\. Not so for 8 points",
         ),
         # The mean residual of all points, as in least squares.
         (
