@@ -9,6 +9,7 @@ import ast
 import builtins
 import importlib.util
 import re
+import symtable
 from functools import cache
 from pathlib import Path
 
@@ -45,15 +46,12 @@ def exercises(page):
 
 def bound(statement):
     """Return the names that a statement of a page's top level binds."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and stored(n)}
+    symbols = table(statement).get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
 
 
-def stored(name):
-    return isinstance(name.ctx, ast.Store)
+def table(tree):
+    return symtable.symtable(ast.unparse(tree), "<page>", "exec")
 
 
 def needed(cell, before):
@@ -72,7 +70,14 @@ def needed(cell, before):
 
 
 def read(tree):
-    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not stored(n)}
+    """Return the names of the page that a cell or a statement reads, and its functions when run."""
+    scopes, names = [table(tree)], set()
+    while scopes:
+        scope = scopes.pop()
+        outside = scope.get_type() == "module"
+        found = (s for s in scope.get_symbols() if s.is_referenced())
+        names |= {s.get_name() for s in found if outside or s.is_global()}
+        scopes += scope.get_children()
     return names - set(vars(builtins))
 
 
