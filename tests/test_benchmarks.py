@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
+    chapter04,
     control,
     kernels,
     mixtures,
@@ -535,7 +536,16 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (control, mixtures, multiresolution, primal, side_by_side, small, splitting)
+    for module in (
+        chapter04,
+        control,
+        mixtures,
+        multiresolution,
+        primal,
+        side_by_side,
+        small,
+        splitting,
+    )
     for name, plan in module.EXPERIMENTS.items()
 ]
 
@@ -591,12 +601,17 @@ def test_what_is_left_out_adds_nothing():
 @pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])
 def test_committed_experiments_are_whole(name, plan):
     assert plan["seeds"] >= 3
+    every = plan.get("steps", [None])
     for data in load_experiment(name):
         assert data["settings"] == plan["settings"]
         assert data["columns"] == [list(column) for column in plan["columns"]]
-        found = [(row["arm"], row["seed"]) for row in data["rows"]]
+        assert data.get("steps", [None]) == every
+        found = [(row["arm"], row["seed"], row.get("steps")) for row in data["rows"]]
         assert len(set(found)) == len(found)
-        assert set(found) == {(a, s) for a in plan["names"] for s in range(plan["seeds"])}
+        seeds = range(plan["seeds"])
+        assert set(found) == {(a, s, n) for a in plan["names"] for s in seeds for n in every}
+        for row in data["rows"] if "rates" in plan else []:
+            assert row["lr"] == data["rates"][row["arm"]] in plan["rates"]
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
