@@ -29,6 +29,7 @@ from derived_attention import (
 )
 from derived_attention.attention.frame.convention import mechanism
 from derived_attention.attention.frame.masks import Mask
+from derived_attention.tasks.run import attention_cost
 from derived_attention.training.recorded import FOLDER
 
 SYMBOLS, DIM, PAIRS, BATCH, WINDOW = 64, 32, 32, 16, 4
@@ -164,15 +165,16 @@ def recall(arm: str, seed: int, steps: int, lr: float, *, device: str) -> dict[s
     seed_everything(seed)
     model = Recall(layer, heads, hidden)
     train(model, pairs, steps, lr)
+    cost = attention_cost(model, *draw(1, pairs)[:3])
     torch.manual_seed(TEST_SEED)
     if hidden:
-        return {"recalled": sampled(model, pairs, 4096)}
+        return {"recalled": sampled(model, pairs, 4096)} | cost
     keys, _, _, order = draw(TESTED, pairs)
     shares = [
         recalled(model, keys, keys.gather(1, turned), turned)
         for turned in (order.roll(t, 1) for t in range(pairs))  # each question at each place once
     ]
-    return {"recalled": torch.stack(shares).mean().item()}
+    return {"recalled": torch.stack(shares).mean().item()} | cost
 
 
 EXPERIMENTS = {
