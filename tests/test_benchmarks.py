@@ -23,6 +23,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
     chapter03,
+    chapter04,
     control,
     kernels,
     mixtures,
@@ -538,6 +539,7 @@ RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
     for module in (
         chapter03,
+        chapter04,
         control,
         mixtures,
         multiresolution,
