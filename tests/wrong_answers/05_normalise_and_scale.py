@@ -64,7 +64,8 @@ WRONG = {
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()\n"
             "    weights = (n(q) @ n(k).mT / sqrt(q.shape[-1])).exp()\n"
-            "    return weights / (n(q) @ k.mT / sqrt(q.shape[-1])).exp().sum(-1, keepdim=True) @ v",
+            "    h = (n(q) @ k.mT / sqrt(q.shape[-1])).exp().sum(-1, keepdim=True)\n"
+            "    return weights / h @ v",
             r"weights of each query sum to one\. Not so for N = 5",
         ),
         (  # without a call of softmax_attention
