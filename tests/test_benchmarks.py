@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     beside,
     chapter03,
     chapter04,
+    chapter05,
     control,
     kernels,
     mixtures,
@@ -540,6 +541,7 @@ RECORDED = [
     for module in (
         chapter03,
         chapter04,
+        chapter05,
         control,
         mixtures,
         multiresolution,
