@@ -315,7 +315,9 @@ def experiment_table(data: dict[str, Any]) -> Table:
     for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
         every = [row for row in data["rows"] if row["arm"] == arm]
         runs = [row for row in every if budget in (None, row.get("steps"))]
-        costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
+        costs = ["–", "–"]  # an experiment that trains no layer has none
+        if "parameters" in runs[0]:
+            costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
         scores = [_spread(runs, *column) for column in data["columns"]]
         if budget:
             scores.append(_spread([row for row in every if row["steps"] == 2 * budget], *first))
