@@ -1,0 +1,204 @@
+"""Train what chapter 6 predicts: ``python -m benchmarks.chapter06``.
+
+Half an hour on one thread of a CPU. The models are those of the chapter, which trains one run of
+each here again. A run that has finished is not repeated. The results go to `training/recorded/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.experiments import command, deciding
+from derived_attention import (
+    Conv1DAttention,
+    PositionOnlyAttention,
+    Questions,
+    answer_loss,
+    conv1d_attention,
+    evaluate,
+    fit,
+    make_attention,
+    seed_everything,
+    softmax_attention,
+)
+from derived_attention.training.fit import Endless
+from derived_attention.training.recorded import FOLDER
+
+# --- places: noisy readings in steps of two, that have to be recognised ---------------------------
+
+PLACES, CHANNELS = 16, 16
+HALF = torch.full((2,), 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places(Endless):
+    """Walks past all places, with a sign at each, and again in another order, without signs.
+
+    A batch is ``(seen, signs, again, answers)``: readings (B, 2 PLACES, CHANNELS), two for each
+    place, whose correlation without the noise is `rho`; signs (B, PLACES), all different; the
+    readings of the second walk, with new noise of the same size as the signal; its signs.
+    """
+
+    rho: float
+    batch_size: int = 16
+    steps: int = 100
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the batches of an evaluation, always the same."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2**31)
+            yield from [self.draw() for _ in range(self.steps)]
+
+    def draw(self) -> tuple[Tensor, ...]:
+        """Return a batch by PyTorch's global generator."""
+        first, new = torch.randn(2, self.batch_size, PLACES, CHANNELS)
+        true = torch.stack([first, self.rho * first + (1 - self.rho**2) ** 0.5 * new], 2)
+        signs, order = torch.rand(2, self.batch_size, PLACES).argsort(-1)
+        again = true[torch.arange(self.batch_size)[:, None], order]
+        seen, heard = ((z + torch.randn_like(z)).flatten(1, 2) for z in (true, again))
+        return seen, signs, heard, signs.gather(1, order)
+
+    def check(self, name: str, model: nn.Module) -> None:
+        """Accept every model."""
+
+
+class Finder(nn.Module):
+    """One layer, one head: readings of the second walk attend those of the first and the signs."""
+
+    def __init__(self, attention: Any, layers: int = 1, dim: int = 32) -> None:
+        super().__init__()
+        self.embed, self.sign = nn.Linear(CHANNELS, dim), nn.Embedding(PLACES, dim)
+        self.attend = make_attention(attention, dim, 1)
+        self.read = nn.Linear(dim, PLACES)
+        if layers > 1:
+            self.before = make_attention(softmax_attention, dim, 1)
+            self.positions = nn.Parameter(torch.randn(2 * PLACES, dim))
+
+    def forward(self, seen: Tensor, signs: Tensor, again: Tensor) -> Tensor:
+        """Return logits (B, PLACES, PLACES) of the signs of the second walk."""
+        sign = F.pad(self.sign(signs)[:, :, None], (0, 0, 0, 1)).flatten(1, 2)  # at first readings
+        memory, asked = self.embed(seen), self.embed(again)
+        if hasattr(self, "before"):
+            memory, asked = (self._two(x) for x in (memory, asked))
+        h, _ = self.attend(asked, memory, memory + sign, need_weights=False)
+        return self.read(h[:, ::2])
+
+    def _two(self, x: Tensor) -> Tensor:
+        placed = x + self.positions
+        return x + self.before(placed, placed, x, need_weights=False)[0]
+
+
+LEARNED = partial(Conv1DAttention, kernel_size=2)
+FINDERS: dict[str, tuple[Any, float]] = {
+    **{f"softmax, ρ = {rho}": (softmax_attention, rho) for rho in (-0.9, 0.9)},
+    **{
+        f"taps ½, ½, ρ = {rho}": (partial(conv1d_attention, weight=HALF), rho)
+        for rho in (-0.9, -0.45, 0.0, 0.45, 0.9)
+    },
+    **{f"learned filter, ρ = {rho}": (LEARNED, rho) for rho in (-0.9, 0.0, 0.9)},
+    "two layers of softmax, ρ = 0.9": (softmax_attention, 0.9),
+    "position only, ρ = 0.9": (partial(PositionOnlyAttention, length=2 * PLACES), 0.9),
+}
+
+
+def find(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
+    """Train a `Finder`; return the accuracy on new walks, and the taps of a learned filter."""
+    seed_everything(seed)
+    attention, rho = FINDERS[arm]
+    model = Finder(attention, 2 if arm.startswith("two") else 1)
+    fit(model.to(device), Places(rho, 16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
+    right = evaluate(model, Places(rho, 64, 8), answer_loss)["accuracy"]
+    return {"accuracy": right} | filters(model)
+
+
+def filters(model: Finder | Reader) -> dict[str, float]:
+    """Return the taps of the learned filters, by name and place."""
+    found = {k: w[0] for k, w in model.attend.named_parameters() if w.shape == (1, 2)}
+    return {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
+
+
+# --- texts: a value stands after its key ----------------------------------------------------------
+
+PAIRS, SYMBOLS = 16, 64
+
+
+class Reader(nn.Module):
+    """One layer, one head: pairs of a key and a value, then a question for each key."""
+
+    def __init__(self, attention: Any, positions: bool, layers: int = 1, dim: int = 64) -> None:
+        super().__init__()
+        self.symbols = SYMBOLS
+        self.embed = nn.Embedding(2 * SYMBOLS, dim)  # keys, then values
+        self.positions = nn.Parameter(positions * torch.randn(3 * PAIRS, dim))
+        self.positions.requires_grad_(positions)
+        self.attend = make_attention(attention, dim, 1)
+        self.read = nn.Linear(dim, SYMBOLS)
+        if layers > 1:
+            self.before = make_attention(softmax_attention, dim, 1)
+
+    def forward(self, keys: Tensor, values: Tensor, asked: Tensor) -> Tensor:
+        """Return logits (B, PAIRS, SYMBOLS) of the values of the keys that are asked for."""
+        pairs = torch.stack([keys, SYMBOLS + values], 2).flatten(1)
+        x = self.embed(torch.cat([pairs, asked], 1)) + self.positions
+        if hasattr(self, "before"):
+            x = x + self.before(x, x, x, is_causal=True, need_weights=False)[0]
+        h, _ = self.attend(x, x, x, is_causal=True, need_weights=False)
+        return self.read(h[:, pairs.shape[1] :])
+
+
+TWO = partial(Conv1DAttention, kernel_size=2, causal=True)
+READERS: dict[str, Any] = {
+    "softmax": softmax_attention,
+    "softmax with positions": softmax_attention,
+    "taps ½, ½": partial(conv1d_attention, weight=HALF),
+    "one filter": TWO,
+    "two filters": partial(TWO, shared=False),
+    "two layers with positions": softmax_attention,
+    "position only": partial(PositionOnlyAttention, length=3 * PAIRS),
+}
+
+
+def answer(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
+    """Train a `Reader`; return the accuracy on new texts, and the taps of learned filters."""
+    seed_everything(seed)
+    model = Reader(READERS[arm], "positions" in arm, 2 if arm.startswith("two layers") else 1)
+    questions = partial(Questions, PAIRS, SYMBOLS)
+    fit(model.to(device), questions(16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
+    right = evaluate(model, questions(64, 4), answer_loss)["accuracy"]
+    return {"accuracy": right} | filters(model)
+
+
+COLUMNS = [("accuracy", "right, %", 100, 1)]
+EXPERIMENTS = {
+    "places": deciding(
+        "places that are recognised from noisy readings",
+        find,
+        list(FINDERS),
+        COLUMNS,
+        steps=(300, 600, 1200),
+    ),
+    "texts": deciding(
+        "values that stand after their keys",
+        answer,
+        list(READERS),
+        COLUMNS,
+        steps=(75, 150, 300, 600),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the experiments that the command line names, or all."""
+    return command("chapter06", EXPERIMENTS, FOLDER, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
