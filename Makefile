@@ -73,6 +73,7 @@ experiments: tools ## train what the pages have no room for: three and a half ho
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
+	@$(BIN)/python -m benchmarks.chapter06
 	@$(BIN)/python -m benchmarks.side_by_side
 	@$(BIN)/python -m benchmarks.side_by_side cost
 

@@ -1,7 +1,7 @@
 """Train what chapter 6 predicts: ``python -m benchmarks.chapter06``.
 
-A quarter of an hour on one thread of a CPU. The models are those of the chapter, which trains one run of
-each here again. A run that has finished is not repeated. The results go to `training/recorded/`.
+A quarter of an hour on one thread of a CPU. The models are those of the chapter, which trains some
+of these runs again. A run that has finished is not repeated. The results go to `training/recorded/`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
+    chapter06,
     control,
     kernels,
     mixtures,
@@ -535,7 +536,16 @@ def test_tables_need_no_torch():
 
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
-    for module in (control, mixtures, multiresolution, primal, side_by_side, small, splitting)
+    for module in (
+        chapter06,
+        control,
+        mixtures,
+        multiresolution,
+        primal,
+        side_by_side,
+        small,
+        splitting,
+    )
     for name, plan in module.EXPERIMENTS.items()
 ]
 
