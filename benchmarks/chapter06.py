@@ -1,7 +1,7 @@
 """Train what chapter 6 predicts: ``python -m benchmarks.chapter06``.
 
 A quarter of an hour on one thread of a CPU. The models are those of the chapter, which trains some
-of these runs again. A run that has finished is not repeated. The results go to `training/recorded/`.
+of these runs again. What has finished is not repeated. The results go to `training/recorded/`.
 """
 
 from __future__ import annotations
@@ -73,27 +73,18 @@ class Places(Endless):
 class Finder(nn.Module):
     """One layer, one head: readings of the second walk attend those of the first and the signs."""
 
-    def __init__(self, attention: Any, layers: int = 1, dim: int = 32) -> None:
+    def __init__(self, attention: Any, dim: int = 32) -> None:
         super().__init__()
         self.embed, self.sign = nn.Linear(CHANNELS, dim), nn.Embedding(PLACES, dim)
         self.attend = make_attention(attention, dim, 1)
         self.read = nn.Linear(dim, PLACES)
-        if layers > 1:
-            self.before = make_attention(softmax_attention, dim, 1)
-            self.positions = nn.Parameter(torch.randn(2 * PLACES, dim))
 
     def forward(self, seen: Tensor, signs: Tensor, again: Tensor) -> Tensor:
         """Return logits (B, PLACES, PLACES) of the signs of the second walk."""
         sign = F.pad(self.sign(signs)[:, :, None], (0, 0, 0, 1)).flatten(1, 2)  # at first readings
-        memory, asked = self.embed(seen), self.embed(again)
-        if hasattr(self, "before"):
-            memory, asked = (self._two(x) for x in (memory, asked))
-        h, _ = self.attend(asked, memory, memory + sign, need_weights=False)
+        memory = self.embed(seen)
+        h, _ = self.attend(self.embed(again), memory, memory + sign, need_weights=False)
         return self.read(h[:, ::2])
-
-    def _two(self, x: Tensor) -> Tensor:
-        placed = x + self.positions
-        return x + self.before(placed, placed, x, need_weights=False)[0]
 
 
 LEARNED = partial(Conv1DAttention, kernel_size=2)
@@ -104,7 +95,6 @@ FINDERS: dict[str, tuple[Any, float]] = {
         for rho in (-0.9, -0.45, 0.0, 0.45, 0.9)
     },
     **{f"learned filter, ρ = {rho}": (LEARNED, rho) for rho in (-0.9, 0.9)},
-    "two layers of softmax, ρ = 0.9": (softmax_attention, 0.9),
     "position only, ρ = 0.9": (partial(PositionOnlyAttention, length=2 * PLACES), 0.9),
 }
 
@@ -113,7 +103,7 @@ def find(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, f
     """Train a `Finder`; return the accuracy on new walks, and the taps of a learned filter."""
     seed_everything(seed)
     attention, rho = FINDERS[arm]
-    model = Finder(attention, 2 if arm.startswith("two") else 1)
+    model = Finder(attention)
     fit(model.to(device), Places(rho, 16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
     right = evaluate(model, Places(rho, 64, 8), answer_loss)["accuracy"]
     return {"accuracy": right} | filters(model)
@@ -183,7 +173,7 @@ EXPERIMENTS = {
         find,
         list(FINDERS),
         COLUMNS,
-        steps=(200, 400, 800),
+        steps=(150, 300, 600),
     ),
     "texts": deciding(
         "values that stand after their keys",
