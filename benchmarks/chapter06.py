@@ -29,6 +29,7 @@ from derived_attention import (
     seed_everything,
     softmax_attention,
 )
+from derived_attention.tasks.run import attention_cost
 from derived_attention.training.fit import Endless
 from derived_attention.training.recorded import FOLDER
 
@@ -106,13 +107,14 @@ def find(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, f
     model = Finder(attention)
     fit(model.to(device), Places(rho, 16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
     right = evaluate(model, Places(rho, 64, 8), answer_loss)["accuracy"]
-    return {"accuracy": right} | filters(model)
+    return {"accuracy": right} | of_layer(model.cpu(), *Places(rho, 1, 1).draw()[:3])
 
 
-def filters(model: Finder | Reader) -> dict[str, float]:
-    """Return the taps of the learned filters, by name and place."""
+def of_layer(model: Finder | Reader, *inputs: Tensor) -> dict[str, float]:
+    """Return what the attention costs, and the taps of the learned filters, by name and place."""
     found = {k: w[0] for k, w in model.attend.named_parameters() if w.shape == (1, 2)}
-    return {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
+    taps = {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
+    return attention_cost(model, *inputs) | taps
 
 
 # --- texts: a value stands after its key ----------------------------------------------------------
@@ -163,7 +165,7 @@ def answer(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str,
     questions = partial(Questions, PAIRS, SYMBOLS)
     fit(model.to(device), questions(16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
     right = evaluate(model, questions(64, 4), answer_loss)["accuracy"]
-    return {"accuracy": right} | filters(model)
+    return {"accuracy": right} | of_layer(model.cpu(), *questions(1, 1).draw()[:3])
 
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
