@@ -93,7 +93,7 @@ FINDERS: dict[str, tuple[Any, float]] = {
     **{f"softmax, ρ = {rho}": (softmax_attention, rho) for rho in (-0.9, 0.9)},
     **{
         f"taps ½, ½, ρ = {rho}": (partial(conv1d_attention, weight=HALF), rho)
-        for rho in (-0.9, -0.45, 0.0, 0.45, 0.9)
+        for rho in (-0.9, 0.0, 0.9)
     },
     **{f"learned filter, ρ = {rho}": (LEARNED, rho) for rho in (-0.9, 0.9)},
     "position only, ρ = 0.9": (partial(PositionOnlyAttention, length=2 * PLACES), 0.9),
