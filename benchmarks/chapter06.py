@@ -1,19 +1,17 @@
 """Train what chapter 6 predicts: ``python -m benchmarks.chapter06``.
 
-A quarter of an hour on one thread of a CPU. The models are those of the chapter, which trains some
-of these runs again. What has finished is not repeated. The results go to `training/recorded/`.
+Ten minutes on one thread of a CPU. The models are those of the chapter, which trains some of these
+runs again. What has finished is not repeated. The results go to `training/recorded/`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.experiments import command, deciding
@@ -30,96 +28,12 @@ from derived_attention import (
     softmax_attention,
 )
 from derived_attention.tasks.run import attention_cost
-from derived_attention.training.fit import Endless
 from derived_attention.training.recorded import FOLDER
-
-# --- places: noisy readings in steps of two, that have to be recognised ---------------------------
-
-PLACES, CHANNELS = 16, 16
-HALF = torch.full((2,), 0.5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Places(Endless):
-    """Walks past all places, with a sign at each, and again in another order, without signs.
-
-    A batch is ``(seen, signs, again, answers)``: readings (B, 2 PLACES, CHANNELS), two for each
-    place, whose correlation without the noise is `rho`; signs (B, PLACES), all different; the
-    readings of the second walk, with new noise of the same size as the signal; its signs.
-    """
-
-    rho: float
-    batch_size: int = 16
-    steps: int = 100
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the batches of an evaluation, always the same."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2**31)
-            yield from [self.draw() for _ in range(self.steps)]
-
-    def draw(self) -> tuple[Tensor, ...]:
-        """Return a batch by PyTorch's global generator."""
-        first, new = torch.randn(2, self.batch_size, PLACES, CHANNELS)
-        true = torch.stack([first, self.rho * first + (1 - self.rho**2) ** 0.5 * new], 2)
-        signs, order = torch.rand(2, self.batch_size, PLACES).argsort(-1)
-        again = true[torch.arange(self.batch_size)[:, None], order]
-        seen, heard = ((z + torch.randn_like(z)).flatten(1, 2) for z in (true, again))
-        return seen, signs, heard, signs.gather(1, order)
-
-    def check(self, name: str, model: nn.Module) -> None:
-        """Accept every model."""
-
-
-class Finder(nn.Module):
-    """One layer, one head: readings of the second walk attend those of the first and the signs."""
-
-    def __init__(self, attention: Any, dim: int = 32) -> None:
-        super().__init__()
-        self.embed, self.sign = nn.Linear(CHANNELS, dim), nn.Embedding(PLACES, dim)
-        self.attend = make_attention(attention, dim, 1)
-        self.read = nn.Linear(dim, PLACES)
-
-    def forward(self, seen: Tensor, signs: Tensor, again: Tensor) -> Tensor:
-        """Return logits (B, PLACES, PLACES) of the signs of the second walk."""
-        sign = F.pad(self.sign(signs)[:, :, None], (0, 0, 0, 1)).flatten(1, 2)  # at first readings
-        memory = self.embed(seen)
-        h, _ = self.attend(self.embed(again), memory, memory + sign, need_weights=False)
-        return self.read(h[:, ::2])
-
-
-LEARNED = partial(Conv1DAttention, kernel_size=2)
-FINDERS: dict[str, tuple[Any, float]] = {
-    **{f"softmax, ρ = {rho}": (softmax_attention, rho) for rho in (-0.9, 0.9)},
-    **{
-        f"taps ½, ½, ρ = {rho}": (partial(conv1d_attention, weight=HALF), rho)
-        for rho in (-0.9, 0.0, 0.9)
-    },
-    **{f"learned filter, ρ = {rho}": (LEARNED, rho) for rho in (-0.9, 0.9)},
-    "position only, ρ = 0.9": (partial(PositionOnlyAttention, length=2 * PLACES), 0.9),
-}
-
-
-def find(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
-    """Train a `Finder`; return the accuracy on new walks, and the taps of a learned filter."""
-    seed_everything(seed)
-    attention, rho = FINDERS[arm]
-    model = Finder(attention)
-    fit(model.to(device), Places(rho, 16, steps), answer_loss, epochs=1, lr=lr, seed=seed)
-    right = evaluate(model, Places(rho, 64, 8), answer_loss)["accuracy"]
-    return {"accuracy": right} | of_layer(model.cpu(), *Places(rho, 1, 1).draw()[:3])
-
-
-def of_layer(model: Finder | Reader, *inputs: Tensor) -> dict[str, float]:
-    """Return what the attention costs, and the taps of the learned filters, by name and place."""
-    found = {k: w[0] for k, w in model.attend.named_parameters() if w.shape == (1, 2)}
-    taps = {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
-    return attention_cost(model, *inputs) | taps
-
 
 # --- texts: a value stands after its key ----------------------------------------------------------
 
 PAIRS, SYMBOLS = 16, 64
+HALF = torch.full((2,), 0.5)
 
 
 class Reader(nn.Module):
@@ -168,15 +82,15 @@ def answer(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str,
     return {"accuracy": right} | of_layer(model.cpu(), *questions(1, 1).draw()[:3])
 
 
+def of_layer(model: Reader, *inputs: Tensor) -> dict[str, float]:
+    """Return what the attention costs, and the taps of the learned filters, by name and place."""
+    found = {k: w[0] for k, w in model.attend.named_parameters() if w.shape == (1, 2)}
+    taps = {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
+    return attention_cost(model, *inputs) | taps
+
+
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
-    "places": deciding(
-        "places that are recognised from noisy readings",
-        find,
-        list(FINDERS),
-        COLUMNS,
-        steps=(150, 300, 600),
-    ),
     "texts": deciding(
         "values that stand after their keys",
         answer,
