@@ -73,7 +73,7 @@ experiments: tools ## train what the pages have no room for: three and a half ho
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
-	@$(BIN)/python -m benchmarks.ground
+	@$(BIN)/python -m benchmarks.chapter01
 	@$(BIN)/python -m benchmarks.chapter03
 	@$(BIN)/python -m benchmarks.chapter04
 	@$(BIN)/python -m benchmarks.chapter05

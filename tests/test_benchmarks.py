@@ -22,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
+    chapter01,
     chapter03,
     chapter04,
     chapter05,
     chapter06,
     control,
-    ground,
     kernels,
     mixtures,
     multiresolution,
@@ -541,11 +541,10 @@ def test_tables_need_no_torch():
 RECORDED = [
     (f"{module.__name__.rpartition('.')[2]}_{name}", plan)
     for module in (
+        chapter01,
         chapter03,
         chapter04,
         chapter05,
-        control,
-        ground,
         chapter06,
         control,
         mixtures,

@@ -1,4 +1,4 @@
-"""Train a model that looks up, with attention and its controls: ``python -m benchmarks.ground``.
+"""Train a model that looks up, with attention and its controls: ``python -m benchmarks.chapter01``.
 
 Ten minutes on one thread of a CPU. Chapter 1 shows the results, which go to `training/recorded/`.
 """
@@ -49,7 +49,7 @@ EXPERIMENTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiments that the command line names, or all."""
-    return command("ground", EXPERIMENTS, FOLDER, __doc__, arguments)
+    return command("chapter01", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 
 if __name__ == "__main__":
