@@ -31,7 +31,7 @@ class Reading(NamedTuple):
     """Minutes to read a page slowly."""
 
     sittings: list[int]  # what is open to the eye, up to each box of the class `SITTING`
-    proofs: int  # what is folded, except solutions and the code of figures
+    proofs: int  # the folded ones
 
     @property
     def minutes(self) -> int:
@@ -84,19 +84,17 @@ def exercise_minutes(doctree) -> tuple[int, int]:
 
 
 def _folded(node) -> str | None:
-    """Return ``"proof"`` in a closed box, ``"away"`` in a solution, a task or a hidden cell."""
-    found = None
+    """Return ``"proof"`` in a closed proof; ``"away"`` in another closed box, task or solution."""
+    proof = closed = False
     while node is not None:
         if isinstance(node, nodes.Element):
             classes = node.get("classes", [])
-            if "solution" in classes or "exercise" in classes:
+            if {"solution", "exercise"} & set(classes) or node.get("hide_mode") in ("input", "all"):
                 return "away"
-            if node.get("hide_mode") in ("input", "all"):
-                return "away"
-            if node.get("design_component") == "dropdown":
-                found = "proof"
+            proof |= node.tagname == "proof_node"
+            closed |= node.get("design_component") == "dropdown"
         node = node.parent
-    return found
+    return ("proof" if proof else "away") if closed else None
 
 
 @lru_cache
