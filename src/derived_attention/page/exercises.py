@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from derived_attention.attention.cases import Largest
 
 Property = Callable[[Any], Iterable[tuple[str, Any]]]
 
@@ -169,19 +170,9 @@ class Once:
 
 def largest_tensor(function: Callable[..., Any], *args: Any, **keywords: Any) -> int:
     """Return the number of elements of the largest tensor that an operation of a call returns."""
-    with _Largest() as seen:
+    with Largest() as seen:
         function(*args, **keywords)
     return seen.numel
-
-
-class _Largest(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return out
 
 
 def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
