@@ -1,6 +1,6 @@
-"""Train the book's small model with every mechanism: ``python -m benchmarks.small``.
+"""Train the book's small model: ``python -m benchmarks.small``.
 
-About half an hour on one thread of a CPU. A run that has finished is not repeated. The results go
+About two hours on one thread of a CPU. A run that has finished is not repeated. The results go
 to `training/recorded/`, from where the chapters read what each mechanism scores and writes.
 """
 
@@ -13,23 +13,26 @@ from typing import Any
 
 import torch
 
-from benchmarks.experiments import command, experiment
+from benchmarks.experiments import command, deciding, experiment
 from derived_attention import (
+    ByteLM,
+    Config,
     Conv1DAttention,
     PositionOnlyAttention,
     identity_attention,
     uniform_attention,
 )
 from derived_attention.attention.registry import MECHANISMS
+from derived_attention.runtime import seed_everything
 from derived_attention.tasks.language import run as language
 from derived_attention.tasks.language.data import load_text
 from derived_attention.tasks.language.loss import Windows, byte_loss, generate
+from derived_attention.tasks.language.sessions import Sessions, right_answers
 from derived_attention.tasks.run import attention_cost
-from derived_attention.training.fit import evaluate
+from derived_attention.training.fit import evaluate, fit
 from derived_attention.training.recorded import FOLDER
 
 LENGTH, HEADS, WIDTH = 64, 4, 16  # of `small_model`
-PROMPT = "The function "
 ARMS = {name: e.plug(LENGTH, HEADS, WIDTH) for name, e in MECHANISMS.items() if e.causal}
 ARMS["conv1d"] = partial(Conv1DAttention, causal=True)  # its filters then look back only
 CONTROLS = {
@@ -38,24 +41,47 @@ CONTROLS = {
     "position only": partial(PositionOnlyAttention, length=LENGTH),
 }
 ARMS |= CONTROLS
+ONES = ["softmax", "linear", "bn", "conv1d", "mgk", *CONTROLS]  # that read sessions
 
 
-def small_model(arm: str, seed: int, **settings: Any) -> dict[str, Any]:
-    """Train the small model; return its bits per byte of the test part, and what it writes."""
-    model = language.small_model(ARMS[arm], seed=seed, **settings)
+def small_model(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, Any]:
+    """Train the small model on sessions; return its right answers, bits per byte and text."""
+    seed_everything(seed)
+    model = ByteLM(LENGTH, Config(heads=HEADS, dropout=0.0, attention=ARMS[arm]), taps=4)
+    train = Sessions(LENGTH, batch_size=16, steps=steps)
+    fit(model.to(device), train, byte_loss, epochs=1, lr=lr, seed=seed)
+    bits = evaluate(model, Sessions(LENGTH), byte_loss)
+    cost = attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
+    text = generate(model, "k=7 q=3 ", 56, temperature=0.5)
+    return {"answers": right_answers(model)} | bits | cost | {"text": text}
+
+
+def documentation(arm: str, seed: int, **settings: Any) -> dict[str, Any]:
+    """Train the model on Python's documentation; return its bits per byte of the test, and text."""
+    model = language.small_model(ARMS[arm], text="python", seed=seed, **settings)
     bits = evaluate(model, Windows(load_text("python").test, LENGTH), byte_loss)
     cost = attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
-    return bits | cost | {"text": generate(model, PROMPT, 160, temperature=0.5)}
+    return bits | cost | {"text": generate(model, "The function ", 160, temperature=0.5)}
 
 
-COLUMNS = [("bits", "bits per byte", 1, 3)]
+BITS = ("bits", "bits per byte", 1, 3)
 EXPERIMENTS = {
-    "model": experiment("the small model", small_model, list(ARMS), COLUMNS, steps=600),
-    "model_longer": experiment(
-        "the small model, trained for longer",
+    "model": deciding(
+        "the small model on sessions",
         small_model,
+        ONES,
+        [("answers", "right answers, %", 100, 1), BITS],
+        steps=(300, 600, 1200),
+        seeds=4,
+    ),
+    "documentation": experiment(
+        "the small model on documentation", documentation, list(ARMS), [BITS], steps=600
+    ),
+    "documentation_longer": experiment(
+        "the small model on documentation, trained for longer",
+        documentation,
         ["softmax", *CONTROLS],
-        COLUMNS,
+        [BITS],
         steps=4000,
     ),
 }

@@ -7,10 +7,17 @@ import torch
 from kinds import text, weights, writer
 from torch import nn
 
+from derived_attention.attention.softmax.controls import identity_attention
 from derived_attention.runtime import seed_everything
 from derived_attention.tasks.language.data import load_text, ngram_bits
 from derived_attention.tasks.language.loss import Windows, byte_loss, generate
 from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.language.sessions import (
+    Sessions,
+    draw_sessions,
+    right_answers,
+    session_bits,
+)
 from derived_attention.tasks.model import Config
 from derived_attention.training.fit import evaluate, fit
 
@@ -206,3 +213,74 @@ def test_wrong_writing_before_any_work(arguments, error, message):
     model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
     with pytest.raises(error, match=message):
         generate(**dict(model=model, prompt="x", n=2) | arguments)
+
+
+# --- Sessions -------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads sessions by their rule, a byte at a time, without a tensor in its head."""
+
+    length = 40
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        p = torch.zeros(*x.shape, 256, dtype=torch.float64)
+        for row, text in zip(p, x.tolist(), strict=True):
+            notes = {}
+            for t, byte in enumerate(map(chr, text)):
+                if t % 4 == 0:
+                    new = (0.5 if notes else 1) / 26
+                    old = 0.5 / len(notes) if byte in notes else 0
+                    row[t, ord("=")], row[t, ord("?")] = new / (new + old), old / (new + old)
+                elif byte == "=":
+                    row[t, 48:58] = 0.1
+                elif byte == "?":
+                    row[t, ord(notes[chr(text[t - 1])])] = 1
+                elif t % 4 == 2:
+                    notes[chr(text[t - 2])] = byte
+                    row[t, ord(" ")] = 1
+                else:
+                    row[t, 97:123] = 0.5 / 26
+                    for name in notes:
+                        row[t, ord(name)] += 0.5 / len(notes)
+        return p.log()
+
+
+def test_sessions_are_those_of_their_rule_and_cost_what_it_says():
+    sessions, reader = Sessions(40, batch_size=32, steps=3), Reader()
+    (texts,) = zip(*sessions, strict=True)
+    bits = session_bits(torch.cat(texts).to(torch.uint8))
+    assert evaluate(reader, sessions, byte_loss)["bits"] == pytest.approx(bits[:, 1:].mean().item())
+    assert right_answers(reader, 64) == 1
+    again = next(iter(sessions))[0]
+    assert torch.equal(again, texts[0]) and not torch.equal(texts[0], texts[1])
+    text, answers = draw_sessions(2000, 41)
+    assert torch.equal(answers[:, 1:], text[:, :-1] == ord("?"))
+    assert answers[:, 10].double().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert torch.isfinite(session_bits(text)).all()
+    wrong = torch.where(answers, 48 + (text - 47) % 10, text)
+    assert torch.equal(session_bits(wrong).isinf(), answers & (text != wrong))
+
+
+def test_a_convolution_reads_the_bytes_before_and_no_others():
+    seed_everything(0)
+    model = ByteLM(12, Config(dim=8, heads=2, attention=identity_attention), taps=4).eval()
+    x = torch.randint(256, (1, 12))
+    for t in range(12):
+        other = x.clone()
+        other[0, t] = (x[0, t] + 1) % 256
+        changed = (model(x) - model(other)).abs().amax(-1)[0] > 1e-6
+        assert changed.nonzero()[:, 0].tolist() == list(range(t, min(t + 4, 12)))
+
+
+def test_what_cannot_be_a_session_is_refused():
+    with pytest.raises(ValueError, match="length is 0"):
+        draw_sessions(2, 0)
+    with pytest.raises(TypeError, match="text"):
+        session_bits("k=7 ")
+    with pytest.raises(ValueError, match="sessions of 16 bytes"):
+        fit(writer(), Sessions(16, 2, 1), byte_loss, epochs=1, lr=1e-2)

@@ -36,6 +36,7 @@ _MODULES = {
     "tasks.language.data": "encode load_text make_topics ngram_bits",
     "tasks.language.loss": "Windows byte_loss generate",
     "tasks.language.model": "ByteLM",
+    "tasks.language.sessions": "Sessions draw_sessions right_answers session_bits",
     "tasks.language.run": "small_model train_language train_topics",
     "tasks.listops.data": "LRA SHORT make_listops prefix_rule",
     "tasks.listops.run": "train_listops",

@@ -28,6 +28,9 @@ class ByteLM(Encoder):
     length : int
         T, the most bytes that the model reads at a time.
     config : Config
+    taps : int
+        With more than 1, a causal convolution of the embeddings by as many taps is added to them:
+        each byte is read together with the ``taps - 1`` before it.
 
     Examples
     --------
@@ -38,15 +41,16 @@ class ByteLM(Encoder):
 
     vocabulary = 256
 
-    def __init__(self, length: int, config: Config) -> None:
+    def __init__(self, length: int, config: Config, taps: int = 1) -> None:
         super().__init__()
-        check_sizes(config, length=length)
+        check_sizes(config, length=length, taps=taps)
         self.length, self.config = length, config
         self.embed = nn.Embedding(self.vocabulary, config.dim)
         self.positions = nn.Parameter(sinusoids(length, config.dim))
         self.layers = stack(CausalLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, self.vocabulary)
+        self.before = nn.Conv1d(config.dim, config.dim, taps) if taps > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
@@ -57,4 +61,8 @@ class ByteLM(Encoder):
         check_no_padding(padding, "a text")
         if x.shape[1] > self.length:
             raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {self.length}")
-        return self.dropout(self.embed(x) + self.positions[: x.shape[1]])  # (B, T, dim)
+        tokens = self.embed(x)  # (B, T, dim)
+        if self.before is not None:
+            earlier = self.before.kernel_size[0] - 1
+            tokens = tokens + self.before(nn.functional.pad(tokens.mT, (earlier, 0))).mT
+        return self.dropout(tokens + self.positions[: x.shape[1]])

@@ -13,9 +13,10 @@ from derived_attention.runtime import seed_everything
 from derived_attention.tasks.language.data import load_text, make_topics
 from derived_attention.tasks.language.loss import Windows, byte_loss
 from derived_attention.tasks.language.model import ByteLM
+from derived_attention.tasks.language.sessions import Sessions
 from derived_attention.tasks.model import Config, TokenClassifier
 from derived_attention.tasks.run import Numbers, Task, Trained, classification, runner
-from derived_attention.training.fit import evaluate, fit
+from derived_attention.training.fit import Batches, evaluate, fit
 
 
 @runner(steps=1000, batch_size=16, lr=1e-2)
@@ -62,27 +63,36 @@ def train_topics(config: Config, *, length: int = 128, train: int = 4000, test: 
 def small_model(
     attention: Mechanism | type[nn.Module] = softmax_attention,
     *,
+    text: str = "sessions",
     seed: int = 0,
     steps: int = 600,
     device: torch.device | str | None = None,
 ) -> ByteLM:
     """Train the small model that the book carries along from chapter 1, and return it.
 
-    Two layers of four heads, of width 64, read 64 bytes of Python's documentation. All but the
-    mechanism is the same in every chapter, the windows of a seed too. Its score on the test part:
-    ``evaluate(model, Windows(load_text("python").test, 64), byte_loss)["bits"]``.
+    Two layers of four heads, of width 64, read 64 bytes. All but the mechanism is the same in every
+    chapter, the batches of a seed too.
 
     Parameters
     ----------
     attention : callable
         A function or a class, as in `derived_attention.tasks.model.Config`.
+    text : str
+        ``"sessions"``, see `derived_attention.draw_sessions`: the model reads each byte together
+        with the three before it. Otherwise a name for `derived_attention.load_text`: each byte is
+        read alone.
     seed, device
         As in `derived_attention.training.fit.fit`; the seed is also that of the initial weights.
     steps : int
         Of 16 windows each.
     """
     seed_everything(seed)
-    model = ByteLM(64, Config(heads=4, dropout=0.0, attention=attention))
-    train = Windows(load_text("python").train, 64, batch_size=16, steps=steps)
+    config = Config(heads=4, dropout=0.0, attention=attention)
+    train: Batches
+    if text == "sessions":
+        model, train = ByteLM(64, config, taps=4), Sessions(64, batch_size=16, steps=steps)
+    else:
+        data = load_text(text)
+        model, train = ByteLM(64, config), Windows(data.train, 64, batch_size=16, steps=steps)
     fit(model.to(device), train, byte_loss, epochs=1, lr=1e-2, seed=seed)
     return model
