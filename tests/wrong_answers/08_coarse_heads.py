@@ -1,0 +1,56 @@
+"""Wrong answers to the exercises of chapter 8."""
+
+
+def heads(body):
+    """An answer whose heads h, of scale s, are what `body` makes of q, k and v."""
+    lines = "".join(f"            {line}\n" for line in body.splitlines())
+    return (
+        "def coarse(base, scales):\n"
+        "    def attention(q, k, v):\n"
+        "        heads = []\n"
+        "        for h, s in enumerate(scales):\n"
+        f"{lines}"
+        "        return torch.cat(heads, 1)\n"
+        "    return attention"
+    )
+
+
+POOL = "q_, k_, v_ = (x[:, [h]].unflatten(2, (-1, s)).{} for x in (q, k, v))\n"
+REPEAT = "heads.append(base(q_, k_, v_).repeat_interleave(s, 2))"
+BY_MEANS = r"Queries, keys and values count by the means.*softmax_attention, scale [24]"
+
+WRONG = {
+    "ex-08-any": [
+        (heads(POOL.format("amax(3)") + REPEAT), BY_MEANS),
+        (
+            heads(
+                POOL.format("mean(3)") + "q_ = q[:, [h]].unflatten(2, (-1, s)).amin(3)\n" + REPEAT
+            ),
+            BY_MEANS,
+        ),
+        (heads(POOL.format("select(3, 0)") + REPEAT), BY_MEANS),
+        (
+            heads(  # the misconception of chapters 7 and 8: attend first, then average
+                "out = base(q[:, [h]], k[:, [h]], v[:, [h]]).unflatten(2, (-1, s)).mean(3)\n"
+                "heads.append(out.repeat_interleave(s, 2))"
+            ),
+            BY_MEANS,
+        ),
+        (
+            heads(
+                "full = q[:, [h]]\n"
+                "k_, v_ = (x[:, [h]].unflatten(2, (-1, s)).mean(3) for x in (k, v))\n"
+                "heads.append(base(full, k_, v_))"  # queries are not pooled
+            ),
+            r"All steps of a window get the same result.*off by",
+        ),
+        (
+            heads(POOL.format("sum(3)") + REPEAT),
+            r"repeated s times it is the base on the single tokens.*scale 2: it is off by",
+        ),
+        (
+            heads(POOL.format("mean(3)") + "heads.append(base(q_, k_, v_).repeat(1, 1, s, 1))"),
+            r"repeated s times it is the base on the single tokens.*off by",  # tiled
+        ),
+    ],
+}
