@@ -55,7 +55,7 @@ def draw_town(seed: int, uncrossed: int) -> Tensor:
     rng = np.random.default_rng(seed)
     while True:
         owner = rng.permutation(PLACES) // 2
-        if most_uncrossed(owner) == uncrossed:
+        if most_uncrossed(owner.tolist()) == uncrossed:
             return torch.from_numpy(owner)
 
 
@@ -91,6 +91,8 @@ def days(owner: Tensor, batch_size: int, steps: int) -> Endless:
 
 class Guide(nn.Module):
     """One layer: places attend the shops, with the probability that a shop is the owner."""
+
+    circle: Tensor
 
     def __init__(self, attend: Any, dim: int = 32) -> None:
         super().__init__()

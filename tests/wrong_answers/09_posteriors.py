@@ -86,7 +86,7 @@ WRONG = {
     "ex-09-bumps": [
         (
             "def bound(sigma):\n    return 2 / 3 - normal(0, sigma) / 3",  # no neighbours
-            r"supremum over θ is taken where it is reached.*σ = 0.2.*off by",
+            r"supremum is taken where it is reached.*σ = 0.2.*off by",
         ),
         (
             "def bound(sigma):\n    return 2 / 3 - normal(0, sigma)",  # weights of 1
