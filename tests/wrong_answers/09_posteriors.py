@@ -1,0 +1,105 @@
+"""Wrong answers to the exercises of chapter 9."""
+
+IMPORTS = """
+import numpy as np
+from scipy.special import logsumexp
+"""
+
+BALL = """
+import numpy as np
+def ball(k1, k2, var1, var2, pi1):
+    s, t = 1 / var1, 1 / var2
+    centre = (s * k1 - t * k2) / (s - t)
+    at_centre = np.log(pi1 / (1 - pi1)) + len(k1) / 2 * np.log(var2 / var1)
+    at_centre -= s / 2 * ((centre - k1) ** 2).sum()
+    at_centre += t / 2 * ((centre - k2) ** 2).sum()
+    return centre, 2 * at_centre / (s - t)
+"""
+
+
+def changed(old, new):
+    assert old in BALL
+    return BALL.replace(old, new)
+
+
+WRONG = {
+    "ex-09-prior": [
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n    return np.full(len(K), -np.log(len(K)))",
+            r"Bayes' rule with these priors.*N = 6, D = 4.*off by",  # the same for all keys
+        ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n"
+            "    s = scale * (K**2).sum(1)\n"
+            "    return s - logsumexp(s)",  # the half is forgotten
+            r"Bayes' rule with these priors.*N = 6, D = 4.*off by",
+        ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n"
+            "    s = -scale * (K**2).sum(1) / 2\n"
+            "    return s - logsumexp(s)",  # against long keys
+            r"Bayes' rule with these priors.*N = 6, D = 4.*off by",
+        ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n"
+            "    s = (K**2).sum(1) / (2 * scale)\n"
+            "    return s - logsumexp(s)",  # scale for variance
+            r"Bayes' rule with these priors.*off by",
+        ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n    return scale * (K**2).sum(1) / 2",
+            r"The priors add up to one. Not so for N = 1.*off by",  # not normalised
+        ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n"
+            "    e = np.exp(scale * (K**2).sum(1) / 2)\n"
+            "    return np.log(e / e.sum())",
+            r"Log priors of long keys are finite",
+        ),
+    ],
+    "ex-09-ball": [
+        (
+            changed(" + len(k1) / 2 * np.log(var2 / var1)", ""),  # without the constants
+            r"On the sphere both centres.*D = 1, π₁ = 0.5.*off by",
+        ),
+        (
+            changed("len(k1) / 2 * np", "0.5 * np"),  # the constants of one dimension
+            r"On the sphere both centres.*D = 3.*off by",
+        ),
+        (
+            changed("np.log(pi1 / (1 - pi1))", "0"),  # without the priors
+            r"On the sphere both centres.*π₁ = 0.1.*off by",
+        ),
+        (
+            changed("return centre,", "return k1,"),  # around the narrow centre
+            r"On the sphere both centres.*D = 1.*off by",
+        ),
+        (
+            changed("2 * at_centre / (s - t)", "abs(2 * at_centre / (s - t))"),
+            r"Where centre 1 never wins, the squared radius is negative.*draw 0",
+        ),
+        (
+            changed("2 * at_centre / (s - t)", "(2 * at_centre / (s - t)) ** 0.5"),
+            r"On the sphere both centres.*D = 1.*off by",  # the radius, not its square
+        ),
+    ],
+    "ex-09-bumps": [
+        (
+            "def bound(sigma):\n    return 2 / 3 - normal(0, sigma) / 3",  # no neighbours
+            r"supremum is taken where it is reached.*σ = 0.2.*off by",
+        ),
+        (
+            "def bound(sigma):\n    return 2 / 3 - normal(0, sigma)",  # weights of 1
+            r"the bound of the theorem.*σ = 0.12.*off by",
+        ),
+        (
+            "def bound(sigma):\n"
+            "    return 2 / 3 - (normal(0, sigma) + normal(1, sigma) + normal(2, sigma)) / 3",
+            r"the bound of the theorem.*off by",  # at an outer bump
+        ),
+        (
+            "def bound(sigma):\n    return 2 - (normal(0, sigma) + 2 * normal(1, sigma))",
+            r"No mixture is nearer to p.*σ = 0.36",  # weights add up to 3
+        ),
+    ],
+}
