@@ -66,8 +66,7 @@ WRONG = {
     ],
     "ex-10-seeds": [
         (  # the standard error of one mean
-            "def seeds_needed(delta, sigma):\n"
-            "    return int(np.ceil((2.8 * sigma / delta) ** 2))",
+            "def seeds_needed(delta, sigma):\n    return int(np.ceil((2.8 * sigma / delta) ** 2))",
             r"at least 2.8 of its standard errors\. Not so for δ = 1.0, σ = 1.0, n = 8",
         ),
         (  # rounded down
