@@ -181,7 +181,7 @@ def shares(model: Lookup, names: Tensor, values: Tensor, asked: Tensor) -> dict[
 
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
-BUDGETS = {"both": (150, 300, 600), "either": (300, 600), "widths": (100, 200, 400)}
+BUDGETS = {"both": (150, 300, 600), "either": (300, 600, 1200), "widths": (100, 200, 400)}
 TITLES = {
     "both": "two names, two values",
     "either": "one of two names",
