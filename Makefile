@@ -68,6 +68,7 @@ benchmarks: tools ## measure every mechanism and other libraries; what this mach
 
 experiments: tools ## train what the pages have no room for: three and a half hours on one core
 	@$(BIN)/python -m benchmarks.mixtures
+	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
@@ -79,6 +80,7 @@ experiments: tools ## train what the pages have no room for: three and a half ho
 	@$(BIN)/python -m benchmarks.chapter06
 	@$(BIN)/python -m benchmarks.chapter08
 	@$(BIN)/python -m benchmarks.chapter09
+	@$(BIN)/python -m benchmarks.chapter10
 	@$(BIN)/python -m benchmarks.side_by_side
 	@$(BIN)/python -m benchmarks.side_by_side cost
 

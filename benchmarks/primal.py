@@ -96,7 +96,7 @@ def recall(arm: str, pairs: int, **settings: Any) -> dict[str, float]:
 
 
 def language(arm: str, length: int, **settings: Any) -> dict[str, float]:
-    """Model a text, as chapter 10 does."""
+    """Model a text."""
     attention, last, eta = arms(16, length)[arm]
     config = Config(dim=64, heads=4, dropout=0.0, attention=attention, last=last)
     return train_language(config, length=length, eta=eta, **settings)

@@ -32,6 +32,10 @@ from benchmarks import (  # noqa: E402
     control,
     kernels,
     mixtures,
+    chapter10,
+    control,
+    kernels,
+    multiresolution,
     primal,
     run,
     side_by_side,
@@ -551,6 +555,9 @@ RECORDED = [
         chapter09,
         control,
         mixtures,
+        chapter10,
+        control,
+        multiresolution,
         primal,
         side_by_side,
         small,
@@ -643,12 +650,12 @@ def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
 
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
     plan = experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
-    monkeypatch.setattr(mixtures, "EXPERIMENTS", {"tiny": plan})
-    monkeypatch.setattr(mixtures, "FOLDER", tmp_path)
+    monkeypatch.setattr(chapter10, "EXPERIMENTS", {"tiny": plan})
+    monkeypatch.setattr(chapter10, "FOLDER", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        assert mixtures.main(["tiny"]) == 0
-    (data,) = load_experiment("mixtures_tiny", tmp_path)
+        assert chapter10.main(["tiny"]) == 0
+    (data,) = load_experiment("chapter10_tiny", tmp_path)
     assert [(row["arm"], row["seed"]) for row in data["rows"]] == [
         ("a", 0),
         ("b", 0),
@@ -703,5 +710,5 @@ def test_the_last_number_of_steps_is_twice_the_budget(steps):
 
 def test_an_unknown_experiment_is_refused(capsys):
     with pytest.raises(SystemExit):
-        mixtures.main(["nothing"])
-    assert "no experiment nothing; there are language" in capsys.readouterr().err
+        chapter10.main(["nothing"])
+    assert "no experiment nothing; there are both" in capsys.readouterr().err

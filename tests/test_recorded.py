@@ -37,7 +37,7 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="schema of old is 0; expected 1"):
         load_experiment("old", tmp_path)
     with pytest.raises(ValueError, match="metric is 'rouge'; expected one of seconds"):
-        scores("mixtures_translation", "rouge")
+        scores("chapter10_both", "rouge")
 
 
 def test_reading_needs_no_torch():

@@ -20,7 +20,7 @@ def load_experiment(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     Parameters
     ----------
     name : str
-        For example ``"mixtures_language"``.
+        For example ``"chapter10_both"``.
     folder : Path, optional
         The folder of the files.
 
@@ -59,9 +59,9 @@ def scores(name: str, metric: str) -> dict[str, list[float]]:
 
     Examples
     --------
-    >>> bits = scores("mixtures_language", "bits")
-    >>> len(bits["MGK, 2 heads"])
-    3
+    >>> accuracy = scores("chapter10_both", "accuracy")
+    >>> len(accuracy["two keys, D = 32"])
+    8
     """
     data = load_experiment(name)[0]
     return _values(data["rows"], metric, data.get("budget"))
