@@ -67,8 +67,6 @@ benchmarks: tools ## measure every mechanism and other libraries; what this mach
 	@$(BIN)/python -m benchmarks.kernels
 
 experiments: tools ## train what the pages have no room for: three and a half hours on one core
-	@$(BIN)/python -m benchmarks.mixtures
-	@$(BIN)/python -m benchmarks.multiresolution
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
