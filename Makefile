@@ -78,6 +78,7 @@ experiments: tools ## train what the pages have no room for: three and a half ho
 	@$(BIN)/python -m benchmarks.chapter04
 	@$(BIN)/python -m benchmarks.chapter05
 	@$(BIN)/python -m benchmarks.chapter06
+	@$(BIN)/python -m benchmarks.chapter07
 	@$(BIN)/python -m benchmarks.side_by_side
 	@$(BIN)/python -m benchmarks.side_by_side cost
 
