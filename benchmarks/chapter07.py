@@ -1,6 +1,6 @@
 """Train what chapter 7 predicts: ``python -m benchmarks.chapter07``.
 
-Less than ten minutes on one thread of a CPU. The model and its training are those of the chapter,
+A quarter of an hour on one thread of a CPU. The model and its training are those of the chapter,
 which trains some of these runs again. What has finished is not repeated. The results go to
 `training/recorded/`.
 """
