@@ -76,6 +76,7 @@ experiments: tools ## train what the pages have no room for: three and a half ho
 	@$(BIN)/python -m benchmarks.chapter04
 	@$(BIN)/python -m benchmarks.chapter05
 	@$(BIN)/python -m benchmarks.chapter06
+	@$(BIN)/python -m benchmarks.chapter07
 	@$(BIN)/python -m benchmarks.chapter08
 	@$(BIN)/python -m benchmarks.chapter09
 	@$(BIN)/python -m benchmarks.chapter10

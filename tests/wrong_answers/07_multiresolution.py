@@ -1,0 +1,79 @@
+"""Wrong answers to the exercises of chapter 7."""
+
+WRONG = {
+    "ex-07-keep": [
+        (
+            "def keep(x, k):\n"  # the coarsest, as a coarse head does
+            "    c = haar(x)\n"
+            "    c[k:] = 0\n"
+            "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
+            r"No signal with k coefficients is nearer.*8 numbers, k = 3: it is off by",
+        ),
+        (
+            "def keep(x, k):\n"  # the largest, with their signs
+            "    c = haar(x)\n"
+            "    c[np.argsort(c)[: len(c) - k]] = 0\n"
+            "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
+            r"No signal with k coefficients is nearer.*off by",
+        ),
+        (
+            "def keep(x, k):\n"  # those above the k-th largest, and this one's neighbour
+            "    c = haar(x)\n"
+            "    c[np.abs(c) < np.sort(np.abs(c))[-k - 1]] = 0\n"
+            "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
+            r"At most k Haar coefficients.*8 numbers, k = 3",
+        ),
+        (
+            "def keep(x, k):\n"  # the largest samples
+            "    y = x.copy()\n"
+            "    y[np.argsort(np.abs(y))[: len(y) - k]] = 0\n"
+            "    return y",
+            r"At most k Haar coefficients.*8 numbers, k = 3",
+        ),
+        (
+            "def keep(x, k):\n"  # by half differences, whose scales weigh too little
+            "    basis = np.stack([haar(e) for e in np.eye(len(x))], 1)\n"
+            "    c = haar(x)\n"
+            "    d = c * np.abs(basis).max(1)\n"
+            "    c[np.argsort(np.abs(d))[: len(c) - k]] = 0\n"
+            "    return c @ basis",
+            r"No signal with k coefficients is nearer.*off by",
+        ),
+    ],
+    "ex-07-worst": [
+        (
+            "def refute(N, s):\n    return np.full((N, N), 1 / N)",  # smooth, no error at all
+            r"1 % or more above the printed bound. Not so for N = 8, s = 8: error 0, bound 0",
+        ),
+        (
+            "def refute(N, s):\n    return np.eye(N)",  # rough, but the bound grows with it
+            r"1 % or more above the printed bound.*N = 8, s = 8: error",
+        ),
+        (
+            "def refute(N, s):\n"  # a ramp around 0
+            "    return np.tile((2 * np.arange(N) + 1 - N) / N**2 , (N, 1))",
+            r"is an attention map.*N = 8, s = 8",
+        ),
+        (
+            "def refute(N, s):\n    return np.tile(2.0 * np.arange(N) + 1, (N, 1))",  # not divided
+            r"is an attention map.*N = 8, s = 8",
+        ),
+        (
+            "def refute(N, s):\n"  # the ramp goes down the queries
+            "    return np.tile((2 * np.arange(N)[:, None] + 1) / N**2, (1, N))",
+            r"is an attention map.*N = 8, s = 8",
+        ),
+        (
+            "def refute(N, s):\n"  # a softmax of a ramp climbs fast at its end only
+            "    e = np.exp(np.arange(N))\n"
+            "    return np.tile(e / e.sum(), (N, 1))",
+            r"1 % or more above the printed bound",
+        ),
+        (
+            "def refute(N, s):\n"  # two steps in a window
+            "    high = np.arange(N) // (s // 2) % 2\n"
+            "    return np.tile((1 + high) / (1 + high).sum(), (N, 1))",
+            r"1 % or more above the printed bound",
+        ),
+    ],
+}
