@@ -229,9 +229,9 @@ class Reader(nn.Module):
 
     def forward(self, x):
         p = torch.zeros(*x.shape, 256, dtype=torch.float64)
-        for row, text in zip(p, x.tolist(), strict=True):
+        for row, read in zip(p, x.tolist(), strict=True):
             notes = {}
-            for t, byte in enumerate(map(chr, text)):
+            for t, byte in enumerate(map(chr, read)):
                 if t % 4 == 0:
                     new = (0.5 if notes else 1) / 26
                     old = 0.5 / len(notes) if byte in notes else 0
@@ -239,9 +239,9 @@ class Reader(nn.Module):
                 elif byte == "=":
                     row[t, 48:58] = 0.1
                 elif byte == "?":
-                    row[t, ord(notes[chr(text[t - 1])])] = 1
+                    row[t, ord(notes[chr(read[t - 1])])] = 1
                 elif t % 4 == 2:
-                    notes[chr(text[t - 2])] = byte
+                    notes[chr(read[t - 2])] = byte
                     row[t, ord(" ")] = 1
                 else:
                     row[t, 97:123] = 0.5 / 26
