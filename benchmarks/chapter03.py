@@ -2,7 +2,7 @@
 
 A quarter of an hour on one thread of a CPU. Each model of `small_model` is trained once for each
 number of steps; all arms then see the same heads. What is refitted, where, and what is measured is
-chapter 3's. Change `small_text` and the small model, and run it again.
+chapter 3's.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ Cache = tuple[Tensor, Tensor, Tensor]
 
 
 def small_text() -> TextData:
-    """Return the text that the small model reads."""
+    """Return the text that the models read."""
     return load_text("python")
 
 
 @functools.lru_cache(maxsize=2)
 def heads(seed: int, steps: int, windows: int, device: str) -> tuple[Cache, int]:
     """Train a small model; return its q, k and v (layers, windows, H, L, D), and its parameters."""
-    model = small_model(softmax_attention, seed=seed, steps=steps, device=device).cpu().eval()
+    model = small_model(softmax_attention, text="python", seed=seed, steps=steps, device=device)
+    model = model.cpu().eval()
     text, L = small_text().test, model.length
     step = (len(text) - L) // windows
     rows = torch.stack([text[i * step : i * step + L] for i in range(windows)]).long()

@@ -1,7 +1,8 @@
 """Train the book's small model: ``python -m benchmarks.small``.
 
-About an hour and a half on one thread of a CPU. A run that has finished is not repeated. The results go
-to `training/recorded/`, from where the chapters read what each mechanism scores and writes.
+About an hour and a half on one thread of a CPU. A run that has finished is not repeated. The
+results go to `training/recorded/`, from where the chapters read what each mechanism scores and
+writes.
 """
 
 from __future__ import annotations
