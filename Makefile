@@ -66,7 +66,7 @@ benchmarks: tools ## measure every mechanism and other libraries; what this mach
 	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.kernels
 
-experiments: tools ## train what the pages have no room for: three and a half hours on one core
+experiments: tools ## train what the pages have no room for: some six hours on one core
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting

@@ -1,1 +1,1 @@
-"""Linformer, Performer, FMM and Luna (chapter 8)."""
+"""Linformer, Performer, FMM and Luna (appendix D)."""

@@ -1,4 +1,4 @@
-"""Four attentions whose time is linear in N, which avoid the (N, M) matrix (chapter 8).
+"""Four attentions whose time is linear in N, which avoid the (N, M) matrix (appendix D).
 
 The equations of this module, for queries Q (N, D), keys K (M, D) and values V (M, Dv), are ::
 

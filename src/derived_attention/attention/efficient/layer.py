@@ -1,4 +1,4 @@
-"""Layers with the parameters of Linformer, Performer, FMM and Luna (chapter 8)."""
+"""Layers with the parameters of Linformer, Performer, FMM and Luna (appendix D)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""MRA-2, an approximation by blocks (chapter 8)."""
+"""MRA-2, an approximation by blocks (appendix D)."""

@@ -1,4 +1,4 @@
-"""MRA-2 and MRA-2-s: a few blocks of exact scores, and pooled scores for the others (chapter 8).
+"""MRA-2 and MRA-2-s: a few blocks of exact scores, and pooled scores for the others (appendix D).
 
 The equation of this module, with queries and keys in blocks I and J of b steps, is ::
 

@@ -1,4 +1,4 @@
-"""The layer of `mra_attention` (chapter 8)."""
+"""The layer of `mra_attention` (appendix D)."""
 
 from __future__ import annotations
 

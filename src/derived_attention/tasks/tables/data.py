@@ -1,4 +1,4 @@
-"""Two tables: rows of numbers and categories, with an answer each (chapter 8).
+"""Two tables: rows of numbers and categories, with an answer each.
 
 California Housing and Adult are files of the package shapiq, which is not imported.
 """
