@@ -1,4 +1,4 @@
-"""Text to model byte by byte (chapters 1 and 3) or to classify (chapter 12), and n-gram models of it.
+"""Text to model byte by byte (chapters 1 and 3) or to classify (chapter 12), and n-gram models.
 
 "python" is the reference of the Python language, which is part of Python for ``help()``.
 WikiText-103 is read by the package `datasets` of Hugging Face.
