@@ -19,24 +19,8 @@ from derived_attention.tasks.series.data import SeriesSplit
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
 from derived_attention.tasks.supervised import Examples, class_loss, number_loss
 from derived_attention.tasks.tables.model import TableTransformer
-from derived_attention.tasks.translation.data import train_vocabulary
-from derived_attention.tasks.translation.loss import Sentences, token_loss
-from derived_attention.tasks.translation.model import Translator
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
-PAIRS = (
-    ("Das ist gut.", "That is good."),
-    ("Das ist nicht gut.", "That is not good."),
-    ("Der Hund schläft.", "The dog is asleep."),
-    ("Der Hund schläft heute nicht.", "The dog is not asleep today."),
-    ("Wie geht es dir?", "How are you?"),
-    ("Wie geht es dem Hund heute?", "How is the dog today?"),
-    ("Ich habe keine Zeit.", "I have no time."),
-    ("Heute habe ich Zeit für dich.", "I have time for you today."),
-    ("Die Katze ist müde.", "The cat is tired."),
-    ("Die Katze schläft, und der Hund ist müde.", "The cat is asleep, and the dog is tired."),
-)
-VOCABULARY = train_vocabulary(PAIRS, 90)
 
 
 def weights(model):
@@ -173,12 +157,6 @@ def detector(seed=0, **changes):
     return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
 
 
-def translator(seed=0, length=40, **changes):
-    seed_everything(seed)
-    sizes = dict(dim=16, heads=4, layers=2, hidden=32)
-    return Translator(90, length, Config(**sizes | changes))
-
-
 # --- Everything that `fit` takes: model, train and test of a size, loss, what the loss reports ----
 
 squared = functools.partial(number_loss, variance=float(numbers().y.double().var(correction=0)))
@@ -201,6 +179,5 @@ KINDS = {
         detection_loss,
         {"loss", "class", "l1", "giou"},
     ),
-    "pairs": (translator, lambda n: Sentences(PAIRS, VOCABULARY, n), token_loss, {"bits"}),
 }
-SMALL = {name: 4 if name == "pairs" else 8 for name in KINDS}  # 3 batches
+SMALL = 8  # of 24 examples: 3 batches

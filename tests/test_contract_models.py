@@ -20,7 +20,6 @@ from derived_attention.tasks.model import Config, TokenClassifier
 from derived_attention.tasks.recall.model import Recaller
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
 from derived_attention.tasks.tables.model import TableTransformer
-from derived_attention.tasks.translation.model import Translator
 
 B, N, E, H = 3, 12, 16, 2
 GONE = torch.arange(N) >= torch.tensor([N, 7, 10])[:, None]  # where a sequence has ended
@@ -43,7 +42,6 @@ def config(attention):
 
 
 CODES = torch.stack([integers(0, n, B, seed=n) for n in (3, 4, 2)], 1)
-SOURCE = integers(3, 30, B, N, seed=1).masked_fill(GONE, 0)
 STEPS = (numbers(B, 4), numbers(B, 4, 3), torch.arange(4).expand(B, -1))
 SCENES = (numbers(B, 3, 32, 24),)  # 12 tokens
 PLACES = {  # how many tokens attention sees, a model of it, what the model reads
@@ -71,18 +69,13 @@ PLACES = {  # how many tokens attention sees, a model of it, what the model read
         lambda a: DecisionTransformer(3, 2, False, 4, config(a), horizon=8),
         (*STEPS[:2], numbers(B, 4, 2).tanh(), STEPS[2]),
     ),
-    "sentences": (
-        N,
-        lambda a: Translator(30, N, config(a)),
-        (SOURCE, integers(3, 30, B, 9, seed=2)),
-    ),
     "pairs": (N, lambda a: Recaller(8, config(a)), tuple(integers(0, 8, 3, B, N // 2))),
     "memory": (N, lambda a: detector(encoder=a), SCENES),
     "object queries": (5, lambda a: detector(decoder=a), SCENES),
     "object queries and memory": (N, lambda a: detector(cross=a), SCENES),
 }
-CAUSAL = ("bytes", "actions", "continuous actions", "sentences")
-CROSS = ("sentences", "object queries and memory")
+CAUSAL = ("bytes", "actions", "continuous actions")
+CROSS = ("object queries and memory",)
 
 
 def make(place, name, seed=0):
@@ -159,11 +152,6 @@ def test_examples_of_a_batch_see_neither_each_other_nor_padding(name):
     for place, model, given, out in places(name):
         single = torch.cat([run(model, *(x[i : i + 1] for x in given)) for i in range(B)])
         assert_all_close([single], [out], 1e-10, place)
-        if place == "sentences":
-            source, target = given
-            rows = zip(source, target, strict=True)
-            short = torch.cat([run(model, row[row != 0][None], other[None]) for row, other in rows])
-            assert_all_close([short], [out], 1e-10, place)
         if place in ("series", "tokens"):
             x, gone = given
             hidden = 5 + x if x.ndim == 3 else 7 - x
@@ -176,8 +164,8 @@ def with_other_future(place, given, t):
     """The same with other steps after t, and, of those that act, another action at t."""
     *before, last = given
     later = torch.arange(last.shape[1]) > t
-    if place in ("bytes", "sentences"):
-        return *before, torch.where(later, (255 if place == "bytes" else 32) - last, last)
+    if place == "bytes":
+        return (torch.where(later, 255 - last, last),)
     returns, states, actions = before
     now = torch.arange(4) >= t
     taken = torch.where(now, 1 - actions, actions) if actions.ndim == 2 else None
@@ -197,8 +185,6 @@ def test_no_model_sees_the_future(name):
             assert_all_close([changed[:, : t + 1]], [past], 1e-10, what)
             assert not torch.allclose(changed, out), what
             cut = [x[:, : t + 1] for x in given]
-            if place == "sentences":
-                cut[0] = given[0]
             assert_all_close([run(model, *cut)], [past], 1e-10, f"{what}, shorter")
 
 

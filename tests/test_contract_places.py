@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 from helpers import B, H, assert_all_close, every_causal_mechanism, every_mechanism
-from kinds import detector, translator
+from kinds import detector, writer
 from test_contract_layers import GONE, E, N, make_layer, output, sequences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +30,7 @@ from derived_attention.attention.normalized.layer import NormalizedAttention
 from derived_attention.attention.primal.fast import ksvd_objectives
 from derived_attention.attention.primal.layer import PrimalAttention
 from derived_attention.attention.registry import MECHANISMS, plain_keys
-from derived_attention.tasks.model import Config, DecoderLayer, make_attention
+from derived_attention.tasks.model import make_attention
 
 MIXING = [name for name, entry in MECHANISMS.items() if not entry.alone]
 BARE = [name for name in MECHANISMS if name in ("softmax", "ridge", "lasso")]
@@ -164,28 +164,27 @@ def assert_past_stays(run, target, what):
 
 
 @every_mechanism
-def test_a_translator_sees_no_future_or_is_refused(name):
-    """With every mechanism as a function and as a layer, in all three places."""
+def test_a_model_that_writes_sees_no_future_or_is_refused(name):
+    """With every mechanism as a function and as a layer."""
     entry = MECHANISMS[name]
-    source, target = torch.randint(3, 90, (2, 2, N), generator=torch.Generator().manual_seed(0))
+    target = torch.randint(3, 90, (2, N), generator=torch.Generator().manual_seed(0))
     function = functools.partial(entry.fast, **entry.options(N, 4, 4))
     kinds = [entry.plug(N, 4, 4)] + [function] * (entry.keys is plain_keys)
     for attention in kinds:
 
         def run(target, attention=attention):
-            model = translator(attention=attention, layers=1, dropout=0.0).double().eval()
-            bound = model.decoder[0].attention.attention
+            sizes = dict(dim=16, heads=4, length=N, dropout=0.0)
+            model = writer(attention=attention, **sizes).double().eval()
+            layer = model.layers[0].attention
+            bound = layer.attention
             if isinstance(bound, functools.partial):  # a function's tensors are no part of a model
                 own = {k: x for k, x in bound.keywords.items() if isinstance(x, torch.Tensor)}
-                for module in model.modules():
-                    if isinstance(module, MultiheadAttention):
-                        base = module.attention
-                        doubles = {key: x.double() for key, x in own.items()}
-                        module.attention = functools.partial(base, **doubles)
+                doubles = {key: x.double() for key, x in own.items()}
+                layer.attention = functools.partial(bound, **doubles)
             with torch.no_grad():
-                return model(source, target)
+                return model(target)
 
-        if entry.causal and entry.alone:
+        if entry.causal and (attention is function or name not in causal_of):
             assert_past_stays(run, target, name)
         else:
             with pytest.raises(ValueError, match="is (True|given).*; expected"):
@@ -219,21 +218,24 @@ def test_pytorchs_decoder_layer_sees_no_future_or_is_refused(name):
 def test_keys_may_be_pooled_where_queries_are_not():
     kind = functools.partial(MultiresolutionAttention, scales=[1] * 4)
     pooled = functools.partial(kind, key_scales=[1, 2, 2, 4])
-    layer = DecoderLayer(Config(dim=8, heads=4, hidden=16, attention=pooled)).double().eval()
+    own, across = (make_attention(pooled, 8, 4, cross=cross).double() for cross in (False, True))
     memory, gone = torch.randn(2, 9, 8).double(), torch.arange(9) > torch.tensor([[5], [8]])
-    run = lambda x: layer(x, memory, gone)  # noqa: E731
+
+    def run(x, memory=memory, gone=gone):
+        x = x + own(x, x, x, is_causal=True)[0]
+        return x + across(x, memory, memory, key_padding_mask=gone)[0]
+
     target = torch.randn(2, 7, 8).double()
     assert_past_stays(run, target, "key scales")
-    short = layer(target[:1], memory[:1, :6], None)
+    short = run(target[:1], memory[:1, :6], None)
     assert_all_close([short], [run(target)[:1]], 1e-12)
 
 
 def test_a_function_that_mixes_queries_is_refused_as_its_layer_is():
     mixing = functools.partial(multiresolution_attention, scales=[2] * 4)
     for attention in (mixing, functools.partial(MultiresolutionAttention, scales=[2] * 4)):
-        for make in (translator, detector):
-            with pytest.raises(ValueError, match="cross is True; expected False: .* mixes queries"):
-                make(attention=attention, heads=4)
+        with pytest.raises(ValueError, match="cross is True; expected False: .* mixes queries"):
+            detector(attention=attention, heads=4)
         assert make_attention(attention, 8, 4)(*torch.zeros(3, 1, 5, 8))[0].shape == (1, 5, 8)
 
     class Own(nn.Module):

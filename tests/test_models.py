@@ -19,7 +19,6 @@ from derived_attention.tasks.language.model import ByteLM
 from derived_attention.tasks.model import Config, TokenClassifier, make_attention, sinusoids
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
 from derived_attention.tasks.tables.model import TableTransformer
-from derived_attention.tasks.translation.model import Translator
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)
@@ -206,7 +205,6 @@ def test_wrong_sizes():
         (vision, ("channels", "classes")),
         (reader, ("vocabulary", "classes", "length")),
         (writer, ("length",)),
-        (lambda **sizes: Translator(**dict(vocabulary=9, length=6, config=Config()) | sizes), TEXT),
         (lambda **sizes: Config(**sizes), ("dim", "heads", "layers", "hidden")),
     ):
         for name in names:

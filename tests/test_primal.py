@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from cases import assert_forms_agree
 from helpers import B, H, assert_all_close, assert_learns, boolean
-from kinds import KINDS, classifier, translator, writer
+from kinds import KINDS, classifier, writer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -487,12 +487,6 @@ def test_the_last_layer_may_differ():
     model = classifier(layers=3, last=PrimalAttention)
     kinds = [type(layer.attention).__name__ for layer in model.layers]
     assert kinds == ["MultiheadAttention", "MultiheadAttention", "PrimalAttention"]
-    both = translator(last=PrimalAttention)
-    for stack in (both.encoder, both.decoder):
-        assert [isinstance(x.attention, PrimalAttention) for x in stack] == [False, True]
-    assert isinstance(both.decoder[1].cross, PrimalAttention)
-    source, target = torch.ones(2, 7).long(), torch.ones(2, 5).long()
-    assert both(source, target).isfinite().all()
     with pytest.raises(ValueError, match="PrimalAttention has no attention weights"):
         model.attention_maps(*next(iter(KINDS["series"][1](8)))[:2])
     with pytest.raises(TypeError, match="last is 3; expected a function"):

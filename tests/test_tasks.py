@@ -21,12 +21,8 @@ from derived_attention.attention.softmax.fast import softmax_attention
 from derived_attention.tasks import run
 from derived_attention.tasks.language.model import ByteLM
 from derived_attention.tasks.model import Config
-from derived_attention.tasks.translation import run as translation
-from derived_attention.tasks.translation.data import TranslationData
-from derived_attention.tasks.translation.model import Translator
 from derived_attention.training.fit import Regularised
 
-PAIRS = tuple((f"Das ist Satz {i}.", f"This is sentence {i}.") for i in range(20))
 LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)
 TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {
@@ -49,15 +45,7 @@ SMALL = {
         episodes=2,
     ),
     "detection": functools.partial(da.train_detection, train=20, test=10, steps=2, batch_size=4),
-    "translation": functools.partial(da.train_translation, pieces=60, epochs=2, batch_size=10),
 }
-
-
-@pytest.fixture(autouse=True)
-def few_pairs(monkeypatch):
-    """Take twenty sentences in the place of the dictionary, which need not be installed."""
-    data = TranslationData("few", train=PAIRS, validation=PAIRS, test=PAIRS[:10])
-    monkeypatch.setattr(translation, "load_translation", lambda name: data)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -161,22 +149,6 @@ def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys)
         assert projections < cost["flops"]
         wide = heads * (width + 1)
         assert cost["flops"] <= projections + layers * keys * 4 * N * N * wide
-
-
-def test_translations_are_scored_by_what_the_model_writes():
-    result = SMALL["translation"](
-        Config(dim=32, heads=2, layers=1, hidden=64, dropout=0.0), epochs=150, lr=5e-3
-    )
-    worse = SMALL["translation"](TINY, epochs=1)
-    assert result["bleu"] > 60 > worse["bleu"] and result["chrf"] > worse["chrf"]
-    assert result["bits"] < 2 < worse["bits"]
-
-
-def test_a_translator_has_three_attentions_in_each_pair_of_layers():
-    model = Translator(50, 16, Config(16, 2, 1, 32))
-    cost = da.attention_cost(model, *torch.ones(2, 1, 16, dtype=torch.int64))
-    assert cost["parameters"] == 3 * 4 * 17 * 16
-    assert cost["flops"] == 3 * (4 * 2 * 16 * 16 * 16 + 4 * 16 * 16 * 16)
 
 
 def test_the_cost_leaves_the_model_as_it_was():

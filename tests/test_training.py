@@ -15,13 +15,11 @@ import pytest
 import torch
 from kinds import (
     KINDS,
-    PAIRS,
     SMALL,
-    VOCABULARY,
     classifier,
     numbers,
+    regressor,
     series,
-    translator,
     weights,
     writer,
 )
@@ -32,9 +30,7 @@ from derived_attention.runtime import evaluating, seed_everything
 from derived_attention.tasks.model import Config
 from derived_attention.tasks.series.data import SeriesSplit, load_series
 from derived_attention.tasks.series.model import SeriesClassifier
-from derived_attention.tasks.supervised import Examples, class_loss
-from derived_attention.tasks.translation.data import train_vocabulary
-from derived_attention.tasks.translation.loss import Sentences, token_loss
+from derived_attention.tasks.supervised import Examples, class_loss, number_loss
 from derived_attention.training import fit as training
 from derived_attention.training.fit import Bits, Mean, RootMean, evaluate, fit, schedule
 
@@ -84,7 +80,7 @@ def test_every_kind_is_learned_and_reported(kind):
     make, data, loss, names = KINDS[kind]
     model, test = make(), data(100)
     before = evaluate(model, test, loss)
-    history = fit(model, data(SMALL[kind]), loss, epochs=40, test=test, lr=2e-2)
+    history = fit(model, data(SMALL), loss, epochs=40, test=test, lr=2e-2)
     assert {name: len(values) for name, values in history.items()} == {
         name: 40 for name in names | {f"test_{name}" for name in names}
     }
@@ -138,7 +134,7 @@ def test_a_seed_decides_everything_and_nothing_else_does(kind, tmp_path, monkeyp
         if name == "b":
             monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
             how |= dict(test=data(100), checkpoint=tmp_path / "run.pt")
-        fit(model, data(SMALL[kind]), loss, **how)
+        fit(model, data(SMALL), loss, **how)
         assert torch.equal(torch.rand(3), expected)  # the caller's generator is left alone
         results[name] = weights(model)
     assert results["a"] == results["b"] and len(set(results.values())) == 3
@@ -180,7 +176,7 @@ def test_resume_after_an_error_anywhere(tmp_path, kind, step):
         pass
 
     make, data, loss, _ = KINDS[kind]
-    train, path = data(SMALL[kind]), tmp_path / "run.pt"
+    train, path = data(SMALL), tmp_path / "run.pt"
     model, calls, how = make(), iter(range(100)), dict(epochs=3, test=data(100))
     assert len(train) == 3
 
@@ -222,16 +218,13 @@ FOREIGN = [
     (dict(epochs=5), "epochs is 3 in the checkpoint and 5 now"),
     (dict(lr=0.01), "lr is 0.001 in the checkpoint and 0.01 now"),
     (dict(seed=3), "seed is 0 in the checkpoint and 3 now"),
-    (dict(train=Sentences(PAIRS[1:], VOCABULARY, 4)), "train differs"),
-    (dict(train=Sentences(PAIRS, VOCABULARY, 5), test=None), "train differs; test differs"),
-    (
-        dict(test=Sentences(PAIRS[:4], train_vocabulary(PAIRS[::-1] + PAIRS[:4], 90))),
-        "test differs",
-    ),
-    (dict(loss=functools.partial(token_loss, smoothing=0.2)), "loss differs"),
-    (dict(model=translator(1)), START),
-    (dict(model=translator(hidden=17)), f"model differs; {START}"),
-    (dict(model=translator(attention=other_attention)), "model differs"),
+    (dict(train=Examples(numbers(seed=1), 8)), "train differs"),
+    (dict(train=Examples(numbers(), 5), test=None), "train differs; test differs"),
+    (dict(test=Examples(numbers(seed=1))), "test differs"),
+    (dict(loss=functools.partial(number_loss, variance=2.0)), "loss differs"),
+    (dict(model=regressor(1)), START),
+    (dict(model=regressor(hidden=17)), f"model differs; {START}"),
+    (dict(model=regressor(attention=other_attention)), "model differs"),
     (
         dict(model=classifier(), train=batches(), loss=class_loss, test=None),
         f"model differs; loss differs; train differs; test differs; {START}",
@@ -241,11 +234,11 @@ FOREIGN = [
 
 @pytest.mark.parametrize("changes, message", FOREIGN)
 def test_checkpoint_of_another_run(tmp_path, changes, message):
-    path, test = tmp_path / "run.pt", Sentences(PAIRS[:4], VOCABULARY)
-    given = dict(train=Sentences(PAIRS, VOCABULARY, 4), loss=token_loss, test=test)
+    path, test = tmp_path / "run.pt", Examples(numbers())
+    given = dict(train=Examples(numbers(), 8), loss=number_loss, test=test)
     given |= dict(epochs=3, checkpoint=path)
-    fit(translator(), **given)
-    content, given = path.read_bytes(), dict(model=translator()) | given | changes
+    fit(regressor(), **given)
+    content, given = path.read_bytes(), dict(model=regressor()) | given | changes
     before = weights(given["model"])
     with pytest.raises(ValueError, match=f"belongs to another run: {message}; the file was not"):
         fit(**given)
@@ -379,12 +372,12 @@ def test_wrong_evaluation():
 
 
 def test_what_is_not_finite_names_epoch_and_step():
-    for make, kind in ((classifier, "series"), (writer, "text"), (translator, "pairs")):
+    for make, kind in ((classifier, "series"), (writer, "text")):
         model, calls, (_, data, loss, _) = make(), iter(range(100)), KINDS[kind]
         spoil = lambda _, __, y, calls=calls: y * torch.nan if next(calls) == 4 else y  # noqa: E731
         model.register_forward_hook(spoil)
         with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
-            fit(model, data(SMALL[kind]), loss, epochs=5)
+            fit(model, data(SMALL), loss, epochs=5)
         assert all(torch.isfinite(p).all() for p in model.parameters())
     model = classifier()
     model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
@@ -406,7 +399,7 @@ def test_no_bar_is_left_behind(monkeypatch, capfd):
 @every_kind
 def test_cuda_trains_and_a_checkpoint_moves_between_devices(tmp_path, kind):
     make, data, loss, names = KINDS[kind]
-    path, model, train = tmp_path / "run.pt", make(dropout=0.0), data(SMALL[kind])
+    path, model, train = tmp_path / "run.pt", make(dropout=0.0), data(SMALL)
     how = dict(epochs=8, lr=1e-2, test=data(100))
     history = fit(model.to("cuda"), train, loss, checkpoint=path, **how)
     assert next(model.parameters()).is_cuda

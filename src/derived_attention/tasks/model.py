@@ -49,8 +49,8 @@ class Config:
     attention : callable
         A function or a class: see the rule at the top of this module.
     last : callable, optional
-        The attention of the last layer (of an encoder and of a decoder), where it differs: with
-        `derived_attention.PrimalAttention` this is "Primal.+" of [Chen2023].
+        The attention of the last layer, where it differs: with `derived_attention.PrimalAttention`
+        this is "Primal.+" of [Chen2023].
 
     Examples
     --------
@@ -149,24 +149,6 @@ class CausalLayer(PreNormLayer):
     """A pre-norm layer in which a step attends to itself and to earlier steps only."""
 
     masks = {"is_causal": True}
-
-
-class DecoderLayer(CausalLayer):
-    """A causal layer that also attends to the output of an encoder, the memory."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.cross = make_attention(config.attention, config.dim, config.heads, cross=True)
-        self.norm3 = nn.LayerNorm(config.dim)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, memory: Tensor, padding: Tensor | None
-    ) -> Tensor:
-        """Map (B, T, dim), with `memory` (B, S, dim) and its `padding` (B, S), to (B, T, dim)."""
-        x = x + self.dropout(self._attend(self.norm1(x), None))
-        options = dict(key_padding_mask=padding, need_weights=False)
-        x = x + self.dropout(self.cross(self.norm3(x), memory, memory, **options)[0])
-        return x + self.dropout(self.feedforward(self.norm2(x)))
 
 
 def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:

@@ -1,1 +1,0 @@
-"""Translation, German to English."""
