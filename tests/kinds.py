@@ -18,7 +18,6 @@ from derived_attention.tasks.model import Config, TokenClassifier
 from derived_attention.tasks.series.data import SeriesSplit
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
 from derived_attention.tasks.supervised import Examples, class_loss, number_loss
-from derived_attention.tasks.tables.model import TableTransformer
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
 
@@ -54,14 +53,6 @@ def images(n=24, seed=0):
     x = torch.randn(n, 6, 4, generator=torch.Generator().manual_seed(seed))
     x[:, 2] += 2.0 * y[:, None]
     return SeriesSplit(x, None, y)
-
-
-def rows(n=24, seed=0):
-    """Two numbers and two categories; the answer is the first number, if the first code is 1."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, generator=generator)
-    x[:, 2:] = torch.randint(0, 3, (n, 2), generator=generator).float()
-    return SeriesSplit(x[..., None], None, 100 + 5 * x[:, 0] * (x[:, 2] == 1))
 
 
 def tokens(n=24, seed=0):
@@ -128,13 +119,6 @@ def vision(seed=0, **changes):
     return VisionTransformer((2, 3), 4, 2, Config(**SIZES | changes))
 
 
-def table(seed=0, **changes):
-    seed_everything(seed)
-    y = rows().y
-    target = (float(y.mean()), float(y.std(correction=0)))
-    return TableTransformer(2, (3, 3), 0, Config(**SIZES | changes), target)
-
-
 def reader(seed=0, **changes):
     seed_everything(seed)
     return TokenClassifier(8, 2, 6, Config(**SIZES | changes))
@@ -164,7 +148,6 @@ KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
     "numbers": (regressor, lambda n: Examples(numbers(), n), squared, {"loss", "rmse"}),
     "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
-    "rows": (table, lambda n: Examples(rows(), n), number_loss, {"loss", "rmse"}),
     "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
     "steps": (

@@ -19,7 +19,6 @@ from derived_attention.tasks.language.model import ByteLM
 from derived_attention.tasks.model import Config, TokenClassifier
 from derived_attention.tasks.recall.model import Recaller
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
-from derived_attention.tasks.tables.model import TableTransformer
 
 B, N, E, H = 3, 12, 16, 2
 GONE = torch.arange(N) >= torch.tensor([N, 7, 10])[:, None]  # where a sequence has ended
@@ -41,7 +40,6 @@ def config(attention):
     return Config(dim=E, heads=H, layers=1, hidden=E, dropout=0.0, attention=attention)
 
 
-CODES = torch.stack([integers(0, n, B, seed=n) for n in (3, 4, 2)], 1)
 STEPS = (numbers(B, 4), numbers(B, 4, 3), torch.arange(4).expand(B, -1))
 SCENES = (numbers(B, 3, 32, 24),)  # 12 tokens
 PLACES = {  # how many tokens attention sees, a model of it, what the model reads
@@ -52,11 +50,6 @@ PLACES = {  # how many tokens attention sees, a model of it, what the model read
         N + 1,
         lambda a: VisionTransformer((3, 4), 4, 2, config(a), class_token=True),
         (numbers(B, N, 4),),
-    ),
-    "columns": (
-        7,
-        lambda a: TableTransformer(3, (3, 4, 2), 0, config(a), (1.0, 2.0)),
-        (torch.cat([numbers(B, 3), CODES.double()], 1)[..., None],),
     ),
     "bytes": (N, lambda a: ByteLM(N, config(a)), (integers(0, 256, B, N),)),
     "actions": (
@@ -249,8 +242,7 @@ def test_large_inputs_in_half_precision_cost_what_rounding_them_costs(name, dtyp
 def test_numbers_in_large_units_keep_their_digits_in_half_precision():
     """1995 ± 10: bfloat16 knows 1992 and 2000 and nothing between."""
     series = lambda c: SeriesRegressor(3, N, (1995.0, 10.0), c)  # noqa: E731
-    table = lambda c: TableTransformer(3, (), 0, c, (1995.0, 10.0))  # noqa: E731
-    for kind, x in ((series, numbers(B, N, 3)), (table, numbers(B, 3, 1))):
+    for kind, x in ((series, numbers(B, N, 3)),):
         torch.manual_seed(0)
         model = kind(config(MECHANISMS["softmax"].fast)).eval()
         out = run(model, x.float())
@@ -265,20 +257,6 @@ def test_numbers_in_large_units_keep_their_digits_in_half_precision():
         other.load_state_dict(cast.state_dict())
         assert torch.equal(run(other, x.float()), run(cast, x.float()))
         assert run(model.double(), x).dtype == torch.float64
-
-
-def test_codes_that_a_type_cannot_write_are_refused():
-    model = TableTransformer(0, (400,), 2, config(MECHANISMS["softmax"].fast)).eval()
-    x = torch.tensor([257.0, 256.0]).view(2, 1, 1)
-    assert not torch.allclose(*run(model, x))
-    with pytest.raises(
-        ValueError, match=r"x is torch.bfloat16, which cannot hold all 400 codes of a column; exp"
-    ):
-        run(model.bfloat16(), x.bfloat16())
-    model.float()
-    for code in (0.5, float("nan")):
-        with pytest.raises(ValueError, match="x holds a wrong code of a category"):
-            run(model, torch.full((2, 1, 1), code))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from derived_attention.tasks.images.model import VisionTransformer
 from derived_attention.tasks.language.model import ByteLM
 from derived_attention.tasks.model import Config, TokenClassifier, make_attention, sinusoids
 from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
-from derived_attention.tasks.tables.model import TableTransformer
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)
@@ -425,62 +424,6 @@ def test_wrong_inputs_of_both():
         reader()(x, padding.float())
     with pytest.raises(TypeError, match="x is list; expected a tensor"):
         reader()([[1]])
-
-
-# --- Tables ---------------------------------------------------------------------------------------
-
-TABLE = dict(numbers=2, categories=(3, 5), classes=4, target=(0.0, 1.0))
-
-
-def table(seed=0, **changes):
-    return build(TableTransformer, TABLE, seed, changes)
-
-
-def rows(n=5):
-    """Two numbers, a code below 3 and one below 5, in each of five rows."""
-    generator = torch.Generator().manual_seed(5)
-    codes = [torch.randint(0, size, (n, 1), generator=generator).float() for size in (3, 5)]
-    return torch.cat([torch.randn(n, 2, generator=generator), *codes], 1)[..., None]
-
-
-@pytest.mark.parametrize("classes, target", [(4, (0.0, 1.0)), (0, (7.0, 3.0))])
-def test_table_transformer_is_what_its_docstring_says(classes, target):
-    model, x = randomised(table(classes=classes, target=target)), rows()
-    columns = [x[:, j] * model.scales[j] for j in (0, 1)]  # (5, 1) times (16,)
-    columns += [model.codes[x[:, 2, 0].long()], model.codes[3 + x[:, 3, 0].long()]]
-    h = torch.stack(columns, 1) + model.biases
-    h = torch.cat([model.class_token.expand(5, 1, 16), h], 1)
-    z = model.head(through_layers(model, h)[:, 0].relu())
-    torch.testing.assert_close(model(x), z if classes else 7 + 3 * z[:, 0])
-    assert [A.shape for A in model.attention_maps(x)] == [(5, 4, 5, 5)] * 2
-
-
-def test_a_table_may_have_numbers_or_categories_only():
-    x = rows()
-    assert table(categories=())(x[:, :2]).shape == (5, 4)
-    assert table(numbers=0)(x[:, 2:]).shape == (5, 4)
-
-
-def test_wrong_tables():
-    x = rows()
-    for wrong in (x[:, :3], x[0], x.long(), x[..., 0]):
-        with pytest.raises(ValueError, match=r"x is .*expected floats of shape \(n, 4, 1\)"):
-            table()(wrong)
-    for code in (-1.0, 5.0):
-        with pytest.raises(
-            ValueError, match=r"wrong code .*; expected whole numbers 0 <= code < \(3, 5\)"
-        ):
-            table()(torch.cat([x[:, :3], torch.full((5, 1, 1), code)], 1))
-    with pytest.raises(ValueError, match="padding is given; expected None, as a table"):
-        table()(x, torch.zeros(5, 4, dtype=torch.bool))
-    for sizes, message in (
-        ({"categories": (3, 0)}, r"categories\[1\] is 0; expected at least 1"),
-        ({"numbers": 0, "categories": ()}, "length is 0; expected at least 1"),
-        ({"classes": -1}, "classes is -1; expected at least 1"),
-        ({"target": (0.0, 0.0)}, "target is .*expected a finite mean"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            table(**sizes)
 
 
 # --- Weights --------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""Tables: a token for each column."""
