@@ -1,8 +1,8 @@
 """One model on one task: build it, train it, and return its scores and its cost.
 
 `runner` makes such a function of each task: `derived_attention.train_series`, `train_listops`,
-`train_images`, `train_topics`, `train_table`, `train_recall`, `train_control`, `train_detection`
-and `train_language`. Each trains one model from one seed and returns numbers that JSON can hold, so
+`train_images`, `train_topics`, `train_recall`, `train_control`, `train_detection` and
+`train_language`. Each trains one model from one seed and returns numbers that JSON can hold, so
 that `derived_attention.training.grids.run_grid` can run a grid of them.
 
 The argument `config` goes to the model: see `derived_attention.tasks.model.Config`. Half the heads
