@@ -2,7 +2,7 @@
 
 Half an hour on one thread of a CPU. A run that has finished is not repeated: start it again after
 a break, or one experiment at a time. The results go to `training/recorded/`, from where
-chapter 15 reads them. What ``python -m benchmarks`` has measured goes there with ``cost`` alone.
+chapter 17 reads them. What ``python -m benchmarks`` has measured goes there with ``cost`` alone.
 `benchmarks.small` has trained the causal ones on a text.
 
 All have the same model: its width, its four heads, its steps. What they take of their own is what
@@ -120,7 +120,7 @@ DIM = 64  # of heads
 
 
 def cost(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Condense one machine's results to what chapter 15 reads: a row for each case.
+    """Condense one machine's results to what chapter 17 reads: a row for each case.
 
     ``seconds`` and ``bytes`` have a list for each mode, in the order of ``lengths`` and of
     ``byte_lengths``.
