@@ -3,14 +3,16 @@
 ``extensions = ["myst_nb", "derived_attention.page.ledger"]`` adds to any book whose pages MyST-NB
 executes, such as a Jupyter Book,
 
-- ``{ledger}``: counts, filters, and a section for each paper with all its items;
+- ``{ledger}``: counts, filters, and a section for each paper with all its items; ``{ledger} NAME``
+  is a ledger apart, of the papers whose ``group`` is that name, without filters;
 - ``{errata}``: the same sections, with the items that are wrong as printed;
 - ``{tally}`errors```: one number of `derived_attention.page.claims.count`, linked to its rows;
 - ``ledger.json`` beside the ledger's page, for programs.
 
 Settings, both optional: ``claims_inventory``, the file of `claims.use_inventory`, and
-``claims_papers``, which maps a paper to ``{"title": …, "source": …}``; the source is a line of
-markup that names the version that was read.
+``claims_papers``, which maps a paper to ``{"title": …, "source": …, "group": …}``; the source is a
+line of markup that names the version that was read. A paper with a group is in that group's ledger
+alone, and neither counted nor listed among the others.
 
 Sections are created when a page is read, so that the table of contents lists them. Verdicts are
 filled in when a page is written, so that they describe this build, including cached pages.
@@ -40,7 +42,7 @@ from derived_attention.page.claims import GRADES, VERDICTS, inventory
 from derived_attention.page.ledger.plain_maths import typeset
 
 STATIC = Path(__file__).parent / "static"
-REPORTS = "reports_claims"  # key of a page's metadata: "ledger", "errata" or "tally"
+REPORTS = "reports_claims"  # key of a page's metadata: "ledger", "group", "errata" or "tally"
 KINDS = {
     "identity": "identity",
     "equal": "equality",
@@ -102,10 +104,20 @@ def ledger(app: Sphinx) -> dict[str, dict[str, Any]]:
         raise ExtensionError(str(error)) from error
 
 
-def papers(app: Sphinx) -> dict[str, str]:
-    """Return the title of each paper of the inventory, in its order."""
+def papers(app: Sphinx, group: str = "") -> dict[str, str]:
+    """Return the title of each paper of a group of the inventory, in its order."""
     names = dict.fromkeys(item.partition(".")[0] for item in inventory())
-    return {name: _setting(app, name, "title") or name for name in names}
+    return {
+        name: _setting(app, name, "title") or name
+        for name in names
+        if _setting(app, name, "group") == group
+    }
+
+
+def of_group(app: Sphinx, group: str = "") -> dict[str, dict[str, Any]]:
+    """Return the verdicts of this build on the papers of a group."""
+    names = papers(app, group)
+    return {item: row for item, row in ledger(app).items() if item.partition(".")[0] in names}
 
 
 def _setting(app: Sphinx, paper: str, name: str) -> str:
@@ -136,16 +148,26 @@ class LaterInline(nodes.Inline, nodes.TextElement):
 class Ledger(SphinxDirective):
     """``{ledger}``: counts, filters, and a section for each paper with all its items."""
 
+    optional_arguments = 1  # the group whose ledger this is
+
     def run(self) -> list[nodes.Node]:
         """Return the form, and placeholders for the tables."""
+        if self.group:
+            self.env.metadata[self.env.docname].setdefault(REPORTS, "group")
+            return self.sections(ledger_part)
         self.env.metadata[self.env.docname][REPORTS] = "ledger"
         form = nodes.raw("", filters(papers(self.env.app)), format="html")
         return [Later(make=summary), form, *self.sections(ledger_part)]
 
+    @property
+    def group(self) -> str:
+        """The group of papers that the directive names."""
+        return self.arguments[0] if self.arguments else ""
+
     def sections(self, make: Callable[..., list[nodes.Node]]) -> list[nodes.Node]:
         """Return a section for each paper: its title, its source, and a placeholder."""
         sections: list[nodes.Node] = []
-        for paper, title in papers(self.env.app).items():
+        for paper, title in papers(self.env.app, self.group).items():
             section = nodes.section("", nodes.title("", title), ids=[f"paper-{paper}"])
             source = f"{_setting(self.env.app, paper, 'source')} Its items: `{paper}.…`".strip()
             self.state.nested_parse(StringList([source], self.env.docname), 0, section)
@@ -209,7 +231,7 @@ def _fill_in(app: Sphinx, doctree: nodes.document, doc: str) -> None:
         make = node["make"]
         node.replace_self(make(app, doc, node["paper"]) if "paper" in node else make(app, doc))
     for node in list(doctree.findall(LaterInline)):
-        number = str(claims.count(ledger(app))[node["tally"]])
+        number = str(claims.count(of_group(app))[node["tally"]])
         node.replace_self(filtered(app, doc, number, **TALLIES[node["tally"]]))
     for node in doctree.findall(nodes.raw):  # the written page does not need the data
         if DATA.search(node.astext()):
@@ -231,7 +253,7 @@ def filtered(app: Sphinx, doc: str, text: str, **choice: str) -> nodes.Node:
 
 def summary(app: Sphinx, doc: str) -> nodes.table:
     """Return a table of the numbers of items by paper, verdict and grade."""
-    rows, titles = ledger(app), papers(app)
+    rows, titles = of_group(app), papers(app)
     mistakes = claims.mistakes(rows)
     columns = [{"grade": grade} for grade in GRADES] + [{"verdict": v} for v in VERDICTS[1:]]
 
