@@ -477,7 +477,9 @@ def spread(subject: Subject) -> str:
             exact, results = case.double().results(subject.exact), case.results()
             what = f"{dtype}, q and k of spread {std}{', causal' * bool(options)}"
             need_finite(results, what)
-            must(torch.equal(results[0].any(-1), exact[0].any(-1)), f"{what}: a row is lost")
+            held = exact[0].abs().amax(-1) >= torch.finfo(dtype).tiny  # smaller ones may round to 0
+            must(results[0].any(-1)[held].all(), f"{what}: a row is lost")
+            must(not results[0][~exact[0].any(-1)].any(), f"{what}: a row should be 0")
             moved = relative_errors(near.results(subject.exact), exact)
             # In float32 rounding errors of sums are not much less than those of the arguments, and
             # weights near 0 and 1, of which gradients are made, lose most.
