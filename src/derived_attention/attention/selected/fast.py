@@ -85,15 +85,21 @@ def selected_attention(
 def _picks(q: Tensor, k: Tensor, mask: Mask, block: int, kept: int) -> Tensor:
     """Return the blocks (..., N, kept) that queries select; M / block stands for none."""
     q, k = q.detach(), k.detach()
-    present = windows(mask.presence(k).to(k.dtype).unsqueeze(-1), block)  # (..., M/b, b, 1)
-    count = present.sum(-2)  # (..., M/b, 1)
-    mean = (windows(k, block) * present).sum(-2) / count.clamp(min=1)
+    M, present = k.shape[-2], mask.present(k.shape[-2])
+    if present is None:
+        present = torch.ones(M, dtype=torch.bool, device=k.device)
+    else:
+        k = k.masked_fill(~present.unsqueeze(-1), 0)
+    count = windows(present.to(k.dtype).unsqueeze(-1), block).sum(-2)  # (..., M/b, 1)
+    mean = windows(k, block).sum(-2) / count.clamp(min=1)
     pooled = q @ mean.mT  # (..., N, M/b)
     m = pooled.shape[-1]
     own = torch.arange(q.shape[-2], device=q.device)[:, None] // block
     other = torch.arange(m, device=q.device)
     closed = (other >= own) if mask.is_causal else (other == own)
-    best = pooled.masked_fill(closed | (count == 0).mT, -math.inf).topk(min(kept, m))
+    if mask.given is not None:
+        closed = closed | (count == 0).mT
+    best = pooled.masked_fill(closed, -math.inf).topk(min(kept, m))
     return best.indices.masked_fill(best.values == -math.inf, m)
 
 
@@ -166,11 +172,11 @@ def _tiles(picks: Tensor, m: int) -> _Tiles:
     heads, N, kept = picks.shape
     count = N * kept // TILE + m  # tiles, if the last one of each block is not full
     none, index = picks == m, picks.clamp(max=m - 1).flatten(1)
-    chosen = torch.zeros(heads, N, m + 1, dtype=torch.long, device=picks.device)
-    ranks = chosen.scatter(-1, picks, 1)[..., :m].cumsum(-2)  # (heads, N, m)
-    each = (ranks[:, -1] + TILE - 1) // TILE  # tiles of a block
+    chosen = torch.zeros(heads, m + 1, N, dtype=torch.int32, device=picks.device)
+    ranks = chosen.scatter(1, picks.mT, 1)[:, :m].cumsum(-1, dtype=torch.int32)  # (heads, m, N)
+    each = (ranks[..., -1].long() + TILE - 1) // TILE  # tiles of a block
     ends = each.cumsum(-1)
-    rank = ranks.gather(-1, index.view_as(picks)).flatten(1) - 1
+    rank = ranks.gather(1, index.view_as(picks).mT).mT.flatten(1) - 1
     places = TILE * (ends - each).gather(-1, index) + rank
     last = places.masked_fill(none.flatten(1), count * TILE)
     pair = torch.arange(N * kept, device=picks.device).expand(heads, -1)
