@@ -23,6 +23,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from derived_attention import plugs
 from derived_attention.attention.frame.masks import Mask, causal_mask
 from derived_attention.attention.mixture.fast import mixture_attention
 from derived_attention.attention.references import sink_attention_reference
@@ -141,6 +142,7 @@ def test_a_sink_is_a_mixture_with_a_key_far_away():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gpt_oss_of_transformers(dtype):
+    plugs.mend_torchvision()
     module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     q, k, v = qkv((B, 4), n=9, m=9, d=8, dv=8, dtype=dtype)
     k, v = (x[:, :2].detach().requires_grad_() for x in (k, v))
