@@ -37,7 +37,9 @@ OF_FORMULAS = """calling convention, dtypes, large scores, autocast, masks over 
     large negative numbers, empty inputs, one key, shared heads, dropout, bad arguments"""
 OF_FORMULAS = [name.strip() for name in OF_FORMULAS.split(",")]
 # Neither do weights of codes sum to 1, nor is Primal-Attention A V.
-UNTRIED = {("one key", name) for name in ("ridge", "lasso", "primal")} | {("dropout", "primal")}
+UNTRIED = {("one key", name) for name in ("ridge", "lasso", "primal", "sink")} | {
+    ("dropout", "primal")
+}
 
 
 def expected(name, promise):

@@ -469,15 +469,18 @@ def spread(subject: Subject) -> str:
     """Keep the error near that of rounding q, k and v once, and keep every row."""
     worst = Worst()
     for dtype, std in SPREADS:
-        eps, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+        eps = torch.finfo(dtype).eps
         for options in variants(subject, {}):
+            generator = torch.Generator().manual_seed(0)  # the same draw, whatever came before
             case = Case(subject, n=64, m=64, leading=(1, H), d=32, dv=32, dtype=dtype, **options)
             case = case.changed("qk", functools.partial(operator.mul, std))
             near = case.double().copied(functools.partial(rounded, eps=eps, generator=generator))
             exact, results = case.double().results(subject.exact), case.results()
             what = f"{dtype}, q and k of spread {std}{', causal' * bool(options)}"
             need_finite(results, what)
-            must(torch.equal(results[0].any(-1), exact[0].any(-1)), f"{what}: a row is lost")
+            held = exact[0].abs().amax(-1) >= torch.finfo(dtype).tiny  # smaller ones may round to 0
+            must(results[0].any(-1)[held].all(), f"{what}: a row is lost")
+            must(not results[0][~exact[0].any(-1)].any(), f"{what}: a row should be 0")
             moved = relative_errors(near.results(subject.exact), exact)
             # In float32 rounding errors of sums are not much less than those of the arguments, and
             # weights near 0 and 1, of which gradients are made, lose most.

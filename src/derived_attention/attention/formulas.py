@@ -428,3 +428,35 @@ def signed_power(z, power):
     a = (z / top.masked_fill(top == 0, 1)) ** power  # z⁵ would be lost below 1e-9
     total = a.abs().sum(-1, keepdim=True)
     return a / total.masked_fill(total == 0, 1)
+
+
+# --- chapter 16: what must be kept of the past ------------------------------------
+
+
+def sink(q, k, v, mask, scale, *, bias):
+    """h_i = Σ_j e^{s_ij} v_j / (e^b + Σ_j e^{s_ij}): one more key, of value 0."""
+    s = scores(q, k, scale)
+    b, seen = bias.expand(*s.shape[:-1], 1), mask.on(s)
+    if seen is not None:  # no mask closes the sink
+        seen = seen.expand(*seen.shape[:-1], s.shape[-1])
+        always = torch.zeros_like(seen[..., :1]) + (seen.dtype == torch.bool)
+        seen = torch.cat([seen, always.to(seen.dtype)], -1)
+    return Mask(seen).softmax(torch.cat([s, b], -1))[..., :-1] @ v
+
+
+def selected(q, k, v, mask, scale, *, block, kept):
+    """Softmax over a query's own block and the `kept` others of largest q_i·k̄_J.
+
+    If causal, those are blocks before its own. k̄_J is the mean over present keys.
+    """
+    i, j = places(q, k)
+    W = windows(k.shape[-2], block, device=k.device)  # (M/b, M)
+    P = averages(W, mask.presence(k), k.dtype)
+    pooled = (q @ (P @ k).mT).detach()  # (..., N, M/b)
+    J = torch.arange(len(W), device=k.device)
+    other = (J < i // block) if mask.is_causal else (J != i // block)
+    other = other & P.any(-1).unsqueeze(-2)
+    best = pooled.masked_fill(~other, -math.inf).topk(min(kept, len(W))).indices
+    best = torch.zeros_like(pooled).scatter(-1, best, 1.0) * other
+    read = (best @ W.to(best.dtype) > 0) | (i // block == j // block)
+    return mask.softmax(scores(q, k, scale), read) @ v

@@ -54,6 +54,7 @@ from derived_attention.attention.primal.fast import (
 )
 from derived_attention.attention.scaled.fast import check_scales, of_heads
 from derived_attention.attention.softmax.fast import attention_weights
+from derived_attention.attention.softmax.sink import check_sink, sink_attention_weights
 from derived_attention.attention.sparse.fast import check_fixed
 from derived_attention.attention.splitting.solver import (
     Options,
@@ -333,3 +334,15 @@ def lasso_attention_reference(
     numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
     numbers |= {"iterations": iterations, "power": power, "residuals": residuals}
     return numbers | {"atoms": options.atoms(q.shape[-2], present)}
+
+
+@reference(formulas.sink, weights=sink_attention_weights)
+def sink_attention_reference(q, k, v, mask, scale, *, bias) -> Arguments:
+    """Check b."""
+    return {"bias": check_sink(bias, q)}
+
+
+@reference(formulas.selected, per_key=True)
+def selected_attention_reference(q, k, v, mask, scale, *, block, kept) -> Arguments:
+    """Check the blocks."""
+    return {"block": check_count("block", block, 1), "kept": check_count("kept", kept, 1)}

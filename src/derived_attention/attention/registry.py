@@ -97,6 +97,11 @@ def nine_taps(N: int, H: int, D: int) -> dict[str, Any]:
     return {"weight": torch.linspace(0.05, 0.2, 9).view(3, 3), "grid": grid_of(N)}
 
 
+def one_sink(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return the score of each head's sink, from -1 to 1."""
+    return {"bias": torch.linspace(-1, 1, H)}
+
+
 def near_root(N: int) -> int:
     """Return the largest power of two up to √N, the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
@@ -264,6 +269,12 @@ MECHANISMS: dict[str, Entry] = {
     "lasso": Entry("Lasso, by ADMM", "#147878", 13, "splitting.fast.lasso_attention",
         layer="splitting.layer.LassoAttention", sample="5 steps", biased=False, averages=False,
         goals={"full": (7.0, 10.0)}, reference_length=128),
+    "sink": Entry("Sink", "#1482b4", 16, "softmax.sink.sink_attention",
+        layer="softmax.sink.SinkAttention", options=one_sink, layer_options=no_options,
+        sample="a key of value 0", any_mask=True, averages=False),
+    "selected": Entry("Selected blocks", "#a05ad2", 16, "selected.fast.selected_attention",
+        options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
+        sample="4 blocks of 32", placed=True),
 }
 # fmt: on
 
@@ -285,6 +296,7 @@ _OTHERS = {
     "primal.fast": ("cosine_feature_map", "ksvd_objective", "ksvd_objectives", "primal_scores"),
     "softmax.controls": ("PositionOnlyAttention", "identity_attention", "uniform_attention"),
     "softmax.fast": ("attention_weights",),
+    "softmax.sink": ("sink_attention_weights",),
     "sparse.fast": ("fixed_mask", "strided_mask", "window_mask"),
 }
 

@@ -1,0 +1,286 @@
+"""Selected blocks: which are read, what they weigh, others' code; the rest: the contract."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import (
+    H,
+    Largest,
+    additive,
+    assert_all_close,
+    boolean,
+    output_and_gradients,
+    qkv,
+    relative_errors,
+    tensors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from derived_attention.attention.frame.masks import causal_mask
+from derived_attention.attention.references import selected_attention_reference
+from derived_attention.attention.selected import fast
+from derived_attention.attention.selected.fast import selected_attention
+from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.attention.sparse.fast import fixed_attention
+
+FORMS = [selected_attention, selected_attention_reference]
+both_forms = pytest.mark.parametrize("form", FORMS)
+causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
+N = M = 41
+SIZES = [(4, 2), (4, 5), (5, 1), (1, 3), (8, 2), (3, 11)]
+
+
+def selection(q, k, block, kept, is_causal, keep=None):
+    """The keys that each query of one head reads, block by block, as in no fast code."""
+    read = torch.zeros(len(q), len(k), dtype=torch.bool)
+    there = torch.ones(len(k), dtype=torch.bool) if keep is None else keep
+    for i in range(len(q)):
+        pooled = {}
+        for J in range(-(-len(k) // block)):
+            members = [j for j in range(J * block, min((J + 1) * block, len(k))) if there[j]]
+            past = (J + 1) * block <= i if is_causal else True
+            if members and past and J != i // block:
+                pooled[J] = float(q[i].detach() @ k[members].detach().mean(0))
+        best = sorted(pooled, key=pooled.get, reverse=True)[:kept]
+        for j in range(len(k)):
+            own = j // block == i // block and (j <= i or not is_causal)
+            read[i, j] = there[j] and (own or j // block in best)
+    return read
+
+
+def selections(q, k, *args):
+    return torch.stack([selection(*x, *args) for x in zip(q, k, strict=True)])
+
+
+# --- which blocks, and softmax over them ----------------------------------------------------------
+
+
+@both_forms
+@causal_or_not
+@pytest.mark.parametrize(("block", "kept"), SIZES)
+def test_it_is_softmax_under_the_mask_of_the_selection(form, is_causal, block, kept):
+    for n, m in [(N, M), (40, 40), (17, M), (M, 17)]:
+        inputs = qkv((H,), n=n, m=m)
+        masks = [boolean(m), torch.arange(m) < m - 2 * block, torch.arange(m) % 3 > 0]
+        for keep in [None] if is_causal else [None, *masks]:
+            read = selections(*inputs[:2], block, kept, is_causal, keep)
+            own = {"block": block, "kept": kept, "is_causal": is_causal, "attn_mask": keep}
+            found = output_and_gradients(form, inputs, **own)
+            expected = output_and_gradients(softmax_attention, inputs, attn_mask=read)
+            assert_all_close(found, expected, 1e-11, f"{n}, {m}, {keep}")
+
+
+@both_forms
+def test_a_floating_mask_is_added_and_selects_nothing(form):
+    inputs = qkv((H,), n=N, m=M)
+    bias = torch.linspace(-3, 3, M, dtype=torch.float64).roll(11)
+    read = selections(*inputs[:2], 4, 2, False)
+    expected = output_and_gradients(
+        softmax_attention, inputs, attn_mask=additive(read, bias.expand(H, N, M))
+    )
+    found = output_and_gradients(form, inputs, attn_mask=bias, block=4, kept=2)
+    assert_all_close(found, expected, 1e-11)
+
+
+@both_forms
+@causal_or_not
+def test_all_blocks_are_softmax_attention(form, is_causal):
+    theirs = output_and_gradients(softmax_attention, qkv((H,), n=N, m=M), is_causal=is_causal)
+    for block, kept in [(4, 10), (4, 11), (4, 10**6), (41, 1), (10**6, 1), (14, 2), (1, 40)]:
+        own = {"block": block, "kept": kept, "is_causal": is_causal}
+        assert_all_close(output_and_gradients(form, qkv((H,), n=N, m=M), **own), theirs, 1e-11)
+    short = form(*qkv((H,), n=N, m=M), block=4, kept=9, is_causal=is_causal)
+    assert not torch.allclose(short, theirs[0]), "one block fewer is not softmax attention"
+
+
+@causal_or_not
+def test_a_causal_query_reads_its_past_only_and_its_own_block_always(is_causal):
+    q, k, _ = qkv((H,), n=N, m=M)
+    eye = torch.eye(M, dtype=q.dtype).expand(H, M, M)
+    A = selected_attention(q, k, eye, block=4, kept=2, is_causal=is_causal)
+    read = A.detach() > 0
+    i, j = torch.arange(N)[:, None], torch.arange(M)
+    own = (i // 4 == j // 4) & ((j <= i) | (not is_causal))
+    assert bool(read[:, own].all())
+    assert not is_causal or not bool(read[:, j > i].any())
+    blocks = torch.nn.functional.pad(read, (0, 3)).unflatten(-1, (-1, 4)).any(-1).sum(-1)
+    if is_causal:
+        assert torch.equal(blocks, (1 + (torch.arange(N) // 4).clamp(max=2)).expand(H, -1))
+    else:
+        assert bool((blocks == 3).all())
+
+
+def test_what_happens_inside_another_block_changes_the_choice_by_its_mean_only():
+    """A needle hides in its block's mean: the choice is wrong exactly there."""
+    D, block = 8, 8
+    q = torch.zeros(1, 64, D, dtype=torch.float64)
+    q[0, -1, 0] = 10.0
+    k = 0.01 * torch.randn(1, 64, D, generator=torch.Generator().manual_seed(0)).double()
+    k[0, 8:16, 0] += 0.2  # a block of lukewarm keys
+    k[0, 17, 0] = 1.0  # the needle: the mean of its block is lower
+    eye = torch.eye(64, dtype=torch.float64)[None]
+    for kept, found in ((1, False), (2, True)):
+        A = selected_attention(q, k, eye, block=block, kept=kept, is_causal=True)
+        assert bool(A[0, -1, 17] > 0) is found
+        assert bool(A[0, -1, 8:16].all())
+    exact = softmax_attention(q, k, eye, is_causal=True)[0, -1]
+    lost = exact - selected_attention(q, k, eye, block=block, kept=1, is_causal=True)[0, -1]
+    share = float(exact[[*range(8), *range(16, 56)]].sum())
+    # All that is dropped is weight p, and the rest is divided by 1 - p: half the L1 distance is p.
+    assert float(lost.abs().sum()) / 2 == pytest.approx(share, abs=1e-12)
+
+
+# --- what a block weighs --------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.floats(0.01, 6), st.integers(0, 10**6))
+def test_a_block_weighs_what_jensen_and_hoeffding_allow(size, spread, seed):
+    s = spread * torch.randn(size, dtype=torch.float64, generator=torch.manual_seed(seed))
+    mass, least = s.exp().sum().log(), math.log(size) + s.mean()
+    width = s.max() - s.min()
+    assert least <= mass + 1e-12 and mass <= least + width**2 / 8 + 1e-12
+
+
+def test_an_eighth_in_the_bound_is_needed():
+    """With a sixteenth, two scores already break it."""
+    s = torch.tensor([-0.5, 0.5], dtype=torch.float64)
+    excess = float(s.exp().mean().log() - s.mean())
+    assert 1 / 16 < excess < 1 / 8
+
+
+# --- others' code ---------------------------------------------------------------------------------
+
+
+def test_the_selection_branch_of_nsa_in_fla():
+    naive = pytest.importorskip("fla.ops.nsa.naive")
+    block, kept, n = 8, 3, 48
+    q, k, v = (x.detach().float() for x in qkv((2, H), n=n, m=n, d=8, dv=8))
+    pooled = q @ k.unflatten(-2, (-1, block)).mean(-2).mT
+    i, J = torch.arange(n)[:, None], torch.arange(n // block)
+    best = pooled.masked_fill(i // block <= J, -math.inf).topk(kept)
+    none = best.values == -math.inf
+    own = (torch.arange(n) // block)[:, None].expand(2, H, n, 1)
+    index = torch.cat([own, best.indices.masked_fill(none, -1)], -1)  # -1: no block
+    across = [x.transpose(1, 2) for x in (q, k, v, index)]
+    theirs = naive.naive_nsa_selection(*across, block_size=block).transpose(1, 2)
+    ours = selected_attention(q, k, v, block=block, kept=kept, is_causal=True)
+    assert_all_close([ours], [theirs], 1e-5)
+    fewer = selected_attention(q, k, v, block=block, kept=kept - 1, is_causal=True)
+    assert not torch.allclose(fewer, theirs, atol=1e-2)
+
+
+# --- by tiles -------------------------------------------------------------------------------------
+
+
+@causal_or_not
+def test_one_block_that_all_queries_select(is_causal):
+    """Tiles of one block are many, and those of the others empty."""
+    n, block = 300, 4
+    q, k, v = (x.detach() for x in qkv((H,), n=n, m=n))
+    q[..., 0], k[..., 0] = 5, 0
+    k[:, block : 2 * block, 0] = 9
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    own = {"block": block, "kept": 1, "is_causal": is_causal}
+    expected = output_and_gradients(selected_attention_reference, inputs, **own)
+    assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-11)
+    A = selected_attention(*inputs[:2], torch.eye(n, dtype=q.dtype).expand(H, n, n), **own)
+    assert bool((A[:, 2 * block :, block : 2 * block] > 0).all())
+
+
+@pytest.mark.parametrize("tile", [1, 2, 16, 1000])
+def test_tiles_and_heads_at_a_time_change_nothing(tile, monkeypatch):
+    inputs = qkv((2, H), n=70, m=66)
+    for is_causal, scores in itertools.product((False, True), (1, 2**12, 2**30)):
+        own = {"block": 4, "kept": 3, "is_causal": is_causal}
+        monkeypatch.undo()
+        expected = output_and_gradients(selected_attention, inputs, **own)
+        monkeypatch.setattr(fast, "TILE", tile)
+        monkeypatch.setattr(fast, "SCORES", scores)
+        assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 60), st.integers(1, 60), st.integers(1, 12), st.integers(1, 6),
+    st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_both_forms_agree_for_any_sizes(n, m, block, kept, is_causal, seed):
+    inputs = qkv((2,), n=n, m=m, d=3, dv=2, seed=seed)
+    own = {"block": block, "kept": kept, "is_causal": is_causal}
+    expected = output_and_gradients(selected_attention_reference, inputs, **own)
+    assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-10)
+
+
+def test_no_tensor_of_all_pairs():
+    q, k, v = tensors((1, 2048, 8), (1, 2048, 8), (1, 2048, 8), dtype=torch.float32)
+    with Largest() as recorder:
+        output_and_gradients(selected_attention, [q, k, v], block=32, kept=4, is_causal=True)
+    assert recorder.numel <= 2048 * 6 * 32  # scores of five blocks, and rows that stay empty
+
+
+def test_half_precision_selects_in_float32():
+    """Pooled scores are sums in float32: the same blocks as in float64, of the same numbers."""
+    inputs = [x.detach().bfloat16() for x in qkv((H,), n=64, m=64)]
+    found = selected_attention(*inputs, block=4, kept=3)
+    exact = selected_attention(*(x.double() for x in inputs), block=4, kept=3)
+    assert max(relative_errors([found], [exact])) < 4e-3
+
+
+def test_the_choice_has_no_gradient():
+    """The output jumps where another block is chosen, and the gradient knows nothing of it."""
+    q, k, v = (x.detach() for x in qkv((1,), n=16, m=16))
+    k[:, 4:8] = k[:, 8:12] + 1e-9  # two blocks of almost the same mean, and other values
+    q.requires_grad_()
+    out = selected_attention(q, k, v, block=4, kept=1)
+    slope = torch.autograd.grad(out[0, 0].sum(), q)[0]
+    moved = selected_attention(q - 2 * q.detach(), k, v, block=4, kept=1)
+    assert bool(slope.isfinite().all()) and not slope[0, 1:].any()
+    assert float((moved - out).detach().abs().max()) > 0
+
+
+# --- wrong inputs ---------------------------------------------------------------------------------
+
+WRONG = [
+    ({"block": 0}, ValueError, "block is 0; expected a whole number, at least 1"),
+    ({"block": 2.0}, TypeError, "block is of type float; expected a whole number"),
+    ({"block": True}, TypeError, "block is of type bool; expected a whole number"),
+    ({"kept": 0}, ValueError, "kept is 0; expected a whole number, at least 1"),
+    ({"kept": None}, TypeError, "kept is of type NoneType; expected a whole number"),
+]
+
+
+@both_forms
+@pytest.mark.parametrize(("wrong", "kind", "words"), WRONG)
+def test_wrong_sizes_are_named(form, wrong, kind, words):
+    with pytest.raises(kind, match=words):
+        form(*qkv((H,), n=N, m=M), **({"block": 4, "kept": 2} | wrong))
+
+
+@both_forms
+def test_masks_of_queries_are_refused(form):
+    with pytest.raises(ValueError, match="expected the size 1 in place of N"):
+        form(*qkv((H,), n=N, m=M), block=4, kept=2, attn_mask=causal_mask(N, M))
+
+
+def test_sizes_are_asked_for():
+    for options in ({}, {"block": 4}, {"kept": 2}):
+        with pytest.raises(TypeError, match="block|kept"):
+            selected_attention(*qkv((H,), n=N, m=M), **options)
+
+
+def test_the_own_block_alone_is_the_fixed_pattern_less_its_summaries():
+    """With no other block to select (all others masked), only the own one is read."""
+    q, k, v = (x.detach() for x in qkv((H,), n=12, m=12))
+    keep = torch.arange(12) < 4
+    found = selected_attention(q, k, v, block=4, kept=1, attn_mask=keep)
+    first = softmax_attention(q, k[:, :4], v[:, :4])  # the one block that has keys
+    assert_all_close([found], [first], 1e-12)
+    causal = selected_attention(q, k, v, block=4, kept=1, is_causal=True)
+    fixed = fixed_attention(q, k, v, stride=4, summary=4, is_causal=True)
+    assert_all_close([causal[:, :8]], [fixed[:, :8]], 1e-12)  # two blocks: nothing to choose
