@@ -41,6 +41,7 @@ class Subject:
     square: bool = False
     biased: bool = True
     weights: bool = True
+    ordered: bool = False
     registered: bool = False  # then error messages are compared word for word
     takes: frozenset[str] = frozenset(COMMON)
     broken: set[str] = field(default_factory=set)  # promises; and what is left for later ones:
@@ -54,7 +55,7 @@ class Subject:
         if isinstance(entry, Subject):
             return entry
         entry = MECHANISMS[entry] if isinstance(entry, str) else entry
-        fields = "keys options causal any_mask square biased weights".split()
+        fields = "keys options causal any_mask square biased weights ordered".split()
         flags = {key: getattr(entry, key) for key in fields}
         function = getattr(entry, form)
         return cls(function, entry.reference, function.__name__, registered=True, **flags)

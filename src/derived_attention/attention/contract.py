@@ -417,6 +417,28 @@ def large_negative_numbers(subject: Subject) -> str:
     return str(worst)
 
 
+@promise("order of keys")
+@torch.no_grad()
+def order_of_keys(subject: Subject) -> str:
+    """Give the same result for keys in any order, unless it is registered as `ordered`."""
+    m, worst = keys_of(subject), Worst()
+    order = torch.arange(m).roll(m // 2).flip(0)
+    for mask in [None, *[boolean(m)] * subject.masked]:
+        given = {} if mask is None else {"attn_mask": mask}
+        moved = {} if mask is None else {"attn_mask": mask[order]}
+        case = Case(subject, **given)
+        k, v = (case.tensors[key].detach()[..., order, :] for key in "kv")
+        found, expected = case.run(k=k, v=v, **moved), case.run()
+        differs = not torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+        if subject.ordered:
+            must(differs, "the result is the same, although it is registered as ordered")
+        elif differs and not subject.registered:
+            raise Untried("the result changes with the order, as that of a window or a recurrence")
+        else:
+            worst.compare([found], [expected], 1e-10, "keys in another order")
+    return "the order matters, as is registered" if subject.ordered else str(worst)
+
+
 @promise("causality", argument="is_causal")
 def causality(subject: Subject) -> str:
     """Let no bit of query i depend on later positions, or refuse is_causal by name."""

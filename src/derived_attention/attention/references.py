@@ -18,6 +18,7 @@ from torch import Tensor
 
 from derived_attention.attention import formulas
 from derived_attention.attention.convolutional.fast import check_filters, check_places
+from derived_attention.attention.delta.fast import prepare_writes
 from derived_attention.attention.efficient.fast import (
     check_maps,
     check_packed,
@@ -334,6 +335,16 @@ def lasso_attention_reference(
     numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
     numbers |= {"iterations": iterations, "power": power, "residuals": residuals}
     return numbers | {"atoms": options.atoms(q.shape[-2], present)}
+
+
+@reference(formulas.delta, per_key=True)
+def delta_attention_reference(
+    q, k, v, mask, scale, *, beta=None, decay=None, erase=True, state=None
+) -> Arguments:
+    """Check strengths, decays and the state, and fill in what is left out."""
+    writes = prepare_writes(k, v, mask, beta, decay, erase, state)
+    decay = torch.zeros_like(writes.beta) if writes.decay is None else writes.decay
+    return {"beta": writes.beta, "decay": decay, "erase": erase, "state": writes.state}
 
 
 @reference(formulas.sink, weights=sink_attention_weights)

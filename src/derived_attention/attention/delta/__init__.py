@@ -1,0 +1,1 @@
+"""The delta rule and its gated forms (chapter 15)."""

@@ -1,0 +1,261 @@
+"""The delta rule: a state that is corrected by each key and value, in turn (chapter 15).
+
+The equation of this module, for a state S (Dv, D) that starts at 0, is ::
+
+    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,    h_i = S_i q_i
+
+β_t is the writing strength, α_t = e^decay_t forgets. Without the erasing factor it is gated linear
+attention, Mamba-2's form. Keys and values of a chunk enter the state at once: with l_t the sum of
+the decays of a chunk up to t, and R_tj = e^(l_t − l_j) for j ≤ t, the corrections u_t of a chunk
+solve a triangular system, (I + tril(B (K Kᵀ ∘ R), −1)) u = B V − B e^l K Sᵀ, and
+S ← e^(l_C) S + uᵀ (e^(l_C − l) K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.attention.frame.checks import (
+    FLOATING,
+    broadcasts,
+    check_flag,
+    check_no_bias,
+    check_shape,
+    is_symbolic,
+    may_look_at,
+    wide,
+)
+from derived_attention.attention.frame.convention import full_precision, mechanism
+from derived_attention.attention.frame.masks import Mask
+from derived_attention.attention.linear.fast import in_chunks
+
+CHUNK = 64  # keys that enter the state at once
+UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
+
+
+class Writes(NamedTuple):
+    """What is written, in float32 at least: strengths and decays are 0 where a key is masked."""
+
+    k: Tensor  # (..., M, D)
+    v: Tensor  # (..., M, Dv)
+    beta: Tensor  # (..., M)
+    decay: Tensor | None  # (..., M), None where nothing is forgotten
+    erase: bool
+    state: Tensor  # (..., Dv, D), before the first of them
+
+
+@mechanism(per_key=True)
+def delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    erase: bool = True,
+    state: Tensor | None = None,
+) -> Tensor:
+    """h_i = S_i q_i with S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, chunk by chunk.
+
+    Keys are written in their order. A causal query reads the state after its own key; without
+    `is_causal` all keys are written before any query reads, and the order still matters. Time and
+    memory are linear in N and M: about 2 [3 D Dv + C (2 D + Dv + (D + Dv) / 2)] operations a token
+    with chunks of C = 64.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean,
+        or floating with no numbers but 0 and -inf. A masked key is not written, and makes nothing
+        else be forgotten.
+    scale : float, optional
+        Finite and positive; multiplies q. Left out, nothing is multiplied, so that S_t k_t = v_t at
+        β_t = 1/‖k_t‖².
+    beta : Tensor, optional
+        β, broadcastable to ``(..., H, M)``. Left out: 1/‖k‖², and 0 for a key of zeros, so that
+        each key is known exactly once it is written; 1 where nothing is erased. Stable for
+        0 ≤ β‖k‖² ≤ 2; above it errors grow with every key that is written again.
+    decay : Tensor, optional
+        log α, broadcastable to ``(..., H, M)``, finite and at most 0. Left out: nothing is
+        forgotten.
+    erase : bool
+        Whether what the state has under a key is erased before its value is written.
+    state : Tensor, optional
+        S before the first key, ``(..., H, Dv, D)``; zeros if left out. `delta_state` returns it.
+    """
+    writes = prepare_writes(k, v, mask, beta, decay, erase, state)
+    with full_precision(q.device):
+        queries = q.to(wide(q)) if scale is None else scale * q.to(wide(q))
+        if not mask.is_causal:
+            return (queries @ _last(writes).mT).to(q.dtype)
+        return _read(queries, writes).to(q.dtype)
+
+
+def delta_state(
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    erase: bool = True,
+    state: Tensor | None = None,
+) -> Tensor:
+    """State S after keys (..., H, M, D) and values (..., H, M, Dv), in float32 at least.
+
+    Arguments and errors are those of `delta_attention`. With it a sequence is decoded one token at
+    a time, and the results are those of one call ::
+
+        h = delta_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = delta_state(k_t, v_t, state=S)
+    """
+    mask = Mask(attn_mask)
+    with full_precision(k.device):
+        return _last(prepare_writes(k, v, mask, beta, decay, erase, state))
+
+
+def prepare_writes(
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    beta: Tensor | None,
+    decay: Tensor | None,
+    erase: bool,
+    state: Tensor | None,
+) -> Writes:
+    """Check the options, fill in what is left out, and leave out what is masked."""
+    check_flag("erase", erase)
+    if mask.given is not None:
+        check_no_bias("attn_mask", mask.given, UNWEIGHTED)
+    k, v = k.to(wide(k)), v.to(wide(v))
+    if beta is None:
+        size = k.square().sum(-1)
+        beta = torch.where(size > 0, 1 / size.where(size > 0, 1), 0) if erase else 1 + 0 * size
+    beta = _per_key("beta", beta, k)
+    present = mask.presence(k)
+    if decay is not None:
+        decay = _per_key("decay", decay, k)
+        if may_look_at(decay) and not bool(((decay <= 0) & (decay > -math.inf)).all()):
+            raise ValueError(
+                f"decay has numbers from {decay.min():.3g} to {decay.max():.3g}; expected finite "
+                "ones, at most 0: the logarithm of a factor of the state"
+            )
+        decay = decay.masked_fill(~present, 0)
+    shape = (*k.shape[:-2], v.shape[-1], k.shape[-1])
+    if state is None:
+        state = k.new_zeros(shape)
+    else:
+        check_shape("state", state, shape, "a matrix Dv × D for each head")
+    return Writes(k, v, beta.masked_fill(~present, 0), decay, erase, state.to(k.dtype))
+
+
+def _per_key(name: str, x: Tensor, k: Tensor) -> Tensor:
+    """Return a number for each key of k (..., M, D), checked and in the dtype of k."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+        kind = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        raise TypeError(f"{name} has {kind}; expected a floating Tensor")
+    sizes, shape = tuple(x.shape), tuple(k.shape[:-1])
+    if not broadcasts(sizes, shape):
+        raise ValueError(
+            f"{name} has shape {sizes}; expected one that broadcasts to {shape}, a number a key"
+        )
+    if x.device != k.device:
+        raise ValueError(f"{name} is on device {x.device}; expected {k.device}, that of the keys")
+    return x.to(k.dtype).expand(shape)
+
+
+class Chunk(NamedTuple):
+    """Matrices of one chunk of C keys; the corrections are u = U − W S, with S as (D, Dv)."""
+
+    U: Tensor  # (..., C, Dv)
+    W: Tensor | None  # (..., C, D); None where nothing is erased
+    keys: Tensor  # (..., D, C), decayed to the end of the chunk
+    fade: Tensor | None  # (..., 1, 1), what a chunk leaves of the state
+
+    def corrections(self, S: Tensor) -> Tensor:
+        """Return u (..., C, Dv) for the state S (..., D, Dv) before the chunk."""
+        return self.U if self.W is None else self.U - self.W @ S
+
+    def after(self, S: Tensor, u: Tensor) -> Tensor:
+        """Return the state after the chunk."""
+        return (S if self.fade is None else self.fade * S) + self.keys @ u
+
+
+def _cut(x: Tensor, n: int) -> Tensor:
+    """Cut (..., m, ·), m ≤ n, into chunks (..., n / C, C, ·); one chunk where n is symbolic."""
+    if is_symbolic(n, x.shape[-2]):
+        return x.unsqueeze(-3)
+    return in_chunks(x, n, CHUNK)
+
+
+def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None]:
+    """Return the chunks of n positions, and the ratios R (..., n / C, C, C) of their decays."""
+    k, v, b = (_cut(x, n) for x in (writes.k, writes.v, writes.beta.unsqueeze(-1)))
+    late, fade, R = k, None, None
+    written = b * v, b * k
+    if writes.decay is not None:
+        total = _cut(writes.decay.unsqueeze(-1), n).cumsum(-2)  # l, (..., n / C, C, 1)
+        future = torch.ones(total.shape[-2], total.shape[-2], device=k.device).triu(1).bool()
+        R = (total - total.mT).masked_fill(future, -math.inf).exp()  # a later j would overflow
+        end = total[..., -1:, :]
+        late, fade = (end - total).exp() * k, end.exp()
+        written = b * v, b * total.exp() * k
+    U, W = written[0], None
+    if writes.erase:
+        A = b * (k @ k.mT) if R is None else b * (k @ k.mT) * R
+        both = torch.linalg.solve_triangular(
+            A.tril(-1), torch.cat(written, -1), upper=False, unitriangular=True
+        )
+        U, W = both.split([v.shape[-1], k.shape[-1]], -1)
+    parts = [U.unbind(-3), None if W is None else W.unbind(-3), late.mT.unbind(-3)]
+    parts.append(None if fade is None else fade.unbind(-3))
+    count = k.shape[-3]
+    return [
+        Chunk(*(None if x is None else x[c] for x in parts))  # type: ignore[arg-type]
+        for c in range(count)
+    ], R
+
+
+def _states(chunks: list[Chunk], S: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
+    """Yield each chunk, the state (..., D, Dv) before it, and its corrections."""
+    for chunk in chunks:
+        u = chunk.corrections(S)
+        yield chunk, S, u
+        S = chunk.after(S, u)
+
+
+def _last(writes: Writes) -> Tensor:
+    """Return the state (..., Dv, D) after all keys."""
+    S = writes.state.mT
+    chunks, _ = _chunks(writes, writes.k.shape[-2])
+    for chunk, before, u in _states(chunks, S):
+        S = chunk.after(before, u)
+    return S.mT
+
+
+def _read(q: Tensor, writes: Writes) -> Tensor:
+    """Return what each query (..., N, D) reads of the state after its own key."""
+    N, M = q.shape[-2], writes.k.shape[-2]
+    if not is_symbolic(N, M) and M > N:
+        k, v, b, g, *rest = writes
+        k, v, b = k[..., :N, :], v[..., :N, :], b[..., :N]
+        writes = Writes(k, v, b, None if g is None else g[..., :N], *rest)
+    chunks, R = _chunks(writes, N)
+    k, queries = _cut(writes.k, N), _cut(q, N)
+    inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
+    if writes.decay is not None:
+        queries = _cut(writes.decay.unsqueeze(-1), N).cumsum(-2).exp() * queries
+    outputs = [
+        q_c @ S + P_c @ u
+        for q_c, P_c, (_, S, u) in zip(
+            queries.unbind(-3), inside.unbind(-3), _states(chunks, writes.state.mT), strict=True
+        )
+    ]
+    return torch.stack(outputs, -3).flatten(-3, -2)[..., :N, :]

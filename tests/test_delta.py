@@ -1,0 +1,190 @@
+"""What is special about the delta rule: prices, sweeps, states, gates, and its layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_all_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from derived_attention import (
+    DeltaAttention,
+    delta_attention,
+    delta_attention_reference,
+    delta_state,
+    plugs,
+    ridge_attention,
+)
+from derived_attention.attention.cases import output_and_gradients
+
+B, H, D, DV = 2, 3, 4, 5
+
+
+def draw(n, m, seed=0, dtype=torch.float64):
+    """Queries, keys, values, strengths with β‖k‖² in (0, 2), decays and a state."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(B, H, *s, dtype=dtype) for s in ((n, D), (m, D), (m, DV)))
+    beta = 2 * torch.rand(B, H, m, dtype=dtype) / k.square().sum(-1)
+    decay = -0.3 * torch.rand(B, H, m, dtype=dtype)
+    return q, k, v, beta, decay, torch.randn(B, H, DV, D, dtype=dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 150), st.integers(0, 150), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 9),
+)  # fmt: skip
+def test_chunks_equal_the_recurrence(n, m, causal, gated, erase, seed):
+    q, k, v, beta, decay, state = (x.requires_grad_() for x in draw(n, m, seed))
+    own = dict(is_causal=causal, erase=erase)
+
+    def form(function):
+        def run(q, k, v, beta, state, decay):
+            given = {"decay": decay} if gated else {}
+            return function(q, k, v, beta=beta, state=state, **given, **own)
+
+        return output_and_gradients(run, [q, k, v, beta, state, decay])
+
+    assert_all_close(form(delta_attention), form(delta_attention_reference), 1e-9, "delta")
+
+
+def test_the_state_is_prices_times_keys():
+    """S = Cᵀ K, where (B⁻¹ + tril(K Kᵀ, −1)) C = V."""
+    _, k, v, beta, _, _ = draw(1, 9)
+    lower = (k @ k.mT).tril(-1) + torch.diag_embed(1 / beta)
+    C = torch.linalg.solve_triangular(lower, v, upper=False)
+    assert_all_close([delta_state(k, v, beta=beta)], [C.mT @ k], 1e-10, "prices")
+
+
+def test_it_is_one_sweep_and_sweeps_end_in_ridge():
+    """β = 1/(λ + ‖k‖²): Gauss–Seidel on (λ I + K Kᵀ) C = V; the next sweep starts from C."""
+    q, k, v, *_ = draw(6, 9)
+    lam = 0.5
+    K = k @ k.mT + lam * torch.eye(9, dtype=k.dtype)
+    C = torch.zeros_like(v)
+    for sweep in range(400):
+        for t in range(9):
+            rest = (
+                v[..., t, :] - (K[..., t, :, None] * C).sum(-2) + K[..., t, t, None] * C[..., t, :]
+            )
+            C[..., t, :] = rest / K[..., t, t, None]
+        if sweep == 0:
+            beta = 1 / (lam + k.square().sum(-1))
+            assert_all_close([delta_state(k, v, beta=beta)], [C.mT @ k], 1e-10, "one sweep")
+    solved = ridge_attention(q, k, v, lam=lam, scale=1.0)
+    assert_all_close([q @ (C.mT @ k).mT], [solved], 1e-8, "ridge")
+
+
+def test_a_key_that_has_just_been_written_is_known():
+    q, k, v, *_, state = draw(130, 130)
+    assert_all_close([delta_attention(k, k, v, is_causal=True, state=state)], [v], 1e-9, "known")
+
+
+def test_a_state_is_handed_over():
+    q, k, v, beta, decay, state = draw(100, 100)
+    whole = delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay, state=state)
+    parts, S = [], state
+    for cut in (slice(0, 70), *(slice(t, t + 1) for t in range(70, 100))):
+        k_t, v_t = k[..., cut, :], v[..., cut, :]
+        own = dict(beta=beta[..., cut], decay=decay[..., cut], state=S)
+        parts.append(delta_attention(q[..., cut, :], k_t, v_t, is_causal=True, **own))
+        S = delta_state(k_t, v_t, **own)
+    assert_all_close([torch.cat(parts, -2)], [whole], 1e-10, "token by token")
+    assert_all_close([S], [delta_state(k, v, beta=beta, decay=decay, state=state)], 1e-10, "S")
+
+
+def test_without_erasing_it_is_gated_linear_attention():
+    q, k, v, beta, decay, _ = draw(40, 40)
+    total = decay.cumsum(-1)
+    ratio = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    expected = (q @ k.mT * ratio) @ (beta[..., None] * v)
+    found = delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay, erase=False)
+    assert_all_close([found], [expected], 1e-10, "Mamba-2's form")
+    plain = delta_attention(q, k, v, is_causal=True, erase=False)
+    assert_all_close([plain], [(q @ k.mT).tril() @ v], 1e-10, "β = 1")
+
+
+@pytest.mark.parametrize("beta, size", [(0.5, 0.5), (1.5, 0.5), (2.0, 1.0), (2.5, 1.5)])
+def test_what_is_wrong_under_a_key_shrinks_by_1_minus_beta(beta, size):
+    """Between 1 and 2 it overshoots, at 2 it is reflected, above it grows."""
+    k, v = F.normalize(torch.randn(1, 1, D, dtype=torch.float64), dim=-1), torch.zeros(1, 1, DV)
+    state = torch.randn(1, DV, D, dtype=torch.float64)
+    after = delta_state(k, v.double(), beta=torch.tensor([[beta]]).double(), state=state)
+    assert_all_close([(after @ k.mT).norm()], [size * (state @ k.mT).norm()], 1e-12, "error")
+
+
+def test_strong_decay_does_not_overflow():
+    q, k, v, beta, _, _ = (x.float().requires_grad_() for x in draw(64, 64))
+    decay = torch.full((H, 64), -50.0)
+    found = output_and_gradients(
+        lambda q, k, v: delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay), [q, k, v]
+    )
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
+def test_a_masked_key_is_not_written_and_forgets_nothing():
+    q, k, v, beta, decay, _ = draw(7, 9)
+    keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 0]).bool()
+    found = delta_attention(q, k, v, keep, beta=beta, decay=decay)
+    left = (x[..., keep, :] for x in (k, v))
+    expected = delta_attention(q, *left, beta=beta[..., keep], decay=decay[..., keep])
+    assert_all_close([found], [expected], 1e-12, "masked")
+
+
+def test_transformers_has_the_same_gated_delta_rule(monkeypatch):
+    plugs.mend_torchvision()
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    # Its fast path imports kernels that need a GPU's driver.
+    monkeypatch.setattr(utils, "is_flash_linear_attention_available", lambda: False)
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    q, k, v, _, decay, _ = draw(100, 100, dtype=torch.float32)
+    q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), torch.rand(B, H, 100)
+    ours = delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay, scale=D**-0.5)
+    moved = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        own = dict(g=decay.transpose(1, 2), beta=beta.transpose(1, 2))
+        own |= dict(initial_state=None, output_final_state=True)
+        theirs, state = getattr(module, name)(*moved, **own)
+        assert_all_close([ours], [theirs.transpose(1, 2)], 1e-5, name)  # they sum in float32
+        assert_all_close([delta_state(k, v, beta=beta, decay=decay)], [state.mT], 1e-5, name)
+
+
+@pytest.mark.parametrize(
+    "kind, least, most", [("sigmoid", 0, 1), ("double", 0, 2), ("clamped", 0, 2)]
+)
+def test_the_layer_s_strengths(kind, least, most):
+    torch.manual_seed(0)
+    layer, x, seen = DeltaAttention(8, 2, beta=kind, gated=True), 9 * torch.randn(2, 50, 8), []
+    layer.attention = lambda *args, **own: seen.append((args, own)) or delta_attention(*args, **own)
+    layer(x, x, x, is_causal=True, need_weights=False)
+    ((q, k, _), own) = seen[0][0][:3], seen[0][1]
+    assert own["beta"].shape == own["decay"].shape == (2, 2, 50) and bool((own["decay"] < 0).all())
+    assert 0 <= own["beta"].min() < 0.2 and most - 0.2 < own["beta"].max() <= most
+    assert kind != "clamped" or bool((own["beta"] == 2).any() and (own["beta"] == 0).any())
+    assert_all_close([q.norm(dim=-1), k.norm(dim=-1)], [torch.ones(2, 2, 50)] * 2, 1e-5, "norms")
+
+
+@pytest.mark.parametrize(
+    "own, error, words",
+    [
+        ({"beta": 0.5}, TypeError, "beta has type float; expected a floating Tensor"),
+        ({"beta": torch.ones(7)}, ValueError, r"beta has shape \(7,\); .*a number a key"),
+        ({"decay": torch.ones(9)}, ValueError, "decay has numbers from 1 to 1; .*at most 0"),
+        ({"decay": torch.full((9,), -torch.inf)}, ValueError, "decay .*expected finite"),
+        ({"erase": 1}, TypeError, "erase"),
+        ({"state": torch.ones(2, 2)}, ValueError, r"state has shape \(2, 2\)"),
+        ({"attn_mask": torch.ones(9)}, ValueError, "attn_mask has numbers other than 0"),
+    ],
+)
+def test_wrong_options(own, error, words):
+    q, k, v, *_ = draw(5, 9)
+    for function in (delta_attention, delta_attention_reference):
+        with pytest.raises(error, match=words):
+            function(q, k, v, **own)
+
+
+def test_wrong_options_of_the_layer():
+    with pytest.raises(ValueError, match="beta is 'tanh'; expected one of sigmoid, double"):
+        DeltaAttention(8, 2, beta="tanh")
+    with pytest.raises(TypeError, match="gated"):
+        DeltaAttention(8, 2, gated=1)
