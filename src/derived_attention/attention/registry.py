@@ -102,6 +102,12 @@ def one_sink(N: int, H: int, D: int) -> dict[str, Any]:
     return {"bias": torch.linspace(-1, 1, H)}
 
 
+def few_blocks(N: int, H: int, D: int) -> dict[str, Any]:
+    """Return blocks of near √N tokens, at most 32, of which four are kept, or half if fewer."""
+    block = min(32, near_root(N))
+    return {"block": block, "kept": max(1, min(4, -(-N // block) // 2))}
+
+
 def near_root(N: int) -> int:
     """Return the largest power of two up to √N, the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
@@ -273,8 +279,7 @@ MECHANISMS: dict[str, Entry] = {
         layer="softmax.sink.SinkAttention", options=one_sink, layer_options=no_options,
         sample="a key of value 0", any_mask=True, averages=False),
     "selected": Entry("Selected blocks", "#a05ad2", 16, "selected.fast.selected_attention",
-        options=lambda N, H, D: {"block": min(32, near_root(N)), "kept": 4},
-        sample="4 blocks of 32", placed=True),
+        options=few_blocks, sample="4 blocks of 32", placed=True),
 }
 # fmt: on
 
