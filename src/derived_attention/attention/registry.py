@@ -103,9 +103,9 @@ def one_sink(N: int, H: int, D: int) -> dict[str, Any]:
 
 
 def few_blocks(N: int, H: int, D: int) -> dict[str, Any]:
-    """Return blocks of near √N tokens, at most 32, of which four are kept, or half if fewer."""
+    """Return blocks of near √N tokens, at most 32, of which 4 are kept, but never all others."""
     block = min(32, near_root(N))
-    return {"block": block, "kept": max(1, min(4, -(-N // block) // 2))}
+    return {"block": block, "kept": max(1, min(4, -(-N // block) - 2))}
 
 
 def near_root(N: int) -> int:
