@@ -277,9 +277,11 @@ MECHANISMS: dict[str, Entry] = {
         goals={"full": (7.0, 10.0)}, reference_length=128),
     "sink": Entry("Sink", "#1482b4", 16, "softmax.sink.sink_attention",
         layer="softmax.sink.SinkAttention", options=one_sink, layer_options=no_options,
-        sample="a key of value 0", any_mask=True, averages=False),
-    "selected": Entry("Selected blocks", "#a05ad2", 16, "selected.fast.selected_attention",
-        options=few_blocks, sample="4 blocks of 32", placed=True),
+        sample="a key of value 0", any_mask=True, averages=False,
+        goals={"full": (1.15, 1.20), "causal": (1.20, 1.20)}),
+    "selected": Entry("Selected", "#a05ad2", 16, "selected.fast.selected_attention",
+        options=few_blocks, sample="4 blocks of 32", placed=True,
+        goals={"full": (0.35, 0.25), "causal": (0.60, 0.40)}),
 }
 # fmt: on
 
