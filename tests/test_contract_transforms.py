@@ -289,7 +289,13 @@ def test_replicas_use_their_own_parameters(name):
     assert not torch.equal(output(twice, x), output(layer, x))
 
 
-POOLING = ("sh", "bn_sh", "mrs", "mra")  # PyTorch cannot prove that lengths fit, and asks when run
+POOLING = (
+    "sh",
+    "bn_sh",
+    "mrs",
+    "mra",
+    "selected",
+)  # PyTorch cannot prove that lengths fit, and asks when run
 SHORTEST, LONGEST = 20, 300
 
 

@@ -256,13 +256,13 @@ def test_the_bias_is_asked_for():
 def test_a_layer_starts_off_by_one_and_learns():
     torch.manual_seed(0)
     layer = SinkAttention(12, 3).double()
-    assert isinstance(layer.sink, torch.nn.Parameter) and layer.sink.shape == (3,)
-    assert not layer.sink.any() and "bias" not in dict(layer.named_parameters())
+    assert isinstance(layer.sinks, torch.nn.Parameter) and layer.sinks.shape == (3,)
+    assert not layer.sinks.any() and "bias" not in dict(layer.named_parameters())
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     _, A = layer(x, x, x, average_attn_weights=False)
     assert bool((A.sum(-1) < 1).all())
     with torch.no_grad():
-        layer.sink.copy_(torch.tensor([-50.0, 0.0, 50.0]))
+        layer.sinks.copy_(torch.tensor([-50.0, 0.0, 50.0]))
     left = layer(x, x, x, average_attn_weights=False)[1].sum(-1).detach()
     assert_all_close([left[:, 0], left[:, 2]], [1 + 0 * left[:, 0], 0 * left[:, 2]], 1e-12)
     assert_learns(SinkAttention(12, 3).double(), x, "a layer with a sink")
@@ -270,4 +270,4 @@ def test_a_layer_starts_off_by_one_and_learns():
 
 def test_a_layer_without_projection_biases_has_its_sinks():
     layer = SinkAttention(12, 3, bias=False)
-    assert layer.in_proj_bias is None and layer.sink.shape == (3,)
+    assert layer.in_proj_bias is None and layer.sinks.shape == (3,)

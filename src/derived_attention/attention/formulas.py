@@ -470,10 +470,10 @@ def selected(q, k, v, mask, scale, *, block, kept):
     W = windows(k.shape[-2], block, device=k.device)  # (M/b, M)
     P = averages(W, mask.presence(k), k.dtype)
     pooled = (q @ (P @ k).mT).detach()  # (..., N, M/b)
-    J = torch.arange(len(W), device=k.device)
+    J = torch.arange(W.shape[0], device=k.device)
     other = (J < i // block) if mask.is_causal else (J != i // block)
     other = other & P.any(-1).unsqueeze(-2)
-    best = pooled.masked_fill(~other, -math.inf).topk(min(kept, len(W))).indices
+    best = pooled.masked_fill(~other, -math.inf).topk(min(kept, W.shape[0])).indices
     best = torch.zeros_like(pooled).scatter(-1, best, 1.0) * other
     read = (best @ W.to(best.dtype) > 0) | (i // block == j // block)
     return mask.softmax(scores(q, k, scale), read) @ v

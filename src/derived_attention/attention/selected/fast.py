@@ -190,7 +190,7 @@ def _tiles(picks: Tensor, m: int) -> _Tiles:
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """Return x (heads, n, ...) at an index (heads, n') of its second dimension."""
     first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
-    picked = x.reshape(-1, math.prod(x.shape[2:])).index_select(0, (index + first).flatten())
+    picked = x.flatten(0, 1).index_select(0, (index + first).flatten())
     return picked.view(*index.shape, *x.shape[2:])
 
 

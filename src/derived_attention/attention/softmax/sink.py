@@ -108,7 +108,7 @@ def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
 class SinkAttention(MultiheadAttention):
     """`sink_attention` in H heads, with the interface of `MultiheadAttention`.
 
-    It adds ``sink`` (H,), the score b of each head's sink, a parameter that starts at 0. (`bias`
+    It adds ``sinks`` (H,), the score b of each head's sink, a parameter that starts at 0. (`bias`
     says, as in `MultiheadAttention`, whether the projections have biases.)
     """
 
@@ -116,8 +116,8 @@ class SinkAttention(MultiheadAttention):
 
     def __init__(self, *args: Any, attention: Mechanism = sink_attention, **options: Any) -> None:
         super().__init__(*args, attention=attention, **options)
-        self.sink = nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads))
+        self.sinks = nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads))
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Add the scores of these heads' sinks."""
-        return functools.partial(base, bias=self.sink[heads])
+        return functools.partial(base, bias=self.sinks[heads])
