@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.experiments import command, deciding
 from derived_attention import (
+    DeltaAttention,
     MultiheadAttention,
     PositionOnlyAttention,
+    RidgeAttention,
     attention_weights,
     identity_attention,
     linear_attention,
@@ -70,6 +72,8 @@ ARMS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {
     "linear, 4 heads, a network": (LINEAR, 4, PAIRS, 128),
     "quadratic, 4 heads": (QUADRATIC, 4, PAIRS, 0),
     "quadratic, 8 heads": (QUADRATIC, 8, PAIRS, 0),
+    "ridge, 4 heads": (RidgeAttention, 4, PAIRS, 0),
+    "delta, 4 heads": (DeltaAttention, 4, PAIRS, 0),
     "window, h over the window": (plug(partial(window_attention, window=WINDOW)), 4, PAIRS, 0),
     "window, h over all keys": (plug(masked_after), 4, PAIRS, 0),
     "uniform": (plug(uniform_attention), 4, PAIRS, 0),

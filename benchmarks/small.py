@@ -19,6 +19,7 @@ from derived_attention import (
     ByteLM,
     Config,
     Conv1DAttention,
+    DeltaAttention,
     PositionOnlyAttention,
     identity_attention,
     uniform_attention,
@@ -42,13 +43,20 @@ CONTROLS = {
     "position only": partial(PositionOnlyAttention, length=LENGTH),
 }
 ARMS |= CONTROLS
-ONES = ["softmax", "linear", "bn", "conv1d", "mgk", *CONTROLS]  # that read sessions
+UPDATES = {  # of a state: it writes as linear attention does, erases as the delta rule, or forgets
+    "writes, forgets": partial(DeltaAttention, erase=False, gated=True),
+    "erases": DeltaAttention,
+    "erases, forgets": partial(DeltaAttention, gated=True),
+}
+ONES = ["softmax", "linear", "bn", "conv1d", "mgk", *UPDATES, *CONTROLS]  # that read sessions
 
 
 def small_model(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, Any]:
     """Train the small model on sessions; return its right answers, bits per byte and text."""
     seed_everything(seed)
-    model = ByteLM(LENGTH, Config(heads=HEADS, dropout=0.0, attention=ARMS[arm]), taps=4)
+    model = ByteLM(
+        LENGTH, Config(heads=HEADS, dropout=0.0, attention=(ARMS | UPDATES)[arm]), taps=4
+    )
     train = Sessions(LENGTH, batch_size=16, steps=steps)
     fit(model.to(device), train, byte_loss, epochs=1, lr=lr, seed=seed)
     bits = evaluate(model, Sessions(LENGTH), byte_loss)

@@ -1,5 +1,7 @@
 """What is special about the delta rule: prices, sweeps, states, gates, and its layer."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,11 +133,8 @@ def test_a_masked_key_is_not_written_and_forgets_nothing():
     assert_all_close([found], [expected], 1e-12, "masked")
 
 
-def test_transformers_has_the_same_gated_delta_rule(monkeypatch):
+def test_transformers_has_the_same_gated_delta_rule():
     plugs.mend_torchvision()
-    utils = pytest.importorskip("transformers.utils.import_utils")
-    # Its fast path imports kernels that need a GPU's driver.
-    monkeypatch.setattr(utils, "is_flash_linear_attention_available", lambda: False)
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     q, k, v, _, decay, _ = draw(100, 100, dtype=torch.float32)
     q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), torch.rand(B, H, 100)
@@ -144,7 +143,8 @@ def test_transformers_has_the_same_gated_delta_rule(monkeypatch):
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         own = dict(g=decay.transpose(1, 2), beta=beta.transpose(1, 2))
         own |= dict(initial_state=None, output_final_state=True)
-        theirs, state = getattr(module, name)(*moved, **own)
+        form = inspect.unwrap(getattr(module, name))  # not the kernel that it looks for
+        theirs, state = form(*moved, **own)
         assert_all_close([ours], [theirs.transpose(1, 2)], 1e-5, name)  # they sum in float32
         assert_all_close([delta_state(k, v, beta=beta, decay=decay)], [state.mT], 1e-5, name)
 
