@@ -107,13 +107,16 @@ class Latent(nn.Module):
         self.query, self.name = nn.Embedding(LATENT_NAMES, r), nn.Embedding(LATENT_NAMES, r)
         self.down = nn.Linear(LATENT_WIDTH, r, bias=False)
         self.split, self.places = split, nn.Parameter(torch.zeros(PAIRS, PAIRS))
+        self.sharpness = nn.Parameter(torch.tensor(3.0))  # names on a circle need large scores
+        for table in (self.query, self.name):
+            nn.init.normal_(table.weight, std=0.3)
         self.read = nn.Linear(r, LATENT_WIDTH)
 
     def forward(self, names: Tensor, values: Tensor, asked: Tensor) -> Tensor:
         """Return answers (B, N, Dv)."""
         name, value = self.name(names), self.down(values)
         cache = (name, value) if self.split else (name + value,) * 2  # (B, N, r): keys, values
-        s = self.query(asked) @ cache[0].mT
+        s = self.sharpness.exp() * self.query(asked) @ cache[0].mT
         if self.arm == "alone":
             return self.read(cache[1])
         if self.arm in ("uniform", "position only"):
