@@ -1,0 +1,72 @@
+"""Wrong answers to the exercises of chapter 16."""
+
+HEAD = "def with_sink(q, k, v, b):\n    scale = q.shape[-1] ** -0.5\n"
+WRONG = {
+    "ex-16-sdpa": [
+        (  # a key of zeros: its score is 0, whatever b is
+            "def with_sink(q, k, v, b):\n"
+            "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
+            "    return F.scaled_dot_product_attention(q[None], K[None], V[None])[0]",
+            r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
+        ),
+        (  # the scale of the wider query
+            "def with_sink(q, k, v, b):\n"
+            "    Q = torch.cat([q, torch.ones(len(q), 1)], 1)\n"
+            "    K = torch.cat([k, torch.zeros(len(k), 1)], 1)\n"
+            "    sink = torch.cat([torch.zeros(1, q.shape[-1]), torch.full((1, 1), b)], 1)\n"
+            "    V = torch.cat([v, 0 * v[:1]])\n"
+            "    K = torch.cat([K, sink])\n"
+            "    return F.scaled_dot_product_attention(Q[None], K[None], V[None])[0]",
+            r"Not so for N = 5, M = 7, D = 4, b = 0\.0: it is off by",
+        ),
+        (  # b is scaled as the other scores are
+            HEAD + "    Q = torch.cat([q, torch.ones(len(q), 1)], 1)\n"
+            "    K = torch.cat([k, torch.zeros(len(k), 1)], 1)\n"
+            "    sink = torch.cat([torch.zeros(1, q.shape[-1]), torch.full((1, 1), b)], 1)\n"
+            "    V = torch.cat([v, 0 * v[:1]])\n"
+            "    K = torch.cat([K, sink])\n"
+            "    return F.scaled_dot_product_attention(Q[None], K[None], V[None], scale=scale)[0]",
+            r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
+        ),
+        (  # right, by the matrix
+            HEAD + "    a = (q @ k.T * scale).exp()\n"
+            "    return a @ v / (np.exp(b) + a.sum(1, keepdim=True))",
+            r"No tensor has N M numbers\. Not so for N = M = 400, D = 4: the largest has 160000",
+        ),
+    ],
+    "ex-16-absorb": [
+        (  # the scale is forgotten
+            "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q",
+            r"scores qᵀk/√D with the latents\. Not so for H = 2, D = 4, d = 6, r = 3: it is off by",
+        ),
+        (  # the scale of the width of the latent
+            "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q / W_K.shape[-1] ** 0.5",
+            r"Not so for H = 2, D = 4, d = 6, r = 3: it is off by",
+        ),
+        (  # the other way round
+            "def absorb(W_Q, W_K):\n    return W_Q.mT @ W_K / W_Q.shape[-2] ** 0.5",
+            r"Not so for H = 2, D = 4, d = 6, r = 3: a shape \(H, r, d\)",
+        ),
+    ],
+    "ex-16-missed": [
+        (  # the pooled scores alone
+            "def missed(q, means, radii, B):\n    return B * (means @ q).exp().sum()",
+            r"weigh at most the bound\. Not so for m = 1, B = 2",
+        ),
+        (  # the width of the scores is taken for half of it
+            "def missed(q, means, radii, B):\n"
+            "    return (B * (means @ q + q.square().sum() * radii**2 / 8).exp()).sum()",
+            r"weigh at most the bound\. Not so for",
+        ),
+        (  # true, and far too large: every key as good as the best
+            "def missed(q, means, radii, B):\n"
+            "    return (B * (means @ q + q.norm() * radii).exp()).sum()",
+            r"and no larger\. Not so for three radii, B = 4: .*it is off by",
+        ),
+        (  # one key of each block
+            "def missed(q, means, radii, B):\n"
+            "    return ((means @ q + q.square().sum() * radii**2 / 2).exp()).sum()",
+            r"weigh at most the bound\. Not so for m = 1, B = 2, spread 0\.01",
+        ),
+    ],
+}
