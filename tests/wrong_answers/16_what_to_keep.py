@@ -6,26 +6,26 @@ WRONG = {
         (  # a key of zeros: its score is 0, whatever b is
             "def with_sink(q, k, v, b):\n"
             "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
-            "    return F.scaled_dot_product_attention(q[None], K[None], V[None])[0]",
+            "    return F.scaled_dot_product_attention(q, K, V)",
             r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
         ),
         (  # the scale of the wider query
             "def with_sink(q, k, v, b):\n"
-            "    Q = torch.cat([q, torch.ones(len(q), 1)], 1)\n"
-            "    K = torch.cat([k, torch.zeros(len(k), 1)], 1)\n"
-            "    sink = torch.cat([torch.zeros(1, q.shape[-1]), torch.full((1, 1), b)], 1)\n"
+            "    Q = torch.cat([q, q.new_ones(len(q), 1)], 1)\n"
+            "    K = torch.cat([k, k.new_zeros(len(k), 1)], 1)\n"
+            "    sink = torch.cat([q.new_zeros(1, q.shape[-1]), q.new_full((1, 1), b)], 1)\n"
             "    V = torch.cat([v, 0 * v[:1]])\n"
             "    K = torch.cat([K, sink])\n"
-            "    return F.scaled_dot_product_attention(Q[None], K[None], V[None])[0]",
+            "    return F.scaled_dot_product_attention(Q, K, V)",
             r"Not so for N = 5, M = 7, D = 4, b = 0\.0: it is off by",
         ),
         (  # b is scaled as the other scores are
-            HEAD + "    Q = torch.cat([q, torch.ones(len(q), 1)], 1)\n"
-            "    K = torch.cat([k, torch.zeros(len(k), 1)], 1)\n"
-            "    sink = torch.cat([torch.zeros(1, q.shape[-1]), torch.full((1, 1), b)], 1)\n"
+            HEAD + "    Q = torch.cat([q, q.new_ones(len(q), 1)], 1)\n"
+            "    K = torch.cat([k, k.new_zeros(len(k), 1)], 1)\n"
+            "    sink = torch.cat([q.new_zeros(1, q.shape[-1]), q.new_full((1, 1), b)], 1)\n"
             "    V = torch.cat([v, 0 * v[:1]])\n"
             "    K = torch.cat([K, sink])\n"
-            "    return F.scaled_dot_product_attention(Q[None], K[None], V[None], scale=scale)[0]",
+            "    return F.scaled_dot_product_attention(Q, K, V, scale=scale)",
             r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
         ),
         (  # right, by the matrix
