@@ -424,8 +424,8 @@ def order_of_keys(subject: Subject) -> str:
     m, worst = keys_of(subject), Worst()
     order = torch.arange(m).roll(m // 2).flip(0)
     for mask in [None, *[boolean(m)] * subject.masked]:
-        given = {} if mask is None else {"attn_mask": mask}
-        moved = {} if mask is None else {"attn_mask": mask[order]}
+        given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+        moved: dict[str, Any] = {} if mask is None else {"attn_mask": mask[order]}
         case = Case(subject, **given)
         k, v = (case.tensors[key].detach()[..., order, :] for key in "kv")
         found, expected = case.run(k=k, v=v, **moved), case.run()

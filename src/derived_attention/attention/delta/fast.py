@@ -13,8 +13,8 @@ S ← e^(l_C) S + uᵀ (e^(l_C − l) K).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,9 +30,9 @@ from derived_attention.attention.frame.checks import (
     may_look_at,
     wide,
 )
-from derived_attention.attention.frame.convention import full_precision, mechanism
+from derived_attention.attention.frame.convention import extend, full_precision, mechanism
 from derived_attention.attention.frame.masks import Mask
-from derived_attention.attention.linear.fast import in_chunks
+from derived_attention.attention.linear.fast import in_chunks, segment_length, segments
 
 CHUNK = 64  # keys that enter the state at once
 UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
@@ -223,39 +223,49 @@ def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None]:
     ], R
 
 
-def _states(chunks: list[Chunk], S: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-    """Yield each chunk, the state (..., D, Dv) before it, and its corrections."""
-    for chunk in chunks:
-        u = chunk.corrections(S)
-        yield chunk, S, u
-        S = chunk.after(S, u)
+def _segments(writes: Writes, n: int) -> list[Writes]:
+    """Cut n keys into segments whose temporaries stay in a CPU's cache; the state is the first's.
+
+    Keys are cut to n, or filled up with keys that are not written.
+    """
+    k, v, b, g = writes.k, writes.v, writes.beta, writes.decay
+    more = n - k.shape[-2]
+    if not is_symbolic(n, k.shape[-2]) and more:
+        k, v = extend(k, more), extend(v, more)
+        b, g = extend(b, more, -1), None if g is None else extend(g, more, -1)
+    if is_symbolic(n):
+        return [writes]
+    size = segment_length(k)
+    parts = zip(
+        k.split(size, -2), v.split(size, -2), b.split(size, -1),
+        itertools.repeat(None) if g is None else g.split(size, -1), strict=False,
+    )  # fmt: skip
+    return [Writes(*part, writes.erase, writes.state) for part in parts]
 
 
 def _last(writes: Writes) -> Tensor:
     """Return the state (..., Dv, D) after all keys."""
     S = writes.state.mT
-    chunks, _ = _chunks(writes, writes.k.shape[-2])
-    for chunk, before, u in _states(chunks, S):
-        S = chunk.after(before, u)
+    for part in _segments(writes, writes.k.shape[-2]):
+        for chunk in _chunks(part, part.k.shape[-2])[0]:
+            S = chunk.after(S, chunk.corrections(S))
     return S.mT
 
 
 def _read(q: Tensor, writes: Writes) -> Tensor:
     """Return what each query (..., N, D) reads of the state after its own key."""
-    N, M = q.shape[-2], writes.k.shape[-2]
-    if not is_symbolic(N, M) and M > N:
-        k, v, b, g, *rest = writes
-        k, v, b = k[..., :N, :], v[..., :N, :], b[..., :N]
-        writes = Writes(k, v, b, None if g is None else g[..., :N], *rest)
-    chunks, R = _chunks(writes, N)
-    k, queries = _cut(writes.k, N), _cut(q, N)
-    inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
-    if writes.decay is not None:
-        queries = _cut(writes.decay.unsqueeze(-1), N).cumsum(-2).exp() * queries
-    outputs = [
-        q_c @ S + P_c @ u
-        for q_c, P_c, (_, S, u) in zip(
-            queries.unbind(-3), inside.unbind(-3), _states(chunks, writes.state.mT), strict=True
-        )
-    ]
-    return torch.stack(outputs, -3).flatten(-3, -2)[..., :N, :]
+    parts, S, outputs = _segments(writes, q.shape[-2]), writes.state.mT, []
+    for q_s, part in zip(segments(q), parts, strict=True):
+        n = q_s.shape[-2]
+        chunks, R = _chunks(part, n)
+        k, queries = _cut(part.k, n), _cut(q_s, n)
+        inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
+        if part.decay is not None:
+            queries = _cut(part.decay.unsqueeze(-1), n).cumsum(-2).exp() * queries
+        read = []
+        for q_c, P_c, chunk in zip(queries.unbind(-3), inside.unbind(-3), chunks, strict=True):
+            u = chunk.corrections(S)
+            read.append(q_c @ S + P_c @ u)
+            S = chunk.after(S, u)
+        outputs.append(torch.stack(read, -3).flatten(-3, -2)[..., :n, :])
+    return torch.cat(outputs, -2)

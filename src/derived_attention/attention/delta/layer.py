@@ -57,7 +57,7 @@ class DeltaAttention(MultiheadAttention):
         check_flag("erase", erase)
         super().__init__(*args, attention=attention, **options)
         self.beta, self.gated, self.erase = beta, gated, erase
-        factory = {name: options.get(name) for name in ("device", "dtype")}
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         self.strength = nn.Linear(self.kdim, self.num_heads, **factory)
         self.forgetting = nn.Linear(self.kdim, self.num_heads, **factory) if gated else None
         if self.forgetting is not None:
@@ -65,9 +65,12 @@ class DeltaAttention(MultiheadAttention):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Give the function the strength and the decay of each key."""
-        given = {"beta": STRENGTHS[self.beta](self.strength(key)).mT, "erase": self.erase}
+        given: dict[str, Any] = {
+            "beta": STRENGTHS[self.beta](self.strength(key)).mT,
+            "erase": self.erase,
+        }
         if self.forgetting is not None:
-            given["decay"] = -F.softplus(self.forgetting(key)).mT  # (B, H, M)
+            given["decay"] = -F.softplus(self.forgetting(key)).mT
         yield Group(ALL, key, value, mask, functools.partial(self.attention, **given))
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
