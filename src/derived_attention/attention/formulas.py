@@ -434,7 +434,7 @@ def signed_power(z, power):
 
 
 def delta(q, k, v, mask, scale, *, beta, decay, state, erase=True):
-    """S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, α_t = e^decay_t; h_i = S_i q_i."""
+    """S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, α = e^decay; h_i = S_i q_i."""
     S, states, (N, M) = state, [state], (q.shape[-2], k.shape[-2])
     for t in range(M):
         k_t, v_t = k[..., t, :, None], v[..., t, :, None]
@@ -442,8 +442,9 @@ def delta(q, k, v, mask, scale, *, beta, decay, state, erase=True):
         S = alpha * S
         S = S + b * (v_t - S @ k_t if erase else v_t) @ k_t.mT
         states.append(S)
-    i = torch.arange(N, device=q.device) + 1 if mask.is_causal else torch.full((N,), M)
-    S = torch.stack(states, -3)[..., i.clamp(max=M), :, :]  # (..., N, Dv, D)
+    i = torch.arange(1, N + 1) if mask.is_causal else torch.full((N,), M)
+    i = i.to(q.device).clamp(max=M)  # how many keys a query comes after
+    S = torch.stack(states, -3)[..., i, :, :]  # (..., N, Dv, D)
     return (S @ (q if scale is None else scale * q).unsqueeze(-1)).squeeze(-1)
 
 
