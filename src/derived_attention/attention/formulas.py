@@ -434,9 +434,9 @@ def signed_power(z, power):
 
 
 def delta(q, k, v, mask, scale, *, beta, decay, state, erase=True):
-    """h_i = S_i q_i, S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, α = e^decay.
+    """h_i = S_i q_i, S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ.
 
-    A query reads the state after its own key, or that after all keys.
+    α_t = e^decay_t. A query reads the state after its own key, or after all keys.
     """
     S, states, (N, M) = state, [state], (q.shape[-2], k.shape[-2])
     for t in range(M):
