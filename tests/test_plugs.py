@@ -185,7 +185,7 @@ def test_a_decoder_refuses_what_sees_the_future(name):
 def with_projections(name, plug, length, W, b):
     """The layer of a mechanism that has the projections W (3 E, E), b, and what a plug learned.
 
-    It shows what the plug's second keys and packed queries are: maps of projected tokens.
+    It shows what its second keys, strengths and packed queries are: maps of projected tokens.
     """
     entry = MECHANISMS[name]
     run = entry.plug(length, H, D)
@@ -197,6 +197,9 @@ def with_projections(name, plug, length, W, b):
     if "key_weight" in state:
         state["key_bias"] = state["key_weight"] @ b[E : 2 * E]
         state["key_weight"] = state["key_weight"] @ W[E : 2 * E]
+    for x in {"strength", "forgetting"} & {key.partition(".")[0] for key in state}:
+        state[f"{x}.bias"] = state[f"{x}.bias"] + state[f"{x}.weight"] @ b[E : 2 * E]
+        state[f"{x}.weight"] = state[f"{x}.weight"] @ W[E : 2 * E]
     if "packed" in state:
         state["packed"] = torch.linalg.solve(W[:E], (state["packed"] - b[:E]).T).T
     state |= {"in_proj_weight": W, "in_proj_bias": b}
