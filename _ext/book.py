@@ -51,19 +51,20 @@ WORDS = {"callable", "optional"}  # what descriptions of types say and is no cla
 
 
 def chapters(app) -> list[str]:
-    """Return the pages that have code: numbered chapters, then appendices, then audits."""
+    """Return the pages that have code: numbered chapters, appendices, then audits and the like."""
     return sorted(doc for doc in app.env.found_docs if number(doc))
 
 
 def number(doc: str) -> int | str | None:
-    """Return the number of a chapter, which its file's name has, or of an audit: that of its part.
+    """Return the number of a chapter, which its file's name has; of others in a part, the part's.
 
-    A part counts in Roman numerals, an appendix has the letter of its file. Other pages have none.
+    A part counts in Roman numerals: so audits do, and pages between chapters. An appendix has the
+    letter of its file. Other pages have none.
     """
     if match := re.match(r"book/(\d\d|[A-Z])_", doc):
         return int(match[1]) if match[1].isdigit() else match[1]
-    if doc.startswith("book/audit_"):
-        return parts()[doc].partition(":")[0].removeprefix("Part ")
+    if part := parts().get(doc):
+        return part.partition(":")[0].removeprefix("Part ")
     return None
 
 
@@ -79,9 +80,10 @@ def parts() -> dict[str, str]:
 
 
 def short_name(doc: str) -> str:
-    """Return how a link to a place on a chapter or an audit names the page."""
-    kind = "audit" if doc.startswith("book/audit_") else "app." if doc[5].isalpha() else "ch."
-    return f"{kind} {number(doc)}"
+    """Return how a link to a place on a page with code names the page."""
+    if doc in parts() and not doc[5].isdigit():
+        return f"{'audit' if doc.startswith('book/audit_') else 'part'} {number(doc)}"
+    return f"{'ch.' if doc[5].isdigit() else 'app.'} {number(doc)}"
 
 
 # --- directives and roles ------------------------------------------------------------------------

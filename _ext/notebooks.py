@@ -296,7 +296,7 @@ class Writer:
         text, uri = self.inline(node), node.get("refuri", "")
         if re.match(r"https?:", uri):
             return f"[{text}]({uri})"
-        page = re.match(r"(?:\.\./book/)?((?:\d\d|[A-Z]|audit)_\w+)\.html", uri)
+        page = re.match(r"(?:\.\./book/)?((?:\d\d|[A-Z]|audit)_\w+|positions)\.html", uri)
         return f"[{text}]({page[1]}.ipynb)" if page else text
 
     # Numbers.

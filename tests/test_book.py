@@ -280,6 +280,14 @@ def test_a_page_names_its_part():
         assert found == ([book.parts()[page]] if page in book.parts() else []), page
 
 
+def test_a_page_between_chapters_has_the_number_of_its_part_and_shifts_no_chapter():
+    numbers = {"book/positions": "I", "book/audit_wavelets": "III", "book/02_duality": 2}
+    assert {page: book.number(page) for page in numbers} == numbers
+    assert book.number("book/A_plugs") == "A" and book.number("book/glossary") is None
+    names = ("book/positions", "book/audit_wavelets", "book/02_duality", "book/A_plugs")
+    assert [book.short_name(page) for page in names] == ["part I", "audit III", "ch. 2", "app. A"]
+
+
 def test_launch_buttons_appear_just_when_there_is_a_repository():
     page = (HTML / "book" / "01_attention.html").read_text("utf8")
     assert ("colab.research" in page) == bool(book.repository()[0])

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "_ext"))
 from execute import RUNS, read_page  # noqa: E402
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
-OTHERS = [page for kind in ("[A-Z]_*", "audit_*") for page in (ROOT / "book").glob(f"{kind}.md")]
+KINDS = ("[A-Z]_*", "audit_*", "positions")  # pages with code that are not chapters
+OTHERS = [page for kind in KINDS for page in (ROOT / "book").glob(f"{kind}.md")]
 NAMES = CHAPTERS + sorted(page.stem for page in OTHERS)
 SYNTAX = re.compile(r"\{(eq|prf:ref|numref|cite|cite:t|term|doc|ref|measured)\}`|^:::|^```\{", re.M)
 
