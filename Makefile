@@ -81,6 +81,7 @@ experiments: tools ## train what the pages have no room for: some six hours on o
 	@$(BIN)/python -m benchmarks.chapter09
 	@$(BIN)/python -m benchmarks.chapter10
 	@$(BIN)/python -m benchmarks.chapter11
+	@$(BIN)/python -m benchmarks.chapter13
 	@$(BIN)/python -m benchmarks.chapter15
 	@$(BIN)/python -m benchmarks.chapter16
 	@$(BIN)/python -m benchmarks.side_by_side
