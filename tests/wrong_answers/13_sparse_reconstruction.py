@@ -51,7 +51,8 @@ WRONG = {
         ),
         (  # the hard threshold
             "def positive(a, kappa):\n    return a * (a > kappa)",
-            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)\. Not so for",
+            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)"
+            r"\. Not so for",
         ),
         (  # half of the price
             "def positive(a, kappa):\n    return (a - kappa / 2).clamp(min=0)",
@@ -59,7 +60,8 @@ WRONG = {
         ),
         (  # sizes of the lasso's weights
             "def positive(a, kappa):\n    return soft_threshold(a, kappa).abs()",
-            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)\. Not so for",
+            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)"
+            r"\. Not so for",
         ),
     ],
 }
