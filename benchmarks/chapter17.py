@@ -3,14 +3,17 @@
 About three hours on one thread of a CPU. All arms share one model, `Frame`, of one layer; what a
 mechanism takes of its own is what the registry says for the length of the task. A new entry of the
 registry is a new row. What has finished is not repeated. The results go to `training/recorded/`,
-from where chapter 17 reads them.
+from where chapter 17 reads them. ``python -m benchmarks.chapter17 cost`` measures what a step of
+training takes at the lengths of the tasks: on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +26,10 @@ from derived_attention.attention.softmax.controls import (
     identity_attention,
     uniform_attention,
 )
-from derived_attention.runtime import seed_everything
+from derived_attention.runtime import seed_everything, write_atomically
 from derived_attention.tasks.model import Config, PreNormLayer
-from derived_attention.training.recorded import FOLDER
+from derived_attention.training import measure
+from derived_attention.training.recorded import FOLDER, SCHEMA
 
 NAMES, VALUES, MOST = 64, 32, 6  # MOST: the largest count that is told apart
 NEAR, FAR = 2, 12  # how many tokens to the left
@@ -224,8 +228,51 @@ EXPERIMENTS = {
 }
 
 
+# --- what a step takes at these lengths -----------------------------------------------------------
+
+BATCHES = {64: SETS, LONG: 1}  # sequences of a step, by their length
+
+
+def step(arm: str, length: int) -> Callable[[], None]:
+    """Return the attention layer of an arm, forward and backward, as in a step of training."""
+    torch.manual_seed(0)
+    layer = Frame(arm, length, VALUES).layer.attention
+    x = torch.randn(BATCHES[length], length, DIM, requires_grad=True)
+
+    def call() -> None:
+        layer(x, x, x, need_weights=False)[0].sum().backward()
+
+    return call
+
+
+def cost(rounds: int = 15) -> dict[str, Any]:
+    """Measure time and memory of all attention layers side by side, in rounds, on one thread."""
+    rows = []
+    for length in BATCHES:
+        calls = {arm: step(arm, length) for arm in ARMS}
+        times = measure.compare(calls, repeats=rounds, device="cpu")
+        for arm, time in times.items():
+            size = measure.peak_bytes(calls[arm], device="cpu")
+            own = {"seconds": time.median, "ratio": time.ratio, "bytes": size}
+            rows.append({"arm": arm, "seed": 0, "length": length} | own)
+    return {
+        "schema": SCHEMA,
+        "title": "Time and memory of an attention layer in a step of training",
+        "device": "cpu",
+        "machine": measure.machine(),
+        "settings": {"heads": HEADS, "dim": DIM, "sequences": BATCHES, "rounds": rounds},
+        "columns": [("ratio", "time, softmax = 1", 1, 2), ("bytes", "MiB", 2**-20, 1)],
+        "rows": rows,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiments that the command line names, or all."""
+    """Run the experiments that the command line names, or all; or measure the costs."""
+    if list(sys.argv[1:] if arguments is None else arguments) == ["cost"]:
+        torch.set_num_threads(1)
+        written = json.dumps(cost(), indent=1) + "\n"
+        write_atomically(FOLDER / "chapter17_cost_cpu.json", written.encode())
+        return 0
     return command("chapter17", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 
