@@ -33,7 +33,7 @@ from derived_attention import (
     seed_everything,
     uniform_attention,
 )
-from derived_attention.attention.frame.layer import ALL, KEY, QUERY, VALUE
+from derived_attention.attention.frame.layer import KEY, QUERY, VALUE
 from derived_attention.tasks.run import attention_cost, regularised
 from derived_attention.training.recorded import FOLDER
 
@@ -151,7 +151,7 @@ def inside(model: SeriesClassifier, x: Tensor) -> dict[str, float]:
         model.eval()(x)
         for hook in hooks:
             hook.remove()
-        heads = [[layer.project(part, h, ALL) for part in PARTS] for layer, h in calls]
+        heads = [[layer.project(part, h, slice(None)) for part in PARTS] for layer, h in calls]
         looks = [
             singular(*qkv, W_e=f.W_e, W_r=f.W_r, Lambda=f.Lambda.square())
             for qkv, (f, _) in zip(heads, calls, strict=True)
