@@ -1,6 +1,6 @@
 """Train Decision Transformers on offline control data: ``python -m benchmarks.control``.
 
-Five minutes on one thread of a CPU. A run that has finished is not repeated: start it again after a
+Six minutes on one thread of a CPU. A run that has finished is not repeated: start it again after a
 break. The results go to `training/recorded/`, from where chapter 12 reads them.
 """
 
@@ -56,6 +56,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         control,
         list(ARMS),
         COLUMNS,
+        seeds=8,
         name=name,
         **HOW,
     )
