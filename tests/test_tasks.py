@@ -71,7 +71,7 @@ def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
         da.train_recall(TINY, epochs=2)
 
 
-@pytest.mark.parametrize("name", ["series", "listops", "images", "topics"])
+@pytest.mark.parametrize("name", ["series", "listops", "images"])
 def test_the_best_epoch_is_no_worse_than_the_last(name):
     result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1
@@ -86,7 +86,7 @@ def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     assert other.length == 64 and other.config.heads == 4
 
 
-@pytest.mark.parametrize("name", ["language", "series", "listops", "images", "topics", "recall"])
+@pytest.mark.parametrize("name", ["series", "listops", "images", "recall"])
 def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     given = []
 
@@ -112,11 +112,6 @@ def test_a_detector_learns_and_what_it_learns_by_heart_is_in_the_gap():
     assert by_heart["gap"] > 1 > abs(before["gap"]) and by_heart["gap"] > after["gap"] + 1
     others = train(train=8, steps=1, cross=linear_attention, path_dropout="soft")
     assert others["flops"] != before["flops"] and others["loss"] != before["loss"]
-
-
-def test_training_lowers_the_bits():
-    short, longer = (SMALL["language"](TINY, steps=steps) for steps in (1, 60))
-    assert longer["bits"] < short["bits"] - 1
 
 
 @pytest.mark.parametrize(
