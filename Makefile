@@ -68,7 +68,6 @@ benchmarks: tools ## measure every mechanism and other libraries; what this mach
 
 experiments: tools ## train what the pages have no room for: some six hours on one core
 	@$(BIN)/python -m benchmarks.control
-	@$(BIN)/python -m benchmarks.primal
 	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
 	@$(BIN)/python -m benchmarks.chapter01
@@ -81,6 +80,7 @@ experiments: tools ## train what the pages have no room for: some six hours on o
 	@$(BIN)/python -m benchmarks.chapter09
 	@$(BIN)/python -m benchmarks.chapter10
 	@$(BIN)/python -m benchmarks.chapter11
+	@$(BIN)/python -m benchmarks.chapter12
 	@$(BIN)/python -m benchmarks.chapter13
 	@$(BIN)/python -m benchmarks.chapter15
 	@$(BIN)/python -m benchmarks.chapter16

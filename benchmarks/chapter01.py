@@ -8,14 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from benchmarks.experiments import command, deciding
+from benchmarks.experiments import command, deciding, experiment
 from derived_attention import (
     Config,
     PositionOnlyAttention,
     identity_attention,
     softmax_attention,
     train_recall,
+    train_series,
     uniform_attention,
 )
 from derived_attention.training.recorded import FOLDER
@@ -36,6 +38,11 @@ def recall(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str,
     return train_recall(config, **options)
 
 
+def speakers(arm: str, **settings: Any) -> dict[str, float]:
+    """Name the speakers of time series; return the share that is right."""
+    return train_series(Config(dim=64, heads=8, attention=ARMS[arm]), **settings)
+
+
 EXPERIMENTS = {
     "recall": deciding(
         "associative recall of 16 pairs, one layer",
@@ -43,6 +50,16 @@ EXPERIMENTS = {
         list(ARMS),
         [("accuracy", "right answers, %", 100, 1)],
         steps=(75, 150, 300, 600),
+    ),
+    "speakers": experiment(
+        "nine speakers of Japanese vowels",
+        speakers,
+        ["softmax", "uniform", "alone"],
+        [("accuracy", "right, %", 100, 1)],
+        name="JapaneseVowels",
+        epochs=20,
+        batch_size=32,
+        lr=2e-3,
     ),
 }
 

@@ -32,12 +32,12 @@ from benchmarks import (  # noqa: E402
     chapter09,
     chapter10,
     chapter11,
+    chapter12,
     chapter13,
     chapter15,
     chapter16,
     control,
     kernels,
-    primal,
     run,
     side_by_side,
     small,
@@ -47,12 +47,9 @@ from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import deciding, experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
 from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
-from derived_attention.attention.primal.layer import PrimalAttention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
 from derived_attention.page import tables  # noqa: E402
-from derived_attention.tasks.model import Config  # noqa: E402
-from derived_attention.tasks.series.model import SeriesClassifier  # noqa: E402
 from derived_attention.training import measure  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
 from derived_attention.training.recorded import FOLDER, load_experiment  # noqa: E402
@@ -558,11 +555,11 @@ RECORDED = [
         chapter09,
         chapter10,
         chapter11,
+        chapter12,
         chapter13,
         chapter15,
         chapter16,
         control,
-        primal,
         side_by_side,
         small,
         splitting,
@@ -571,34 +568,23 @@ RECORDED = [
 ]
 
 
-def test_primal_attention_is_in_all_layers_or_in_the_last():
-    for name, (attention, last, eta) in primal.arms(8, 12).items():
-        config = Config(16, 2, 3, 8, attention=attention, last=last)
-        model = SeriesClassifier(2, 2, 12, config)
-        kinds = [isinstance(layer.attention, PrimalAttention) for layer in model.layers]
-        expected = {"PrimalFormer": [True] * 3, "Primal.+": [False, False, True]}
-        assert kinds == expected.get(name.partition(",")[0], [False] * 3), name
-        assert (eta > 0) == any(
-            getattr(layer.attention, "log_Lambda", None) is not None for layer in model.layers
-        )
-
-
 def test_singular_vectors_are_known_where_they_are():
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 3, 12, 5, dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 3, 12, 5, dtype=torch.float64)
     unit = torch.nn.functional.normalize
-    U, sigma, Vh = torch.linalg.svd(unit(q, dim=-1) @ v.mT @ v @ unit(k, dim=-1).mT)
+    phi_q, phi_k = (unit(x, dim=-1) @ v.mT for x in (q, k))  # (1, H, N, N), of rank 5
+    U, sigma, Vh = torch.linalg.svd(phi_q @ phi_k.mT)
     left, right, other = U[..., :2], Vh.mT[..., :2] * sigma[..., None, :2], U[..., 2:4]
 
     def found(e, r, Lambda=1.0):
-        values = primal.singular(q, k, v, e, r, 12, torch.full((3, 2), Lambda)).values()
-        return [x.item() for x in values]
+        W = {"W_e": (torch.linalg.pinv(phi_q) @ e)[0], "W_r": (torch.linalg.pinv(phi_k) @ r)[0]}
+        look = chapter12.singular(q, k, v, **W, Lambda=torch.full((3, 2), Lambda))
+        return [look[key].item() for key in ("scores", "reach", "overlap", "aligned")]
 
-    reach = sigma[..., 0].median().item() / 12
+    reach, size = sigma[..., 0].median().item() / 12, 12**-0.5
     near = functools.partial(pytest.approx, abs=1e-6)
-    assert found(3 * left, right) == near([1, 0, 1, reach])
-    assert found(left[..., [0, 0]], right[..., [0, 0]])[1:] == near([1, 1, reach])
-    assert found(other, right, 0.5) == near([0, 0, 0, reach / 2])
+    assert found(3 * left, right) == near([3 * size, reach, 1, 1])
+    assert found(other, right, 0.5) == near([size, reach / 2, 0, 0])
 
 
 def test_layers_without_weights_have_none():

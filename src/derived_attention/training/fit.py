@@ -160,9 +160,10 @@ History = dict[str, list[float]]
 class Regularised:
     """A loss plus the kernel-SVD objective, with which Primal-Attention is trained (chapter 12).
 
-    ``loss + η Σ mean(J²)``: the sum is over the `PrimalAttention` layers that are ``regularised``,
-    the mean over sequences and heads. The square bounds the objective from below (chapter 11).
-    Σ mean(J²) is reported as ``"ksvd"`` beside the numbers of `loss`, also in evaluation.
+    ``loss + η mean(J²)`` as in the code of [Chen2023]: for each sequence and each `PrimalAttention`
+    layer that is ``regularised``, J is the mean over heads, and its square is averaged over layers
+    and sequences. The square bounds the objective from below (chapter 11). mean(J²) is reported as
+    ``"ksvd"`` beside the numbers of `loss`, also in evaluation.
 
     Parameters
     ----------
@@ -202,7 +203,7 @@ class Regularised:
                 f"model {type(model).__name__} has no layer PrimalAttention(regularised=True); "
                 "expected at least one"
             )
-        penalty = torch.stack([J.square().mean() for J in objectives]).sum()
+        penalty = torch.stack([J.mean(-1).square().mean() for J in objectives]).mean()
         if self.eta and torch.is_grad_enabled() and not all(J.requires_grad for J in objectives):
             raise ValueError(
                 "a regularised layer ran without gradients, so eta has no effect on it; "

@@ -391,13 +391,15 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
     again in it.
 
     J is `ksvd_objective` with means over the present tokens instead of sums, so that Λ does not
-    depend on the length, and with the rows of the weights that were used.
+    depend on the length, with the squares of ``Lambda`` for Λ, and with the rows of the weights
+    that were used.
 
     Examples
     --------
     >>> with ksvd_objectives() as objectives:
     ...     output = model(x)
-    >>> loss = loss + eta * sum(J.square().mean() for J in objectives)  # doctest: +SKIP
+    >>> squares = [J.mean(-1).square().mean() for J in objectives]  # doctest: +SKIP
+    >>> loss = loss + eta * sum(squares) / len(squares)  # doctest: +SKIP
     """
     collectors.lists.append([])
     try:

@@ -53,8 +53,9 @@ class PrimalAttention(MultiheadAttention):
     data_dependent, feature_map
         As in `primal_attention`; a module's parameters become the layer's.
     regularised : bool
-        Whether it has the parameter ``log_Lambda`` (H, s) as well, and gives its objective J to
-        `ksvd_objectives`, so that `Regularised` can add it to a loss.
+        Whether it has the parameter ``Lambda`` (H, s) as well, and gives its objective J to
+        `ksvd_objectives`, so that `Regularised` can add it to a loss. As in the authors' code,
+        entries of ``Lambda`` start between 0 and 1, and their squares are the Λ of J.
     """
 
     shown = ("directions", "landmarks", "data_dependent", "sampling", "feature_map")
@@ -102,7 +103,7 @@ class PrimalAttention(MultiheadAttention):
         for W in self.W_o:
             nn.init.xavier_uniform_(W)
         check_flag("regularised", regularised)
-        self.log_Lambda = nn.Parameter(like.new_zeros(H, s)) if regularised else None
+        self.Lambda = nn.Parameter(torch.rand_like(self.W_e[:, 0])) if regularised else None
         S = None if length is None else like.new_empty(n, check_count("length", length, 1))
         self.register_buffer("sketch", S if S is None else S.normal_(std=n**-0.5))
 
@@ -127,7 +128,7 @@ class PrimalAttention(MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """Return H, and append J to the list of `ksvd_objectives`, if the layer is regularised."""
         drop = self.dropout if self.training else 0.0
-        if self.log_Lambda is None:
+        if self.Lambda is None:
             return run(q, k, v, **mask.keywords, dropout_p=drop), None
         options: dict[str, Any] = {}
         while isinstance(run, functools.partial):
@@ -142,7 +143,7 @@ class PrimalAttention(MultiheadAttention):
         seen.per_key()
         scores = scores_of(q, k, v, seen, scale, Projection(**options))
         H = join(scores, seen, W_o, cross, drop).to(q.dtype)
-        J = self._objective(scores, mask, self.log_Lambda.exp())  # also if it is not collected:
+        J = self._objective(scores, mask, self.Lambda.square())  # also if it is not collected:
         if collectors.lists:  # checkpointing expects the same operations in the backward pass
             collectors.lists[-1].append(J)
         return H, None

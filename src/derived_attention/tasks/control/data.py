@@ -1,4 +1,4 @@
-"""Offline control: episodes of scripted policies in four environments of gymnasium (chapter 12).
+"""Offline control: episodes of scripted policies in two environments of gymnasium (chapter 12).
 
 The policies are a few lines each, so that the data are made in a second, from a seed. The returns
 of the expert and of random actions are measured when the data are made.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from derived_attention.attention.frame.checks import check_flag
 from derived_attention.runtime import check_count, check_seed
-from derived_attention.tasks.checks import check_name, check_type, needs
+from derived_attention.tasks.checks import check_name, needs
 
 Controller = Callable[[np.ndarray], Any]  # from an observation to an action
 Noise = tuple[float, float]  # limits between which the share of random actions is drawn
@@ -81,6 +81,8 @@ class ControlData:
         The mean returns of random actions, and of the expert.
     environment : callable
         Makes a new environment.
+
+    `load_control` makes those with discrete actions; your own may have vectors.
     """
 
     name: str
@@ -131,29 +133,6 @@ def balance(observed: np.ndarray, gains: Sequence[float]) -> int:
     return int(np.dot(gains, observed) > 0)
 
 
-def swing_up(
-    observed: np.ndarray, torque: float, gains: tuple[float, float, float], catch: float
-) -> np.ndarray:
-    """Pump energy into the pendulum until it is nearly upright; then hold it there.
-
-    The energy is E = θ̇²/6 + 5 cos θ, which is 5 at rest upright: u = g_0 (5 - E) θ̇. Where
-    cos θ > `catch`, u = -g_1 θ - g_2 θ̇. u is limited to ± `torque`.
-    """
-    cosine, sine, speed = map(float, observed)
-    if cosine > catch:
-        u = -gains[1] * math.atan2(sine, cosine) - gains[2] * speed
-    else:
-        u = gains[0] * (5 - speed**2 / 6 - 5 * cosine) * speed
-    return np.array([min(max(u, -torque), torque)], dtype=np.float32)
-
-
-def climb(observed: np.ndarray, force: float, patience: float) -> np.ndarray:
-    """Push the mountain car the way it moves, but to the right wherever it is below -`patience`."""
-    position, speed = observed
-    right = speed >= 0 or position < -patience
-    return np.array([force if right else -force], dtype=np.float32)
-
-
 def pump(observed: np.ndarray, weight: float) -> int:
     """Turn the joint of Acrobot the way it turns, less `weight` times the speed of its arm."""
     return 2 if observed[5] > weight * observed[4] else 0
@@ -174,18 +153,6 @@ SCRIPTS = {
         functools.partial(balance, gains=(-0.1, -0.1, 1.0, 0.2)),  # lets the cart drift away
         noise=0.1,
         still=(0, 2),
-    ),
-    "Pendulum-v1": Script(
-        functools.partial(swing_up, torque=2.0, gains=(0.3, 8.0, 2.0), catch=0.7),
-        functools.partial(swing_up, torque=1.0, gains=(0.2, 5.0, 0.5), catch=0.8),  # overshoots
-        noise=0.1,
-        still=(0, 1),
-    ),
-    "MountainCarContinuous-v0": Script(
-        functools.partial(climb, force=0.3, patience=2.0),
-        functools.partial(climb, force=1.0, patience=0.2),  # will not go back for a run-up
-        noise=0.5,
-        still=(0,),
     ),
     "Acrobot-v1": Script(
         functools.partial(pump, weight=1.0),
@@ -219,7 +186,7 @@ def load_control(
     Parameters
     ----------
     name : str
-        ``"CartPole-v1"``, ``"Pendulum-v1"``, ``"MountainCarContinuous-v0"`` or ``"Acrobot-v1"``.
+        ``"CartPole-v1"`` or ``"Acrobot-v1"``.
     quality : str
     transitions : int
         The least number of steps to train on; episodes are whole. The test has a tenth as many.
@@ -237,9 +204,9 @@ def load_control(
 
     Examples
     --------
-    >>> data = load_control("Pendulum-v1", "replay", transitions=2000)
-    >>> data.train.states.shape, data.train.actions.shape
-    (torch.Size([2000, 3]), torch.Size([2000, 1]))
+    >>> data = load_control("Acrobot-v1", "replay", transitions=2000, velocities=False)
+    >>> data.states, data.actions
+    (4, 3)
     """
     check_name("name", name, SCRIPTS)
     check_name("quality", quality, QUALITIES)
@@ -278,61 +245,6 @@ def _load(name: str, quality: str, transitions: int, seed: int, velocities: bool
     return _data(name, quality, train, test, references, functools.partial(_make, name, kept))
 
 
-def load_minari(name: str, references: tuple[float, float] | None = None) -> ControlData:
-    """Read a data set of Minari, such as those of D4RL; it is downloaded on first use.
-
-    Every tenth episode is for the test. The `quality` of the result is ``"minari"``. To act in its
-    environment may need more packages, which Minari names.
-
-    Parameters
-    ----------
-    name : str
-        Such as ``"mujoco/halfcheetah/medium-v0"``.
-    references : (float, float), optional
-        The mean returns of random actions and of an expert, if the data set does not state them.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument; for data without references, with fewer than ten episodes, with
-        states that are no vectors, or with actions without bounds.
-    ModuleNotFoundError
-        If minari is not installed.
-    ConnectionError
-        If the data set cannot be read or downloaded.
-    """
-    check_type("name", name, str, "the name of a data set")
-    with needs("minari", 'pip install "minari[all]"; load_control works without it'):
-        import minari
-    try:
-        stored = minari.load_dataset(name, download=True)
-        episodes = list(stored.iterate_episodes())
-    except Exception as error:  # of the network, a file, or one of the packages of minari
-        raise ConnectionError(
-            f"{name!r} could not be read from Minari: {error}. The first time, it needs a network. "
-            "Without one, use load_control."
-        ) from error
-    if references is None:
-        metadata = stored.storage.metadata
-        references = metadata.get("ref_min_score"), metadata.get("ref_max_score")
-    if None in references:
-        raise ValueError(f"references is None, and {name!r} has none; expected (random, expert)")
-    if len(episodes) < 10:
-        raise ValueError(f"{name!r} has {len(episodes)} episodes; expected at least 10")
-    plays = [_play(name, episode) for episode in episodes]
-    train = [play for i, play in enumerate(plays) if i % 10 != 9]
-    return _data(name, "minari", train, plays[9::10], references, stored.recover_environment)
-
-
-def _play(name: str, episode: Any) -> Play:
-    """Take an episode of Minari, which has one more observation, after the last action."""
-    rewards, states = np.asarray(episode.rewards, np.float64), np.asarray(episode.observations)
-    if states.ndim != 2:
-        actual = f"{name!r} has observations of shape {states.shape}"
-        raise ValueError(f"{actual}; expected (n, s), a vector at each step")
-    return Play(states[: len(rewards)], np.asarray(episode.actions)[: len(rewards)], rewards)
-
-
 def _make(name: str, kept: list[int] | None = None) -> Any:
     """Make the environment, in which only the observations `kept` are seen."""
     with needs("gymnasium"):
@@ -352,16 +264,10 @@ def _episodes(
         share = rng.uniform(*noise)
 
         def act(observed: np.ndarray, share: float = share) -> Any:
-            return _random_action(env, rng) if rng.random() < share else controller(observed)
+            random = rng.random() < share
+            return int(rng.integers(env.action_space.n)) if random else controller(observed)
 
         yield _episode(env, act, int(rng.integers(2**32)))
-
-
-def _random_action(env: Any, rng: np.random.Generator) -> Any:
-    space = env.action_space
-    if hasattr(space, "n"):
-        return int(rng.integers(space.n))
-    return rng.uniform(space.low, space.high).astype(np.float32)
 
 
 def _episode(env: Any, act: Controller, seed: int) -> Play:
@@ -397,47 +303,36 @@ def _data(
     environment: Callable[[], Any],
 ) -> ControlData:
     env = environment()
-    space, discrete = env.action_space, hasattr(env.action_space, "n")
     states = np.concatenate([play.states for play in train]).astype(np.float64)
     mean, sd = states.mean(0), states.std(0)
     sd[sd == 0] = 1.0  # a constant
-    bounds = None if discrete else _bounds(name, space)
     longest = max(len(play.rewards) for play in (*train, *test))
     limit = env.spec.max_episode_steps if env.spec else None
     return ControlData(
         name,
         quality,
-        _part(train, mean, sd, bounds),
-        _part(test, mean, sd, bounds),
+        _part(train, mean, sd),
+        _part(test, mean, sd),
         states=states.shape[1],
-        actions=int(space.n) if discrete else space.shape[0],
-        discrete=discrete,
+        actions=int(env.action_space.n),
+        discrete=True,
         horizon=max(longest, limit or 0),
         mean=torch.from_numpy(mean).float(),
         sd=torch.from_numpy(sd).float(),
-        bounds=bounds,
+        bounds=None,
         random=float(references[0]),
         expert=float(references[1]),
         environment=environment,
     )
 
 
-def _bounds(name: str, space: Any) -> Bounds:
-    bounds = torch.as_tensor(space.low.copy()), torch.as_tensor(space.high.copy())
-    if len(space.shape) != 1 or not torch.stack(bounds).isfinite().all():
-        raise ValueError(f"{name!r} has actions in {space}; expected vectors with finite bounds")
-    return bounds
-
-
-def _part(plays: list[Play], mean: np.ndarray, sd: np.ndarray, bounds: Bounds | None) -> Episodes:
+def _part(plays: list[Play], mean: np.ndarray, sd: np.ndarray) -> Episodes:
     to_go = [play.rewards[::-1].cumsum()[::-1] for play in plays]
     states = (np.concatenate([play.states for play in plays]) - mean) / sd
     actions = torch.from_numpy(np.concatenate([play.actions for play in plays]))
-    if bounds is not None:
-        actions = (2 * (actions - bounds[0]) / (bounds[1] - bounds[0]) - 1).float()
     return Episodes(
         torch.from_numpy(np.concatenate(to_go)).float(),
         torch.from_numpy(states).float(),
-        actions.long() if bounds is None else actions,
+        actions.long(),
         torch.cat([torch.arange(len(play.rewards)) for play in plays]),
     )

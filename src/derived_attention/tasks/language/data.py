@@ -1,4 +1,4 @@
-"""Text to model byte by byte (chapters 1 and 3) or to classify (chapter 12), and n-gram models.
+"""Text to model byte by byte (chapters 1 and 3), and n-gram models.
 
 "python" is the reference of the Python language, which is part of Python for ``help()``.
 WikiText-103 is read by the package `datasets` of Hugging Face.
@@ -15,36 +15,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from derived_attention.runtime import cache_dir, check_count, check_seed
+from derived_attention.runtime import cache_dir
 from derived_attention.tasks.checks import check_name, check_tensor
-from derived_attention.tasks.series.data import SeriesSplit
 
 HELD_OUT = 0.1  # the share of all bytes, at most, for validation, and again for the test
 MOST_ORDER = 6  # so that a context and its next byte fit in one int64
 
 Splits = dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class TopicsData:
-    """Windows of some documents, whose classes are the documents.
-
-    Attributes
-    ----------
-    train, test : derived_attention.tasks.series.data.SeriesSplit
-        `x` (n, T) bytes, as int64; `y` (n,) the index of the document in `topics`.
-    vocabulary, classes, length : int
-        256, the number of documents, and T.
-    topics : tuple of str
-        The names of the documents, the longest first.
-    """
-
-    train: SeriesSplit
-    test: SeriesSplit
-    vocabulary: int
-    classes: int
-    length: int
-    topics: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,62 +138,6 @@ def _wikitext() -> Splits:
             "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
         ) from error
     return {part: "".join(text[part]["text"]) for part in ("train", "validation", "test")}
-
-
-def make_topics(length: int, train: int, test: int, classes: int = 8, seed: int = 0) -> TopicsData:
-    """Cut windows of `length` bytes out of the longest topics of the Python documentation.
-
-    Their class is the topic. Windows of the training part are from the first four fifths of a
-    topic, those of the test from the last fifth, at random places, with equal numbers of windows
-    of each topic, up to one.
-
-    Parameters
-    ----------
-    length : int
-        T, in bytes.
-    train, test : int
-        Number of windows.
-    classes : int
-        Number of topics, at least 2.
-    seed : int
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid size, or a window that is longer than the part of a topic.
-
-    Examples
-    --------
-    >>> data = make_topics(64, train=100, test=50)
-    >>> data.train.x.shape, data.classes
-    (torch.Size([100, 64]), 8)
-    """
-    sizes = {"length": length, "train": train, "test": test, "classes": classes}
-    for name, count in sizes.items():
-        check_count(name, count)
-    check_seed(seed)
-    documents = _python_documents()
-    if not 2 <= classes <= len(documents):
-        raise ValueError(f"classes is {classes}; expected 2 <= classes <= {len(documents)}")
-    topics = _longest_first(documents)[:classes]
-    texts = [encode(documents[name]) for name in topics]
-    cuts = [len(text) * 4 // 5 for text in texts]
-    generator = torch.Generator().manual_seed(seed)
-
-    def split(parts: list[torch.Tensor], n: int) -> SeriesSplit:
-        if (least := min(map(len, parts))) < length:
-            raise ValueError(f"length is {length}; expected at most {least}, the shortest part")
-        y = torch.arange(n) % classes
-        places = torch.rand(n, generator=generator, dtype=torch.float64)
-        windows = []
-        for part, place in zip((parts[c] for c in y.tolist()), places.tolist(), strict=True):
-            first = int(place * (len(part) - length + 1))
-            windows.append(part[first : first + length].long())
-        return SeriesSplit(torch.stack(windows), None, y)
-
-    first = split([text[:cut] for text, cut in zip(texts, cuts, strict=True)], train)
-    last = split([text[cut:] for text, cut in zip(texts, cuts, strict=True)], test)
-    return TopicsData(first, last, 256, classes, length, tuple(topics))
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:
