@@ -84,8 +84,7 @@ experiments: tools ## train what the pages have no room for: some six hours on o
 	@$(BIN)/python -m benchmarks.chapter13
 	@$(BIN)/python -m benchmarks.chapter15
 	@$(BIN)/python -m benchmarks.chapter16
-	@$(BIN)/python -m benchmarks.side_by_side
-	@$(BIN)/python -m benchmarks.side_by_side cost
+	@$(BIN)/python -m benchmarks.chapter17
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,10 @@ from benchmarks import (  # noqa: E402
     chapter13,
     chapter15,
     chapter16,
+    chapter17,
     control,
     kernels,
     run,
-    side_by_side,
     small,
     splitting,
 )
@@ -52,7 +53,7 @@ from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
 from derived_attention.page import tables  # noqa: E402
 from derived_attention.training import measure  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
-from derived_attention.training.recorded import FOLDER, load_experiment  # noqa: E402
+from derived_attention.training.recorded import load_experiment  # noqa: E402
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -559,8 +560,8 @@ RECORDED = [
         chapter13,
         chapter15,
         chapter16,
+        chapter17,
         control,
-        side_by_side,
         small,
         splitting,
     )
@@ -625,17 +626,12 @@ def test_committed_experiments_are_whole(name, plan):
         check_shape(tables.experiment_table(data))
 
 
-def test_the_side_by_side_costs_are_what_the_benchmarks_have_measured(tmp_path):
-    side_by_side.write_costs(tmp_path)
-    (path,) = tmp_path.glob("*_cpu.json")
-    committed = (FOLDER / path.name).read_text("utf8")
-    assert path.read_text("utf8") == committed, "run python -m benchmarks.side_by_side cost"
-    rows = {(row["arm"], row["causal"]): row for row in json.loads(committed)["rows"]}
-    assert {arm for arm, _ in rows} <= {*MECHANISMS} and ("softmax", True) in rows
-    for row in rows.values():
-        for mode in tables.MODES:
-            assert len(row["seconds"][mode]) == len(row["lengths"]) > 1
-            assert sorted(row["bytes"][mode]) == row["bytes"][mode] > [0, 0]
+def test_what_a_step_takes_is_recorded_for_every_mechanism_at_the_lengths_of_the_jobs():
+    rows = load_experiment("chapter17_cost")[0]["rows"]
+    expected = set(product(chapter17.ARMS, chapter17.BATCHES))
+    assert {(row["arm"], row["length"]) for row in rows} == expected
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
+    assert all(row["ratio"] == 1 for row in rows if row["arm"] == "softmax")
 
 
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):

@@ -23,11 +23,9 @@ from derived_attention.tasks.language.model import ByteLM
 from derived_attention.tasks.model import Config
 from derived_attention.training.fit import Regularised
 
-LISTS = dict(train=64, validation=8, test=64, min_length=4, max_length=12)
 TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {
     "series": functools.partial(da.train_series, name="BasicMotions", epochs=2, batch_size=10),
-    "listops": functools.partial(da.train_listops, sizes=LISTS, epochs=2, batch_size=32),
     "images": functools.partial(
         da.train_images, name="digits", patch=4, class_token=True, epochs=2
     ),
@@ -71,7 +69,7 @@ def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
         da.train_recall(TINY, epochs=2)
 
 
-@pytest.mark.parametrize("name", ["series", "listops", "images"])
+@pytest.mark.parametrize("name", ["series", "images"])
 def test_the_best_epoch_is_no_worse_than_the_last(name):
     result = SMALL[name](TINY)
     assert 0 <= result["accuracy"] <= result["best"] <= 1
@@ -86,7 +84,7 @@ def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     assert other.length == 64 and other.config.heads == 4
 
 
-@pytest.mark.parametrize("name", ["series", "listops", "images", "recall"])
+@pytest.mark.parametrize("name", ["series", "images", "recall"])
 def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     given = []
 

@@ -39,7 +39,6 @@ _MODULES = {
     "tasks.language.sessions": "Sessions draw_sessions right_answers session_bits",
     "tasks.language.run": "small_model",
     "tasks.listops.data": "LRA SHORT make_listops prefix_rule",
-    "tasks.listops.run": "train_listops",
     "tasks.model": "Config PreNormLayer TokenClassifier make_attention",
     "tasks.recall.data": "draw_recall",
     "tasks.recall.loss": "Questions answer_loss",

@@ -1,9 +1,9 @@
 """One model on one task: build it, train it, and return its scores and its cost.
 
-`runner` makes such a function of each task: `derived_attention.train_series`, `train_listops`,
-`train_images`, `train_recall`, `train_control` and `train_detection`. Each trains one model from
-one seed and returns numbers that JSON can hold, so that `derived_attention.training.grids.run_grid`
-can run a grid of them.
+`runner` makes such a function of each task: `derived_attention.train_series`, `train_images`,
+`train_recall`, `train_control` and `train_detection`. Each trains one model from one seed and
+returns numbers that JSON can hold, so that `derived_attention.training.grids.run_grid` can run a
+grid of them.
 
 The argument `config` goes to the model: see `derived_attention.tasks.model.Config`. Half the heads
 at the same width of a head: ``Config(heads=2, attention=partial(MultiheadAttention,

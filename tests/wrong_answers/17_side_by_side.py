@@ -1,0 +1,68 @@
+"""Wrong answers to the exercises of chapter 17."""
+
+N = "n seeds find the gap"
+SEEDS = """
+def seeds_needed(sd, gap):
+    n, found = 1, 0.0
+    while found < {power}:
+        n += 1
+        df, shift = 2 * n - 2, {shift}
+        critical = student.ppf({level}, df)
+        if shift > critical + 10:
+            return n
+        found = nct.sf(critical, df, shift)
+    return {result}
+"""
+RIGHT = dict(power="0.8", shift="gap / sd * sqrt(n / 2)", level="0.975", result="n")
+KERNEL = """
+def heavy(q, k, v, attn_mask=None, is_causal=False, **rest):
+    far = (q[..., :, None, :] - k[..., None, :, :]).square().{mean}(-1)
+    keep = torch.ones_like(far)
+    if {causal}:
+        keep = keep.{triangle}()
+    if attn_mask is not None:
+        keep = keep * {mask}
+    a = keep {kernel}
+    return a / a.sum({over}, keepdim=True) @ v
+"""
+OURS = dict(
+    mean="mean",
+    causal="is_causal",
+    triangle="tril",
+    mask="attn_mask",
+    kernel="/ (1 + far)",
+    over="-1",
+)
+
+WRONG = {
+    "ex-17-seeds": [
+        # the gap as large as the interval: half of all experiments find it
+        (SEEDS.format(**RIGHT | {"power": "0.5"}), N),
+        # one side of the test
+        (SEEDS.format(**RIGHT | {"level": "0.95"}), N),
+        # the spread of one mean, not of a difference
+        (SEEDS.format(**RIGHT | {"shift": "gap / sd * sqrt(n)"}), N),
+        # the seeds of both arms together
+        (SEEDS.format(**RIGHT | {"result": "2 * n"}), N),
+        # the rule of thumb, with the normal distribution in place of Student's
+        (
+            "def seeds_needed(sd, gap):\n"
+            "    return max(2, int(np.ceil(2 * (1.96 + 0.8416) ** 2 * (sd / gap) ** 2)))",
+            N,
+        ),
+    ],
+    "ex-17-row": [
+        # the sum over features, not their mean
+        (KERNEL.format(**OURS | {"mean": "sum"}), "those of the kernel"),
+        # a Gaussian: light tails
+        (KERNEL.format(**OURS | {"kernel": "* (-far).exp()"}), "those of the kernel"),
+        # normalised over queries
+        (KERNEL.format(**OURS | {"over": "-2"}), "those of the kernel"),
+        # deaf to is_causal
+        (KERNEL.format(**OURS | {"causal": "False"}), "itself and what is before it"),
+        # reads the future
+        (KERNEL.format(**OURS | {"triangle": "triu"}), "itself and what is before it"),
+        # the mask upside down
+        (KERNEL.format(**OURS | {"mask": "~attn_mask"}), "where its mask is True"),
+    ],
+}
