@@ -106,6 +106,9 @@ def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[s
 def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
     """Choose the learning rate of each arm, by the mean over the seeds for it."""
     metric, budget = plan["columns"][0][0], plan["steps"][-2]
+    if len(plan["rates"]) == 1:  # nothing to choose
+        rates = dict.fromkeys(plan["names"], plan["rates"][0])
+        return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": []}
     grid = [
         {"arm": arm, "seed": seed, "steps": budget, "lr": lr}
         for arm in plan["names"]
