@@ -68,7 +68,6 @@ benchmarks: tools ## measure every mechanism and other libraries; what this mach
 
 experiments: tools ## train what the pages have no room for: some six hours on one core
 	@$(BIN)/python -m benchmarks.control
-	@$(BIN)/python -m benchmarks.splitting
 	@$(BIN)/python -m benchmarks.small
 	@$(BIN)/python -m benchmarks.chapter01
 	@$(BIN)/python -m benchmarks.chapter03
@@ -82,6 +81,7 @@ experiments: tools ## train what the pages have no room for: some six hours on o
 	@$(BIN)/python -m benchmarks.chapter11
 	@$(BIN)/python -m benchmarks.chapter12
 	@$(BIN)/python -m benchmarks.chapter13
+	@$(BIN)/python -m benchmarks.chapter14
 	@$(BIN)/python -m benchmarks.chapter15
 	@$(BIN)/python -m benchmarks.chapter16
 	@$(BIN)/python -m benchmarks.chapter17

@@ -35,6 +35,7 @@ from benchmarks import (  # noqa: E402
     chapter11,
     chapter12,
     chapter13,
+    chapter14,
     chapter15,
     chapter16,
     chapter17,
@@ -42,7 +43,6 @@ from benchmarks import (  # noqa: E402
     kernels,
     run,
     small,
-    splitting,
 )
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import deciding, experiment  # noqa: E402
@@ -558,12 +558,12 @@ RECORDED = [
         chapter11,
         chapter12,
         chapter13,
+        chapter14,
         chapter15,
         chapter16,
         chapter17,
         control,
         small,
-        splitting,
     )
     for name, plan in module.EXPERIMENTS.items()
 ]
@@ -588,20 +588,13 @@ def test_singular_vectors_are_known_where_they_are():
     assert found(other, right, 0.5) == near([size, reach / 2, 0, 0])
 
 
-def test_layers_without_weights_have_none():
-    def size(layer):
-        return sum(p.numel() for p in layer(16, 2).parameters())
-
-    for name, layer in splitting.ARMS.items():
-        assert (size(layer) == 0) == ("without weights" in name), name
-    for name, own in splitting.DETECTORS.items():
-        places = {place: size(layer) for place, layer in own.items() if place != "path_dropout"}
-        learned = 2 * 2 * ("learned" in name)  # λ and ρ of two heads
-        assert places == ({} if name == "softmax" else {name.partition(":")[0]: learned}), name
+def test_layers_without_matrices_have_none():
+    for layer in [*chapter14.CROSS.values(), *chapter14.DECODER.values()]:
+        assert layer is None or not list(layer(16, 2).parameters())
 
 
 def test_what_is_left_out_adds_nothing():
-    layer = splitting.WITHOUT["control: left out"](16, 2)
+    layer = chapter14.DECODER["left out"](16, 2)
     query, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
     assert not layer(query, memory, memory, need_weights=False)[0].any()
 

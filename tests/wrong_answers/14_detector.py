@@ -1,0 +1,57 @@
+"""Wrong answers to the exercises of chapter 14."""
+
+AREA = """
+def area(confidence, hit, objects):
+    order = np.argsort({sign}np.asarray(confidence))
+    hit = np.asarray(hit)[order]
+    precision = (hit.cumsum() / np.arange(1, len(hit) + 1)){where}
+    best = {best}
+    return best.sum() / {by}
+"""
+OURS = dict(
+    sign="-",
+    where="[hit]",
+    best="np.maximum.accumulate(precision[::-1])",
+    by="objects",
+)
+WORKED = r"of four objects: 9/16\. Not so for 4 answers"
+TRAPS = "a hundred times the matching"
+
+WRONG = {
+    "ex-14-greedy": [
+        # random costs
+        ("def trap(n):\n    return torch.rand(n, n) + 0.1", TRAPS),
+        # a trap for the last row that is too cheap
+        (
+            "def trap(n):\n    cost = torch.full((n, n), 2.0)\n    cost[0, 0] = 1\n"
+            "    cost[-1, 1:] = 10\n    return cost",
+            TRAPS,
+        ),
+        # greed takes the best matching here: the diagonal is the cheapest
+        ("def trap(n):\n    return 1000 - 999 * torch.eye(n)", TRAPS),
+        # costs of zero
+        (
+            "def trap(n):\n    cost = torch.zeros(n, n)\n    cost[-1, -1] = 1e6\n    return cost",
+            "costs are positive",
+        ),
+    ],
+    "ex-14-ap": [
+        # sorted the wrong way
+        (AREA.format(**OURS | {"sign": ""}), WORKED),
+        # divided by the hits that were found
+        (AREA.format(**OURS | {"by": "max(1, hit.sum())"}), WORKED),
+        # the best precision at this hit or an earlier one
+        (AREA.format(**OURS | {"best": "np.maximum.accumulate(precision)"}), WORKED),
+        # precision at each answer, not at each hit
+        (AREA.format(**OURS | {"where": ""}), WORKED),
+        # not sorted at all
+        (
+            "def area(confidence, hit, objects):\n    hit = np.asarray(hit)\n"
+            "    precision = (hit.cumsum() / np.arange(1, len(hit) + 1))[hit]\n"
+            "    return np.maximum.accumulate(precision[::-1]).sum() / objects",
+            WORKED,
+        ),
+        # the precision at each hit as it is, without the best of later ones
+        (AREA.format(**OURS | {"best": "precision"}), WORKED),
+    ],
+}
