@@ -383,6 +383,12 @@ def _furnish(app, pagename, templatename, context, doctree):
     url, branch = repository()
     if not url:
         return
+    if context.get("body") and (page := app.env.titles.get(pagename)):
+        title = quote(f"Mistake on the page: {page.astext()}", "")
+        context["body"] += (
+            f'<p class="da-report"><a href="{url}/issues/new?title={title}">'
+            "Report a mistake on this page</a></p>"
+        )
     if pagename in chapters(app):
         links = launch_links(url, branch, pagename.rpartition("/")[2])
         launch = [

@@ -6,6 +6,7 @@ readers know none of Sphinx's syntax. Outputs and solutions are left out; a set-
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from pathlib import Path
 from string import Template
 
@@ -77,6 +79,19 @@ SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "top
 SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
 
 
+def name_cells(cells: list[dict]) -> None:
+    """Give each cell an id by what it holds: a new cell leaves the ids of all others as they are.
+
+    Of cells that hold the same, the second is ``...-2``, and so on.
+    """
+    seen: Counter[str] = Counter()
+    for cell in cells:
+        text = cell["cell_type"] + "".join(cell["source"])
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        seen[name] += 1
+        cell["id"] = name if seen[name] == 1 else f"{name}-{seen[name]}"
+
+
 class Writer:
     """Turn one resolved doctree into notebook cells."""
 
@@ -97,8 +112,7 @@ class Writer:
         self.cells.insert(
             first, code_cell(set_up(plugs="derived_attention import plugs" in source), {})
         )
-        for number, cell in enumerate(self.cells):
-            cell["id"] = f"cell-{number:03d}"
+        name_cells(self.cells)
         return {
             "cells": self.cells,
             "metadata": {

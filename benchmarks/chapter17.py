@@ -209,7 +209,7 @@ EXPERIMENTS = {
         ARMS,
         [RIGHT, SIZE],
         steps=(1000, 2000),
-        seeds=5,
+        seeds=3,
         task="count",
     ),
     "places": deciding(

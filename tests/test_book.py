@@ -8,10 +8,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
+from docutils import nodes
 from scipy.stats import norm
 
 from derived_attention.attention import registry
@@ -292,6 +294,25 @@ def test_launch_buttons_appear_just_when_there_is_a_repository():
     page = (HTML / "book" / "01_attention.html").read_text("utf8")
     assert ("colab.research" in page) == bool(book.repository()[0])
     assert "executablebooks/jupyter-book" not in page, "Jupyter Book's default repository"
+
+
+def test_a_page_takes_a_report_of_its_mistakes_if_there_is_a_repository(monkeypatch):
+    def end(url):
+        monkeypatch.setenv("BOOK_REPOSITORY_URL", url)
+        app = SimpleNamespace(
+            env=SimpleNamespace(titles={"book/api": nodes.title("", "A & B")}, found_docs=())
+        )
+        context = {"body": "<p>Text.</p>", "pathto": lambda *_: ""}
+        book._furnish(app, "book/api", "page.html", context, None)
+        return context["body"]
+
+    assert end("") == "<p>Text.</p>"
+    link = (
+        "https://github.com/owner/repo/issues/new?title=Mistake%20on%20the%20page%3A%20A%20%26%20B"
+    )
+    assert f'<a href="{link}">Report a mistake on this page</a>' in end(
+        "https://github.com/owner/repo"
+    )
 
 
 def test_launch_links_open_the_notebook_of_the_chapter(monkeypatch):

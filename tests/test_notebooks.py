@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "_ext"))
 from execute import RUNS, read_page  # noqa: E402
+from notebooks import name_cells  # noqa: E402
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
 KINDS = ("[A-Z]_*", "audit_*", "positions")  # pages with code that are not chapters
@@ -34,6 +35,17 @@ def code(cells):
 
 def test_every_chapter_has_a_notebook_and_nothing_else_is_there():
     assert sorted(p.stem for p in (ROOT / "notebooks").iterdir()) == NAMES
+
+
+def test_a_new_cell_leaves_the_ids_of_all_others_as_they_are():
+    def ids(*sources):
+        cells = [{"cell_type": "code", "source": [source]} for source in sources]
+        name_cells(cells)
+        return [cell["id"] for cell in cells]
+
+    one, two, again = ids("x = 1", "x = 2", "x = 1")
+    assert again == f"{one}-2" and one != two
+    assert ids("new", "x = 1", "x = 2", "x = 1")[1:] == [one, two, again]
 
 
 @pytest.mark.parametrize("name", NAMES)
