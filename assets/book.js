@@ -219,3 +219,11 @@ const measure = () =>
 measure();
 // A font that arrives late makes a formula wider, and leaves its box as it is.
 document.fonts.addEventListener("loadingdone", measure);
+
+// Formulas out of sight have not asked for their faces yet, and paper shows them all.
+if (one(".katex")) {
+  (window.requestIdleCallback ?? setTimeout)(() => {
+    const faces = [...document.fonts].filter((face) => face.family.includes("KaTeX"));
+    faces.forEach((face) => face.load());
+  });
+}

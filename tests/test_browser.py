@@ -632,6 +632,14 @@ def test_contents_drawer_opens_on_a_phone(page, web):
     page.wait_for_url(f"**/{PAGES[1]}.html")
 
 
+def test_the_faces_of_all_formulas_are_there_before_a_page_is_printed(page, web):
+    """Those of formulas out of sight are not asked for: the first print would lose them."""
+    page.goto(f"{web}book/11_singular_vectors.html")
+    faces = "[...document.fonts].filter((face) => face.family.includes('KaTeX'))"
+    assert page.evaluate(f"{faces}.length") > 10
+    page.wait_for_function(f"{faces}.every((face) => face.status === 'loaded')")
+
+
 def test_paper_shows_what_the_screen_folds(page, web):
     """On paper nothing can be opened: solutions and proofs are printed."""
     visit(page, f"{web}{first_with(SOLUTION)}.html")
