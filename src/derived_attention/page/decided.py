@@ -68,7 +68,8 @@ def results_table(
         rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
     seeds = len(values)
     least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), seeds)
-    rate = "learning rate chosen on other seeds" if data["tuning"] else "one learning rate for all"
+    alone = data.get("tuning") == []  # one rate, so that there was nothing to choose
+    rate = "one learning rate for all" if alone else "learning rate chosen on other seeds"
     line = (
         f"{seeds} seeds, mean ± 95 % interval; {rate}; the smallest "
         f"difference of two arms that these seeds detect with a probability of 80 %: "
