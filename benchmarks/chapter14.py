@@ -1,6 +1,6 @@
 """Train detectors whose attention has no matrices: ``python -m benchmarks.chapter14``.
 
-About forty minutes on one thread of a CPU. A run that has finished is not repeated. The results go
+About two hours on one thread of a CPU. A run that has finished is not repeated. The results go
 to `training/recorded/`, from where chapter 14 reads them.
 
 A layer *without matrices* has no W_Q, W_K, W_V and no W_O. Arms that are compared differ in one
@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from benchmarks.experiments import command, deciding
 from derived_attention import LassoAttention, MultiheadAttention, identity_attention
+from derived_attention.attention.frame.checks import Mechanism
+from derived_attention.attention.frame.masks import Mask
 from derived_attention.tasks.detection.run import train_detection
 from derived_attention.tasks.model import Config
 from derived_attention.training.recorded import FOLDER
@@ -33,12 +36,27 @@ def left_out(q: Tensor, k: Tensor, v: Tensor, *args: Any, **masks: Any) -> Tenso
     return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
 
+class ByPlace(MultiheadAttention):
+    """Softmax of a learned score for each head, question and place: the same for all pictures."""
+
+    def __init__(self, *args: Any, questions: int = 6, places: int = 36, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scores = nn.Parameter(torch.zeros(self.num_heads, questions, places))
+
+    def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
+        """Put these scores in the place of all others: (B, H, Q, D)."""
+        weights = self.scores.softmax(-1)
+        return weights.expand(*q.shape[:-1], -1) if v is None else weights @ v
+
+
 CROSS: dict[str, Callable[..., Any] | None] = {
     "softmax": None,
     "softmax without": bare,
     "lasso, ρ = 10": lasso,
     "lasso, ρ = 1000": partial(lasso, rho=1000.0),
     "lasso, ρ = 10, with noise": partial(lasso, random_tokens=40, dropout=0.1),
+    "position only": ByPlace,
+    "left out": partial(bare, attention=left_out),
 }
 DECODER = {
     "softmax without": bare,
@@ -60,7 +78,7 @@ COLUMNS = [
     ("AP", "AP", 100, 1),
     ("gap", "test - training loss", 1, 2),
 ]
-own = partial(deciding, steps=(1000, 2000), seeds=3, rates=(2e-3,))
+own = partial(deciding, steps=(1000, 2000), seeds=3, rates=(1e-3, 2e-3, 4e-3))
 EXPERIMENTS = {
     "cross": own(
         "a detector whose cross-attention is replaced", detect, list(CROSS), COLUMNS, place="cross"

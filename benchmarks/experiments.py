@@ -74,13 +74,25 @@ def deciding(
     return plan | {"steps": list(steps), "rates": list(rates), "best": best}
 
 
-def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[str, Any]:
-    """Run one experiment, or read what of it has been run; return what is to be written."""
+def run(
+    plan: dict[str, Any],
+    device: str,
+    workers: int | Workers = 1,
+    kept: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Run one experiment, or read what of it has been run; return what is to be written.
+
+    A run that is among the rows `kept` is taken from there.
+    """
     settings = plan["settings"] | {"device": device}
+    metrics = {metric for metric, *_ in plan["columns"]}
+    known = {_run_of(row): row for row in kept if metrics <= row.keys()}
 
     def results(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        rows = run_grid(plan["function"], [{**x, **settings} for x in grid], workers=workers)
-        return [{k: v for k, v in row.items() if k not in settings} for row in rows]
+        new = [x for x in grid if _run_of(x) not in known]
+        rows = run_grid(plan["function"], [{**x, **settings} for x in new], workers=workers)
+        done = known | {_run_of(row): row for row in rows}
+        return [{k: v for k, v in done[_run_of(x)].items() if k not in settings} for x in grid]
 
     grid: list[dict[str, Any]] = [
         {"arm": arm, "seed": seed} for seed in range(plan["seeds"]) for arm in plan["names"]
@@ -101,6 +113,23 @@ def run(plan: dict[str, Any], device: str, workers: int | Workers = 1) -> dict[s
         **more,
         "rows": results(grid),
     }
+
+
+def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a run of an experiment from its others."""
+    return tuple(row.get(key) for key in ("arm", "seed", "steps", "lr"))
+
+
+def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that are written at `path`, if they are of the same settings.
+
+    Without their times, if another machine took them.
+    """
+    data = json.loads(path.read_text())
+    if data["settings"] != plan["settings"]:
+        raise ValueError(f"{path.name} has settings {data['settings']}; expected those of the plan")
+    timed = set() if data["machine"] == machine() else {"seconds", "cpu_seconds"}
+    return [{k: v for k, v in row.items() if k not in timed} for row in data["rows"]]
 
 
 def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
@@ -138,6 +167,7 @@ def command(
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(experiments)}")
     add = parser.add_argument
     add("--workers", default="1", help="how many processes of this machine (1), or: ray")
+    add("--keep", action="store_true", help="runs of the written record; run what it lacks")
     add("--address", help="of the Ray cluster: auto, if this machine is part of it")
     add("--gpus", type=float, default=0, help="that Ray gives to each run (0)")
     asked = parser.parse_args(arguments)
@@ -155,8 +185,10 @@ def command(
         workers, device = int(asked.workers), "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     for name in names:
-        data = run(experiments[name], device, workers)
+        path = folder / f"{prefix}_{name}_{device}.json"
+        kept = kept_rows(path, experiments[name]) if asked.keep else []
+        data = run(experiments[name], device, workers, kept)
         written = json.dumps(data, indent=1) + "\n"
-        write_atomically(folder / f"{prefix}_{name}_{device}.json", written.encode())
+        write_atomically(path, written.encode())
         print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)
     return 0

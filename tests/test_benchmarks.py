@@ -589,8 +589,21 @@ def test_singular_vectors_are_known_where_they_are():
 
 
 def test_layers_without_matrices_have_none():
-    for layer in [*chapter14.CROSS.values(), *chapter14.DECODER.values()]:
-        assert layer is None or not list(layer(16, 2).parameters())
+    for arm, layer in (chapter14.CROSS | chapter14.DECODER).items():
+        if layer and layer is not chapter14.ByPlace:
+            assert not list(layer(16, 2).parameters()), arm
+
+
+def test_by_place_weighs_places_alike_in_all_pictures():
+    layer = chapter14.ByPlace(16, 2, cross=True, questions=5, places=7)
+    torch.nn.init.normal_(layer.scores)
+    memory = torch.randn(3, 7, 16)
+    mixed, weights = layer(torch.randn(3, 5, 16), memory, memory, average_attn_weights=False)
+    torch.testing.assert_close(weights, layer.scores.softmax(-1).expand(3, 2, 5, 7))
+    W_V, b_V = layer.in_proj_weight[32:], layer.in_proj_bias[32:]
+    heads = (memory @ W_V.mT + b_V).unflatten(-1, (2, 8)).transpose(1, 2)
+    by_hand = (weights @ heads).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(mixed, layer.out_proj(by_hand))
 
 
 def test_what_is_left_out_adds_nothing():
@@ -673,6 +686,36 @@ def test_a_deciding_experiment_chooses_rates_on_other_seeds(monkeypatch, tmp_pat
     assert header[3:] == ["bits", "bits, 4 steps", "time of a run"]
     assert [line[3:5] for line in table] == [["1.00 ± 0.71", "0.75 ± 0.71"]] * 2
     assert "A text" in capsys.readouterr().out
+
+
+def test_runs_that_are_kept_are_not_repeated(monkeypatch, tmp_path, capsys):
+    columns, how = [("bits", "bits", 1, 2)], {"steps": (1, 2), "best": min}
+    plan = {n: deciding("A text", falling, ["a", "b"], columns, seeds=n, **how) for n in (1, 2)}
+    monkeypatch.setattr(small, "FOLDER", tmp_path)
+
+    def command(seeds, *options):
+        monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan[seeds]})
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(seeds)))  # nothing is stored yet
+        assert small.main(["tiny", *options]) == 0
+        (data,) = load_experiment("small_tiny", tmp_path)
+        return {(r["arm"], r["seed"], r["steps"]): r for r in data["rows"]}
+
+    path = tmp_path / "small_tiny_cpu.json"
+    command(1)
+    data = json.loads(path.read_text())
+    data["machine"]["processor"] = "another"
+    for row in data["rows"]:
+        row["bits"] = 7.0
+    path.write_text(json.dumps(data))
+    rows = command(2, "--keep")
+    assert {run for run, row in rows.items() if row["bits"] == 7} == {
+        (arm, 0, steps) for arm in ("a", "b") for steps in (1, 2)
+    }
+    assert all(("seconds" in row) == (seed == 1) for (_, seed, _), row in rows.items())
+    data["settings"] = {"task": "another"}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"small_tiny_cpu.json has settings .*'another'"):
+        command(2, "--keep")
 
 
 def falling(arm, seed, steps, lr, device):

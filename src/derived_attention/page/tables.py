@@ -321,8 +321,10 @@ def experiment_table(data: dict[str, Any]) -> Table:
         scores = [_spread(runs, *column) for column in data["columns"]]
         if budget:
             scores.append(_spread([row for row in every if row["steps"] == 2 * budget], *first))
-        seconds = statistics.median(run["cpu_seconds"] for run in runs)
-        rows.append([arm, *costs, *scores, f"{seconds:.3g} s"])
+        # Runs that another machine has taken have no time.
+        seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]
+        taken = f"{statistics.median(seconds):.3g} s" if seconds else "–"
+        rows.append([arm, *costs, *scores, taken])
     return header, rows
 
 
