@@ -207,12 +207,12 @@ def test_the_errata_page_lists_just_what_is_wrong_as_printed(five):
 
 def test_the_landing_page_counts_this_build_and_is_no_chapter(five):
     page = (HTML / "book" / "index.html").read_text("utf8")
-    hook = re.sub("<[^>]+>", "", page.partition('class="da-hook"')[2].partition("</p>")[0])
+    hook = re.sub("<[^>]+>", "", page.partition('class="da-tally"')[2].partition("</p>")[0])
     counts = claims.count(five)
     assert f"{counts['testable']} numbered statements" in hook
     assert f"{counts['errors']} distinct errors" in hook
     assert page.count('<svg class="da-picture"') == 5
-    assert page.count('class="da-figure da-slider"') == 1 and "cell_input" not in page
+    assert page.count('class="da-figure da-slider"') == 2 and "cell_input" not in page
     assert not (HTML / "notebooks" / "index.ipynb").exists()
 
 
