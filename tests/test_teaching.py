@@ -84,9 +84,15 @@ def test_boxes_do_not_overlap_and_no_arrow_crosses_one():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Needs {doc}`one`, and {doc}`two` (for {term}`x`). {doc}`three` is a relative.", "one two"),
+        (
+            "Needs {doc}`one`, and {doc}`two` (for {term}`x`). {doc}`three` is a relative.",
+            "one two",
+        ),
         ("You know calculus.\nFrom {doc}`one`\nyou need a formula.", "one"),
-        ("Needs {doc}`one` (a, b); {doc}`three` for c.\nIn {doc}`two` it is otherwise.", "one three"),
+        (
+            "Needs {doc}`one` (a, b); {doc}`three` for c.\nIn {doc}`two` it is otherwise.",
+            "one three",
+        ),
         ("Needs {doc}`the first <one>`, and {doc}`elsewhere`.", "one"),
         ("Linear algebra. {doc}`one` has the symbols.", ""),
     ],
