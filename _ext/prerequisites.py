@@ -154,10 +154,9 @@ class Prerequisites(SphinxDirective):
             self.env.note_dependency(str(folder / f"{doc}.md"))
         pages = {x.removeprefix("book/"): (folder / f"{x}.md").read_text("utf8") for x in docs}
         figure = nodes.figure("", nodes.raw("", draw(needs(pages)), format="html"))
-        caption = nodes.caption()
         text, messages = self.state.inline_text(" ".join(self.content), self.lineno)
-        caption += text
-        return [figure + caption, *messages]
+        figure += nodes.caption("", "", *text)
+        return [figure, *messages]
 
 
 def setup(app):

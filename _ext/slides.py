@@ -48,21 +48,20 @@ PAGE = """<!doctype html>
 </body>
 </html>
 """
+SLIDE = '<section><div class="da-content">{}</div></section>'
 # What is too high for a slide gets smaller type; it must be measured before reveal.js hides it.
 SCRIPT = """
-const high = 700, deck = document.querySelector(".slides");
-deck.style.width = "1280px";
+const high = 690, deck = document.querySelector(".slides");
+deck.classList.add("measured");
 document.fonts.ready.then(() => {
-  for (const slide of deck.querySelectorAll("section section")) {
-    const big = slide.querySelectorAll(".da-figure > div, .da-figure img, figure > img");
-    for (let size = 1; slide.scrollHeight > high && size > 0.4; size -= 0.05) {
-      slide.style.fontSize = `${size}em`;
-      for (const figure of big) figure.style.zoom = size;
-    }
+  for (const content of deck.querySelectorAll("section section > div")) {
+    const room = content.parentElement;
+    for (let size = 1; room.offsetHeight > high && size > 0.4; size -= 0.04)
+      content.style.zoom = size;
   }
-  deck.style.width = "";
+  deck.classList.remove("measured");
   Reveal.initialize({width: 1280, height: 720, margin: 0.04, center: true, hash: true,
-    slideNumber: "c/t", transition: "none", pdfSeparateFragments: false});
+    controls: false, slideNumber: "c/t", transition: "none"});
 });
 """
 
@@ -81,6 +80,8 @@ def clean(element: Tag) -> str:
         gone.decompose()
     for link in element.find_all("a"):
         link.unwrap()
+    for section in element.find_all("section"):  # to reveal.js it would be a slide
+        section.name = "div"
     for image in element.find_all("img"):
         image["src"] = f"images/{Path(image['src']).name}"
     return str(element)
@@ -112,7 +113,9 @@ def shown(article: Tag) -> Iterator[tuple[str, Tag]]:
             continue
         if is_box(element) or is_figure(element):
             taken.add(id(element))
-            yield heading, element
+            # The takeaways are those of the chapter, wherever they stand.
+            whole = (title := element.find(class_="admonition-title")) and title.text == "Takeaways"
+            yield "" if whole else heading, element
 
 
 def chapter_slides(name: str) -> list[str]:
@@ -130,8 +133,8 @@ def chapter_slides(name: str) -> list[str]:
     if card is not None:
         slides.append(f"<h2>{heading}</h2>{clean(card)}")
     for above, element in list(shown(article)):
-        slides.append(f"<h2>{html.escape(above)}</h2>{clean(element)}")
-    return [f"<section>{slide}</section>" for slide in slides]
+        slides.append(f"<h2>{html.escape(above) or heading}</h2>{clean(element)}")
+    return [SLIDE.format(slide) for slide in slides]
 
 
 def clean_inner(element: Tag) -> str:
@@ -142,7 +145,7 @@ def clean_inner(element: Tag) -> str:
 
 def deck(caption: str, pages: list[str]) -> str:
     """Return the HTML of a part's deck: a column for each chapter."""
-    columns = [f"<section><section><h1>{html.escape(caption)}</h1></section></section>"]
+    columns = [f"<section>\n{SLIDE.format(f'<h1>{html.escape(caption)}</h1>')}\n</section>"]
     for name in pages:
         columns.append("<section>\n{}\n</section>".format("\n".join(chapter_slides(name))))
     return PAGE.format(title=html.escape(caption), slides="\n".join(columns), script=SCRIPT)
@@ -176,8 +179,7 @@ def main() -> int:
     copy_assets(decks)
     for name, text in decks.items():
         (SLIDES / name).write_text(text, "utf8")
-        count = text.count("<section>") - text.count("<section><section>")
-        print(f"{(SLIDES / name).relative_to(ROOT)}: {count} slides")
+        print(f"{(SLIDES / name).relative_to(ROOT)}: {text.count('da-content')} slides")
     return 0
 
 

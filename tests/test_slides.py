@@ -54,7 +54,7 @@ def test_every_part_has_a_deck_of_its_chapters():
 
 
 def test_a_chapter_s_statements_predictions_figures_and_takeaways_are_there(tree):
-    text = " ".join(tree.get_text().split())
+    text = " ".join(tree.get_text().split()).replace("’", "'")
     page = (ROOT / "book" / "15_delta_rule.md").read_text("utf8")
     for title in re.findall(
         r"^:::\{prf:(?:theorem|proposition|definition)\} (.+)$", page, flags=re.M
@@ -86,8 +86,9 @@ def test_a_deck_loads_nothing_from_outside_and_all_that_it_loads_is_there(folder
     assert not tree.find_all("a"), "a link would lead out of the deck"
     for style in folder.rglob("*.css"):
         for name in re.findall(r"url\(['\"]?([^)'\"]+)", style.read_text("utf8")):
-            woff2 = (style.parent / name).is_file() and not name.startswith("http")
-            assert name.startswith("data:") or woff2 or name.endswith((".woff", ".ttf")), name
+            # KaTeX's sheet names three formats of each font; browsers take the first, woff2.
+            if not name.startswith("data:") and not name.endswith((".woff", ".ttf")):
+                assert (style.parent / name).is_file(), name
 
 
 def test_clips_and_ids_of_several_pages_do_not_meet(tree):
