@@ -16,7 +16,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks zip versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -50,6 +50,9 @@ notebooks: book ## bring the committed notebooks in step with the pages
 
 zip: book ## pack the book into one archive, for readers without a network
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
+
+slides: book ## make a deck of slides for each part, to show or to print, in _build/slides
+	@$(BIN)/python _ext/slides.py
 
 versions: ## try the package with the lowest, the locked and the latest versions, on each Python that is here
 	@$(PYTHON) _ext/versions.py $(or $(ONLY),lowest locked latest)

@@ -68,7 +68,8 @@ def compressed(path: Path, changed: int) -> bytes:
 def toc_pages() -> list[str]:
     """Return all pages of the table of contents, such as ``book/01_attention``."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    return [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"])]
+    chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
+    return [toc["root"], *(x["file"] for c in chapters for x in (c, *c.get("sections", [])))]
 
 
 def install() -> Path:

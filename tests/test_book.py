@@ -46,8 +46,8 @@ def is_of_the_five(item):
 
 def toc_pages():
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    files = [toc["root"]]
-    return files + [c["file"] for part in toc["parts"] for c in part["chapters"]]
+    chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
+    return [toc["root"], *(x["file"] for c in chapters for x in (c, *c.get("sections", [])))]
 
 
 def test_the_inventory_has_the_shared_one_and_what_has_no_number():

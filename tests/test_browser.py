@@ -25,8 +25,8 @@ AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 def toc_pages() -> list[str]:
     """Return all pages of the table of contents, such as ``book/01_attention``."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    parts = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
-    return [toc["root"], *parts]
+    chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
+    return [toc["root"], *(x["file"] for c in chapters for x in (c, *c.get("sections", [])))]
 
 
 PAGES = toc_pages()

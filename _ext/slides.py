@@ -1,0 +1,187 @@
+"""Make a deck of slides for each part, from the pages as they were built.
+
+A chapter gives its promise, what one will be able to do, its figures and sliders, boxed statements,
+predictions and takeaways, in the order of the page. Everything is taken from the HTML, formulas and
+figures included, so that a slide says what the page says. reveal.js shows the slides; nothing is
+loaded from elsewhere, and `?print-pdf` behind a deck's address makes it ready for the printer.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from bs4 import BeautifulSoup
+from bs4.element import Tag
+
+ROOT = Path(__file__).resolve().parents[1]
+HTML = ROOT / "_build" / "html"
+SLIDES = ROOT / "_build" / "slides"
+REVEAL = ROOT / "node_modules" / "reveal.js" / "dist"
+# What is shown: figures, figures that move, and boxes with one of these titles or of these kinds.
+TITLES = re.compile(r"^(Predict|Prediction|Takeaways)$")
+KINDS = {"theorem", "proposition", "definition", "lemma", "corollary", "algorithm"}
+GONE = "a.headerlink, .toggle-button, details, script[src], .copybtn"
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="reveal/reset.css">
+<link rel="stylesheet" href="reveal/reveal.css">
+<link rel="stylesheet" href="katex/katex.min.css">
+<link rel="stylesheet" href="slides.css">
+</head>
+<body>
+<div class="reveal"><div class="slides">
+{slides}
+</div></div>
+<script src="reveal/reveal.js"></script>
+<script>{script}</script>
+</body>
+</html>
+"""
+SLIDE = '<section><div class="da-content">{}</div></section>'
+# What is too high for a slide gets smaller type; it must be measured before reveal.js hides it.
+SCRIPT = """
+const high = 690, deck = document.querySelector(".slides");
+deck.classList.add("measured");
+document.fonts.ready.then(() => {
+  for (const content of deck.querySelectorAll("section section > div")) {
+    const room = content.parentElement;
+    for (let size = 1; room.offsetHeight > high && size > 0.4; size -= 0.04)
+      content.style.zoom = size;
+  }
+  deck.classList.remove("measured");
+  Reveal.initialize({width: 1280, height: 720, margin: 0.04, center: true, hash: true,
+    controls: false, slideNumber: "c/t", transition: "none"});
+});
+"""
+
+
+def parts() -> Iterator[tuple[str, list[str]]]:
+    """Yield the headings of the numbered parts and the names of their chapters."""
+    for part in yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]:
+        if part["caption"].startswith("Part "):
+            pages = [chapter["file"] for chapter in part["chapters"]]
+            yield part["caption"], [x for x in pages if not x.startswith("book/audit_")]
+
+
+def clean(element: Tag) -> str:
+    """Return what a slide shows of an element: no links, as they would lead out of the deck."""
+    for gone in element.select(GONE):
+        gone.decompose()
+    for link in element.find_all("a"):
+        link.unwrap()
+    for section in element.find_all("section"):  # to reveal.js it would be a slide
+        section.name = "div"
+    for image in element.find_all("img"):
+        image["src"] = f"images/{Path(image['src']).name}"
+    return str(element)
+
+
+def is_box(element: Tag) -> bool:
+    """Say whether an element is a boxed statement, a prediction or the takeaways."""
+    classes = set(element.get("class", []))
+    if element.name != "div" or "admonition" not in classes:
+        return False
+    title = element.find(class_="admonition-title")
+    return bool(classes & KINDS or (title and TITLES.match(title.get_text(strip=True))))
+
+
+def is_figure(element: Tag) -> bool:
+    """Say whether an element is a figure with a caption, or a figure that moves without one."""
+    return element.name == "figure" or "da-slider" in element.get("class", [])
+
+
+def shown(article: Tag) -> Iterator[tuple[str, Tag]]:
+    """Yield the heading above, and the element, of everything that makes a slide; none twice."""
+    heading, taken = "", set()
+    for element in article.find_all(True):
+        if element.name == "h2":
+            heading = element.get_text().strip().rstrip("#")
+        # Within what is shown already, in an exercise, or folded away: no slide of its own.
+        hidden = element.find_parent(["details"]) or element.find_parent(class_="solution")
+        if hidden or any(id(parent) in taken for parent in element.parents):
+            continue
+        if is_box(element) or is_figure(element):
+            taken.add(id(element))
+            # The takeaways are those of the chapter, wherever they stand.
+            whole = (title := element.find(class_="admonition-title")) and title.text == "Takeaways"
+            yield "" if whole else heading, element
+
+
+def chapter_slides(name: str) -> list[str]:
+    """Return the slides of a chapter, each a section."""
+    page = BeautifulSoup((HTML / f"{name}.html").read_text("utf8"), "html.parser")
+    article = page.find("article")
+    title = article.find("h1")
+    for gone in title.select("a.headerlink"):
+        gone.decompose()
+    heading = title.decode_contents()
+    promise = title.find_next("p")
+    first = f'<h1>{heading}</h1><p class="da-promise">{clean_inner(promise)}</p>'
+    slides = [first]
+    card = article.find(class_="sd-card-body")
+    if card is not None:
+        slides.append(f"<h2>{heading}</h2>{clean(card)}")
+    for above, element in list(shown(article)):
+        slides.append(f"<h2>{html.escape(above) or heading}</h2>{clean(element)}")
+    return [SLIDE.format(slide) for slide in slides]
+
+
+def clean_inner(element: Tag) -> str:
+    """Return what stands in an element, cleaned."""
+    clean(element)
+    return element.decode_contents()
+
+
+def deck(caption: str, pages: list[str]) -> str:
+    """Return the HTML of a part's deck: a column for each chapter."""
+    columns = [f"<section>\n{SLIDE.format(f'<h1>{html.escape(caption)}</h1>')}\n</section>"]
+    for name in pages:
+        columns.append("<section>\n{}\n</section>".format("\n".join(chapter_slides(name))))
+    return PAGE.format(title=html.escape(caption), slides="\n".join(columns), script=SCRIPT)
+
+
+def file_name(caption: str) -> str:
+    """Return the file of a part's deck, such as ``part-2-support-vectors.html``."""
+    numeral, _, name = caption.removeprefix("Part ").partition(": ")
+    roman = ["I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X"]
+    return f"part-{roman.index(numeral) + 1}-{name.lower().replace(' ', '-')}.html"
+
+
+def copy_assets(decks: dict[str, str]) -> None:
+    """Put beside the decks what they load: reveal.js, KaTeX's style and fonts, and images."""
+    (SLIDES / "reveal").mkdir(parents=True)
+    for file in ("reset.css", "reveal.css", "reveal.js"):
+        shutil.copy(REVEAL / file, SLIDES / "reveal")
+    shutil.copytree(HTML / "_static" / "katex", SLIDES / "katex")
+    shutil.copy(Path(__file__).with_name("slides.css"), SLIDES)
+    for source in set(re.findall(r'src="images/([^"]+)"', "".join(decks.values()))):
+        (SLIDES / "images").mkdir(exist_ok=True)
+        shutil.copy(HTML / "_images" / source, SLIDES / "images")
+
+
+def main() -> int:
+    """Make all decks anew."""
+    if not (REVEAL / "reveal.js").exists():
+        sys.exit("reveal.js is not there: run `make install`, which gets it")
+    decks = {file_name(caption): deck(caption, pages) for caption, pages in parts()}
+    shutil.rmtree(SLIDES, ignore_errors=True)
+    copy_assets(decks)
+    for name, text in decks.items():
+        (SLIDES / name).write_text(text, "utf8")
+        print(f"{(SLIDES / name).relative_to(ROOT)}: {text.count('da-content')} slides")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
