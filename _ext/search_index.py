@@ -22,13 +22,14 @@ from sphinx.search.en import SearchEnglish
 FOLDER = "search"  # in _static
 LIBRARY = Path(__file__).parents[1] / "node_modules" / "minisearch"
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
-SKIPPED_TAGS = {"script", "style", "svg", "annotation", "button", "nav", "select", "template"}
+SKIPPED_TAGS = {"annotation", "button", "nav", "select", "template"}
 SKIPPED = {
     "katex-html",
     "headerlink",
     "viewcode-link",
     "hide",  # folded code
     "solution",  # a quotation would give it away
+    "eqno",
     "stream",  # what a cell printed
     "da-part",
     "da-report",
@@ -39,8 +40,17 @@ BLOCKS = set("p li dt dd div td th tr pre figcaption caption h1 h2 h3 h4 h5 h6 s
 # In MathML the second part, and the third, of an element: q_i^⊤, a/b.
 JOINTS = {"msub": "_", "msup": "^", "msubsup": "_^", "munder": "_", "mover": "", "mfrac": "/"}
 JOINTS["munderover"] = "_^"
-LONGEST_FORMULA = 48
+LONGEST_FORMULA = 48  # characters
+LETTER = re.compile("[\U0001d400-\U0001d7ff\u2100-\u214f]")  # bold, script, doubled
+INVISIBLE = re.compile("[\u200b-\u200f\u2060-\u206f]")
+BOXES = {"citation", "exercise", "theorem", "proposition", "lemma", "corollary", "definition"}
+BOXES |= {"example", "remark", "algorithm"}
+HEADING = re.compile("h[1-6]")
 IMPORT = re.compile(r"^(?:from \S+ )?import (?:[^(\n]*|\([^)]*\))$", re.MULTILINE)
+# What katex_prerender moves into a formula: the full stop after it.
+END = re.compile(r'<span class="da-end">([^<]*)</span>((?:</span>){4})')
+DRAWN = re.compile(r"<(svg|script|style)\b.*?</\1>", re.DOTALL)  # most of a page
+NUMBER = re.compile(r'<h1><span class="section-number">([^<]*)</span>')
 SPACE = re.compile(r"\s+")
 AROUND_LINES = re.compile(r"\s*\n\s*")
 
@@ -57,11 +67,12 @@ class Section:
 
     def entry(self) -> dict:
         """Return what the search page needs to know; a line of the text is a paragraph."""
+        titles = [t.partition("(")[0] if self.kind == "api" else t for t in self.titles]
         lines = AROUND_LINES.split("".join(self.text))
         entry = {
             "anchor": self.anchor,
             "kind": self.kind,
-            "titles": [_line(title) for title in self.titles],
+            "titles": [_line(title) for title in titles],
             "text": "\n".join(filter(None, map(_line, lines))),
             "code": _line(IMPORT.sub("", "".join(self.code))),
         }
@@ -142,19 +153,22 @@ class Reader(HTMLParser):
 
     def _enter(self, tag, attributes, classes):
         section, target = None, None
-        if tag == "section" or (tag == "div" and "citation" in classes):
-            kind = "section" if tag == "section" else "reference"
-            section = self._begin(attributes.get("id", ""), kind)
+        anchor = attributes.get("id") or ""
+        is_box = tag == "div" and classes & BOXES
+        if anchor and (is_box or (tag == "section" and not anchor.endswith("-content"))):
+            kind = "reference" if "citation" in classes else "box" if is_box else "section"
+            section = self._begin(anchor, kind)
             target = section.text
-        elif tag == "dl" and classes & {"glossary", "py"}:
-            section = None
-        elif tag == "dt" and attributes.get("id") and self.open[-1][0] == "dl":
-            target = self._name_entry(attributes["id"])
-        elif re.fullmatch("h[1-6]|span", tag) and (here := self._section()) and not here.titles:
-            if tag != "span" or (here.kind == "reference" and "label" in classes):
-                here.titles.append("")
-                target = _Title(here)
-        elif tag == "pre" and (here := self._section()):
+        elif tag == "dt" and anchor and self.open[-1][0] == "dl":
+            target = self._name_entry(anchor)
+        elif (
+            (here := self._section())
+            and not here.titles
+            and (HEADING.fullmatch(tag) or classes & {"admonition-title", "label"})
+        ):
+            here.titles.append("")
+            target = _Title(here)
+        elif tag == "pre" and here:
             target = here.code
         if target is None and tag in BLOCKS:
             self._write("\n")
@@ -193,10 +207,13 @@ class Reader(HTMLParser):
         while self.parts and self.parts.pop()[0] != tag:
             pass
         if not self.parts:
-            text = unicodedata.normalize("NFKC", "".join(self.formula))
-            text = "".join(c for c in text if unicodedata.category(c) != "Cf")
+            text = INVISIBLE.sub("", LETTER.sub(_plain, "".join(self.formula)))
             self.formula = None
             self._write(_line(text) if len(text) <= LONGEST_FORMULA else "…")
+
+
+def _plain(letter: re.Match) -> str:
+    return unicodedata.normalize("NFKC", letter[0])
 
 
 class _Title(list):
@@ -213,7 +230,7 @@ class _Title(list):
 def read(page: str) -> list[dict]:
     """Return the sections of a page's HTML that say something."""
     reader = Reader()
-    reader.feed(page)
+    reader.feed(END.sub(r"\2\1", DRAWN.sub("", page)))
     entries = [section.entry() for section in reader.sections]
     return [entry for entry in entries if entry.get("titles") and entry.get("anchor")]
 
@@ -222,9 +239,12 @@ def index(folder: Path, docs: list[str]) -> dict:
     """Return the index of the built pages in a folder."""
     pages, sections = [], []
     for doc in docs:
-        found = read((folder / f"{doc}.html").read_text("utf8"))
+        page = (folder / f"{doc}.html").read_text("utf8")
+        found = read(page)
         sections += [{"page": len(pages), **entry} for entry in found]
-        pages.append({"url": f"{doc}.html", "title": found[0]["titles"][0]})
+        number = NUMBER.search(page)
+        title = f"{number[1] if number else ''}{found[0]['titles'][0]}"
+        pages.append({"url": f"{doc}.html", "title": title})
     return {"pages": pages, "sections": sections, "stopwords": sorted(language().stopwords)}
 
 

@@ -12,7 +12,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       .reduce((pairs, x, i, all) => (i % 2 ? pairs : [...pairs, [x, all[i + 1]]]), [])
   );
   const stemmer = new Stemmer();
-  const ignored = new Set(stopwords);
+  const ignored = new Set(stopwords.concat("can do does how we what when which who why you".split(" ")));
   const stems = new Map();
 
   // Small letters, no accents, Greek by name, American spelling made British.
@@ -21,6 +21,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       .normalize("NFKD")
       .replace(/\p{M}/gu, "")
       .toLowerCase()
+      .replace("√", "sqrt")
       .replace(/[α-ω]/g, (letter) => GREEK[letter] ?? letter)
       .replace(/([iy])z(?=[aei])/g, "$1s")
       .replace(/(?<=[a-z]{2})our(?=$|s$|ed$|ing$|hood|al)/, "or");
@@ -31,8 +32,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
 
   // The words of a text with their places. "FlashAttention" and "cross-attention" are two words
   // that stand together, and one.
-  const COMPOUND = /[\p{L}\p{N}\p{M}]+(?:[-_–’'][\p{L}\p{N}\p{M}]+)*/gu;
-  const PART = /[^-_–’']+?(?=(?<=\p{Ll})\p{Lu}\p{Ll}|[-_–’']|$)/gu;
+  const COMPOUND = /[\p{L}\p{N}\p{M}√]+(?:[-_–][\p{L}\p{N}\p{M}]+)*/gu;
+  const PART = /√|[^-_–√]+?(?=(?<=\p{Ll})\p{Lu}\p{Ll}|[-_–√]|$)/gu;
   const split = (text) =>
     [...text.matchAll(COMPOUND)].map(({ 0: whole, index }) =>
       [...whole.matchAll(PART)].map((part) => ({
@@ -56,7 +57,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     processTerm: (term) => term,
     searchOptions: {
       tokenize: (term) => [term],
-      boost: { title: 4, page: 1.5, text: 1, code: 0.25 },
+      boost: { title: 4, page: 0.3, text: 1, code: 0.25 },
       weights: { prefix: 0.2, fuzzy: 0.2 },
     },
   });
@@ -101,13 +102,14 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       })),
     })),
   });
-  const KINDS = { term: 1.5, section: 1, api: 0.6, reference: 0.5 };
+  const KINDS = { term: 1.5, section: 1, box: 1, api: 0.6, reference: 0.3 };
   const bonus = (id, phrases) => {
     const { titles, text } = linesOf(id);
     const best = phrases.map((phrase) => {
       if (titles.includes(phrase)) return 8;
       if (titles.some((title) => title.includes(phrase))) return 3;
-      return phrase.trim().includes(" ") && text.includes(phrase) ? 2 : 1;
+      // Two words are often neighbours by chance; four are a quotation.
+      return text.includes(phrase) ? Math.min(2 ** (phrase.split(" ").length - 3), 16) : 1;
     });
     return Math.max(...best) * KINDS[sections[id].kind];
   };
@@ -119,7 +121,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     if (words.length > 1) variants.push([words.join("")]);
     const wanted = variants.map(kept).filter((list) => list.length);
     if (!wanted.length) return [];
-    const phrases = variants.map((list) => ` ${list.map(stem).join(" ")} `);
+    const phrases = [...variants, ...wanted].map((list) => ` ${list.map(stem).join(" ")} `);
     // All words, or else some of them, or else what is spelt nearly like them.
     const found = [[true], [false], [false, 0.25]].reduce(
       (before, [all, fuzzy]) =>
@@ -127,6 +129,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       []
     );
     return found
+      .filter(({ match }) => Object.values(match).flat().some((name) => name !== "page"))
       .map(({ id, score, terms }) => ({ id, terms, score: score * bonus(id, phrases) }))
       .sort((a, b) => b.score - a.score);
   };
@@ -163,8 +166,10 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     const parts = [{ text: cut ? "… " : "" }];
     let at = start;
     for (const mark of marks.filter((mark) => mark.start >= start && mark.end <= end)) {
-      parts.push({ text: source.slice(at, mark.start) });
-      parts.push({ text: source.slice(mark.start, mark.end), found: true });
+      const gap = source.slice(at, mark.start);
+      const last = parts.at(-1);
+      if (last.found && /^[-– ]?$/.test(gap)) last.text += gap + source.slice(mark.start, mark.end);
+      else parts.push({ text: gap }, { text: source.slice(mark.start, mark.end), found: true });
       at = mark.end;
     }
     parts.push({ text: source.slice(at, end) + (long ? " …" : "") });
@@ -208,7 +213,7 @@ const searchPage = () => {
     const passage = book.quote(hit);
     const section = book.sections[hit.id];
     const quoted = passage.parts.map(({ text, found }) =>
-      found ? make("mark", { textContent: text }) : text
+      found ? make("mark", { textContent: text }) : text.replaceAll("\n", " · ")
     );
     return make("li", {}, link({ section, passage }),
       make("p", { className: passage.code ? "da-code-found" : "" }, ...quoted));
