@@ -58,7 +58,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     searchOptions: {
       tokenize: (term) => [term],
       boost: { title: 4, page: 0.3, text: 1, code: 0.25 },
-      weights: { prefix: 0.2, fuzzy: 0.2 },
+      weights: { prefix: 0.2, fuzzy: 1 },
     },
   });
   index.addAll(
@@ -89,24 +89,34 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     return found;
   };
 
-  const query = (variants, all, fuzzy) => ({
+  const query = (variants, all) => ({
     combineWith: "OR",
     queries: variants.map((words) => ({
       combineWith: all ? "AND" : "OR",
       queries: words.map((word) => ({
         combineWith: "OR",
         queries: [
-          { queries: [word], prefix: word.length > 2, fuzzy },
+          { queries: [word], prefix: word.length > 2 },
           { queries: word === stem(word) ? [] : [stem(word)] },
         ],
       })),
     })),
   });
-  const KINDS = { term: 1.5, section: 1, box: 1, api: 0.6, reference: 0.3 };
+  // A word that the book does not have is taken for the commonest of those that are spelt nearly so.
+  const corrected = (word) => {
+    if (word.length < 4 || !isTerm(word) || index.search(query([[word]], true)).length) return word;
+    const near = new Map();
+    for (const { terms } of index.search({ queries: [word], fuzzy: 0.25 }))
+      for (const term of terms) near.set(term, (near.get(term) ?? 0) + 1);
+    return [...near].sort((a, b) => b[1] - a[1])[0]?.[0] ?? word;
+  };
+
+  const KINDS = { term: 1, section: 1, box: 1, api: 0.6, reference: 0.3 };
+  const joined = (text) => text.replaceAll(" ", "");
   const bonus = (id, phrases) => {
     const { titles, text } = linesOf(id);
     const best = phrases.map((phrase) => {
-      if (titles.includes(phrase)) return 8;
+      if (titles.some((title) => joined(title) === joined(phrase))) return 8;
       if (titles.some((title) => title.includes(phrase))) return 3;
       // Two words are often neighbours by chance; four are a quotation.
       return text.includes(phrase) ? Math.min(2 ** (phrase.split(" ").length - 3), 16) : 1;
@@ -115,20 +125,15 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   };
 
   const search = (asked) => {
-    const words = split(asked).flat().map(({ word }) => word);
+    const words = split(asked).flat().map(({ word }) => corrected(word));
     const kept = (list) => list.filter(isTerm);
     const variants = [words, ...rewritten(words)];
     if (words.length > 1) variants.push([words.join("")]);
     const wanted = variants.map(kept).filter((list) => list.length);
     if (!wanted.length) return [];
     const phrases = [...variants, ...wanted].map((list) => ` ${list.map(stem).join(" ")} `);
-    // All words, or else some of them, or else what is spelt nearly like them.
-    const found = [[true], [false], [false, 0.25]].reduce(
-      (before, [all, fuzzy]) =>
-        before.length ? before : index.search(query(wanted, all, fuzzy)),
-      []
-    );
-    return found
+    const all = index.search(query(wanted, true));
+    return (all.length ? all : index.search(query(wanted, false)))
       .filter(({ match }) => Object.values(match).flat().some((name) => name !== "page"))
       .map(({ id, score, terms }) => ({ id, terms, score: score * bonus(id, phrases) }))
       .sort((a, b) => b.score - a.score);
@@ -173,7 +178,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       at = mark.end;
     }
     parts.push({ text: source.slice(at, end) + (long ? " …" : "") });
-    const words = first && /^\S+(?: \S+){1,5}/.exec(source.slice(first.start).split("\n")[0])?.[0];
+    const words = first && /^\S+(?: \S+){2,5}/.exec(source.slice(first.start).split("\n")[0])?.[0];
     return { parts, code: inCode.length > 0, words: inText.length ? words : undefined };
   };
 

@@ -7,7 +7,6 @@ browser adds is in tests/test_browser.py.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +20,39 @@ STATIC = HTML / "_static"
 sys.path.insert(0, str(ROOT / "_ext"))
 import search_index  # noqa: E402
 
-# What students type, and the section that must come first: its page and its anchor.
-QUERIES = {}
+# What students type, and the section that must come first: its page, and its anchor or its title.
+QUERIES = {
+    "attention": "glossary#term-attention",
+    "softmax": "glossary#term-softmax",
+    "flash attention": "glossary#term-FlashAttention",
+    "flashattention": "glossary#term-FlashAttention",
+    "positional encodings": "glossary#term-positional-encoding",
+    "position embedding": "glossary#term-positional-encoding",
+    "Nystrom": "glossary#term-Nystrom-method",
+    "Nystr\u00f6m": "glossary#term-Nystrom-method",
+    "DeltaNet": "glossary#term-DeltaNet",
+    "delta net": "glossary#term-DeltaNet",
+    "Mamba": "glossary#term-Mamba",
+    "state space models": "glossary#term-Mamba",
+    "LoRA": "glossary#term-low-rank-adaptation",
+    "low rank adaptation": "glossary#term-low-rank-adaptation",
+    "KV cache": "glossary#term-keyvalue-cache",
+    "RoPE": "glossary#term-RoPE",
+    "rotary embeddings": "glossary#term-RoPE",
+    "cross attention": "glossary#term-cross-attention",
+    "multihead attention": "glossary#term-multi-head-attention",
+    "SVM": "glossary#term-support-vector-machine",
+    "batch normalization": "glossary#term-batch-normalisation",
+    "why divide by sqrt D": "01_attention#step-3-why-sqrt-d",
+    "gradient of attention": "01_attention#step-4-the-gradient-of-attention",
+    "online softmax theorem": "01_attention#thm-attention-online",
+    "shell game": "15_delta_rule#the-shell-game",
+    "find a needle": "16_what_to_keep#thm-keep-needle",
+    "sinusoids": "positions#sinusoids",
+    "attention is all you need": "references: Vaswani et al., 2017",
+    "scaled_dot_product_attention": "glossary#term-SDPA",
+    "atention": "glossary#term-attention",
+}
 
 ASK = """
 const { readFileSync } = require("fs");
@@ -102,3 +132,120 @@ def small_book(folder: Path) -> Path:
     search_index.write(folder / "search", search_index.index(folder, ["a"]))
     (folder / "search.js").write_text((ROOT / "assets" / "search.js").read_text("utf8"), "utf8")
     return folder
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Return a function from queries to the anchors of their hits on `PAGE`."""
+    static = small_book(tmp_path)
+
+    def anchors(*queries):
+        hits = run_queries(static, queries)
+        return [[hit["url"].partition("#")[2] for hit in found] for found in hits]
+
+    return anchors
+
+
+def test_spellings_of_one_word_find_the_same(ask):
+    first = ask("Nystr\u00f6m", "nystrom", "NYSTROM", "nystrom\u2019s", "ny-strom", "nystrm")
+    assert first == [["top"]] * 6
+    one_word, two, parts = ask("Flash", "flashes", "dao flash")
+    assert one_word == two == parts == ["id1"]
+
+
+def test_names_of_one_entry_are_synonyms(tmp_path):
+    other = PAGE.replace(">A<", ">rotary embedding<").replace(">B<", ">RoPE<")
+    (tmp_path / "book").mkdir()
+    pages = {"a": other.replace("after", "Turned by RoPE."), "b": other.replace(">RoPE<", "><")}
+    for name, page in pages.items():
+        (tmp_path / f"book/{name}.html").write_text(page, "utf8")
+    found = {}
+    for name in pages:
+        small = search_index.index(tmp_path, [f"book/{name}"])
+        search_index.write(tmp_path / "search", small)
+        (tmp_path / "search.js").write_bytes((ROOT / "assets" / "search.js").read_bytes())
+        (hits,) = run_queries(tmp_path, ["rotary embeddings"])
+        found[name] = [hit["url"].partition("#")[2] for hit in hits]
+    assert found == {"a": ["term-A", "top"], "b": ["term-A"]}
+
+
+def test_what_is_not_there_is_not_found(ask):
+    nothing = ask("", "the of", "folded", "developers", "torch", "whl", "xyzzy", "0.123")
+    assert not any(nothing), nothing
+
+
+def test_a_hit_is_quoted_by_the_passage_that_has_the_words(tmp_path):
+    long = "".join(f"<p>word{i} of the many</p>" for i in range(200)) + "<p>a flash of light</p>"
+    (tmp_path / "a.html").write_text(PAGE.replace("<p>after</p>", long), "utf8")
+    search_index.write(tmp_path / "search", search_index.index(tmp_path, ["a"]))
+    (tmp_path / "search.js").write_bytes((ROOT / "assets" / "search.js").read_bytes())
+    ((hit,),) = run_queries(tmp_path, ["flash light"])
+    assert "a flash of light" in hit["quoted"] and len(hit["quoted"]) < 300
+    assert hit["found"] == ["flash", "light"] and hit["words"] == "flash of light"
+
+
+# --- the built book ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def content():
+    """Return the index of the built book."""
+    if not (STATIC / "search" / "sections.js").is_file():
+        pytest.fail("there is no book in _build/html: run `make book` first")
+    script = (STATIC / "search" / "sections.js").read_text("utf8")
+    return json.loads(script.partition("const bookIndex = ")[2].rstrip().removesuffix(";"))
+
+
+@pytest.fixture(scope="module")
+def answers(content):
+    """Return the hits of each query."""
+    return dict(zip(QUERIES, run_queries(STATIC, list(QUERIES)), strict=True))
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_right_section_comes_first(answers, query):
+    def names(hit):
+        page, _, anchor = hit["url"].removeprefix("book/").partition(".html#")
+        return f"{page}#{anchor}", f"{page}: {hit['titles'][0]}"
+
+    found = [names(hit) for hit in answers[query]]
+    assert found and QUERIES[query] in found[0], found[:5]
+
+
+def test_every_hit_has_a_place_on_its_page(content):
+    """No anchor is made up, and no two sections share one."""
+    pages = [(HTML / page["url"]).read_text("utf8") for page in content["pages"]]
+    places = [(section["page"], section["anchor"]) for section in content["sections"]]
+    assert len(places) > 500 and len(set(places)) == len(places)
+    missing = [place for place in places if f'id="{place[1]}"' not in pages[place[0]]]
+    assert not missing, missing
+
+
+def test_the_index_can_be_read(content):
+    """No menu, no folded code, no formula twice, no TeX."""
+    assert {section["kind"] for section in content["sections"]} == set(
+        "section box term api reference".split()
+    )
+    for section in content["sections"]:
+        text = f"{section['titles']} {section.get('text', '')}"
+        for wrong in (
+            "\\\\math",
+            "\\\\frac",
+            "Show the code",
+            "notebook (.ipynb)",
+            "N\u00d7NN",
+            "use_style(",
+        ):
+            assert wrong not in text, (section["anchor"], wrong)
+        assert "import torch" not in section.get("code", "")
+
+
+def test_the_index_is_light():
+    """What a phone loads for the search page, and only for it."""
+    size = sum(path.stat().st_size for path in (STATIC / "search").iterdir())
+    assert size < 2_000_000
+    loading = [
+        page.name for page in HTML.rglob("*.html") if "search/sections.js" in page.read_text("utf8")
+    ]
+    assert loading == ["search.html"]
+    assert not (HTML / "searchindex.js").exists()
