@@ -47,6 +47,7 @@ BOXES = {"citation", "exercise", "theorem", "proposition", "lemma", "corollary",
 BOXES |= {"example", "remark", "algorithm"}
 HEADING = re.compile("h[1-6]")
 IMPORT = re.compile(r"^(?:from \S+ )?import (?:[^(\n]*|\([^)]*\))$", re.MULTILINE)
+NAME = re.compile(r"[^\W\d]\w{2,}")  # what is worth finding in code
 # What katex_prerender moves into a formula: the full stop after it.
 END = re.compile(r'<span class="da-end">([^<]*)</span>((?:</span>){4})')
 DRAWN = re.compile(r"<(svg|script|style)\b.*?</\1>", re.DOTALL)  # most of a page
@@ -57,7 +58,7 @@ AROUND_LINES = re.compile(r"\s*\n\s*")
 
 @dataclass
 class Section:
-    """A part of a page that a link can lead to: its names, its prose and its visible code."""
+    """A part of a page that a link can lead to: its titles, its prose and its visible code."""
 
     anchor: str
     kind: str = "section"
@@ -74,7 +75,7 @@ class Section:
             "kind": self.kind,
             "titles": [_line(title) for title in titles],
             "text": "\n".join(filter(None, map(_line, lines))),
-            "code": _line(IMPORT.sub("", "".join(self.code))),
+            "code": " ".join(dict.fromkeys(NAME.findall(IMPORT.sub("", "".join(self.code))))),
         }
         return {name: value for name, value in entry.items() if value}
 
@@ -139,8 +140,7 @@ class Reader(HTMLParser):
         elif self.formula is not None:
             self._leave_formula(tag)
         elif any(tag == name for name, _, _ in self.open):
-            if tag in BLOCKS:
-                self._write("\n")
+            self._part(tag)
             while self.open.pop()[0] != tag:
                 pass
 
@@ -170,9 +170,14 @@ class Reader(HTMLParser):
             target = _Title(here)
         elif tag == "pre" and here:
             target = here.code
-        if target is None and tag in BLOCKS:
-            self._write("\n")
+        if target is None:
+            self._part(tag)
         self.open.append([tag, section, target])
+
+    def _part(self, tag: str) -> None:
+        in_row = tag != "tr" and any(name == "tr" for name, _, _ in self.open)
+        if tag in BLOCKS:
+            self._write(" " if in_row else "\n")
 
     def _begin(self, anchor: str, kind: str) -> Section:
         section = Section(anchor, kind)

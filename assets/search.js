@@ -152,10 +152,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
           .map((part) => ({ ...part, stem: stem(part.word) }))
           .filter((part) => whole || wanted.has(part.word) || wanted.has(part.stem));
       });
-    const inText = places(text);
-    const inCode = inText.length ? [] : places(code);
-    const source = inCode.length ? code : text;
-    const marks = inCode.length ? inCode : inText;
+    const marks = places(text);
+    const names = marks.length ? [] : code.split(" ").filter((name) => places(name).length);
     const value = (i) => {
       const near = marks.filter((mark, j) => j >= i && mark.start < marks[i].start + LENGTH - BEFORE);
       const together = near.filter((mark, j) => j && mark.start - near[j - 1].end < 2);
@@ -163,23 +161,23 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     };
     const values = marks.map((_, i) => value(i));
     const first = marks[values.indexOf(Math.max(...values))];
-    const paragraph = first ? source.lastIndexOf("\n", first.start) + 1 : 0;
+    const paragraph = first ? text.lastIndexOf("\n", first.start) + 1 : 0;
     const cut = first && first.start - paragraph > BEFORE;
-    const start = cut ? source.indexOf(" ", first.start - BEFORE) + 1 : paragraph;
-    const long = source.length > start + LENGTH;
-    const end = long ? source.lastIndexOf(" ", start + LENGTH) : source.length;
+    const start = cut ? text.indexOf(" ", first.start - BEFORE) + 1 : paragraph;
+    const long = text.length > start + LENGTH;
+    const end = long ? text.lastIndexOf(" ", start + LENGTH) : text.length;
     const parts = [{ text: cut ? "… " : "" }];
     let at = start;
     for (const mark of marks.filter((mark) => mark.start >= start && mark.end <= end)) {
-      const gap = source.slice(at, mark.start);
-      const last = parts.at(-1);
-      if (last.found && /^[-– ]?$/.test(gap)) last.text += gap + source.slice(mark.start, mark.end);
-      else parts.push({ text: gap }, { text: source.slice(mark.start, mark.end), found: true });
+      const gap = text.slice(at, mark.start);
+      const word = text.slice(mark.start, mark.end);
+      if (parts.at(-1).found && /^[-–_ ]?$/.test(gap)) parts.at(-1).text += gap + word;
+      else parts.push({ text: gap }, { text: word, found: true });
       at = mark.end;
     }
-    parts.push({ text: source.slice(at, end) + (long ? " …" : "") });
-    const words = first && /^\S+(?: \S+){2,5}/.exec(source.slice(first.start).split("\n")[0])?.[0];
-    return { parts, code: inCode.length > 0, words: inText.length ? words : undefined };
+    parts.push({ text: text.slice(at, end) + (long ? " …" : "") });
+    const words = first && /^\S+(?: \S+){2,5}/.exec(text.slice(first.start).split("\n")[0])?.[0];
+    return { parts, names, words };
   };
 
   return { search, quote, sections, pages };
@@ -220,8 +218,9 @@ const searchPage = () => {
     const quoted = passage.parts.map(({ text, found }) =>
       found ? make("mark", { textContent: text }) : text.replaceAll("\n", " · ")
     );
-    return make("li", {}, link({ section, passage }),
-      make("p", { className: passage.code ? "da-code-found" : "" }, ...quoted));
+    const inCode = passage.names.flatMap((name) => [" ", make("code", { textContent: name })]);
+    if (inCode.length) quoted.unshift("In the code:", ...inCode, ". ");
+    return make("li", {}, link({ section, passage }), make("p", {}, ...quoted));
   };
   const group = (page, hits) => {
     const list = (part) => make("ul", {}, ...part.map(item));

@@ -85,6 +85,7 @@ class="katex-html"><span>D=q<span>i</span></span></span></span></span>.</p>
     nn, Tensor)
 import torch
 shown = <span>1</span></pre></div>
+<table><tr><td><p>cell</p></td><td>beside</td></tr></table>
 <div class="output stream"><pre>0.123</pre></div>
 <div class="solution dropdown admonition"><p>No.</p></div>
 <section id="below"><h2>Below</h2><ul><li>one</li><li>two<br>three</li></ul></section>
@@ -102,8 +103,8 @@ class="fn-bracket">]</span></span><p>Dao. <em>Flash</em>.</p></div>
 def test_a_page_is_read_by_section_without_what_nobody_reads():
     section = {"kind": "section"}
     assert search_index.read(PAGE) == [
-        {"anchor": "top", "titles": ["Nystr\u00f6m"], "text": "Width D=q_i1/\u221aK.\nafter",
-         "code": "shown = 1"} | section,
+        {"anchor": "top", "titles": ["Nystr\u00f6m"], "code": "shown",
+         "text": "Width D=q_i1/\u221aK.\ncell beside\nafter"} | section,
         {"anchor": "below", "titles": ["Below"], "text": "one\ntwo three"} | section,
         {"anchor": "term-A", "kind": "term", "titles": ["A", "B"], "text": "what"},
         {"anchor": "term-C", "kind": "term", "titles": ["C"], "text": "other"},
