@@ -19,9 +19,9 @@ from derived_attention.page.ledger import STATIC
 ROOT = Path(__file__).parents[1]
 STYLES = "book.min.css"
 THEME = ("styles/theme.css", "styles/pydata-sphinx-theme.css", "katex/katex.min.css")
-NEVER = ("sphinx-thebe", "sphinx-book-theme.js", "design-tabs")  # scripts and styles
+# Scripts and styles; the last two are for Sphinx's own search.
+NEVER = ("sphinx-thebe", "sphinx-book-theme.js", "design-tabs", "doctools", "sphinx_highlight")
 INLINE = ("THEBE_JS_URL", "DOCUMENTATION_OPTIONS.")  # for scripts that are not loaded
-SEARCH = ("documentation_options", "doctools", "sphinx_highlight")  # what its page needs at once
 UNPUBLISHED = (
     "vendor",
     "**/*.map",
@@ -29,6 +29,10 @@ UNPUBLISHED = (
     "styles",
     "sphinx-thebe.*",
     "design-tabs.js",
+    "doctools.js",
+    "sphinx_highlight.js",
+    "searchtools.js",
+    "language_data.js",
     "*webpack-macros.html",
     "images/logo_*",
     "locales",
@@ -61,10 +65,8 @@ def _lighten(app, pagename, templatename, context, doctree):
     scripts = context.get("script_files", [])
     scripts[:] = {str((s.filename, s.attributes)): s for s in scripts if _is_needed(s)}.values()
     for script in scripts:
-        at_once = pagename == "search" and any(name in str(script.filename) for name in SEARCH)
         if script.filename:
-            script.attributes.pop("defer", None)
-            script.attributes.update({} if at_once else {"defer": "defer"})
+            script.attributes["defer"] = "defer"
     context["da_styles"] = f"{STYLES}?v={_version()}"
     context["body"] = draw_marks(context.get("body", ""))
 

@@ -6,9 +6,6 @@
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const one = (selector, root = document) => root.querySelector(selector);
 
-// Search results quote their pages, which a browser cannot fetch from disk.
-if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
-
 // --- names for screen readers --------------------------------------------------------------------
 
 const without = (attribute, selector) =>

@@ -431,20 +431,46 @@ def test_front_door(page, origins, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["http", "file"])
-def test_search_finds_a_word(page, origins, scheme):
-    """From any page by Ctrl+K, also without a server."""
+def test_search_leads_to_the_section(page, origins, scheme):
+    """From any page by Ctrl+K and then by the Tab key, also without a server."""
     with watched(page, origins[scheme]) as problems:
         visit(page, f"{origins[scheme]}{PAGES[0]}.html")
         page.keyboard.press("Control+k")
-        page.keyboard.type("softmax")
+        page.keyboard.type("shell game")
         page.keyboard.press("Enter")
-        page.wait_for_url("**/search.html?q=softmax*")
-        found = page.locator("#search-results li a")
+        page.wait_for_url("**/search.html?q=shell*game")
+        found = page.locator("#da-found a")
         found.first.wait_for()
-        targets = {link.get_attribute("href").partition("?")[0] for link in found.all()}
-        assert any(f"{name}.html" in target for target in targets for name in PAGES), targets
+        assert "ball" in page.inner_text("#da-found li p >> nth=0"), "no quotation"
+        page.focus("main form.bd-search input")
+        for _ in range(3):
+            page.keyboard.press("Tab")
+            if found.first.evaluate("link => link === document.activeElement"):
+                break
+        anchor = found.first.get_attribute("href").partition("#")[2].partition(":~:")[0]
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"**#{anchor}*")
         settle(page)
+        top, bottom = page.evaluate(
+            "id => (({ top, bottom }) => [top, bottom])"
+            "(document.getElementById(id).getBoundingClientRect())",
+            anchor,
+        )
+        assert top < 900 and bottom > 0 and page.evaluate("scrollY > 1000"), (anchor, top, bottom)
     report(problems)
+
+
+def test_search_follows_what_is_typed(page, web):
+    visit(page, f"{web}search.html")
+    page.keyboard.type("nystrom")
+    first = page.locator("#da-found a").first
+    first.wait_for()
+    assert "Nystr\u00f6m" in first.inner_text()
+    page.keyboard.type("xyz")
+    page.locator("#da-found-count", has_text="Nothing found").wait_for()
+    assert not page.locator("#da-found a").count()
+    page.reload()  # the address keeps the words
+    page.locator("#da-found-count", has_text="nystromxyz").wait_for()
 
 
 def test_theme_switch_is_remembered(page, web):
