@@ -220,10 +220,31 @@ measure();
 // A font that arrives late makes a formula wider, and leaves its box as it is.
 document.fonts.addEventListener("loadingdone", measure);
 
-// Formulas out of sight have not asked for their faces yet, and paper shows them all.
-if (one(".katex")) {
-  (window.requestIdleCallback ?? setTimeout)(() => {
-    const faces = [...document.fonts].filter((face) => face.family.includes("KaTeX"));
-    faces.forEach((face) => face.load());
+// --- paper -----------------------------------------------------------------------------------------
+
+// Paper is light, shows sliders at their start, and is as wide as what A4 has between its margins.
+// The screen gets back what it had.
+let before;
+const slide = (values) =>
+  values.forEach(([input, value]) => {
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
   });
-}
+addEventListener("beforeprint", () => {
+  const sliders = all(".da-slider input").map((input) => [input, input.value]);
+  before = { theme: one("html").dataset.theme, sliders };
+  one("html").dataset.theme = "light";
+  slide(sliders.map(([input]) => [input, input.defaultValue]));
+  one(".bd-article").style.width = "19.4cm"; // 17 cm with letters of 14 px
+  fit(boxes);
+  one(".bd-article").style.width = "";
+});
+addEventListener("afterprint", () => {
+  one("html").dataset.theme = before.theme;
+  slide(before.sliders);
+  measure();
+});
+
+// Formulas out of sight have not asked for their faces yet, and paper shows them all. A page counts
+// as loaded, and is printed by a command, only when they are there.
+[...document.fonts].filter((face) => face.family.includes("KaTeX")).forEach((face) => face.load());
