@@ -49,9 +49,11 @@ notebooks: book ## bring the committed notebooks in step with the pages
 	@rm -f notebooks/*.ipynb
 	@cp _build/notebooks/*.ipynb notebooks/
 
-pdf: $(PDF) ## print the whole book into one PDF, which `make zip` then packs too; needs Chromium
+pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; needs Chromium
+	@echo "The PDF is ready. Open $(abspath $(PDF))"
 
 zip: book ## pack the book into one archive, for readers without a network
+	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
 
 versions: ## try the package with the lowest, the locked and the latest versions, on each Python that is here

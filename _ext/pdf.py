@@ -2,12 +2,12 @@
 
 A Chromium without a window prints every built page, from a server on this machine that adds a style
 for paper to it. Then the parts are joined: links from page to page lead to places in the document,
-and what has a number or a heading is found by the contents and by the outline.
+and headings are found by the contents and by the outline. Before its version 131 Chromium puts no
+numbers on the pages.
 """
 
 from __future__ import annotations
 
-import argparse
 import html
 import io
 import re
@@ -31,6 +31,9 @@ from derived_attention import __version__
 from lighthouse import find_browser
 
 ROOT = Path(__file__).resolve().parents[1]
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
+HTML = ROOT / "_build" / "html"
+OUT = HTML / "derived-attention.pdf"  # in the folder that `make zip` packs
 PARTS = ROOT / "_build" / "pdf"  # not in /tmp: a packaged browser may have one of its own
 OPTIONS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run
     --disable-background-networking --disable-component-update
@@ -96,7 +99,7 @@ header p + svg { width: 100%%; height: auto; }
 header footer { margin-top: 25mm; }
 h2 { font-size: 20pt; margin: 0 0 6mm; }
 nav p { display: flex; gap: 2mm; margin: 0.4mm 0; break-inside: avoid; }
-nav p::before { content: ""; order: 1; flex: 1; border-bottom: 0.3mm dotted #999; margin: 0 0 1.2mm; }
+nav p::before { content: ""; order: 1; flex: 1; border-bottom: 0.3mm dotted; margin-bottom: 1.2mm; }
 nav p b, nav p span { order: 2; font-weight: inherit; }
 nav .part { font-weight: 700; margin-top: 5mm; break-after: avoid; }
 nav .part::before { border: none; }
@@ -168,16 +171,15 @@ def for_paper(page: str, first: int) -> str:
 
 def front(lines: str) -> str:
     """Return the title page and the contents, of which `lines` are given."""
-    config = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
     picture = (ROOT / "assets" / "six_attentions.svg").read_text("utf8")
     style = STYLE % {"heading": "", "first": 1, "numerals": ", lower-roman"}
     style = style.replace("@top-left { content: none; }", "@bottom-center { content: none; }")
     page = TITLE_PAGE % {
-        "title": config["title"],
-        "author": config["author"],
-        "year": config["copyright"],
+        "title": CONFIG["title"],
+        "author": CONFIG["author"],
+        "year": CONFIG["copyright"],
         "version": __version__,
-        "description": config["sphinx"]["config"]["myst_html_meta"]["description"],
+        "description": CONFIG["sphinx"]["config"]["myst_html_meta"]["description"],
         "picture": picture,
         "contents": lines,
     }
@@ -283,7 +285,9 @@ class Book:
                 target = self.target(name, link.get_object())
                 if isinstance(target, tuple):
                     link.get_object().pop("/A", None)
-                    place = Destination("", sheets[target[0] + shift].indirect_reference, fit(target[1]))
+                    place = Destination(
+                        "", sheets[target[0] + shift].indirect_reference, fit(target[1])
+                    )
                     link.get_object()[NameObject("/Dest")] = place.dest_array
                 if target is not None:
                     links.append(link)
@@ -292,14 +296,26 @@ class Book:
         for depth, title, page, top in self.entries:
             above = {d: x for d, x in above.items() if d < depth}
             parent = above[max(above)] if above else None
-            above[depth] = writer.add_outline_item(title, page + shift, parent, fit=fit(top))
+            above[depth] = writer.add_outline_item(
+                title=title,
+                page_number=page + shift,
+                parent=parent,
+                fit=fit(top),
+                is_open=depth == 0,
+            )
         writer.set_page_label(0, shift - 1, PageLabelStyle.LOWERCASE_ROMAN)
         writer.set_page_label(shift, len(sheets) - 1, PageLabelStyle.DECIMAL)
+        writer.add_metadata({"/Title": CONFIG["title"], "/Author": CONFIG["author"]})
+        writer.page_mode = "/UseOutlines"
         return writer
 
 
 def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: Path) -> PdfWriter:
-    """Print these pages of the built book in `folder`, and join them; say how far it is."""
+    """Print these pages of the built book in `folder`, and join them; say how far it is.
+
+    `work` is a folder for what lies between, and is gone afterwards.
+    """
+    print("Printing the pages: some minutes.", flush=True)
     made: dict[str, str] = {}
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -331,15 +347,10 @@ def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: P
 
 def main() -> int:
     """Print the book that is built."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "_build" / "html")
-    parser.add_argument("--out", type=Path, help="derived-attention.pdf in the folder, if not given")
-    chosen = parser.parse_args()
-    browser = find_browser()
-    writer = make(browser, chosen.folder, toc(), PARTS)
-    out = chosen.out or chosen.folder / "derived-attention.pdf"
-    writer.write(out)
-    print(f"{len(writer.pages)} pages, {out.stat().st_size / 1e6:.1f} MB: {out}")
+    writer = make(find_browser(), HTML, toc(), PARTS)
+    writer.write(OUT)
+    size = OUT.stat().st_size / 1e6
+    print(f"  The PDF has {len(writer.pages)} pages, {size:.1f} MB: {OUT.relative_to(ROOT)}")
     return 0
 
 

@@ -247,4 +247,21 @@ addEventListener("afterprint", () => {
 
 // Formulas out of sight have not asked for their faces yet, and paper shows them all. A page counts
 // as loaded, and is printed by a command, only when they are there.
-[...document.fonts].filter((face) => face.family.includes("KaTeX")).forEach((face) => face.load());
+const FACES = {
+  AMS: ".amsrm, .mathbb",
+  Caligraphic: ".mathcal",
+  Fraktur: ".mathfrak",
+  Main: ".katex",
+  Math: ".mathnormal, .boldsymbol",
+  SansSerif: ".mathsf, .textsf",
+  Script: ".mathscr",
+  Size1: ".delimsizing.size1, .delim-size1, .small-op",
+  Size2: ".delimsizing.size2, .large-op",
+  Size3: ".delimsizing.size3",
+  Size4: ".delimsizing.size4, .delim-size4",
+  Typewriter: ".mathtt, .texttt",
+};
+const used = Object.keys(FACES).filter((face) => one(FACES[face]));
+for (const face of document.fonts) {
+  if (used.some((name) => face.family.includes(`KaTeX_${name}`))) face.load();
+}
