@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 HTML   := _build/html
+PDF    := $(HTML)/derived-attention.pdf
 PAGES  := $(abspath $(HTML))/index.html
 SOURCES := $(shell find book src _ext assets $(wildcard benchmarks) -type f -not -path '*/__pycache__/*' -not -path '*.egg-info*')
 SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITORY_BRANCH) $(BOOK_JUPYTERHUB_URL)
@@ -16,7 +17,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks pdf zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -48,7 +49,11 @@ notebooks: book ## bring the committed notebooks in step with the pages
 	@rm -f notebooks/*.ipynb
 	@cp _build/notebooks/*.ipynb notebooks/
 
+pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; needs Chromium
+	@echo "The PDF is ready. Open $(abspath $(PDF))"
+
 zip: book ## pack the book into one archive, for readers without a network
+	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
 
 slides: book ## make a deck of slides for each part, to show or to print, in _build/slides
@@ -106,7 +111,11 @@ clean: ## remove what was built; the environment and the downloads stay
 
 $(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
 	@$(BIN)/python _ext/make_book.py
+	@rm -f $(PDF)
 	@touch $@
+
+$(PDF): $(HTML)/.complete
+	@$(BIN)/python _ext/pdf.py
 
 # Says nothing, and touches nothing, while the environment is as it was left.
 $(VENV)/.ready: FORCE

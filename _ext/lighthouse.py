@@ -72,6 +72,14 @@ def toc_pages() -> list[str]:
     return [toc["root"], *(x["file"] for c in chapters for x in (c, *c.get("sections", [])))]
 
 
+def find_browser() -> str:
+    """Return the path of Chromium, or end with a line that says what is missing."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"No browser is on the PATH. Install one of these: {', '.join(BROWSERS)}.")
+    return browser
+
+
 def install() -> Path:
     """Return Lighthouse's command, installed when it is not there yet."""
     command = TOOLS / "node_modules" / "lighthouse" / "cli" / "index.js"
@@ -152,10 +160,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Measure, print the table, return 1 when a page is below its goal."""
     chosen = options()
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        sys.exit(f"no browser on the PATH: one of {', '.join(BROWSERS)} is needed")
-    os.environ["CHROME_PATH"] = browser
+    os.environ["CHROME_PATH"] = find_browser()
     pages = chosen.pages or toc_pages()
     if missing := [name for name in pages if not (chosen.folder / f"{name}.html").is_file()]:
         sys.exit(f"no such page in {chosen.folder}: {', '.join(missing)}")

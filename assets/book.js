@@ -217,10 +217,48 @@ measure();
 // A font that arrives late makes a formula wider, and leaves its box as it is.
 document.fonts.addEventListener("loadingdone", measure);
 
-// Formulas out of sight have not asked for their faces yet, and paper shows them all.
-if (one(".katex")) {
-  (window.requestIdleCallback ?? setTimeout)(() => {
-    const faces = [...document.fonts].filter((face) => face.family.includes("KaTeX"));
-    faces.forEach((face) => face.load());
+// --- paper -----------------------------------------------------------------------------------------
+
+// Paper is light, shows sliders at their start, and is as wide as what A4 has between its margins.
+// The screen gets back what it had.
+let before;
+const slide = (values) =>
+  values.forEach(([input, value]) => {
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
   });
+addEventListener("beforeprint", () => {
+  const sliders = all(".da-slider input").map((input) => [input, input.value]);
+  before = { theme: one("html").dataset.theme, sliders };
+  one("html").dataset.theme = "light";
+  slide(sliders.map(([input]) => [input, input.defaultValue]));
+  one(".bd-article").style.width = "19.4cm"; // 17 cm with letters of 14 px
+  fit(boxes);
+  one(".bd-article").style.width = "";
+});
+addEventListener("afterprint", () => {
+  one("html").dataset.theme = before.theme;
+  slide(before.sliders);
+  measure();
+});
+
+// Formulas out of sight have not asked for their faces yet, and paper shows them all. A page counts
+// as loaded, and is printed by a command, only when they are there.
+const FACES = {
+  AMS: ".amsrm, .mathbb",
+  Caligraphic: ".mathcal",
+  Fraktur: ".mathfrak",
+  Main: ".katex",
+  Math: ".mathnormal, .boldsymbol",
+  SansSerif: ".mathsf, .textsf",
+  Script: ".mathscr",
+  Size1: ".delimsizing.size1, .delim-size1, .small-op",
+  Size2: ".delimsizing.size2, .large-op",
+  Size3: ".delimsizing.size3",
+  Size4: ".delimsizing.size4, .delim-size4",
+  Typewriter: ".mathtt, .texttt",
+};
+const used = Object.keys(FACES).filter((face) => one(FACES[face]));
+for (const face of document.fonts) {
+  if (used.some((name) => face.family.includes(`KaTeX_${name}`))) face.load();
 }

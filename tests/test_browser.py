@@ -6,6 +6,7 @@ a page on purpose and expects each of them to notice.
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -18,6 +19,10 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+import pdf  # noqa: E402
+from lighthouse import find_browser  # noqa: E402
+
 HTML = ROOT / "_build" / "html"
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 
@@ -658,24 +663,67 @@ def test_contents_drawer_opens_on_a_phone(page, web):
     page.wait_for_url(f"**/{PAGES[1]}.html")
 
 
-def test_the_faces_of_all_formulas_are_there_before_a_page_is_printed(page, web):
-    """Those of formulas out of sight are not asked for: the first print would lose them."""
-    page.goto(f"{web}book/11_singular_vectors.html")
-    faces = "[...document.fonts].filter((face) => face.family.includes('KaTeX'))"
-    assert page.evaluate(f"{faces}.length") > 10
-    page.wait_for_function(f"{faces}.every((face) => face.status === 'loaded')")
-
-
-def test_paper_shows_what_the_screen_folds(page, web):
-    """On paper nothing can be opened: solutions and proofs are printed."""
-    visit(page, f"{web}{first_with(SOLUTION)}.html")
+def test_paper_shows_what_the_screen_folds_and_of_solutions_those_that_were_opened(page, web):
+    """On paper nothing can be opened; a handout has no answers but those that somebody wants."""
+    visit(page, f"{web}book/05_normalise_and_scale.html")
+    opened, *others = page.locator(".solution").all()
+    opened.locator(".toggle-button").click()
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
     sections = page.locator(".bd-article > section > section")
     waits = sections.evaluate_all("all => all.map(s => getComputedStyle(s).contentVisibility)")
     assert set(waits) == {"visible"}
-    for folded in page.locator(".solution section, details.sd-dropdown .sd-card-body").all():
+    for folded in page.locator("details.sd-dropdown .sd-card-body").all():
         assert folded.is_visible(), folded.inner_html()[:200]
+    assert opened.locator("section").first.is_visible()
+    assert others and not any(solution.is_visible() for solution in others)
+    assert page.locator("h1:visible").inner_text().startswith("5. Normalise and scale")
+    boxes = page.locator("details.hide:not([open]):visible, .da-ctl:visible, .bd-header:visible")
+    assert not boxes.count(), "what only a click can use is on paper"
+
+
+def test_paper_is_light_and_has_sliders_at_their_start(page, web):
+    page.emulate_media(color_scheme="dark")
+    visit(page, f"{web}{first_with('da-slider')}.html")
+    knob = page.locator(".da-slider input").first
+    start = knob.input_value()
+    knob.focus()
+    page.keyboard.press("End" if start == "0" else "Home")
+    moved = knob.input_value()
+    state = "() => [document.documentElement.dataset.theme, "
+    state += "document.querySelector('.da-slider input').value]"
+    for event, seen in (("beforeprint", ["light", start]), ("afterprint", ["dark", moved])):
+        page.evaluate(f"window.dispatchEvent(new Event('{event}'))")
+        assert page.evaluate(state) == seen
+    assert moved != start
+
+
+def test_the_first_print_has_every_letter(page, web, tmp_path):
+    """A command prints when a page counts as loaded, before anybody has looked at it."""
+    page.route("**/book.js*", lambda route: route.abort())  # which asks for all faces
+    visit(page, f"{web}book/11_singular_vectors.html")
+    unfold(page)
+    settle(page)
+    used = page.evaluate("""[...document.fonts].filter((face) => face.status === "loaded")
+        .map((face) => face.family).filter((family) => family.includes("KaTeX"))""")
+    url = f"{web}book/11_singular_vectors.html"
+    fonts = pdf.print_page(find_browser(), url, tmp_path / "page.pdf").pages
+    names = {
+        str(f.get_object()["/BaseFont"]) for p in fonts for f in p["/Resources"]["/Font"].values()
+    }
+    printed = {name.partition("+")[2].partition("-")[0] for name in names}
+    assert len(used) > 5 and set(used) <= printed
+
+
+@pytest.mark.parametrize(
+    "name", ["genindex", "py-modindex", "prf-prf", "search", "_modules/index", "_modules/{module}"]
+)
+def test_pages_beside_the_book_fit_a_phone(page, web, name):
+    longest = max((HTML / "_modules").rglob("*.html"), key=lambda path: len(str(path)))
+    name = name.format(module=longest.relative_to(HTML / "_modules").with_suffix("").as_posix())
+    page.set_viewport_size({"width": 390, "height": 844})
+    visit(page, f"{web}{name}.html")
+    report(overflowing(page))
 
 
 # --- the checks themselves -----------------------------------------------------------------------

@@ -1,0 +1,358 @@
+"""Print the whole book into one PDF, for readers who want it on paper or on a tablet: ``make pdf``.
+
+A Chromium without a window prints every built page, from a server on this machine that adds a style
+for paper to it. Then the parts are joined: links from page to page lead to places in the document,
+and headings are found by the contents and by the outline. Before its version 131 Chromium puts no
+numbers on the pages.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import yaml
+from pypdf import PdfReader, PdfWriter
+from pypdf.constants import PageLabelStyle
+from pypdf.generic import ArrayObject, Destination, DictionaryObject, Fit, NameObject
+
+from derived_attention import __version__
+from lighthouse import find_browser
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
+HTML = ROOT / "_build" / "html"
+OUT = HTML / "derived-attention.pdf"  # in the folder that `make zip` packs
+PARTS = ROOT / "_build" / "pdf"  # not in /tmp: a packaged browser may have one of its own
+OPTIONS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run
+    --disable-background-networking --disable-component-update
+    --no-pdf-header-footer --disable-pdf-tagging""".split()
+PATIENCE = 300  # seconds for a page
+FRONT = "front"  # the name under which title and contents are served
+PLACE = "place"  # the address of a line of the contents: page of the text, height on it
+
+STYLE = """
+<style>
+@page {
+  size: A4;
+  margin: 22mm 20mm 20mm;
+  @top-left { content: "%(heading)s"; font: 8pt sans-serif; color: #555; }
+  @bottom-center { content: counter(page%(numerals)s); font: 9pt sans-serif; }
+}
+@page :first {
+  counter-set: page %(first)d;
+  @top-left { content: none; }
+}
+a.headerlink, .viewcode-link, .da-report { display: none; }
+</style>
+"""
+
+# Nothing can be unfolded on paper, and nobody wants an answer right below its question. Chromium
+# gives an element a place in the document if some link of the same page leads to it.
+SCRIPT = """
+<script>
+{
+  const section = document.createElement("section");
+  section.id = "solutions";
+  section.innerHTML = "<h2>Solutions</h2>";
+  let exercise;
+  for (const box of document.querySelectorAll(".bd-article :is(.exercise, .solution)")) {
+    const title = box.querySelector(".admonition-title");
+    if (box.matches(".exercise")) exercise = box;
+    else {
+      const link = Object.assign(document.createElement("a"), { href: `#${exercise.id}` });
+      link.textContent = exercise.querySelector(".admonition-title").textContent.trim();
+      title.replaceChildren("Solution of ", link);
+      section.append(box);
+    }
+  }
+  if (exercise) document.querySelector(".bd-article > section").append(section);
+  const places = document.createElement("nav");
+  places.hidden = true;
+  for (const { id } of document.querySelectorAll(".bd-article :not(svg *)[id]"))
+    places.append(Object.assign(document.createElement("a"), { href: `#${id}` }));
+  document.body.append(places);
+}
+</script>
+"""
+
+TITLE_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>%(title)s</title>
+<style>
+body { font: 10.5pt/1.45 system-ui, sans-serif; margin: 0; }
+a { color: inherit; text-decoration: none; }
+header { break-after: page; }
+header h1 { font-size: 38pt; margin: 45mm 0 5mm; }
+header p { font-size: 14pt; margin: 0 0 12mm; max-width: 130mm; }
+header p + svg { width: 100%%; height: auto; }
+header footer { margin-top: 25mm; }
+h2 { font-size: 20pt; margin: 0 0 6mm; }
+nav p { display: flex; gap: 2mm; margin: 0.4mm 0; break-inside: avoid; }
+nav p::before { content: ""; order: 1; flex: 1; border-bottom: 0.3mm dotted; margin-bottom: 1.2mm; }
+nav p b, nav p span { order: 2; font-weight: inherit; }
+nav .part { font-weight: 700; margin-top: 5mm; break-after: avoid; }
+nav .part::before { border: none; }
+nav .chapter { font-weight: 600; margin-top: 2mm; break-after: avoid; }
+nav .section { padding-left: 7mm; font-size: 9.5pt; }
+</style>
+</head><body>
+<header><h1>%(title)s</h1><p>%(description)s</p>%(picture)s
+<footer>%(author)s<br>Version %(version)s, %(year)s</footer></header>
+<h2>Contents</h2>
+<nav>%(contents)s</nav>
+</body></html>
+"""
+
+
+HEADING = re.compile(r'<h([1-4])>(.*?)<a class="headerlink" href="#([^"]+)"', re.S)
+HIDDEN = re.compile('<span class="katex-mathml">.*?</math></span>', re.S)
+TAG = re.compile("<[^>]*>")
+SOLUTION = 'class="solution dropdown '
+
+
+class Entry(NamedTuple):
+    """A line of the outline, and where it leads to."""
+
+    depth: int
+    title: str
+    page: int
+    top: float
+
+
+class Served(SimpleHTTPRequestHandler):
+    """Serves files of a folder, and what is made for paper in their place."""
+
+    def __init__(self, *arguments, made: dict[str, str], **options):
+        self.made = made
+        super().__init__(*arguments, **options)
+
+    def log_message(self, format, *args):
+        """Say nothing."""
+
+    def send_head(self):
+        """Answer with what is made, if there is something under this address."""
+        text = self.made.get(self.path.lstrip("/"))
+        if text is None:
+            return super().send_head()
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return io.BytesIO(body)
+
+
+def toc() -> list[tuple[str, list[str]]]:
+    """Return the parts of the book, and their pages, such as ``book/01_attention``."""
+    found = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
+    parts = [(part["caption"], [x["file"] for x in part["chapters"]]) for part in found["parts"]]
+    return [("", [found["root"]]), *parts]
+
+
+def for_paper(page: str, first: int) -> str:
+    """Return a built page as it is printed: its title on each sheet, numbered from `first`."""
+    title = html.unescape(re.search("<title>(.*?)(?: &#8212; |</title>)", page)[1])
+    title = title.replace("\\", "").replace('"', r"\"")
+    style = STYLE % {"heading": title, "first": first, "numerals": ""}
+    page = page.replace(SOLUTION, SOLUTION.replace("dropdown ", ""))
+    return page.replace("</head>", style + "</head>", 1).replace("</body>", SCRIPT + "</body>", 1)
+
+
+def front(lines: str) -> str:
+    """Return the title page and the contents, of which `lines` are given."""
+    picture = (ROOT / "assets" / "six_attentions.svg").read_text("utf8")
+    style = STYLE % {"heading": "", "first": 1, "numerals": ", lower-roman"}
+    style = style.replace("@top-left { content: none; }", "@bottom-center { content: none; }")
+    page = TITLE_PAGE % {
+        "title": CONFIG["title"],
+        "author": CONFIG["author"],
+        "year": CONFIG["copyright"],
+        "version": __version__,
+        "description": CONFIG["sphinx"]["config"]["myst_html_meta"]["description"],
+        "picture": picture,
+        "contents": lines,
+    }
+    return page.replace("</head>", style + "</head>")
+
+
+def contents(entries: list[Entry]) -> str:
+    """Return the lines of the contents; entries of parts have depth 0."""
+    kinds = ("part", "chapter", "section")
+    return "\n".join(
+        f'<p class="{kinds[depth]}"><a href="/{PLACE}/{page}/{top:.0f}">{html.escape(title)}</a>'
+        + (f"<b>{page + 1}</b>" if depth else "")
+        + "</p>"
+        for depth, title, page, top in entries
+        if depth < len(kinds)
+    )
+
+
+def print_page(browser: str, url: str, path: Path) -> PdfReader:
+    """Let Chromium print one address; raise `RuntimeError` when nothing comes of it."""
+    path.unlink(missing_ok=True)
+    profile = f"--user-data-dir={path.parent / 'profile'}"
+    command = [browser, *OPTIONS, profile, f"--print-to-pdf={path}", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    if not path.is_file():
+        raise RuntimeError(f"{browser} printed nothing of {url}:\n{done.stderr[-2000:]}")
+    return PdfReader(path)
+
+
+def headings(page: str) -> list[tuple[int, str, str]]:
+    """Return depth, text and anchor of the headings of a built page; that of its title is 1."""
+    found = [(int(depth), plain(title), anchor) for depth, title, anchor in HEADING.findall(page)]
+    if SOLUTION in page:
+        found.append((2, "Solutions", "solutions"))
+    return found
+
+
+def plain(markup: str) -> str:
+    """Return the text of a heading; of a formula what is seen."""
+    return " ".join(html.unescape(TAG.sub("", HIDDEN.sub("", markup))).split())
+
+
+def places(reader: PdfReader) -> dict[str, tuple[int, float]]:
+    """Return where each anchor of a printed page is: page and height on it."""
+    return {
+        unquote(name.removeprefix("/")): (reader.get_destination_page_number(x), float(x.top))
+        for name, x in reader.named_destinations.items()
+    }
+
+
+class Book:
+    """The printed pages, and where each begins among the numbered pages."""
+
+    def __init__(self, base: str):
+        self.base = base
+        self.readers: dict[str, PdfReader] = {}
+        self.starts: dict[str, int] = {}
+        self.places: dict[str, dict[str, tuple[int, float]]] = {}
+        self.entries: list[Entry] = []
+        self.pages = 0
+
+    def add(self, name: str, page: str, reader: PdfReader, part: str) -> None:
+        """Append a printed page; `part` is the heading of the part that it begins, if it does."""
+        self.readers[name], self.starts[name] = reader, self.pages
+        self.places[name] = places(reader)
+        lines = ([(0, part, "")] if part else []) + headings(page)
+        self.entries += [Entry(x, title, *self.place(name, anchor)) for x, title, anchor in lines]
+        self.pages += len(reader.pages)
+
+    def place(self, name: str, anchor: str) -> tuple[int, float]:
+        """Return the numbered page and the height on it of an anchor, else of the page's top."""
+        page, top = self.places[name].get(anchor, (0, 842.0))
+        return self.starts[name] + page, top
+
+    def target(self, name: str, link: DictionaryObject) -> tuple[int, float] | str | None:
+        """Return where a link of a page leads to: a place, another site, or nowhere in the book."""
+        if "/Dest" in link:
+            return self.place(name, unquote(str(link["/Dest"]).removeprefix("/")))
+        url = str(link["/A"]["/URI"])
+        if not url.startswith(self.base):
+            return url
+        path, anchor = urlsplit(url).path.lstrip("/"), unquote(urlsplit(url).fragment)
+        if path.startswith(f"{PLACE}/"):
+            _, page, top = path.split("/")
+            return int(page), float(top)
+        page = path.removesuffix(".html")
+        return self.place(page, anchor) if page in self.readers else None
+
+    def join(self, before: PdfReader) -> PdfWriter:
+        """Return the document: `before`, which has no numbers, and all pages."""
+        writer, shift = PdfWriter(), len(before.pages)
+        for name, reader in {FRONT: before, **self.readers}.items():
+            for page in reader.pages:
+                writer.add_page(page)[NameObject("/Name")] = NameObject(name)
+        sheets = list(writer.pages)
+
+        def fit(top: float) -> Fit:
+            return Fit.xyz(left=0, top=top)
+
+        for sheet in sheets:
+            name, links = sheet.pop("/Name"), ArrayObject()
+            for link in sheet.get("/Annots", ()):
+                target = self.target(name, link.get_object())
+                if isinstance(target, tuple):
+                    link.get_object().pop("/A", None)
+                    place = Destination(
+                        "", sheets[target[0] + shift].indirect_reference, fit(target[1])
+                    )
+                    link.get_object()[NameObject("/Dest")] = place.dest_array
+                if target is not None:
+                    links.append(link)
+            sheet[NameObject("/Annots")] = links
+        above: dict[int, object] = {}
+        for depth, title, page, top in self.entries:
+            above = {d: x for d, x in above.items() if d < depth}
+            parent = above[max(above)] if above else None
+            above[depth] = writer.add_outline_item(
+                title=title,
+                page_number=page + shift,
+                parent=parent,
+                fit=fit(top),
+                is_open=depth == 0,
+            )
+        writer.set_page_label(0, shift - 1, PageLabelStyle.LOWERCASE_ROMAN)
+        writer.set_page_label(shift, len(sheets) - 1, PageLabelStyle.DECIMAL)
+        writer.add_metadata({"/Title": CONFIG["title"], "/Author": CONFIG["author"]})
+        writer.page_mode = "/UseOutlines"
+        return writer
+
+
+def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: Path) -> PdfWriter:
+    """Print these pages of the built book in `folder`, and join them; say how far it is.
+
+    `work` is a folder for what lies between, and is gone afterwards.
+    """
+    print("Printing the pages: some minutes.", flush=True)
+    made: dict[str, str] = {}
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    count, start = sum(len(names) for _, names in parts), time.time()
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Served, directory=folder, made=made)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}/"
+        book = Book(base)
+        for caption, names in parts:
+            for name in names:
+                page = (folder / f"{name}.html").read_text("utf8")
+                made[f"{name}.html"] = for_paper(page, book.pages + 1)
+                reader = print_page(browser, f"{base}{name}.html", work / "page.pdf")
+                book.add(name, page, reader, caption if name == names[0] else "")
+                done = len(book.readers)
+                print(
+                    f"  {done} of {count}: {name}, {len(reader.pages)} pages,"
+                    f" {time.time() - start:.0f} s",
+                    flush=True,
+                )
+        made[FRONT] = front(contents(book.entries))
+        before = print_page(browser, base + FRONT, work / "page.pdf")
+        server.shutdown()
+    shutil.rmtree(work)
+    return book.join(before)
+
+
+def main() -> int:
+    """Print the book that is built."""
+    writer = make(find_browser(), HTML, toc(), PARTS)
+    writer.write(OUT)
+    size = OUT.stat().st_size / 1e6
+    print(f"  The PDF has {len(writer.pages)} pages, {size:.1f} MB: {OUT.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
