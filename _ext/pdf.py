@@ -156,8 +156,11 @@ class Served(SimpleHTTPRequestHandler):
 def toc() -> list[tuple[str, list[str]]]:
     """Return the parts of the book, and their pages, such as ``book/01_attention``."""
     found = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    parts = [(part["caption"], [x["file"] for x in part["chapters"]]) for part in found["parts"]]
-    return [("", [found["root"]]), *parts]
+    parts = [("", [found["root"]])]
+    for part in found["parts"]:
+        pages = [page for c in part["chapters"] for page in (c, *c.get("sections", []))]
+        parts.append((part["caption"], [page["file"] for page in pages]))
+    return parts
 
 
 def for_paper(page: str, first: int) -> str:
