@@ -13,10 +13,13 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   );
   const stemmer = new Stemmer();
   const ignored = new Set(stopwords.concat("can do does how we what when which who why you".split(" ")));
-  const stems = new Map();
+  const once = (make, known = new Map()) => (word) => {
+    if (!known.has(word)) known.set(word, make(word));
+    return known.get(word);
+  };
 
   // Small letters, no accents, Greek by name, American spelling made British.
-  const plain = (word) =>
+  const plain = once((word) =>
     word
       .normalize("NFKD")
       .replace(/\p{M}/gu, "")
@@ -24,11 +27,9 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       .replace("√", "sqrt")
       .replace(/[α-ω]/g, (letter) => GREEK[letter] ?? letter)
       .replace(/([iy])z(?=[aei])/g, "$1s")
-      .replace(/(?<=[a-z]{2})our(?=$|s$|ed$|ing$|hood|al)/, "or");
-  const stem = (word) => {
-    if (!stems.has(word)) stems.set(word, stemmer.stemWord(word));
-    return stems.get(word);
-  };
+      .replace(/(?<=[a-z]{2})our(?=$|s$|ed$|ing$|hood|al)/, "or")
+  );
+  const stem = once((word) => stemmer.stemWord(word));
 
   // The words of a text with their places. "FlashAttention" and "cross-attention" are two words
   // that stand together, and one.
@@ -116,7 +117,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   const bonus = (id, phrases) => {
     const { titles, text } = linesOf(id);
     const best = phrases.map((phrase) => {
-      if (titles.some((title) => joined(title) === joined(phrase))) return 8;
+      if (titles.some((title) => joined(title) === joined(phrase)))
+        return sections[id].kind === "term" ? 16 : 8;
       if (titles.some((title) => title.includes(phrase))) return 3;
       // Two words are often neighbours by chance; four are a quotation.
       return text.includes(phrase) ? Math.min(2 ** (phrase.split(" ").length - 3), 16) : 1;
@@ -236,7 +238,7 @@ const searchPage = () => {
     document.title = document.title.replace(/^.*?(?=Search)/, asked && `${asked} – `);
     place.replaceChildren();
     if (!asked) return said.replaceChildren();
-    book ??= bookSearch(bookIndex, MiniSearch, Stemmer);
+    book ??= bookSearch(bookIndex, MiniSearch, Stemmer); // takes a moment
     const hits = book.search(asked);
     const pages = new Map();
     for (const hit of hits) {
@@ -269,7 +271,9 @@ const searchPage = () => {
     show();
   });
   field.value = new URLSearchParams(location.search).get("q") ?? "";
-  show();
+  if (field.value) said.textContent = "Searching …";
+  else field.focus();
+  setTimeout(show, 20); // once this can be seen
 };
 
 if (typeof document !== "undefined") searchPage();
