@@ -222,7 +222,8 @@ def headings(page: str) -> list[tuple[int, str, str]]:
 
 def plain(markup: str) -> str:
     """Return the text of a heading; of a formula what is seen."""
-    return " ".join(html.unescape(TAG.sub("", HIDDEN.sub("", markup))).split())
+    seen = HIDDEN.sub("", markup).replace('class="mord sqrt">', ">√")  # the root is a drawing
+    return " ".join(html.unescape(TAG.sub("", seen)).replace("\u200b", "").split())
 
 
 def places(reader: PdfReader) -> dict[str, tuple[int, float]]:

@@ -673,13 +673,21 @@ def test_paper_shows_what_the_screen_folds_and_of_solutions_those_that_were_open
     sections = page.locator(".bd-article > section > section")
     waits = sections.evaluate_all("all => all.map(s => getComputedStyle(s).contentVisibility)")
     assert set(waits) == {"visible"}
-    for folded in page.locator("details.sd-dropdown .sd-card-body").all():
+    for folded in page.locator("details:not(.hide) > :not(summary)").all():
         assert folded.is_visible(), folded.inner_html()[:200]
     assert opened.locator("section").first.is_visible()
     assert others and not any(solution.is_visible() for solution in others)
     assert page.locator("h1:visible").inner_text().startswith("5. Normalise and scale")
     boxes = page.locator("details.hide:not([open]):visible, .da-ctl:visible, .bd-header:visible")
     assert not boxes.count(), "what only a click can use is on paper"
+
+
+def test_paper_shows_folded_tables(page, web):
+    visit(page, f"{web}book/17_side_by_side.html")
+    tables = page.locator(".cell_output details table")
+    assert tables.count() and not tables.first.is_visible()
+    page.emulate_media(media="print")
+    assert all(table.is_visible() for table in tables.all())
 
 
 def test_paper_is_light_and_has_sliders_at_their_start(page, web):

@@ -121,6 +121,6 @@ def test_without_a_browser_it_says_what_is_missing(monkeypatch):
 
 def test_a_heading_is_what_is_seen_of_it():
     formula = '<span class="katex"><span class="katex-mathml"><math><mi>x</mi></math></span>'
-    formula += '<span class="katex-html"><span>x</span></span></span>'
+    formula += '<span class="katex-html"><span class="mord sqrt">x\u200b</span>'
     page = f'<h2>A &amp; {formula}<a class="headerlink" href="#a-x">#</a></h2>'
-    assert pdf.headings(page) == [(2, "A & x", "a-x")]
+    assert pdf.headings(page) == [(2, "A & √x", "a-x")]
