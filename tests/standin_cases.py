@@ -1,0 +1,140 @@
+"""What has to run on the device of `standin`; `test_standin` runs this in a process of its own."""
+
+from __future__ import annotations
+
+import standin  # first, as it changes PyTorch  # isort: skip
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_all_close, boolean, every_mechanism
+from test_contract_layers import GONE, make_layer, sequences
+from test_contract_models import PLACES, belongs, make
+
+from derived_attention.attention.cases import Case, added, variants
+from derived_attention.attention.registry import MECHANISMS
+
+DEVICE = torch.device(standin.NAME)
+
+
+def moved(x):
+    """A copy on the device, which asks for a gradient where the original does."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+
+
+def back(tensors):
+    return [x if x is None else x.cpu() for x in tensors]
+
+
+def test_the_device_refuses_to_mix_and_counts_what_waits():
+    x, y = torch.ones(3, device=DEVICE), torch.ones(3)
+    assert x.device == torch.device(f"{standin.NAME}:0") and isinstance(x + 1, standin.StandIn)
+    with pytest.raises(RuntimeError, match="expected one device"):
+        x + y
+    with pytest.raises(RuntimeError, match="expected one device"):
+        torch.where(x > 0, x, y)
+    with pytest.raises(TypeError, match="can't convert"):
+        x.numpy()
+    waiting = {
+        "a number": lambda: x[0].item(),
+        "a truth": lambda: bool((x > 0).all()),
+        "a copy to the CPU": lambda: x.cpu(),
+        "a copy from the CPU": lambda: y.to(DEVICE),
+        "numbers of Python": lambda: torch.tensor([1.0, 2.0], device=DEVICE),
+        "a list as an index": lambda: x[[0, 2]],
+        "as many as are True": lambda: x[x > 0],
+        "their places": lambda: x.nonzero(),
+    }
+    for what, ask in waiting.items():
+        with standin.counting() as counts:
+            ask()
+        assert counts["synchronisations"] >= 1, what
+    with standin.counting() as counts:
+        y.to(DEVICE, non_blocking=True) + x[1:].sum() + torch.zeros(3, device=DEVICE)
+        x.masked_fill(x > 0, 1.0)[torch.arange(2, device=DEVICE)]
+    assert counts["synchronisations"] == 0 and counts["operations"] >= 7
+
+
+# --- every mechanism, layer, model and plug -------------------------------------------------------
+
+
+@every_mechanism
+def test_mechanism(name):
+    """Values and gradients of q, k, v, parameters and masks are those of the CPU."""
+    keep = boolean(23)
+    masks = [{"attn_mask": keep}, {"attn_mask": added(Case(name).entry, keep)}]
+    if MECHANISMS[name].any_mask:
+        masks.append({"attn_mask": boolean(21, 23)})
+    for options in variants(Case(name).entry, {}, *masks, {"dropout_p": 1.0}):
+        for dtype, tol in ((torch.float64, 1e-8), (torch.float32, 1e-2)):
+            case = Case(name, leading=(2, 4), dtype=dtype, **options)
+            if case.entry.square and "attn_mask" in options:
+                continue
+            there = copy.copy(case)
+            there.tensors = {key: moved(x) for key, x in case.tensors.items()}
+            there.options = {key: moved(x) for key, x in case.options.items()}
+            found = back(there.results())
+            assert_all_close(found, case.results(), tol, f"{name}, {[*options]}, {dtype}")
+
+
+@every_mechanism
+def test_layer(name):
+    entry, layer, x = MECHANISMS[name], make_layer(name), sequences()
+    there = copy.deepcopy(layer).to(DEVICE)
+    calls = [{}, {"key_padding_mask": GONE}, {"need_weights": True}]
+    calls += [{"is_causal": True}, {"is_causal": True, "key_padding_mask": GONE}] * entry.causal
+    for given in calls:
+        if name == "conv1d" and "is_causal" in given:
+            continue  # its layer is told when it is made
+        given = {"need_weights": False} | given
+        results = []
+        on_device = {key: moved(value) for key, value in given.items()}
+        for here, y, options in ((layer, x, given), (there, moved(x), on_device)):
+            out, A = here(y, y, y, **options)
+            slopes = torch.autograd.grad(out.square().sum(), list(here.parameters()))
+            results.append(back([out, *([] if A is None else [A]), *slopes]))
+        assert_all_close(*results, 1e-8, f"{name}, {[*given]}")
+
+
+@every_mechanism
+def test_models(name):
+    for place in ("tokens", "bytes", "object queries and memory"):
+        if not belongs(place, name):
+            continue
+        model, given = make(place, name), PLACES[place][2]
+        there = copy.deepcopy(model).to(DEVICE)
+        results = []
+        for here, inputs in ((model, given), (there, tuple(map(moved, given)))):
+            out = here(*inputs)
+            outs = out if isinstance(out, tuple) else (out,)
+            loss = sum(y.square().sum() for y in outs)
+            slopes = torch.autograd.grad(loss, list(here.parameters()), allow_unused=True)
+            results.append(back([*outs, *(y for y in slopes if y is not None)]))
+        assert_all_close(*results, 1e-7, f"{name}, {place}")
+
+
+def test_plugs():
+    import test_plugs as theirs
+
+    from derived_attention import plugs
+
+    ids, there = theirs.IDS, theirs.PADDING["left"].long()
+    for name, entry in MECHANISMS.items():
+        for family in ("Bert", *["Llama"] * (entry.causal and entry.alone)):
+            if family == "Bert" and not entry.alone:
+                continue
+            model = theirs.equipped(family, name)
+            moved_model = copy.deepcopy(model).to(DEVICE)
+            with torch.no_grad():
+                out = model(ids, attention_mask=there)[0]
+                found = moved_model(moved(ids), attention_mask=moved(there))[0].cpu()
+            kept = theirs.PADDING["left"]
+            assert_all_close([found[kept]], [out[kept]], 1e-7, f"{name}, {family}")
+        model = plugs.equip_timm(theirs.vision(), name)
+        x = theirs.IMAGES
+        moved_model = copy.deepcopy(model).to(DEVICE)
+        with torch.no_grad():
+            assert_all_close([moved_model(moved(x)).cpu()], [model(x)], 1e-7, f"{name}, timm")
