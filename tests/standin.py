@@ -154,7 +154,11 @@ def run(operation, args, kwargs):
     def wrapped(x):
         if not isinstance(x, Tensor) or isinstance(x, StandIn):
             return x
-        return known.get(id(x)) if id(x) in known else StandIn(x)
+        if id(x) not in known:
+            return StandIn(x)
+        if known[id(x)].shape != x.shape:  # a wrapper cannot grow with what it holds
+            raise NotImplementedError(f"{operation} changes the size of its argument")
+        return known[id(x)]
 
     if name == "copy_" and isinstance(tensors[0], Tensor) and not isinstance(tensors[0], StandIn):
         return tensors[0]
@@ -171,6 +175,17 @@ def raw(x):
 library = torch.library.Library("_", "IMPL")
 library.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
 
+
+def maker(operation):
+    """Make a tensor on the CPU and wrap it; C++ would fill an empty one, whose shape is known."""
+    return lambda *args, **kwargs: run(operation, args, kwargs)
+
+
+made_here = torch.library.Library("aten", "IMPL", "PrivateUse1")
+for overload in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):
+    packet, _, kind = overload.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), kind or "default")
+    made_here.impl(overload, maker(operation))
 
 # --- what C++ makes without asking the device -----------------------------------------------------
 

@@ -12,6 +12,7 @@ from helpers import assert_all_close, boolean, every_mechanism
 from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
+import derived_attention as da
 from derived_attention.attention.cases import Case, added, variants
 from derived_attention.attention.registry import MECHANISMS
 
@@ -78,6 +79,31 @@ def test_mechanism(name):
             there.options = {key: moved(x) for key, x in case.options.items()}
             found = back(there.results())
             assert_all_close(found, case.results(), tol, f"{name}, {[*options]}, {dtype}")
+    formula = there.run("reference").cpu()
+    assert_all_close([formula], [case.run("reference")], tol, f"the formula of {name}")
+
+
+def test_functions_beside_the_mechanisms():
+    x, keep = sequences(torch.float64)[:, None, :16, :8], boolean(16)
+    calls = {
+        "mixing_matrix_1d": (lambda w: da.mixing_matrix_1d(w[0, 0, 0, :5], 16),),
+        "mixing_matrix_2d": (lambda w: da.mixing_matrix_2d(w[0, 0, :3, :3], (4, 4), True),),
+        "delta_state": (lambda k: da.delta_state(k, k, decay=-k[..., 0].abs()),),
+        "downsample": (lambda q: da.downsample(q, 4),),
+        "upsample": (lambda q: da.upsample(q, 4, 64),),
+        "linear_attention_weights": (lambda q: da.linear_attention_weights(q, q),),
+        "attention_weights": (lambda q, m: da.attention_weights(q, q, m), keep),
+        "em_priors": (lambda q: da.em_priors(q, torch.stack([q, -q], -3)),),
+        "responsibilities": (lambda q: da.responsibilities(q, torch.stack([q, -q], -3)),),
+        "mra_attention_weights": (lambda q: da.mra_attention_weights(q, q, block=4, kept=4),),
+        "sink_attention_weights": (lambda q: da.sink_attention_weights(q, q, bias=q[0, 0, 0, :1]),),
+        "window_mask": (lambda q: da.window_mask(5, 6, 2, device=q.device),),
+    }
+    for name, (call, *rest) in calls.items():
+        found = call(moved(x), *map(moved, rest))
+        found, expected = (y if isinstance(y, tuple) else (y,) for y in (found, call(x, *rest)))
+        assert all(y.device == torch.device(standin.NAME, 0) for y in found), name
+        assert_all_close(back(found), expected, 1e-10, name)
 
 
 @every_mechanism

@@ -10,7 +10,8 @@ import pytest
 CASES = Path(__file__).with_name("standin_cases.py")
 PARTS = {
     "the device": "device",
-    "mechanisms": "mechanism",
+    "mechanisms": "mechanism and not functions",
+    "functions": "functions",
     "layers": "layer",
     "models": "models",
     "plugs": "plugs",
