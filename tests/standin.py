@@ -91,6 +91,9 @@ class StandIn(Tensor):
 
     __array__ = numpy
 
+    def __reduce_ex__(self, protocol):
+        return self.raw.__reduce_ex__(protocol)  # a file has numbers; a reader moves them
+
     def __getitem__(self, index):
         return super().__getitem__(with_tensors(index))
 
@@ -174,6 +177,7 @@ def raw(x):
 
 library = torch.library.Library("_", "IMPL")
 library.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
+library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # casts nothing
 
 
 def maker(operation):

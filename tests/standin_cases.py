@@ -9,12 +9,17 @@ import copy
 import pytest
 import torch
 from helpers import assert_all_close, boolean, every_mechanism
+from kinds import KINDS, SIZES, SMALL, weights
 from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
 import derived_attention as da
 from derived_attention.attention.cases import Case, added, variants
 from derived_attention.attention.registry import MECHANISMS
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.recall.loss import Questions, answer_loss
+from derived_attention.tasks.recall.model import Recaller
+from derived_attention.training.fit import evaluate, fit
 
 DEVICE = torch.device(standin.NAME)
 
@@ -59,6 +64,9 @@ def test_the_device_refuses_to_mix_and_counts_what_waits():
     assert counts["synchronisations"] == 0 and counts["operations"] >= 7
 
 
+# Of a mechanism, causal or not, that chooses its way by the numbers it is given.
+ASK_FOR_NUMBERS = {("performer", True): 1, ("smgk", True): 2, ("smgk", False): 2}
+
 # --- every mechanism, layer, model and plug -------------------------------------------------------
 
 
@@ -77,7 +85,13 @@ def test_mechanism(name):
             there = copy.copy(case)
             there.tensors = {key: moved(x) for key, x in case.tensors.items()}
             there.options = {key: moved(x) for key, x in case.options.items()}
-            found = back(there.results())
+            with standin.counting() as counts:
+                results = there.results()
+            mask = options.get("attn_mask")
+            if mask is None or mask.dtype == torch.bool:
+                waits = ASK_FOR_NUMBERS.get((name, "is_causal" in options), 0)
+                assert counts["synchronisations"] <= waits, standin.places.most_common()
+            found = back(results)
             assert_all_close(found, case.results(), tol, f"{name}, {[*options]}, {dtype}")
     formula = there.run("reference").cpu()
     assert_all_close([formula], [case.run("reference")], tol, f"the formula of {name}")
@@ -164,3 +178,64 @@ def test_plugs():
         moved_model = copy.deepcopy(model).to(DEVICE)
         with torch.no_grad():
             assert_all_close([moved_model(moved(x)).cpu()], [model(x)], 1e-7, f"{name}, timm")
+
+
+# --- training -------------------------------------------------------------------------------------
+
+KINDS["recall"] = (
+    lambda: Recaller(8, Config(**SIZES)),
+    lambda n: Questions(3, 8, n, steps=3),
+    answer_loss,
+    {"loss", "accuracy"},
+)
+# What a step waits for: the steps that are real are picked; boxes are matched on the CPU.
+PER_STEP = {"steps": 3, "scenes": 8}
+PER_EPOCH = 2  # were all losses finite, and what are the numbers; a detector has them already
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit(kind):
+    """It learns what it learns on the CPU, and no step waits for the device."""
+    make_model, data, loss, _ = KINDS[kind]
+    histories = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model = make_model().to(device)
+        with standin.counting() as counts:
+            histories.append(fit(model, data(SMALL), loss, epochs=2))
+    found = counts["synchronisations"]
+    expected = 2 * (3 * PER_STEP.get(kind, 0) + PER_EPOCH - (kind == "scenes"))
+    assert found == expected, standin.places.most_common()
+    for name, values in histories[0].items():
+        assert histories[1][name] == pytest.approx(values, rel=1e-2, abs=1e-4), name
+    with standin.counting() as counts:
+        evaluate(model, data(SMALL), loss)
+    assert kind in PER_STEP or counts["synchronisations"] == 1
+
+
+def test_fit_in_float16_waits_for_no_step():
+    make_model, data, loss, _ = KINDS["tokens"]
+    model = make_model().to(DEVICE)
+    with standin.counting() as counts:
+        fit(model, data(SMALL), loss, epochs=2, precision="float16")
+    assert counts["synchronisations"] == 2 * (PER_EPOCH + 1), standin.places.most_common()
+
+
+def test_fit_says_in_which_step_the_loss_was_not_finite():
+    make_model, data, loss, _ = KINDS["series"]
+    model, calls = make_model().to(DEVICE), iter(range(100))
+    spoil = lambda _, __, y: y * torch.nan if next(calls) == 4 else y  # noqa: E731
+    model.register_forward_hook(spoil)
+    with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
+        fit(model, data(SMALL), loss, epochs=3)
+    assert next(calls) == 6  # the end of the second epoch
+
+
+def test_fit_resumes_to_equal_bits(tmp_path):
+    make_model, data, loss, _ = KINDS["series"]
+    models = [make_model().to(DEVICE) for _ in range(2)]
+    fit(models[0], data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
+    fit(models[1], data(SMALL), loss, epochs=2, precision="float16")
+    again = make_model().to(DEVICE)
+    fit(again, data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
+    assert len({weights(model) for model in (*models, again)}) == 1

@@ -15,6 +15,7 @@ PARTS = {
     "layers": "layer",
     "models": "models",
     "plugs": "plugs",
+    "training": "fit",
 }
 
 
