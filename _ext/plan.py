@@ -133,14 +133,14 @@ class Sampler:
         self.spent += time.process_time() - begin
         return dict(numbers)
 
-    def train_epoch(self, model, optimiser, loss, batches, rates, where):
+    def train_epoch(self, trainer, batches, rates, where):
         """Stand for `derived_attention.training.fit.train_epoch`."""
         rates = list(rates)
 
         def do(some):
-            return self.epoch(model, optimiser, loss, some, rates[: len(some)], where)
+            return self.epoch(trainer, some, rates[: len(some)], where)
 
-        return self.sampled((id(model), "train"), "steps", lambda: len(rates), do, batches)
+        return self.sampled((id(trainer.model), "train"), "steps", lambda: len(rates), do, batches)
 
     def evaluate(self, model, batches, loss):
         """Stand for `derived_attention.training.fit.evaluate`."""

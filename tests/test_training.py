@@ -307,6 +307,92 @@ def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     assert weights(resumed) == weights(whole)
 
 
+# --- Precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((7, 5), "float16"), ((6, 0), "float32"), ((9, 0), "bfloat16")]
+)
+def test_a_gpu_decides_the_precision(monkeypatch, capability, chosen):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for asked in (None, "auto"):
+        assert training.chosen_precision(asked, classifier(), gpu) == chosen
+        assert training.chosen_precision(asked, classifier(), cpu) == "float32"
+        assert training.chosen_precision(asked, classifier().double(), gpu) == "float32"
+    assert training.chosen_precision("float32", classifier(), gpu) == "float32"
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_products_are_taken_in_the_precision_and_weights_are_not(precision):
+    models, histories, seen = {}, {}, set()
+    for how in ("float32", precision):
+        models[how] = classifier(dropout=0.0)
+        watch = lambda layer, _, y: seen.add((layer.training, y.dtype))  # noqa: E731
+        hook = models[how].layers[0].feedforward[0].register_forward_hook(watch)
+        histories[how] = fit_series(models[how], epochs=15, precision=how, lr=2e-2)["loss"]
+        hook.remove()
+        assert seen == {(True, getattr(torch, how))}, "a step of training"
+        seen.clear()
+        assert {p.dtype for p in models[how].parameters()} == {torch.float32}
+    assert histories[precision] != histories["float32"]
+    assert histories[precision][0] == pytest.approx(histories["float32"][0], rel=5e-2)
+    assert histories[precision][-1] < 0.5 * histories[precision][0]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_resumes_to_equal_bits_in_any_precision(tmp_path, precision):
+    class Stop(Exception):
+        pass
+
+    path, how = tmp_path / "run.pt", dict(epochs=4, precision=precision)
+    model, calls = classifier(), iter(range(100))
+
+    def stop(module, _):
+        if next(calls) == 7:  # of 12 steps
+            raise Stop
+
+    model.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        fit_series(model, checkpoint=path, **how)
+    scaler = torch.load(path, weights_only=True)["state"]["scaler"]
+    assert (scaler["_growth_tracker"] > 0) if precision == "float16" else not scaler
+    resumed, whole = classifier(), classifier()
+    assert fit_series(resumed, checkpoint=path, **how) == fit_series(whole, **how)
+    assert weights(resumed) == weights(whole)
+    with pytest.raises(ValueError, match=f"precision is {precision} in the checkpoint and float32"):
+        fit_series(classifier(), checkpoint=path, epochs=4)
+
+
+def test_a_checkpoint_from_before_precisions_is_taken(tmp_path):
+    path, model = tmp_path / "run.pt", classifier()
+    fit_series(model, checkpoint=path)
+    saved = torch.load(path, weights_only=True)
+    del saved["run"]["precision"], saved["state"]["scaler"]
+    saved["digest"] = runtime.digest(saved["run"], saved["state"])
+    torch.save(saved, path)
+    fit_series(untouched(), checkpoint=path)
+
+
+def test_a_scaled_gradient_that_overflows_leaves_a_step_out():
+    """The scale is halved until the gradient fits; one that never fits ends the run."""
+    model = classifier()
+    model.head.weight.register_hook(lambda g: g.half().float())  # as if it were made in float16
+    scales = []
+    real = torch.amp.GradScaler.update
+    with pytest.MonkeyPatch.context() as patch:
+        spy = lambda self: (real(self), scales.append(self.get_scale()))  # noqa: E731
+        patch.setattr(torch.amp.GradScaler, "update", spy)
+        big = lambda m, b: (2**8 * class_loss(m, b)[0], class_loss(m, b)[1])  # noqa: E731
+        fit_series(model, epochs=10, precision="float16")
+        assert scales[-1] <= 2.0**16
+        fit(model, batches(), big, epochs=10, precision="float16")
+    assert scales[-1] < 2.0**16 and all(bool(p.isfinite().all()) for p in model.parameters())
+    model.head.weight.register_hook(lambda g: g / 0.0)
+    with pytest.raises(FloatingPointError, match="gradient has norm (inf|nan) in epoch"):
+        fit_series(model, epochs=40, precision="float16")
+
+
 # --- Evaluation -----------------------------------------------------------------------------------
 
 
@@ -339,6 +425,13 @@ WRONG = [
     (dict(epochs=2.0), TypeError, "epochs is 2.0; expected an integer"),
     (dict(lr=0), ValueError, "lr is 0"),
     (dict(lr=float("nan")), ValueError, "lr is nan"),
+    (dict(precision=16), TypeError, "precision is 16; expected a string or None"),
+    (dict(precision="half"), ValueError, "precision is 'half'; expected one of auto, float32, b"),
+    (
+        dict(precision="bfloat16", model=untouched().double()),
+        ValueError,
+        "precision is 'bfloat16', and the model has parameters of torch.float64; expected",
+    ),
     (dict(lr=float("inf")), ValueError, "lr is inf"),
     (dict(lr="fast"), TypeError, "lr is 'fast'"),
     (dict(seed=-1), ValueError, "seed is -1"),

@@ -17,6 +17,7 @@ import hashlib
 import os
 import random
 import sys
+import threading
 import time
 import uuid
 import warnings
@@ -183,6 +184,31 @@ def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+class _Checked(threading.local):  # torch.compile can trace it, unlike a ContextVar
+    values = False
+
+
+_checked = _Checked()
+
+
+@contextlib.contextmanager
+def values_checked() -> Iterator[None]:
+    """Say, in a with block, that data are checked already: no GPU is asked for their range again.
+
+    Only in this thread.
+    """
+    before, _checked.values = _checked.values, True
+    try:
+        yield
+    finally:
+        _checked.values = before
+
+
+def may_ask(x: torch.Tensor) -> bool:
+    """Return whether the range of x is to be checked: on a GPU not in `values_checked`."""
+    return x.device.type == "cpu" or not _checked.values
 
 
 def progress_wanted() -> bool:

@@ -241,6 +241,16 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations, each of which is a launch on a GPU; views cost nothing there."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 class Called(TorchDispatchMode):
     """Sees PyTorch's own kernel for softmax, which has, on a CPU, a first derivative only."""
 

@@ -33,6 +33,7 @@ from derived_attention.attention.cases import (
     Largest,
     M,
     N,
+    Operations,
     Run,
     Subject,
     added,
@@ -726,6 +727,33 @@ def memory(subject: Subject) -> str:
             f"{said_of(options)}: a tensor of {largest:,} numbers, N = M = {n}, H = {H}",
         )
     return f"at most {largest:,} numbers in a tensor, {largest / n**2:.2g} N M, at N = M = {n}"
+
+
+SIZES = [(2, 8), (5, 16)]  # sequences in a batch, and heads
+
+
+@promise("operations")
+def operations(subject: Subject) -> str:
+    """Run as many operations for any batch and any number of heads, where the device is no CPU."""
+    numbers = []
+    for options in variants(subject, {}):
+        counts = []
+        for leading in SIZES:
+            case = Case(subject, n=64, m=64, leading=leading, d=16, dv=16, **options)
+            case = case.copied(lambda key, x: x.to("meta"))  # the way of a GPU, without numbers
+            with Operations() as recorder:
+                try:
+                    case.results()
+                except Exception as error:
+                    if subject.registered:
+                        raise
+                    raise Untried(f"without numbers it raises {said(error)}") from error
+            counts.append(recorder.count)
+        pairs = zip(counts, SIZES, strict=True)
+        text = " and ".join(f"{count} for {b} sequences of {h} heads" for count, (b, h) in pairs)
+        must(len({*counts}) == 1, f"{said_of(options)}: {text}; expected the same number")
+        numbers.append(f"{counts[0]} with {said_of(options)}")
+    return f"operations forward and backward: {', '.join(numbers)}"
 
 
 # --- further arguments ----------------------------------------------------------------------------

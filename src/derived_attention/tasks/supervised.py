@@ -19,7 +19,7 @@ from derived_attention.tasks.checks import (
     check_type,
 )
 from derived_attention.tasks.series.data import SeriesSplit
-from derived_attention.training.fit import Batches, Mean, RootMean
+from derived_attention.training.fit import Batches, Mean, RootMean, mean_of
 
 Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
 
@@ -95,8 +95,8 @@ def class_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Mean]]
 def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Mean]]:
     """Return the mean cross-entropy of logits (n, classes); report ``"loss"``, ``"accuracy"``."""
     loss = nn.functional.cross_entropy(logits, y)
-    n, correct = len(y), int((logits.argmax(1) == y).sum())
-    return loss, {"loss": Mean(loss.item() * n, n), "accuracy": Mean(correct, n)}
+    n, correct = len(y), (logits.argmax(1) == y).sum()
+    return loss, {"loss": mean_of(loss, n), "accuracy": Mean(correct, n)}
 
 
 def number_loss(
@@ -116,8 +116,8 @@ def number_loss(
         raise ValueError(f"variance is {variance}; expected a positive number")
     check_output(outputs, y.shape)  # PyTorch would broadcast a column against a row
     loss = nn.functional.mse_loss(outputs, y) / variance
-    squares = float((outputs.detach().double() - y.double()).square().sum())
-    return loss, {"loss": Mean(loss.item() * len(y), len(y)), "rmse": RootMean(squares, len(y))}
+    squares = (outputs.detach().double() - y.double()).square().sum()
+    return loss, {"loss": mean_of(loss, len(y)), "rmse": RootMean(squares, len(y))}
 
 
 def check_split(split: SeriesSplit) -> None:

@@ -20,6 +20,7 @@ The caller draws the initial weights. A run is reproducible from end to end like
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import io
 import math
@@ -45,6 +46,11 @@ from derived_attention.runtime import (
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
+CHECK_STEPS = 100  # on a GPU: after how many steps it is asked if all losses were finite
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LEAST_SCALE = (
+    2.0**-14
+)  # a gradient that is too large for float16 even when scaled by this is no more
 
 
 # --- What a task defines --------------------------------------------------------------------------
@@ -119,9 +125,13 @@ class Endless(Batches):
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A number to report, as a sum over `count` items."""
+    """A number to report, as a sum over `count` items.
 
-    total: float
+    The sum may be a tensor without a dimension, in float64 or of integers: then a GPU is not waited
+    for until the end of an epoch.
+    """
+
+    total: float | torch.Tensor
     count: int
 
     def __add__(self, other: Mean) -> Mean:
@@ -131,7 +141,7 @@ class Mean:
     @property
     def value(self) -> float:
         """The mean over all items."""
-        return self.total / self.count
+        return float(self.total / self.count)
 
 
 class RootMean(Mean):
@@ -149,7 +159,22 @@ class Bits(Mean):
     @property
     def value(self) -> float:
         """The mean of -log₂ P over all items."""
-        return self.total / math.log(2) / self.count
+        return float(self.total / math.log(2) / self.count)
+
+
+def mean_of(x: torch.Tensor, count: int) -> Mean:
+    """Return a mean over `count` items, which is a tensor, as a number to report."""
+    return Mean(x.detach().double() * count, count)
+
+
+def means(sums: dict[str, Mean]) -> dict[str, float]:
+    """Return the values of sums; a device is waited for once, for all that are its tensors."""
+    held = {name: x.total for name, x in sums.items() if isinstance(x.total, torch.Tensor)}
+    if held:
+        totals = torch.stack([total.double() for total in held.values()]).tolist()
+        read = dict(zip(held, totals, strict=True))
+        sums = sums | {name: dataclasses.replace(sums[name], total=read[name]) for name in read}
+    return {name: mean.value for name, mean in sums.items()}
 
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, dict[str, Mean]]]
@@ -210,7 +235,7 @@ class Regularised:
                 "expected gradients: with torch.utils.checkpoint, pass use_reentrant=False"
             )
         n = len(objectives[0])
-        return value + self.eta * penalty, numbers | {"ksvd": Mean(penalty.item() * n, n)}
+        return value + self.eta * penalty, numbers | {"ksvd": mean_of(penalty, n)}
 
 
 # --- Training and evaluation ----------------------------------------------------------------------
@@ -226,12 +251,14 @@ def fit(
     seed: int = 0,
     test: Batches | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    precision: str | None = None,
 ) -> History:
     """Minimise `loss` of `model` on `train` with Adam, in place.
 
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
     clipped to norm 4. The weights after the last epoch are the result; there is no early stopping.
-    Training runs on the model's device.
+    Training runs on the model's device. A step does not wait for a GPU: its numbers are read at the
+    end of an epoch, and whether all losses were finite every 100 steps.
 
     Parameters
     ----------
@@ -254,6 +281,12 @@ def fit(
     checkpoint : path, optional
         A file that stores the run after every epoch, replaced atomically. If it exists, training
         resumes from it; if its run is finished, the trained weights are loaded at once.
+    precision : str, optional
+        ``"float32"``: as the model is. ``"bfloat16"`` or ``"float16"``: matrix products of a model
+        of float32 in that type, by autocast, with the gradient scaled for float16, so that small
+        ones are not lost; a step whose scaled gradient overflows is left out. ``"auto"``, or left
+        out: ``"float32"`` on a CPU; on a GPU ``"bfloat16"`` from compute capability 8.0 on and
+        ``"float16"`` from 7.0 on, as a T4 has. Weights, and `test`, are in the model's own type.
 
     Returns
     -------
@@ -267,7 +300,8 @@ def fit(
         If an argument is invalid, before any training. Also if `checkpoint` is damaged or belongs
         to another run; the file is not changed.
     FloatingPointError
-        If the loss or the gradient becomes infinite or NaN; names epoch and step.
+        If the loss or the gradient becomes infinite or NaN; names epoch and step. On a CPU it is
+        raised before the weights change, on a GPU up to 100 steps later. No checkpoint is saved.
 
     Examples
     --------
@@ -276,12 +310,12 @@ def fit(
     check_settings(epochs, lr, seed)
     device = check_device(model)
     check_task(model, loss, train=train, **({} if test is None else {"test": test}))
-    optimiser = torch.optim.Adam(model.parameters())
+    trainer = Trainer(model, loss, chosen_precision(precision, model, device), device)
     path, run, history = None if checkpoint is None else Path(checkpoint), {}, {}
     if path is not None:
-        run = {"epochs": epochs, "lr": float(lr), "seed": seed}
+        run = {"epochs": epochs, "lr": float(lr), "seed": seed, "precision": trainer.precision}
         run |= describe_task(model, loss, train, test)
-        history = resume(path, run, model, optimiser) if path.exists() else {}
+        history = resume(path, run, trainer) if path.exists() else {}
     left = range(max(map(len, history.values()), default=0), epochs)
     restored_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with restored_rng, runtime.progress(left, "epochs", epochs > 1) as bar:
@@ -292,51 +326,129 @@ def fit(
             # A run of one epoch, as of a language model, has as many steps as others of many.
             with runtime.progress(rates, "steps", epochs == 1) as steps:
                 place = f"epoch {epoch + 1}"
-                numbers = train_epoch(model, optimiser, loss, batches, steps, place)
+                numbers = train_epoch(trainer, batches, steps, place)
             if test is not None:
                 tested = evaluate(model, test, loss)
                 numbers |= {f"test_{name}": value for name, value in tested.items()}
             for name, value in numbers.items():
                 history.setdefault(name, []).append(value)
             if path is not None:
-                save(path, run, model, optimiser, history)
+                save(path, run, trainer, history)
     model.eval()
     return history
 
 
+class Trainer:
+    """A model in training: its loss, its optimiser, and what a precision needs."""
+
+    def __init__(self, model: nn.Module, loss: Loss, precision: str, device: torch.device) -> None:
+        self.model, self.loss, self.precision, self.device = model, loss, precision, device
+        scaled = precision == "float16"
+        # The fused optimiser leaves out a step on the device; others wait to know if they have to.
+        self.optimiser = torch.optim.Adam(model.parameters(), fused=scaled or None)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+
+    def gradient(self, batch: tuple) -> tuple[torch.Tensor, torch.Tensor, dict[str, Mean]]:
+        """Set the clipped gradient of a batch; return the loss, the norm before, the numbers."""
+        with self.autocast(), runtime.values_checked():
+            value, numbers = self.loss(self.model, batch)
+        self.optimiser.zero_grad()
+        self.scaler.scale(value).backward()
+        self.scaler.unscale_(self.optimiser)
+        return value, nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM), numbers
+
+    def step(self, rate: float) -> None:
+        """Move the weights."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Return the context of a forward pass in the precision."""
+        dtype = PRECISIONS[self.precision]
+        return (
+            contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        )
+
+    def check(self, unread: list[tuple[torch.Tensor, torch.Tensor]], place: str, step: int) -> None:
+        """Raise FloatingPointError unless all is finite up to a step, and empty the list."""
+        pairs = torch.stack([torch.stack([x.double() for x in pair]) for pair in unread]).tolist()
+        unread.clear()
+        scaled = self.scaler.is_enabled()
+        overflows = scaled and self.scaler.get_scale() < LEAST_SCALE
+        for at, (value, norm) in enumerate(pairs, start=step + 1 - len(pairs)):
+            # A scaled gradient may overflow: the scale is reduced, and the next one does not.
+            if not (math.isfinite(value) and (scaled or math.isfinite(norm))) or (
+                overflows and not math.isfinite(norm)
+            ):
+                raise FloatingPointError(
+                    f"the loss is {value} and its gradient has norm {norm} in {place}, "
+                    f"step {at}; a smaller lr may help"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
+        parts = {"model": self.model, "optimiser": self.optimiser, "scaler": self.scaler}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.scaler.load_state_dict(state.get("scaler", {}))
+
+
 def train_epoch(
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    loss: Loss,
-    batches: Iterable[tuple],
-    rates: Iterable[float],
-    place: str,
+    trainer: Trainer, batches: Iterable[tuple], rates: Iterable[float], place: str
 ) -> dict[str, float]:
     """Take a step with the clipped gradient of each batch; return the numbers of the loss.
 
     Raises
     ------
     FloatingPointError
-        If the loss or the gradient is infinite or NaN, before the weights change; names `place`.
+        If the loss or the gradient is infinite or NaN; names `place`. On a CPU the weights have not
+        changed.
     """
-    model.train()
+    trainer.model.train()
     sums: dict[str, Mean] = {}
+    unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # losses and norms of the last steps
+    every, step = 1 if trainer.device.type == "cpu" else CHECK_STEPS, 0
     for step, (rate, batch) in enumerate(zip(rates, batches, strict=True), start=1):
-        value, numbers = loss(model, batch)
-        optimiser.zero_grad()
-        value.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        if not torch.isfinite(value + norm):
-            raise FloatingPointError(
-                f"the loss is {value.item()} and its gradient has norm {norm.item()} in {place}, "
-                f"step {step}; a smaller lr may help"
-            )
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        optimiser.step()
+        value, norm, numbers = trainer.gradient(batch)
+        unread.append((value.detach(), norm))
+        if len(unread) == every:
+            trainer.check(unread, place, step)
+        trainer.step(rate)
         runtime.counted["steps"] += 1
         add(sums, numbers)
-    return {name: mean.value for name, mean in sums.items()}
+    if unread:
+        trainer.check(unread, place, step)
+    return means(sums)
+
+
+def chosen_precision(precision: str | None, model: nn.Module, device: torch.device) -> str:
+    """Return one of `PRECISIONS` for an argument of `fit`, which is checked."""
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(f"precision is {precision!r}; expected a string or None")
+    expected = ["auto", *PRECISIONS]
+    if precision not in (None, *expected):
+        raise ValueError(f"precision is {precision!r}; expected one of {', '.join(expected)}")
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if precision in (None, "auto"):
+        if device.type != "cuda" or dtypes != {torch.float32}:
+            return "float32"
+        capability = torch.cuda.get_device_capability(device)
+        return (
+            "bfloat16" if capability >= (8, 0) else "float16" if capability >= (7, 0) else "float32"
+        )
+    if precision != "float32" and dtypes != {torch.float32}:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"precision is {precision!r}, and the model has parameters of {found or 'no type'}; "
+            "expected a model of torch.float32, or precision 'float32': to train it as it is"
+        )
+    return str(precision)
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]:
@@ -370,14 +482,20 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]
     sums: dict[str, Mean] = {}
     with evaluating(model):
         for batch in on(device, batches):
-            add(sums, loss(model, batch)[1])
-    return {name: mean.value for name, mean in sums.items()}
+            with runtime.values_checked():
+                add(sums, loss(model, batch)[1])
+    return means(sums)
 
 
 def on(device: torch.device, batches: Iterable[tuple]) -> Iterator[tuple]:
-    """Yield the batches, moved to `device`."""
+    """Yield the batches, moved to `device`, which works on while they are copied."""
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        x = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+        return x.to(device, non_blocking=True)
+
     for batch in batches:
-        yield tuple(None if tensor is None else tensor.to(device) for tensor in batch)
+        yield tuple(None if x is None else move(x) for x in batch)
 
 
 def add(sums: dict[str, Mean], numbers: dict[str, Mean]) -> None:
@@ -446,7 +564,7 @@ def check_task(model: nn.Module, loss: Loss, **data: Batches) -> None:
 
 # A checkpoint is one file of torch.save: tensors, numbers and text, never code. It contains
 #   run:     settings, model, loss, digests of the data and of the initial weights
-#   state:   weights, optimiser and history after the last finished epoch
+#   state:   weights, optimiser, scale of the gradient and history after the last finished epoch
 #   digest:  of both, because torch.load does not notice a flipped bit
 # The schedule and the random generators follow from seed and epoch, and are not stored.
 
@@ -465,23 +583,15 @@ def describe_task(
     }
 
 
-def save(
-    path: Path,
-    run: dict[str, Any],
-    model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    history: History,
-) -> None:
+def save(path: Path, run: dict[str, Any], trainer: Trainer, history: History) -> None:
     """Write the checkpoint to `path`, atomically."""
-    state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "history": history}
+    state = trainer.state() | {"history": history}
     buffer = io.BytesIO()
     torch.save({"run": run, "state": state, "digest": digest(run, state)}, buffer)
     write_atomically(path, buffer.getvalue())
 
 
-def resume(
-    path: Path, run: dict[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer
-) -> History:
+def resume(path: Path, run: dict[str, Any], trainer: Trainer) -> History:
     """Load the checkpoint at `path` into model and optimiser; return its history.
 
     Raises
@@ -492,8 +602,9 @@ def resume(
     cause: Exception | None = None
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-        stored, state = saved["run"], saved["state"]
-        intact = saved["digest"] == digest(stored, state) and stored.keys() == run.keys()
+        state, intact = saved["state"], saved["digest"] == digest(saved["run"], saved["state"])
+        stored = {"precision": "float32"} | saved["run"]  # older files say nothing of it
+        intact = intact and stored.keys() == run.keys()
     except OSError:
         raise
     except Exception as error:  # a damaged archive raises almost anything
@@ -512,14 +623,13 @@ def resume(
             f"checkpoint {path} belongs to another run: {'; '.join(changed)}; the file was not "
             "changed. Repeat that run exactly, or pass another path."
         )
-    model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
+    trainer.load(state)
     return state["history"]
 
 
 def difference(key: str, stored: Any, current: Any) -> str:
     """Describe a difference between the run of a checkpoint and the current run."""
-    if isinstance(current, int | float):
+    if isinstance(current, int | float) or key == "precision":
         return f"{key} is {stored} in the checkpoint and {current} now"
     hint = " (build the model again, after the same seed)" if key == "initial weights" else ""
     return f"{key} differ{'' if key.endswith('weights') else 's'}{hint}"

@@ -39,6 +39,7 @@ from derived_attention.attention.softmax.fast import sdpa
 
 BLOCK = 32  # fewest queries in a block of a window: smaller blocks are slower
 SCORES = 2**18  # of two groups, in memory at a time: they fit in the cache of a processor
+SCORES_ELSEWHERE = 2**27  # half a gigabyte, so that a GPU takes all heads at once
 Device = torch.device | str | None
 
 # --- the patterns as matrices -------------------------------------------------------------------
@@ -215,8 +216,8 @@ class _Groups(NamedTuple):
     """Which keys a block of `size` queries attends, and products with both groups of them.
 
     Near keys are the blocks of keys around its own; far keys are the query's column of the table
-    or, with a `summary`, the last keys of each block. Keys and values are padded blocks
-    (·, size, D): one before the first, and as many after the last as the queries need.
+    or, with a `summary`, the last keys of each block. Keys and values of b heads are padded blocks
+    (b, ·, size, D): one before the first, and as many after the last as the queries need.
     """
 
     size: int
@@ -241,56 +242,63 @@ class _Groups(NamedTuple):
         return masked_softmax(scores, keep & (scores > _closed(scores))) @ v
 
     def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
-        """Cut x (n, D) into `rows` blocks, padded with zeros, after `before` blocks of zeros."""
-        x = extend(x, rows * self.size - x.shape[0], before=before * self.size)
-        return x.unflatten(0, (before + rows, self.size))
+        """Cut x (b, n, D) into `rows` blocks, padded with zeros, after `before` blocks of zeros."""
+        x = extend(x, rows * self.size - x.shape[1], before=before * self.size)
+        return x.unflatten(1, (before + rows, self.size))
 
     def near(self, x: Tensor, start: int, rows: int) -> Tensor:
-        """View the near keys (rows, W, D) of `rows` blocks of queries from `start` on."""
+        """Return the near keys (b · rows, W, D) of `rows` blocks of queries from `start` on."""
         before, width = self.around
-        flat = x[start + 1 - before :].flatten(0, 1)
-        return flat.unfold(0, width * self.size, self.size).mT[:rows]
+        flat = x[:, start + 1 - before :].flatten(1, 2)
+        return flat.unfold(1, width * self.size, self.size).mT[:, :rows].flatten(0, 1)
 
     def far(self, x: Tensor, seen: int) -> Tensor:
-        """View the far keys in the first `seen` blocks: (size, seen, D), or (seen · summary, D)."""
-        x = x[1 : 1 + seen]
-        return x[:, self.size - self.summary :].flatten(0, 1) if self.summary else x.transpose(0, 1)
+        """Return the far keys in the first `seen` blocks, for a product with `across` queries."""
+        x = x[:, 1 : 1 + seen]
+        return x[:, :, self.size - self.summary :].flatten(1, 2) if self.summary else _across(x)
+
+    def across(self, x: Tensor) -> Tensor:
+        """Return x (b, rows, size, ·) in the batches that meet one set of far keys."""
+        return x.flatten(1, 2) if self.summary else _across(x)
 
     def products(self, S: Tensor, x: Tensor, y: Tensor, start: int, seen: int) -> None:
-        """Fill S (rows, size, W + ·) with products of blocks x and both groups of y."""
-        W = self.around[1] * self.size
-        S[..., :W].baddbmm_(x, self.near(y, start, len(x)).mT, beta=0)
+        """Fill S (b, rows, size, W + ·) with products of blocks x and both groups of y."""
+        W, rows = self.around[1] * self.size, x.shape[1]
+        S.flatten(0, 1)[..., :W].baddbmm_(x.flatten(0, 1), self.near(y, start, rows).mT, beta=0)
+        pair = self.across(x), self.far(y, seen).mT
         if self.summary:
-            S.flatten(0, 1)[:, W:].addmm_(x.flatten(0, 1), self.far(y, seen).mT, beta=0)
+            S.flatten(1, 2)[..., W:].baddbmm_(*pair, beta=0)
+        elif len(S) == 1:  # without a copy
+            S[0, ..., W:].transpose(0, 1).baddbmm_(*pair, beta=0)
         else:
-            far = S[..., W:].transpose(0, 1)
-            far.baddbmm_(x.transpose(0, 1), self.far(y, seen).mT, beta=0)
+            S[..., W:] = _along(torch.bmm(*pair), len(S))
 
     def gather(self, out: Tensor, P: Tensor, y: Tensor, start: int, seen: int) -> None:
         """Add the sums of both groups of y, weighted by P, to blocks `out`."""
-        W = self.around[1] * self.size
-        out.baddbmm_(P[..., :W], self.near(y, start, len(out)))
+        W, rows = self.around[1] * self.size, out.shape[1]
+        out.flatten(0, 1).baddbmm_(P.flatten(0, 1)[..., :W], self.near(y, start, rows))
+        pair = self.across(P[..., W:]), self.far(y, seen)
         if self.summary:
-            out.flatten(0, 1).addmm_(P.flatten(0, 1)[:, W:], self.far(y, seen))
+            out.flatten(1, 2).baddbmm_(*pair)
         else:
-            out.transpose(0, 1).baddbmm_(P[..., W:].transpose(0, 1), self.far(y, seen))
+            out += _along(torch.bmm(*pair), len(out))
 
     def spread(self, dy: Tensor, P: Tensor, x: Tensor, start: int, seen: int) -> None:
         """Add blocks x, weighted by P, to both groups of `dy`: the adjoint of `gather`."""
         before, width = self.around
-        C, W = self.size, width * self.size
+        C, W, rows = self.size, width * self.size, x.shape[1]
         for part in range(width):
             at = start + 1 - before + part
-            dy[at : at + len(x)].baddbmm_(P[..., part * C : (part + 1) * C].mT, x)
+            dy[:, at : at + rows] += P[..., part * C : (part + 1) * C].mT @ x
+        far = self.across(P[..., W:]).mT @ self.across(x)
         if self.summary:
-            far = P.flatten(0, 1)[:, W:].mT @ x.flatten(0, 1)
-            dy[1 : 1 + seen, C - self.summary :] += far.view(seen, self.summary, -1)
+            dy[:, 1 : 1 + seen, C - self.summary :] += far.unflatten(1, (seen, self.summary))
         else:
-            self.far(dy, seen).baddbmm_(P[..., W:].transpose(0, 1).mT, x.transpose(0, 1))
+            dy[:, 1 : 1 + seen] += _along(far, len(dy))
 
     def close(self, S: Tensor, band: Tensor | None, start: int, seen: int, M: int) -> None:
         """Set scores to -∞ of keys that are padding, not in the pattern, or in both groups."""
-        (before, width), C, rows = self.around, self.size, len(S)
+        (before, width), C, rows = self.around, self.size, S.shape[1]
         last = -(-M // C) - 1  # the last block of keys, which has `in_last` of them
         in_last, W = M - last * C, width * C
         if band is not None:
@@ -298,22 +306,22 @@ class _Groups(NamedTuple):
         for part in range(width):
             first, at = start - before + part, slice(part * C, (part + 1) * C)
             if first < 0:
-                S[0, :, at] = -math.inf
+                S[:, 0, :, at] = -math.inf
             if (a := max(last - first, -1)) < rows:
                 if a >= 0:
-                    S[a, :, part * C + in_last : at.stop] = -math.inf
-                S[a + 1 :, :, at] = -math.inf
+                    S[:, a, :, part * C + in_last : at.stop] = -math.inf
+                S[:, a + 1 :, :, at] = -math.inf
         each = self.summary or 1
         if (count := min(seen - start, rows)) > 0:  # far keys in these queries' own blocks
             near = torch.ones(rows, count, dtype=torch.bool, device=S.device)
             near = near.triu() if self.is_causal else near.tril().triu()
-            near = near.repeat_interleave(each, -1)[:, None]
+            near = near.unsqueeze(-1).expand(rows, count, each).flatten(1)[:, None]
             S[..., W + start * each : W + (start + count) * each].masked_fill_(near, -math.inf)
         if seen > last:
             if self.summary:
                 S[..., W + last * each + max(0, in_last - C + each) :] = -math.inf
             else:
-                S[:, in_last:, -1] = -math.inf
+                S[:, :, in_last:, -1] = -math.inf
 
     def band(self, like: Tensor) -> Tensor | None:
         """Return (size, W), -∞ for near keys that are not in the pattern and 0 for the others."""
@@ -329,20 +337,47 @@ class _Groups(NamedTuple):
     ) -> Tensor:
         """Return the weights (rows, size, W + ·) of blocks q of queries, the first one `start`."""
         far = seen * (self.summary or 1)
-        S = q.new_empty(*q.shape[:2], self.around[1] * self.size + far)
+        S = q.new_empty(*q.shape[:-1], self.around[1] * self.size + far)
         self.products(S, q, k, start, seen)
         self.close(S, band, start, seen, M)
         dead = S.amax(-1, keepdim=True) <= _closed(S) if empty else None
         A = torch.softmax(S, -1, out=S)
         return A if dead is None else A.masked_fill_(dead, 0)
 
-    def steps(self, N: int, M: int) -> list[tuple[slice, int]]:
-        """Cut the blocks of queries, each cut with the number of blocks its far keys are in."""
-        rows, keys = -(-N // self.size), -(-M // self.size)
-        scores = self.size * (self.around[1] * self.size + keys * (self.summary or 1))
-        step = max(1, SCORES // scores)
+    def row(self, M: int) -> int:
+        """Return how many scores a block of queries has."""
+        far = -(-M // self.size) * (self.summary or 1)
+        return self.size * (self.around[1] * self.size + far)
+
+    def by_heads(self, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Iterate over q, k and others (heads, ·, ·): as many heads at a time as memory is for."""
+        q, k = flat[:2]
+        step = max(1, _limit(q) // max(1, -(-q.shape[1] // self.size) * self.row(k.shape[1])))
+        return zip(*(x.split(step) for x in flat), strict=True)
+
+    def steps(self, q: Tensor, M: int) -> list[tuple[slice, int]]:
+        """Cut blocks of queries (b, rows, ·, D), each cut with how many blocks have far keys.
+
+        Blocks of several heads are not cut.
+        """
+        rows, keys = q.shape[1], -(-M // self.size)
+        step = rows if len(q) > 1 else max(1, _limit(q) // self.row(M))
         cuts = [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
         return [(cut, min(cut.stop, keys) if self.is_causal else keys) for cut in cuts]
+
+
+def _limit(x: Tensor) -> int:
+    return SCORES if x.device.type == "cpu" else SCORES_ELSEWHERE
+
+
+def _across(x: Tensor) -> Tensor:
+    """Turn (b, rows, size, ·) into (b · size, rows, ·): a view if b is 1."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _along(x: Tensor, b: int) -> Tensor:
+    """Undo `_across`."""
+    return x.unflatten(0, (b, -1)).transpose(1, 2)
 
 
 def _closed(x: Tensor) -> float:
@@ -351,19 +386,19 @@ def _closed(x: Tensor) -> float:
 
 
 class _InGroups(torch.autograd.Function):
-    """Attention to two groups of keys, for one head and some blocks of queries at a time."""
+    """Attention to two groups of keys, for some heads or some blocks of queries at a time."""
 
     @staticmethod
     def forward(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return H for queries that are scaled."""
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for q_h, k_h, v_h, out_h in _by_head(q, k, v, out):
-            Q, K, V, band, empty = _prepared(groups, q_h, k_h, v_h)
-            sums = v.new_zeros(*Q.shape[:2], v.shape[-1])
-            for rows, seen in groups.steps(len(q_h), len(k_h)):
-                A = groups.weights(Q[rows], K, band, rows.start, seen, len(k_h), empty)
-                groups.gather(sums[rows], A, V, rows.start, seen)
-            out_h.copy_(sums.flatten(0, 1)[: len(q_h)])
+        for q_h, k_h, v_h, out_h in groups.by_heads(*_flat(q, k, v, out)):
+            (N, M), (Q, K, V, band, empty) = _lengths(q_h, k_h), _prepared(groups, q_h, k_h, v_h)
+            sums = v.new_zeros(*Q.shape[:-1], v.shape[-1])
+            for rows, seen in groups.steps(Q, M):
+                A = groups.weights(Q[:, rows], K, band, rows.start, seen, M, empty)
+                groups.gather(sums[:, rows], A, V, rows.start, seen)
+            out_h.copy_(sums.flatten(1, 2)[:, :N])
         return out
 
     @staticmethod
@@ -382,8 +417,8 @@ class _InGroups(torch.autograd.Function):
                 pull: Any = torch.func.vjp(groups.whole, q, k, v)[1]
                 return None, *pull(grad)
             grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
-            for head in _by_head(q, k, v, out, grad, *grads):
-                _backward_of_head(groups, *head)
+            for heads in groups.by_heads(*_flat(q, k, v, out, grad, *grads)):
+                _backward_of_heads(groups, *heads)
         return None, *grads
 
     @staticmethod
@@ -393,42 +428,46 @@ class _InGroups(torch.autograd.Function):
         return _InGroups.apply(groups, *(to_front(info, x, dim) for x, dim in pairs)), 0
 
 
-def _by_head(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Iterate over all leading dimensions of tensors, as if they were one."""
-    return zip(*(flat_heads(x, x.dim() - 2) for x in tensors), strict=True)
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """View all leading dimensions of tensors as one."""
+    return [flat_heads(x, x.dim() - 2) for x in tensors]
+
+
+def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
+    return q.shape[-2], k.shape[-2]
 
 
 def _prepared(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Cut q, k and v of one head into blocks; return the band, and if a query may have no key."""
-    rows, keys = -(-len(q) // groups.size), -(-len(k) // groups.size)
+    """Cut q, k and v of some heads into blocks; return the band, and if a query may lack keys."""
+    N, M = _lengths(q, k)
+    rows, keys = -(-N // groups.size), -(-M // groups.size)
     padded = max(rows, keys) + 1
-    empty = groups.masked or len(q) > len(k)
     K, V = (groups.blocks(x, padded, 1) for x in (k, v))
-    return groups.blocks(q, rows), K, V, groups.band(k), empty
+    return groups.blocks(q, rows), K, V, groups.band(k), groups.masked or N > M
 
 
-def _backward_of_head(
+def _backward_of_heads(
     groups: _Groups, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor,
     dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients of one head."""
-    N, M = len(q), len(k)
+    """Write the gradients of some heads."""
+    N, M = _lengths(q, k)
     Q, K, V, band, empty = _prepared(groups, q, k, v)
-    G = groups.blocks(grad, len(Q))
-    shares = groups.blocks((grad * out).sum(-1, keepdim=True), len(Q))
+    G = groups.blocks(grad, Q.shape[1])
+    shares = groups.blocks((grad * out).sum(-1, keepdim=True), Q.shape[1])
     dQ, dK, dV = (torch.zeros_like(x) for x in (Q, K, V))
-    for rows, seen in groups.steps(N, M):
+    for rows, seen in groups.steps(Q, M):
         at = rows.start, seen
-        A = groups.weights(Q[rows], K, band, *at, M, empty)
-        groups.spread(dV, A, G[rows], *at)
+        A = groups.weights(Q[:, rows], K, band, *at, M, empty)
+        groups.spread(dV, A, G[:, rows], *at)
         dS = torch.empty_like(A)
-        groups.products(dS, G[rows], V, *at)
-        dS.sub_(shares[rows]).mul_(A)
-        groups.gather(dQ[rows], dS, K, *at)
-        groups.spread(dK, dS, Q[rows], *at)
-    dq.copy_(dQ.flatten(0, 1)[:N])
+        groups.products(dS, G[:, rows], V, *at)
+        dS.sub_(shares[:, rows]).mul_(A)
+        groups.gather(dQ[:, rows], dS, K, *at)
+        groups.spread(dK, dS, Q[:, rows], *at)
+    dq.copy_(dQ.flatten(1, 2)[:, :N])
     for d, D in ((dk, dK), (dv, dV)):
-        d.copy_(D[1:].flatten(0, 1)[:M])
+        d.copy_(D[:, 1:].flatten(1, 2)[:, :M])
 
 
 def _key_column(mask: Mask, M: int) -> Tensor | None:

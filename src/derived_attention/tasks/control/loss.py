@@ -14,7 +14,7 @@ from derived_attention.tasks.checks import check_length, check_number, check_out
 from derived_attention.tasks.control.data import ControlData, Episodes
 from derived_attention.tasks.control.model import DecisionTransformer
 from derived_attention.tasks.supervised import cross_entropy
-from derived_attention.training.fit import Endless, Mean, check_device, mixed_seed
+from derived_attention.training.fit import Endless, Mean, check_device, mean_of, mixed_seed
 
 Steps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # returns, states, actions, times, real
 
@@ -92,7 +92,7 @@ def action_loss(model: nn.Module, batch: Steps) -> tuple[Tensor, dict[str, Mean]
     if model.discrete:
         return cross_entropy(outputs, taken)
     loss = nn.functional.mse_loss(outputs, taken)
-    return loss, {"loss": Mean(loss.item() * n, n)}
+    return loss, {"loss": mean_of(loss, n)}
 
 
 def rollout(

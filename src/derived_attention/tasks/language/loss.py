@@ -71,7 +71,7 @@ def byte_loss(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, dict[str,
     logits = model(x)
     check_output(logits, (*x.shape, 256))
     nats = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-    return nats.mean(), {"bits": Bits(nats.detach().double().sum().item(), len(nats))}
+    return nats.mean(), {"bits": Bits(nats.detach().double().sum(), len(nats))}
 
 
 def generate(

@@ -1,0 +1,241 @@
+"""What has to run on the device of `standin`; `test_standin` runs this in a process of its own."""
+
+from __future__ import annotations
+
+import standin  # first, as it changes PyTorch  # isort: skip
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_all_close, boolean, every_mechanism
+from kinds import KINDS, SIZES, SMALL, weights
+from test_contract_layers import GONE, make_layer, sequences
+from test_contract_models import PLACES, belongs, make
+
+import derived_attention as da
+from derived_attention.attention.cases import Case, added, variants
+from derived_attention.attention.registry import MECHANISMS
+from derived_attention.tasks.model import Config
+from derived_attention.tasks.recall.loss import Questions, answer_loss
+from derived_attention.tasks.recall.model import Recaller
+from derived_attention.training.fit import evaluate, fit
+
+DEVICE = torch.device(standin.NAME)
+
+
+def moved(x):
+    """A copy on the device, which asks for a gradient where the original does."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+
+
+def back(tensors):
+    return [x if x is None else x.cpu() for x in tensors]
+
+
+def test_the_device_refuses_to_mix_and_counts_what_waits():
+    x, y = torch.ones(3, device=DEVICE), torch.ones(3)
+    assert x.device == torch.device(f"{standin.NAME}:0") and isinstance(x + 1, standin.StandIn)
+    with pytest.raises(RuntimeError, match="expected one device"):
+        x + y
+    with pytest.raises(RuntimeError, match="expected one device"):
+        torch.where(x > 0, x, y)
+    with pytest.raises(TypeError, match="can't convert"):
+        x.numpy()
+    waiting = {
+        "a number": lambda: x[0].item(),
+        "a truth": lambda: bool((x > 0).all()),
+        "a copy to the CPU": lambda: x.cpu(),
+        "a copy from the CPU": lambda: y.to(DEVICE),
+        "numbers of Python": lambda: torch.tensor([1.0, 2.0], device=DEVICE),
+        "a list as an index": lambda: x[[0, 2]],
+        "as many as are True": lambda: x[x > 0],
+        "their places": lambda: x.nonzero(),
+    }
+    for what, ask in waiting.items():
+        with standin.counting() as counts:
+            ask()
+        assert counts["synchronisations"] >= 1, what
+    with standin.counting() as counts:
+        y.to(DEVICE, non_blocking=True) + x[1:].sum() + torch.zeros(3, device=DEVICE)
+        x.masked_fill(x > 0, 1.0)[torch.arange(2, device=DEVICE)]
+    assert counts["synchronisations"] == 0 and counts["operations"] >= 7
+
+
+# Of a mechanism, causal or not, that chooses its way by the numbers it is given.
+ASK_FOR_NUMBERS = {("performer", True): 1, ("smgk", True): 2, ("smgk", False): 2}
+
+# --- every mechanism, layer, model and plug -------------------------------------------------------
+
+
+@every_mechanism
+def test_mechanism(name):
+    """Values and gradients of q, k, v, parameters and masks are those of the CPU."""
+    keep = boolean(23)
+    masks = [{"attn_mask": keep}, {"attn_mask": added(Case(name).entry, keep)}]
+    if MECHANISMS[name].any_mask:
+        masks.append({"attn_mask": boolean(21, 23)})
+    for options in variants(Case(name).entry, {}, *masks, {"dropout_p": 1.0}):
+        for dtype, tol in ((torch.float64, 1e-8), (torch.float32, 1e-2)):
+            case = Case(name, leading=(2, 4), dtype=dtype, **options)
+            if case.entry.square and "attn_mask" in options:
+                continue
+            there = copy.copy(case)
+            there.tensors = {key: moved(x) for key, x in case.tensors.items()}
+            there.options = {key: moved(x) for key, x in case.options.items()}
+            with standin.counting() as counts:
+                results = there.results()
+            mask = options.get("attn_mask")
+            if mask is None or mask.dtype == torch.bool:
+                waits = ASK_FOR_NUMBERS.get((name, "is_causal" in options), 0)
+                assert counts["synchronisations"] <= waits, standin.places.most_common()
+            found = back(results)
+            assert_all_close(found, case.results(), tol, f"{name}, {[*options]}, {dtype}")
+    formula = there.run("reference").cpu()
+    assert_all_close([formula], [case.run("reference")], tol, f"the formula of {name}")
+
+
+def test_functions_beside_the_mechanisms():
+    x, keep = sequences(torch.float64)[:, None, :16, :8], boolean(16)
+    calls = {
+        "mixing_matrix_1d": (lambda w: da.mixing_matrix_1d(w[0, 0, 0, :5], 16),),
+        "mixing_matrix_2d": (lambda w: da.mixing_matrix_2d(w[0, 0, :3, :3], (4, 4), True),),
+        "delta_state": (lambda k: da.delta_state(k, k, decay=-k[..., 0].abs()),),
+        "downsample": (lambda q: da.downsample(q, 4),),
+        "upsample": (lambda q: da.upsample(q, 4, 64),),
+        "linear_attention_weights": (lambda q: da.linear_attention_weights(q, q),),
+        "attention_weights": (lambda q, m: da.attention_weights(q, q, m), keep),
+        "em_priors": (lambda q: da.em_priors(q, torch.stack([q, -q], -3)),),
+        "responsibilities": (lambda q: da.responsibilities(q, torch.stack([q, -q], -3)),),
+        "mra_attention_weights": (lambda q: da.mra_attention_weights(q, q, block=4, kept=4),),
+        "sink_attention_weights": (lambda q: da.sink_attention_weights(q, q, bias=q[0, 0, 0, :1]),),
+        "window_mask": (lambda q: da.window_mask(5, 6, 2, device=q.device),),
+    }
+    for name, (call, *rest) in calls.items():
+        found = call(moved(x), *map(moved, rest))
+        found, expected = (y if isinstance(y, tuple) else (y,) for y in (found, call(x, *rest)))
+        assert all(y.device == torch.device(standin.NAME, 0) for y in found), name
+        assert_all_close(back(found), expected, 1e-10, name)
+
+
+@every_mechanism
+def test_layer(name):
+    entry, layer, x = MECHANISMS[name], make_layer(name), sequences()
+    there = copy.deepcopy(layer).to(DEVICE)
+    calls = [{}, {"key_padding_mask": GONE}, {"need_weights": True}]
+    calls += [{"is_causal": True}, {"is_causal": True, "key_padding_mask": GONE}] * entry.causal
+    for given in calls:
+        if name == "conv1d" and "is_causal" in given:
+            continue  # its layer is told when it is made
+        given = {"need_weights": False} | given
+        results = []
+        on_device = {key: moved(value) for key, value in given.items()}
+        for here, y, options in ((layer, x, given), (there, moved(x), on_device)):
+            out, A = here(y, y, y, **options)
+            slopes = torch.autograd.grad(out.square().sum(), list(here.parameters()))
+            results.append(back([out, *([] if A is None else [A]), *slopes]))
+        assert_all_close(*results, 1e-8, f"{name}, {[*given]}")
+
+
+@every_mechanism
+def test_models(name):
+    for place in ("tokens", "bytes", "object queries and memory"):
+        if not belongs(place, name):
+            continue
+        model, given = make(place, name), PLACES[place][2]
+        there = copy.deepcopy(model).to(DEVICE)
+        results = []
+        for here, inputs in ((model, given), (there, tuple(map(moved, given)))):
+            out = here(*inputs)
+            outs = out if isinstance(out, tuple) else (out,)
+            loss = sum(y.square().sum() for y in outs)
+            slopes = torch.autograd.grad(loss, list(here.parameters()), allow_unused=True)
+            results.append(back([*outs, *(y for y in slopes if y is not None)]))
+        assert_all_close(*results, 1e-7, f"{name}, {place}")
+
+
+def test_plugs():
+    import test_plugs as theirs
+
+    from derived_attention import plugs
+
+    ids, there = theirs.IDS, theirs.PADDING["left"].long()
+    for name, entry in MECHANISMS.items():
+        for family in ("Bert", *["Llama"] * (entry.causal and entry.alone)):
+            if family == "Bert" and not entry.alone:
+                continue
+            model = theirs.equipped(family, name)
+            moved_model = copy.deepcopy(model).to(DEVICE)
+            with torch.no_grad():
+                out = model(ids, attention_mask=there)[0]
+                found = moved_model(moved(ids), attention_mask=moved(there))[0].cpu()
+            kept = theirs.PADDING["left"]
+            assert_all_close([found[kept]], [out[kept]], 1e-7, f"{name}, {family}")
+        model = plugs.equip_timm(theirs.vision(), name)
+        x = theirs.IMAGES
+        moved_model = copy.deepcopy(model).to(DEVICE)
+        with torch.no_grad():
+            assert_all_close([moved_model(moved(x)).cpu()], [model(x)], 1e-7, f"{name}, timm")
+
+
+# --- training -------------------------------------------------------------------------------------
+
+KINDS["recall"] = (
+    lambda: Recaller(8, Config(**SIZES)),
+    lambda n: Questions(3, 8, n, steps=3),
+    answer_loss,
+    {"loss", "accuracy"},
+)
+# What a step waits for: the steps that are real are picked; boxes are matched on the CPU.
+PER_STEP = {"steps": 3, "scenes": 8}
+PER_EPOCH = 2  # were all losses finite, and what are the numbers; a detector has them already
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit(kind):
+    """It learns what it learns on the CPU, and no step waits for the device."""
+    make_model, data, loss, _ = KINDS[kind]
+    histories = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        model = make_model().to(device)
+        with standin.counting() as counts:
+            histories.append(fit(model, data(SMALL), loss, epochs=2))
+    found = counts["synchronisations"]
+    expected = 2 * (3 * PER_STEP.get(kind, 0) + PER_EPOCH - (kind == "scenes"))
+    assert found == expected, standin.places.most_common()
+    for name, values in histories[0].items():
+        assert histories[1][name] == pytest.approx(values, rel=1e-2, abs=1e-4), name
+    with standin.counting() as counts:
+        evaluate(model, data(SMALL), loss)
+    assert kind in PER_STEP or counts["synchronisations"] == 1
+
+
+def test_fit_in_float16_waits_for_no_step():
+    make_model, data, loss, _ = KINDS["tokens"]
+    model = make_model().to(DEVICE)
+    with standin.counting() as counts:
+        fit(model, data(SMALL), loss, epochs=2, precision="float16")
+    assert counts["synchronisations"] == 2 * (PER_EPOCH + 1), standin.places.most_common()
+
+
+def test_fit_says_in_which_step_the_loss_was_not_finite():
+    make_model, data, loss, _ = KINDS["series"]
+    model, calls = make_model().to(DEVICE), iter(range(100))
+    spoil = lambda _, __, y: y * torch.nan if next(calls) == 4 else y  # noqa: E731
+    model.register_forward_hook(spoil)
+    with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
+        fit(model, data(SMALL), loss, epochs=3)
+    assert next(calls) == 6  # the end of the second epoch
+
+
+def test_fit_resumes_to_equal_bits(tmp_path):
+    make_model, data, loss, _ = KINDS["series"]
+    models = [make_model().to(DEVICE) for _ in range(2)]
+    fit(models[0], data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
+    fit(models[1], data(SMALL), loss, epochs=2, precision="float16")
+    again = make_model().to(DEVICE)
+    fit(again, data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
+    assert len({weights(model) for model in (*models, again)}) == 1
