@@ -26,7 +26,6 @@ LIBRARY = Path(__file__).parents[1] / "node_modules" / "minisearch"
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
 SKIPPED_TAGS = {"annotation", "button", "nav", "select", "template"}
 SKIPPED = {
-    "katex-html",
     "headerlink",
     "viewcode-link",
     "hide",  # folded code
@@ -53,6 +52,8 @@ NAME = re.compile(r"[^\W\d]\w{2,}")  # what is worth finding in code
 # What katex_prerender moves into a formula: the full stop after it.
 END = re.compile(r'<span class="da-end">([^<]*)</span>((?:</span>){4})')
 DRAWN = re.compile(r"<(svg|script|style)\b.*?</\1>", re.DOTALL)  # most of a page
+BOXED = re.compile('<span class="katex-html"')
+SPAN = re.compile("<span|</span>")
 NUMBER = re.compile(r'<h1><span class="section-number">([^<]*)</span>')
 SPACE = re.compile(r"\s+")
 AROUND_LINES = re.compile(r"\s*\n\s*")
@@ -237,9 +238,23 @@ class _Title(list):
 def read(page: str) -> list[dict]:
     """Return the sections of a page's HTML that say something."""
     reader = Reader()
-    reader.feed(END.sub(r"\2\1", DRAWN.sub("", page)))
+    reader.feed(_without_boxes(END.sub(r"\2\1", DRAWN.sub("", page))))
     entries = [section.entry() for section in reader.sections]
     return [entry for entry in entries if entry.get("titles") and entry.get("anchor")]
+
+
+def _without_boxes(page: str) -> str:
+    """Leave out what KaTeX draws a formula with: half of a page, and slow to parse."""
+    kept, at = [], 0
+    for start in BOXED.finditer(page):
+        kept.append(page[at : start.start()])
+        depth = 0
+        for tag in SPAN.finditer(page, start.start()):
+            depth += -1 if tag[0] == "</span>" else 1
+            if not depth:
+                at = tag.end()
+                break
+    return "".join([*kept, page[at:]])
 
 
 def index(folder: Path, docs: list[str]) -> dict:

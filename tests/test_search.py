@@ -78,8 +78,8 @@ PAGE = """
 <h1><span class="section-number">3. </span>Nystr\u00f6m<a class="headerlink" href="#top">#</a></h1>
 <p>Width <span class="math"><span class="katex"><span class="katex-mathml"><math><semantics>
 <mrow><mi>D</mi><mo>=</mo><msub><mi>q</mi><mi>i</mi></msub><mfrac><mn>1</mn><msqrt><mi>\U0001d40a</mi>
-</msqrt></mfrac></mrow><annotation>D=q_i</annotation></semantics></math></span><span
-class="katex-html"><span>D=q<span>i</span></span></span></span></span>.</p>
+</msqrt></mfrac></mrow><annotation>D=q_i</annotation></semantics>
+</math></span><span class="katex-html"><span>D=q<span>i</span></span></span></span></span>.</p>
 <details class="hide"><summary>Show the code</summary><pre>folded = 1</pre></details>
 <div class="cell_input"><pre>from torch import (
     nn, Tensor)
