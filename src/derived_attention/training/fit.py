@@ -389,7 +389,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        parts = {"model": self.model, "optimiser": self.optimiser, "scaler": self.scaler}
+        parts: dict[str, Any] = {"model": self.model, "optimiser": self.optimiser}
+        parts["scaler"] = self.scaler
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load(self, state: dict[str, Any]) -> None:
