@@ -56,6 +56,17 @@ def test_what_counts_as_visible():
     assert too_long(f"```sh\n{line}\n```") == [(2, WIDEST + 1)]
 
 
+CELL = re.compile(r"^```\{code-cell\}.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_curves_over_steps_say_which_is_which(page):
+    """`plot_curves` names its lines; whether a legend or the panel beside it shows that is here."""
+    cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
+    drawn = [cell for cell in cells if "plot_curves(" in cell]
+    assert all("legend(" in cell or "yticklabels" in cell for cell in drawn)
+
+
 def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
     """Its table names the cases in the order of the chapters, so one might be forgotten."""
     shown = {page: (BOOK / f"{page}.md").read_text("utf8") for page in PAGES}
