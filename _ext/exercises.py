@@ -76,10 +76,13 @@ class Exercise:
         return not self.name or self.mark != "⌨"
 
 
-def read_exercises(path: Path, mistakes: dict | None = None) -> list[Exercise]:
-    """Return the exercises of a page of the book, or of a page in the same syntax."""
-    text = path.read_text("utf8")
-    wrong = recorded(path.stem) if mistakes is None else mistakes
+def read_exercises(path: Path, after: Path | None = None) -> list[Exercise]:
+    """Return the exercises of a page of the book, or of a page in the same syntax.
+
+    A page may come after another one, whose numbers it continues, and whose code it can use.
+    """
+    text, earlier = path.read_text("utf8"), after.read_text("utf8") if after else ""
+    wrong, first = recorded(path), len(EXERCISE.findall(earlier)) + 1
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
     boxes, found = list(EXERCISE.finditer(text)), []
     for i, box in enumerate(boxes):
@@ -88,12 +91,12 @@ def read_exercises(path: Path, mistakes: dict | None = None) -> list[Exercise]:
         cells = [cell for cell in CELL.findall(rest) if PLACEHOLDER.search(cell)]
         if len(cells) > 1:
             raise ValueError(f"{path.name}: {box[3]} has two cells with a placeholder; expected one")
-        before = CELL.findall(SOLUTION.sub("", text[: box.start()]))
-        found.append(_exercise(path, i, box, cells, before, solutions, wrong))
+        before = CELL.findall(SOLUTION.sub("", earlier + text[: box.start()]))
+        found.append(_exercise(path, first + i, box, cells, before, solutions, wrong))
     return found
 
 
-def _exercise(path, i, box, cells, before, solutions, wrong) -> Exercise:
+def _exercise(path, place, box, cells, before, solutions, wrong) -> Exercise:
     _, title, label, body = box.groups()
     body = body.strip()
     mark = re.match(f"[✍⌨{OPEN}]*", body)[0]
@@ -114,7 +117,7 @@ def _exercise(path, i, box, cells, before, solutions, wrong) -> Exercise:
         parts["needed"] = tuple(needed(asked, tuple(before), optional=frozenset(named)))
     return Exercise(
         label=label,
-        number=f"{page_number(path.stem)}.{i + 1}",
+        number=f"{page_number(path.stem)}.{place}",
         title=plain(title.strip(), path),
         mark=mark,
         text=text,
@@ -131,9 +134,13 @@ def page_number(name: str) -> int | str:
     return number(f"book/{name}") or name
 
 
-def recorded(page: str) -> dict[str, list[tuple[str, str, str]]]:
-    """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong."""
-    path = WRONG / f"{page}.py"
+def recorded(page: Path) -> dict[str, list[tuple[str, str, str]]]:
+    """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong.
+
+    Those of a page that is not in the book lie in a folder beside it.
+    """
+    folder = WRONG if page.parent == BOOK else page.parent / "wrong_answers"
+    path = folder / f"{page.stem}.py"
     if not path.exists():
         return {}
     spec = importlib.util.spec_from_file_location("wrong_answers", path)
@@ -166,7 +173,7 @@ def needed(cell: str, before: tuple[str, ...], optional: frozenset[str] = frozen
 
     Of the names in `optional` only functions, classes and imports are taken: not what was computed.
     """
-    statements = _statements(before)
+    statements = [x for code in before for x in _statements(code)]
     chosen: set[int] = set()
     asked = [(len(statements), name) for name in _reads_of_all(cell)]
     while asked:
@@ -182,25 +189,23 @@ def needed(cell: str, before: tuple[str, ...], optional: frozenset[str] = frozen
 
 
 @cache
-def _statements(cells: tuple[str, ...]) -> list[tuple[str, set[str], set[str], bool]]:
-    found = []
-    for code in cells:
-        code = "\n".join(x for x in code.splitlines() if not x.startswith("%"))
-        for node in ast.parse(code).body:
-            text = _source(code, node)
-            definition = isinstance(
-                node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-            )
-            found.append((text, *_names(text), definition))
+def _statements(code: str) -> list[tuple[str, set[str], set[str], bool]]:
+    """Return a cell's statements, each with what it binds and reads, and if it defines a name."""
+    code, found = "\n".join(x for x in code.splitlines() if not x.startswith("%")), []
+    for node in ast.parse(code).body:
+        definition = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom))
+        found += [(text, *_names(text), definition) for text in _sources(code, node)]
     return found
 
 
-def _source(code: str, node: ast.stmt) -> str:
-    """Return a statement as it is written, with its decorators."""
+def _sources(code: str, node: ast.stmt) -> list[str]:
+    """Return a statement as it is written, with its decorators; an import name by name."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"from {node.module} import {ast.unparse(alias)}" for alias in node.names]
     first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
     lines = code.splitlines()[first - 1 : node.end_lineno]
     alone = ast.parse("\n".join(lines)).body
-    return "\n".join(lines) if len(alone) == 1 else ast.unparse(node)
+    return ["\n".join(lines) if len(alone) == 1 else ast.unparse(node)]
 
 
 def _names(code: str) -> tuple[set[str], set[str]]:
@@ -227,7 +232,7 @@ def _reads_of_all(code: str) -> set[str]:
     """Return the global names that code reads and has not bound itself before."""
     bound: set[str] = set()
     asked: set[str] = set()
-    for _, binds, reads, definition in _statements((code,)):
+    for _, binds, reads, definition in _statements(code):
         asked |= reads - bound - (binds if definition else set())
         bound |= binds
     return asked
