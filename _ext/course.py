@@ -36,6 +36,7 @@ TARGET, ARCHIVE = ROOT / "_build" / "course", ROOT / "course" / "problems.enc"
 PASSPHRASE = "COURSE_PASSPHRASE"  # the variable with which `seal` does not ask
 SALT = 16  # bytes
 OPEN_POINTS = 20  # of an exercise whose end is not known
+PREPARED = "# What the exercises need, of the chapter or of their own."
 STUB, TEXT_STUB = "# Your answer, in the place of the three dots.", "*Your answer.*"
 MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
@@ -104,21 +105,27 @@ def assignment(page: str) -> str:
 
 
 def points(exercise: Exercise) -> tuple[int, int]:
-    """Return the points by check and by hand: one a minute, and 20 for an open exercise."""
+    """Return the points by check and by hand: one a minute, and 20 for an open exercise.
+
+    Where a problem has a rubric of its own, that counts.
+    """
     total = OPEN_POINTS if exercise.open else exercise.minutes
     by_check = 0 if not exercise.name else total // 2 if exercise.by_hand else total
-    return by_check, total - by_check
+    by_hand = exercise.rubric[0] if exercise.rubric else total - by_check
+    return by_check, by_hand if exercise.by_hand else 0
 
 
 def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbformat.NotebookNode:
     """Return the notebook that nbgrader makes an assignment from, with solutions and all checks."""
     cells = [_text(_introduction(title, name, exercises), "introduction")]
     cells.append(_code(set_up(), "set-up", locked=True))
-    prepared = dict.fromkeys(x for e in exercises for x in (*e.needed, e.before) if x)
-    if prepared:
-        text = "# What the exercises take from the chapter.\n" + "\n".join(_tidy(list(prepared)))
-        cells.append(_code(text, "from-the-chapter", locked=True))
+    prepared = dict.fromkeys(x for e in exercises if not e.prelude for x in (*e.needed, e.before))
+    text = "\n".join(_tidy([x for x in prepared if x]))
+    cells.append(_code(f"{PREPARED}\nSEED = {seed}\n{text}", "from-the-chapter", locked=True))
     for exercise in exercises:
+        for i, (kind, text) in enumerate(exercise.prelude):
+            name_ = f"{exercise.label}-before-{i}"
+            cells.append(_text(text, name_) if kind == "markdown" else _code(text, name_, locked=True))
         cells += _cells(exercise, seed)
     notebook = new_notebook(cells=cells)
     notebook.metadata = {
@@ -184,21 +191,31 @@ def _scheme(exercise: Exercise) -> list[str]:
     _, by_hand = points(exercise)
     lines = []
     if by_hand:
-        asked = demands(exercise.text)
-        share = [by_hand // len(asked) + (i < by_hand % len(asked)) for i in range(len(asked))]
-        lines = [f"**Rubric, {by_hand} points.** All points of a line for a result with its reason,",
-                 "half of them for a result alone, or for a reason with a slip.", ""]
-        lines += [f"- {n} points: {text}" for n, text in zip(share, asked, strict=True)]
-        lines += ["", "**Expected answer.**", ""]
+        lines = [*_rubric(exercise, by_hand), "", "**Expected answer.**", ""]
     else:
         lines = ["**Solution.**", ""]
     lines += [exercise.solution]
+    if exercise.code and not exercise.name:
+        lines += ["", *_indented(exercise.code)]
     if exercise.mistakes:
         lines += ["", "**Expected mistakes,** and what the check says of them:", ""]
     for mistake in exercise.mistakes:
         what = f"{mistake.name}: " if mistake.name else ""
         lines += [f"- {what}*{_readable(mistake.message)}*", "", *_indented(mistake.code), ""]
     return lines
+
+
+def _rubric(exercise: Exercise, by_hand: int) -> list[str]:
+    if exercise.rubric:
+        return [f"**Rubric, {by_hand} points.** {exercise.rubric[1]}"]
+    asked = demands(exercise.text)
+    shares = [by_hand // len(asked) + (i < by_hand % len(asked)) for i in range(len(asked))]
+    return [
+        f"**Rubric, {by_hand} points.** All points of a line for a result with its reason,",
+        "half of them for a result alone, or for a reason with a slip.",
+        "",
+        *(f"- {share} points: {text}" for share, text in zip(shares, asked, strict=True)),
+    ]
 
 
 def _indented(code: str) -> list[str]:
@@ -334,10 +351,10 @@ def course(seed: int, problems: Path | None = None) -> dict[str, tuple[str, str,
     found = {}
     for page, part in pages():
         path, extra = BOOK / f"{page}.md", problems and problems / f"{page}.md"
-        exercises = read_exercises(path)
+        exercises = sorted(read_exercises(path), key=lambda e: e.open)
         if extra and extra.exists():
-            exercises += read_exercises(extra, after=path)
-        found[assignment(page)] = (part, title_of(path), sorted(exercises, key=lambda e: e.open))
+            exercises += read_exercises(extra, first=len(exercises) + 1)
+        found[assignment(page)] = (part, title_of(path), exercises)
     for path in sorted(problems.glob("*.md")) if problems else []:
         if path.stem not in dict(pages()):
             found[assignment(path.stem)] = ("", title_of(path), read_exercises(path))
@@ -385,7 +402,9 @@ def _row(week: int, name: str, part: str, title: str, exercises: list[Exercise])
 
 def prove(exercise: Exercise, seed: int) -> str:
     """Return what is wrong with an exercise: its solution must pass all its checks."""
-    code = [*exercise.needed, exercise.before, exercise.code, _test(exercise, seed)]
+    before = [text for kind, text in exercise.prelude if kind == "code"]
+    code = [f"SEED = {seed}", *exercise.needed, *before, exercise.before, exercise.code]
+    code.append(_test(exercise, seed))
     done = subprocess.run(
         [sys.executable, "-"], input="\n".join(code), capture_output=True, text=True, timeout=300
     )
@@ -405,13 +424,13 @@ def lock(passphrase: str, salt: bytes) -> Fernet:
 
 def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
     """Pack the pages of a folder into the encrypted archive."""
-    pages = [*sorted(folder.glob("*.md")), *sorted(folder.glob("wrong_answers/*.py"))]
+    pages = sorted(folder.glob("*.md"))
     if not pages:
         raise ValueError(f"{folder} holds no pages; expected files *.md")
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as tar:
         for page in pages:
-            tar.add(page, page.relative_to(folder).as_posix())
+            tar.add(page, page.name)
     salt = os.urandom(SALT)
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(salt + lock(passphrase, salt).encrypt(data.getvalue()))

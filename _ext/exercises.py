@@ -12,6 +12,7 @@ import importlib.util
 import re
 import symtable
 import tokenize
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,11 @@ from book import ROOT, number
 BOOK, WRONG = ROOT / "book", ROOT / "tests" / "wrong_answers"
 OPEN = "🔬"  # the mark of an exercise whose end is not known
 CELL = re.compile(r"^```\{code-cell\} ipython3\n(?:---\n.*?\n---\n)?(.*?)^```", re.M | re.S)
+MISTAKE = re.compile(  # beside a problem of a lecturer's; those of the book lie with the tests
+    r"^```\{code-cell\} ipython3\n---\ntags: \[wrong-answer\]\n---\n"
+    r"# mistake: ([^\n]+)\n# message: ([^\n]+)\n(.*?)^```\n",
+    re.M | re.S,
+)
 PLACEHOLDER = re.compile(r"^(\w+) = \.\.\.$", re.M)
 EXERCISE = re.compile(
     r"^(:{3,})\{exercise\} ([^\n]+)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S
@@ -32,7 +38,8 @@ SOLUTION = re.compile(
     r"^:::\{solution-start\} (\S+)\n[^`]*?^:::\n(.*?)^:::\{solution-end\}\n:::$",
     re.M | re.S,
 )
-MINUTES = re.compile(r"\s*\((\d+) min(?:utes)?\)")
+MINUTES = re.compile(r"\s*\((\d+) min(?:utes)?(?:, \d+ points)?\)")
+RUBRIC = re.compile(r"^(?:Rubric\. )?(\d+) points: (.+)$", re.M)
 LONG = re.compile(r"\s*\((two hours|an hour|an afternoon)\)")
 HOURS = {"an hour": 60, "two hours": 120, "an afternoon": 240}
 UNSAID = 60  # minutes of an open exercise that names none
@@ -63,7 +70,9 @@ class Exercise:
     solution: str = ""
     code: str = ""  # of the solution
     mistakes: tuple[Mistake, ...] = ()
+    rubric: tuple[int, str] | None = None  # points, and what for
     needed: tuple[str, ...] = field(default=(), repr=False)
+    prelude: tuple[tuple[str, str], ...] = ()  # texts and cells before it, on a page of problems
 
     @property
     def open(self) -> bool:
@@ -76,57 +85,91 @@ class Exercise:
         return not self.name or self.mark != "⌨"
 
 
-def read_exercises(path: Path, after: Path | None = None) -> list[Exercise]:
-    """Return the exercises of a page of the book, or of a page in the same syntax.
+def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
+    """Return the exercises of a page, numbered from `first`.
 
-    A page may come after another one, whose numbers it continues, and whose code it can use.
+    Of a page of the book those statements are taken that an exercise needs; of a page of problems,
+    which is not in the book, all that stands before it.
     """
-    text, earlier = path.read_text("utf8"), after.read_text("utf8") if after else ""
-    wrong, first = recorded(path), len(EXERCISE.findall(earlier)) + 1
+    text, ours = path.read_text("utf8"), path.resolve().parent == BOOK
+    wrong = recorded(path.stem) if ours else {}
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
-    boxes, found = list(EXERCISE.finditer(text)), []
+    boxes, found, start = list(EXERCISE.finditer(text)), [], re.match(r".*?^# .+?$", text, re.M | re.S)
+    last = start.end()
     for i, box in enumerate(boxes):
+        label = box[3]
         end = boxes[i + 1].start() if i + 1 < len(boxes) else len(text)
         rest = SOLUTION.sub("", text[box.end() : end])
+        if not ours:
+            wrong[label] = [(m[3].strip(), m[2], m[1]) for m in MISTAKE.finditer(rest)]
+            rest = MISTAKE.sub("", rest)
         cells = [cell for cell in CELL.findall(rest) if PLACEHOLDER.search(cell)]
         if len(cells) > 1:
-            raise ValueError(f"{path.name}: {box[3]} has two cells with a placeholder; expected one")
-        before = CELL.findall(SOLUTION.sub("", earlier + text[: box.start()]))
-        found.append(_exercise(path, first + i, box, cells, before, solutions, wrong))
+            raise ValueError(f"{path.name}: {label} has two cells with a placeholder; expected one")
+        if label not in solutions:
+            raise ValueError(f"{path.name}: {label} has no solution; expected one")
+        of_page = page_number(path.stem)
+        number = str(i + 1) if of_page == path.stem else f"{of_page}.{first + i}"
+        parts = _parts(path, box, solutions[label], number, wrong.get(label, ()))
+        if cells:
+            parts |= _check(cells[0], box[4], parts, CELL.findall(_no_answers(text[: box.start()])))
+        if not ours:
+            between = _no_answers(text[last : box.start()])
+            parts |= {"prelude": tuple(_prelude(between, path)), "needed": ()}
+        found.append(Exercise(**parts))
+        last = box.end()
     return found
 
 
-def _exercise(path, place, box, cells, before, solutions, wrong) -> Exercise:
-    _, title, label, body = box.groups()
-    body = body.strip()
+def _no_answers(text: str) -> str:
+    return MISTAKE.sub("", SOLUTION.sub("", text))
+
+
+def _parts(path: Path, box: re.Match, solution: str, number: str, wrong: Sequence[tuple]) -> dict:
+    """Return what every exercise has."""
+    body, solution = box[4].strip(), re.sub(r"\A:class: .*\n", "", solution).strip()
     mark = re.match(f"[✍⌨{OPEN}]*", body)[0]
-    if label not in solutions:
-        raise ValueError(f"{path.name}: {label} has no solution; expected one")
-    solution = re.sub(r"\A:class: .*\n", "", solutions[label]).strip()
-    said = MINUTES.search(body), LONG.search(body)
-    minutes = int(said[0][1]) if said[0] else HOURS[said[1][1]] if said[1] else UNSAID
-    text = plain(LONG.sub("", MINUTES.sub("", body[len(mark) :])).strip(), path)
-    code, parts = "\n\n".join(x.strip() for x in CELL.findall(solution)), {}
-    known = tuple(Mistake(*x) for x in wrong.get(label, ()))
-    if cells:
-        start = PLACEHOLDER.search(cells[0])
-        parts = {"name": start[1], "before": cells[0][: start.start()].strip()}
-        parts["test"] = cells[0][start.end() :].strip()
-        named = set(re.findall(r"`(\w+)[`(]", body)) - {start[1]}  # what the text speaks of
-        asked = "\n".join([*sorted(named), *(x.code for x in known), code, cells[0]])
-        parts["needed"] = tuple(needed(asked, tuple(before), optional=frozenset(named)))
-    return Exercise(
-        label=label,
-        number=f"{page_number(path.stem)}.{place}",
-        title=plain(title.strip(), path),
-        mark=mark,
-        text=text,
-        minutes=minutes,
-        solution=plain(CELL.sub("", solution).strip(), path),
-        code=re.sub(r"\n*^check(_properties)?\(.*\Z", "", code, flags=re.M | re.S),
-        mistakes=known,
-        **parts,
-    )
+    said, long = MINUTES.search(body), LONG.search(body)
+    code = "\n\n".join(x.strip() for x in CELL.findall(solution))
+    rubric, words = RUBRIC.search(solution), CELL.sub("", solution)
+    return {
+        "label": box[3],
+        "number": number,
+        "title": plain(box[2].strip(), path),
+        "mark": mark or "✍",
+        "text": plain(LONG.sub("", MINUTES.sub("", body[len(mark) :])).strip(), path),
+        "minutes": int(said[1]) if said else HOURS[long[1]] if long else UNSAID,
+        "solution": plain(RUBRIC.sub("", words).strip(), path),
+        "code": re.sub(r"\n*^check(_properties)?\(.*\Z", "", code, flags=re.M | re.S),
+        "mistakes": tuple(Mistake(*x) for x in wrong),
+        "rubric": (int(rubric[1]), plain(rubric[2], path)) if rubric else None,
+    }
+
+
+def _check(cell: str, body: str, parts: dict, before: Sequence[str]) -> dict:
+    """Return what an exercise with a check has beside."""
+    start = PLACEHOLDER.search(cell)
+    named = set(re.findall(r"`(\w+)[`(]", body)) - {start[1]}  # what the text speaks of
+    asked = [*sorted(named), *(x.code for x in parts["mistakes"]), parts["code"], cell]
+    return {
+        "name": start[1],
+        "before": cell[: start.start()].strip(),
+        "test": cell[start.end() :].strip(),
+        "needed": tuple(needed("\n".join(asked), before, optional=frozenset(named))),
+    }
+
+
+def _prelude(text: str, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the texts and the cells, but for those with a placeholder."""
+    last = 0
+    for cell in [*CELL.finditer(text), None]:
+        words = text[last : cell.start() if cell else len(text)].strip()
+        if words:
+            yield "markdown", plain(words, path)
+        if cell:
+            last = cell.end()
+            if not PLACEHOLDER.search(cell[1]):
+                yield "code", cell[1].strip()
 
 
 def page_number(name: str) -> int | str:
@@ -134,13 +177,9 @@ def page_number(name: str) -> int | str:
     return number(f"book/{name}") or name
 
 
-def recorded(page: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong.
-
-    Those of a page that is not in the book lie in a folder beside it.
-    """
-    folder = WRONG if page.parent == BOOK else page.parent / "wrong_answers"
-    path = folder / f"{page.stem}.py"
+def recorded(page: str) -> dict[str, list[tuple[str, str, str]]]:
+    """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong."""
+    path = WRONG / f"{page}.py"
     if not path.exists():
         return {}
     spec = importlib.util.spec_from_file_location("wrong_answers", path)
@@ -168,7 +207,7 @@ def _comments(path: Path) -> dict[int, str]:
 # --- which statements of a page a cell needs -----------------------------------------------------
 
 
-def needed(cell: str, before: tuple[str, ...], optional: frozenset[str] = frozenset()) -> list[str]:
+def needed(cell: str, before: Sequence[str], optional: frozenset[str] = frozenset()) -> list[str]:
     """Return the statements before a cell that bind what it reads, in their order.
 
     Of the names in `optional` only functions, classes and imports are taken: not what was computed.

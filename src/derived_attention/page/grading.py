@@ -27,10 +27,10 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbgrader.preprocessors import Execute, NbGraderPreprocessor
+from traitlets import Integer
 
 log = logging.getLogger(__name__)
 
-SECONDS = 60  # of a cell
 CPU_SECONDS = 900  # of a notebook
 MEMORY = 4 * 2**30  # bytes of data; threads and libraries' code do not count
 FILE = 64 * 2**20  # bytes of a file
@@ -212,11 +212,12 @@ class LimitedKernel(AsyncKernelManager):
 class Run(Execute):
     """Run a notebook from top to bottom; a cell that ends the kernel, or has to be ended, fails."""
 
+    timeout = Integer(60, help="Seconds of a cell.").tag(config=True)
+
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("kernel_manager_class", LimitedKernel)
         super().__init__(*args, **options)
-        self.timeout, self.interrupt_on_timeout = SECONDS, False
-        self.shutdown_kernel = "immediate"
+        self.interrupt_on_timeout, self.shutdown_kernel = False, "immediate"
         if not fence(os.getcwd()):
             self.log.warning(
                 "This machine does not let its users make namespaces: students' code runs with "
