@@ -16,7 +16,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks zip versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks course zip versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -47,6 +47,10 @@ lab: $(VENV)/.ready ## open the chapters as notebooks in JupyterLab
 notebooks: book ## bring the committed notebooks in step with the pages
 	@rm -f notebooks/*.ipynb
 	@cp _build/notebooks/*.ipynb notebooks/
+
+course: FORCE ## write the assignments of a course; SEED=7 gives other hidden tests, KEY=… more problems
+	@$(ENVIRONMENT) build,course
+	@$(BIN)/python _ext/course.py $(if $(SEED),--seed $(SEED)) $(if $(KEY),--key "$(KEY)")
 
 zip: book ## pack the book into one archive, for readers without a network
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'

@@ -237,8 +237,9 @@ def demands(text: str) -> list[str]:
 
 def _test(exercise: Exercise, seed: int) -> str:
     """Return the check of the page, and behind it what students do not see."""
-    call = f"assert {exercise.name} is not ..., \"{exercise.name} is still ...: there is no answer\""
-    wrong = [x.code for x in exercise.mistakes] + [f"{exercise.name} = lambda *a, **k: None"]
+    name = exercise.name
+    call = f'assert globals().get("{name}", ...) is not ..., "{name}: there is no answer, or its cell failed"'
+    wrong = [x.code for x in exercise.mistakes] + [f"{name} = lambda *a, **k: None"]
     hidden = [
         MARKS[2],
         "# Other draws than those above.",

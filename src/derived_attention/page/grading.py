@@ -229,15 +229,16 @@ class Run(Execute):
     ) -> tuple[NotebookNode, dict]:
         """Execute one cell; after the end of the kernel begin with a new one."""
         try:
-            return super().preprocess_cell(cell, resources, index)
+            cell, resources = super().preprocess_cell(cell, resources, index)
+            if reason := _cut_short(cell):
+                _fail(cell, reason)
+            return cell, resources
         except CellTimeoutError:
             reason = f"the cell took longer than {self.timeout} s, and was stopped"
         except DeadKernelError:
             reason = "the cell ended Python: by itself, or for want of memory or time"
         self.log.warning("cell %s: %s", grade_id(cell) or index + 1, reason)
-        text = f"Stopped: {reason}. What it defined is lost to the cells below."
-        error = {"ename": "Stopped", "evalue": reason, "traceback": [text]}
-        cell.outputs.append(nbformat.v4.new_output("error", **error))
+        _fail(cell, f"{reason}. What it defined is lost to the cells below")
         self._begin_again(index)
         return cell, resources
 
@@ -251,3 +252,20 @@ class Run(Execute):
             kind = cell.metadata.get("nbgrader", {})
             if cell.cell_type == "code" and kind.get("locked") and not kind.get("grade"):
                 self.execute_cell(cell.copy(), number, store_history=False)
+
+
+def _fail(cell: NotebookNode, reason: str) -> None:
+    """Give a cell an error, for which there are no points."""
+    error = {"ename": "Stopped", "evalue": reason, "traceback": [f"Stopped: {reason}."]}
+    cell.outputs.append(nbformat.v4.new_output("error", **error))
+
+
+def _cut_short(cell: NotebookNode) -> str:
+    """Return what is wrong if a check raised no error, and did not come to its end, either."""
+    if not cell.metadata.get("nbgrader", {}).get("grade") or "check_refuses(" not in cell.source:
+        return ""
+    if any(output.output_type == "error" for output in cell.outputs):
+        return ""
+    said = "".join(x.text for x in cell.outputs if x.output_type == "stream")
+    whole = said.count("Correct.") >= 2  # for the check that students see, and for the hidden one
+    return "" if whole else "the check was not run to its end"
