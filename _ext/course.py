@@ -196,12 +196,13 @@ def _scheme(exercise: Exercise) -> list[str]:
         lines = ["**Solution.**", ""]
     lines += [exercise.solution]
     if exercise.code and not exercise.name:
-        lines += ["", *_indented(exercise.code)]
+        lines += ["", "```python", exercise.code, "```"]
     if exercise.mistakes:
         lines += ["", "**Expected mistakes,** and what the check says of them:", ""]
     for mistake in exercise.mistakes:
         what = f"{mistake.name}: " if mistake.name else ""
-        lines += [f"- {what}*{_readable(mistake.message)}*", "", *_indented(mistake.code), ""]
+        code = ["```python", *mistake.code.splitlines(), "```"]
+        lines += [f"- {what}*{_readable(mistake.message)}*", "", *(f"  {x}" for x in code), ""]
     return lines
 
 
@@ -216,10 +217,6 @@ def _rubric(exercise: Exercise, by_hand: int) -> list[str]:
         "",
         *(f"- {share} points: {text}" for share, text in zip(shares, asked, strict=True)),
     ]
-
-
-def _indented(code: str) -> list[str]:
-    return ["  ```python", *(f"  {line}" for line in code.splitlines()), "  ```"]
 
 
 def _readable(pattern: str) -> str:
@@ -347,7 +344,7 @@ def title_of(path: Path) -> str:
     return re.search(r"^# (.+)$", path.read_text("utf8"), re.M)[1]
 
 
-def course(seed: int, problems: Path | None = None) -> dict[str, tuple[str, str, list[Exercise]]]:
+def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exercise]]]:
     """Return by assignment its part, its title and its exercises."""
     found = {}
     for page, part in pages():
@@ -365,7 +362,7 @@ def course(seed: int, problems: Path | None = None) -> dict[str, tuple[str, str,
 def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) -> None:
     """Write everything below `target`; what nbgrader has put there stays."""
     rows = []
-    for week, (name, (part, title, exercises)) in enumerate(course(seed, problems).items(), 1):
+    for week, (name, (part, title, exercises)) in enumerate(course(problems).items(), 1):
         notebook = source(title, name, exercises, seed)
         _write(target / "nbgrader" / "source" / name / f"{name}.ipynb", notebook)
         _write(target / "student" / f"{name}.ipynb", for_students(notebook))
@@ -480,7 +477,7 @@ def make(seed: int, problems: Path | None) -> int:
     write(seed, problems)
     print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
     wrong = 0
-    for name, (_, _, exercises) in course(seed, problems).items():
+    for name, (_, _, exercises) in course(problems).items():
         for exercise in exercises:
             if exercise.name and (message := prove(exercise, seed)):
                 wrong += 1
