@@ -125,7 +125,9 @@ def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbfor
     for exercise in exercises:
         for i, (kind, text) in enumerate(exercise.prelude):
             name_ = f"{exercise.label}-before-{i}"
-            cells.append(_text(text, name_) if kind == "markdown" else _code(text, name_, locked=True))
+            cells.append(
+                _text(text, name_) if kind == "markdown" else _code(text, name_, locked=True)
+            )
         cells += _cells(exercise, seed)
     notebook = new_notebook(cells=cells)
     notebook.metadata = {
@@ -171,7 +173,8 @@ def _cells(exercise: Exercise, seed: int) -> list[nbformat.NotebookNode]:
     checked, by_hand = points(exercise)
     time = f"{exercise.minutes} minutes"
     worth = " + ".join(
-        [f"{checked} points by the check"] * bool(checked) + [f"{by_hand} points by hand"] * bool(by_hand)
+        [f"{checked} points by the check"] * bool(checked)
+        + [f"{by_hand} points by hand"] * bool(by_hand)
     )
     head = f"## Exercise {exercise.number}. {exercise.title}\n\n{exercise.mark} {worth}, {time}"
     scheme = "\n".join([SCHEME[0], *_scheme(exercise), SCHEME[1]])
@@ -235,7 +238,8 @@ def demands(text: str) -> list[str]:
 def _test(exercise: Exercise, seed: int) -> str:
     """Return the check of the page, and behind it what students do not see."""
     name = exercise.name
-    call = f'assert globals().get("{name}", ...) is not ..., "{name}: there is no answer, or its cell failed"'
+    reason = f"{name}: there is no answer, or its cell failed"
+    call = f'assert globals().get("{name}", ...) is not ..., "{reason}"'
     wrong = [x.code for x in exercise.mistakes] + [f"{name} = lambda *a, **k: None"]
     hidden = [
         MARKS[2],
@@ -330,7 +334,9 @@ def pages() -> list[tuple[str, str]]:
     """
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
     found = [
-        (Path(page["file"]).name, part["caption"]) for part in toc["parts"] for page in part["chapters"]
+        (Path(page["file"]).name, part["caption"])
+        for part in toc["parts"]
+        for page in part["chapters"]
     ]
     return [
         (name, part)

@@ -30,9 +30,7 @@ MISTAKE = re.compile(  # beside a problem of a lecturer's; those of the book lie
     re.M | re.S,
 )
 PLACEHOLDER = re.compile(r"^(\w+) = \.\.\.$", re.M)
-EXERCISE = re.compile(
-    r"^(:{3,})\{exercise\} ([^\n]+)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S
-)
+EXERCISE = re.compile(r"^(:{3,})\{exercise\} ([^\n]+)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S)
 SOLUTION = re.compile(
     r"^(:{3,})\{solution\} (\S+)\n(.*?)^\1$|"
     r"^:::\{solution-start\} (\S+)\n[^`]*?^:::\n(.*?)^:::\{solution-end\}\n:::$",
@@ -94,7 +92,11 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     text, ours = path.read_text("utf8"), path.resolve().parent == BOOK
     wrong = recorded(path.stem) if ours else {}
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
-    boxes, found, start = list(EXERCISE.finditer(text)), [], re.match(r".*?^# .+?$", text, re.M | re.S)
+    boxes, found, start = (
+        list(EXERCISE.finditer(text)),
+        [],
+        re.match(r".*?^# .+?$", text, re.M | re.S),
+    )
     last = start.end()
     for i, box in enumerate(boxes):
         label = box[3]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "_ext"))
 import course  # noqa: E402
 from derived_attention.page import grading  # noqa: E402
 from derived_attention.page.exercises import ExerciseError, check_properties  # noqa: E402
-from exercises import CELL, SOLUTION, read_exercises  # noqa: E402
+from exercises import SOLUTION  # noqa: E402
 
 NAMES = [course.assignment(page) for page, _ in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance
@@ -336,7 +336,7 @@ ANSWERS = ("ex-05-common", "ex-05-rms", "ex-05-causal")  # worth 10, 15 and 10 p
 LOOP = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
 HUGE = "def rms_attention(q, k, v, eps):\n    return torch.zeros(10**12)"
 DELETE = """import os, shutil
-for place in ({folder!r}, "..", "../.."):
+for place in ({folder!r}, {beside!r}):  # the test's own: a fence that fails must cost nothing
     shutil.rmtree(place, ignore_errors=True)
 os._exit(0)"""
 LEAVE = "import sys\nsys.exit()"
@@ -364,9 +364,10 @@ def school(tmp_path_factory):
     hand_in(folder, "wrong", [wrong[x] for x in ANSWERS], renamed="chapter05 (1)")
     hand_in(folder, "empty", [])
     hand_in(folder, "greedy", [LOOP, HUGE, right["ex-05-causal"]])
-    delete = DELETE.format(folder=str(folder))
+    (folder.parent / "beside").mkdir()
+    delete = DELETE.format(folder=str(folder), beside=str(folder.parent / "beside"))
     hand_in(folder, "hostile", [delete, LEAVE, PATCH])
-    if not grading.fence(str(folder)):
+    if not grading.fence_works():
         shutil.rmtree(folder / "submitted" / "hostile")  # nothing would keep it from deleting
     for command in ("autograde", "generate_feedback"):
         said[command] = nbgrader(folder, command, "chapter05")
@@ -423,7 +424,7 @@ def test_nbgrader_releases_what_students_get(school):
 def test_marks_are_those_that_the_answers_deserve(school):
     folder, _, _ = school
     found = marks(folder)
-    hostile = {"hostile": 0} if grading.fence(str(folder)) else {}
+    hostile = {"hostile": 0} if grading.fence_works() else {}
     assert found == {"right": 35, "wrong": 0, "empty": 0, "greedy": 10, **hostile}
 
 
@@ -444,7 +445,7 @@ def test_every_zero_has_a_reason(school):
 
 def test_a_hostile_notebook_deletes_nothing_and_is_listed(school):
     folder, _, said = school
-    if not grading.fence(str(folder)):
+    if not grading.fence_works():
         assert "does not let its users make namespaces" in said["autograde"]
         return
     errors, notes = outcome(folder, "hostile")
@@ -452,6 +453,7 @@ def test_a_hostile_notebook_deletes_nothing_and_is_listed(school):
     assert "known to be wrong" in errors["ex-05-causal-check"]
     assert notes.count("should be read by somebody") == 3
     assert (folder / "source" / "chapter05" / "chapter05.ipynb").exists()
+    assert (folder.parent / "beside").exists()
 
 
 def test_feedback_gives_no_hidden_test_and_no_expected_answer(school):

@@ -66,9 +66,7 @@ def check(
     print("Correct.")
 
 
-def check_properties(
-    answer: Any, *properties: Property, tol: float = 1e-8, seed: int = 0
-) -> None:
+def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed: int = 0) -> None:
     """Check what a right answer does, property by property.
 
     PyTorch's random draws within the properties are the same each time, so that an answer always

@@ -5,8 +5,8 @@ itself, a renamed notebook is found, a missing cell is put back, code that needs
 listed, and an exercise that ends the kernel costs that exercise alone.
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
-namespaces, it has no network, and sees neither the course's folder nor other processes. What it can
-still do is in the book's chapter on teaching.
+namespaces, it has no network, sees neither the course's folder nor other processes, and can write
+to an empty folder alone. What it can still do is in the book's page on teaching.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ KEPT = """PATH HOME LANG LC_ALL TZ LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV CONDA_
     JUPYTER_PATH JUPYTER_PREFER_ENV_PATH NBGRADER_EXECUTION TRITON_INTERPRET""".split()
 # `ulimit -f` counts in half KiB, as POSIX says; the others are in KiB and seconds.
 LIMITED = 'ulimit -t "$0" && ulimit -d "$1" && ulimit -f "$2" && shift 2 && exec "$@"'
-HIDDEN = 'mount -t tmpfs none "$0" && exec setpriv --bounding-set=-all --no-new-privs "$@"'
+# Hides the folder $0, leaves $1 as the only one that can be written, and gives the rights up that
+# this took.
+HIDDEN = """mount --bind "$1" "$1" && mount -t tmpfs none "$0" || exit 1
+while read -r _ _ _ _ place options _; do
+  case "$place" in "$0" | "$1" | /proc | /proc/* | /sys | /sys/* | /dev | /dev/*) continue ;; esac
+  mount -o "remount,bind,ro,${options#r[ow],}" "$place" || exit 1
+done </proc/self/mountinfo
+cd "$1" && shift && exec setpriv --bounding-set=-all --no-new-privs "$@"
+"""
 FENCE = "unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc".split()
 # What no exercise asks for, and what could reach the checks: to be read by somebody.
 STRANGE = set(
@@ -175,15 +183,25 @@ def strange(code: str) -> list[str]:
 # --- running it ----------------------------------------------------------------------------------
 
 
+def fenced(course: str, scratch: str) -> list[str]:
+    """Return the start of a command that sees no course, no network, and can write to scratch."""
+    return [*FENCE, "sh", "-c", HIDDEN, os.path.realpath(course), os.path.realpath(scratch)]
+
+
 @cache
-def fence(course: str) -> tuple[str, ...]:
-    """Return the command that runs another without network and course folder, if there is one."""
-    command = (*FENCE, "sh", "-c", HIDDEN, course)
-    try:
-        done = subprocess.run([*command, "true"], capture_output=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return command if done.returncode == 0 else ()
+def fence_works() -> bool:
+    """Say whether this machine lets its users put up that fence."""
+    with tempfile.TemporaryDirectory() as parent:
+        course, scratch, beside = (Path(parent, x) for x in ("course", "scratch", "beside"))
+        course.mkdir()
+        scratch.mkdir()
+        (course / "marks").touch()
+        test = f'test ! -e "{course}/marks" && touch here && ! touch "{beside}"'
+        command = [*fenced(str(course), str(scratch)), "sh", "-c", test]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
 
 
 class LimitedKernel(AsyncKernelManager):
@@ -199,12 +217,14 @@ class LimitedKernel(AsyncKernelManager):
         """Return the command of the kernel, behind those that limit it."""
         limits = [CPU_SECONDS, MEMORY // 2**10, FILE // 512]
         command = super().format_kernel_cmd(extra_arguments)
-        return [*fence(os.getcwd()), "sh", "-c", LIMITED, *map(str, limits), *command]
+        before = fenced(os.getcwd(), self.scratch.name) if fence_works() else []
+        return [*before, "sh", "-c", LIMITED, *map(str, limits), *command]
 
     async def start_kernel(self, **options: Any) -> None:
         """Start it in an empty folder, with none of the variables that could hold a secret."""
         wanted = ("OMP_", "MKL_", "CUDA_", "DERIVED_ATTENTION_")
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(wanted)}
+        kept |= {"TMPDIR": self.scratch.name}
         options |= {"env": {"OMP_NUM_THREADS": "1", **kept}, "cwd": self.scratch.name}
         await super().start_kernel(**options)
 
@@ -218,7 +238,7 @@ class Run(Execute):
         options.setdefault("kernel_manager_class", LimitedKernel)
         super().__init__(*args, **options)
         self.interrupt_on_timeout, self.shutdown_kernel = False, "immediate"
-        if not fence(os.getcwd()):
+        if not fence_works():
             self.log.warning(
                 "This machine does not let its users make namespaces: students' code runs with "
                 "the network, and with access to this folder. Grade a copy, in a container."
