@@ -17,7 +17,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks pdf zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -51,6 +51,10 @@ notebooks: book ## bring the committed notebooks in step with the pages
 
 pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; needs Chromium
 	@echo "The PDF is ready. Open $(abspath $(PDF))"
+
+course: FORCE ## write the assignments of a course; SEED=7 gives other hidden tests, KEY=… more problems
+	@$(ENVIRONMENT) build,course
+	@$(BIN)/python _ext/course.py $(if $(SEED),--seed $(SEED)) $(if $(KEY),--key "$(KEY)")
 
 zip: book ## pack the book into one archive, for readers without a network
 	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."

@@ -35,8 +35,8 @@ from pathlib import Path  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "_build" / "install.log"
 SOURCES = ("pyproject.toml", "constraints.txt", "package.json", "package-lock.json")
-# What runs the chapters; what builds the book, too; what checks it, too. Each has those before it.
-LEVELS = ("book,plugs", "build", "dev")
+# What runs the chapters; builds the book, too; makes a course, too; checks it all, too.
+LEVELS = ("book,plugs", "build", "build,course", "dev")
 PIP = ["-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
 TORCH = ("torch", "torchvision")  # built together: one for CPUs cannot be used beside one for CUDA
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"

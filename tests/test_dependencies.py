@@ -24,7 +24,7 @@ OWN = {path.stem for path in ROOT.glob("*/*.py")} | {"benchmarks", "derived_atte
 PACKAGE = ROOT / "src" / "derived_attention"
 KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
 CLUSTER = {"ray"}  # a grid asks for it when it is told to
-LATER = {"plugs", "ledger"}  # need more than pages do
+LATER = {"plugs", "ledger", "grading"}  # need more than pages do
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {
     "core": ["attention"],
@@ -34,6 +34,7 @@ PLACES = {
         x.relative_to(PACKAGE) for x in PACKAGE.rglob("*.py") if not LATER & {x.stem, x.parent.stem}
     ],
     "build": ["page/ledger"],
+    "course": ["page/grading.py"],
     "plugs": ["plugs.py"],
 }
 # Run, but not imported; imported, but not declared.
@@ -115,9 +116,17 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 
 def test_the_book_is_built_without_what_only_tests_and_benchmarks_need():
     pages = imported_by("book") | imported_by_pages() | imported_by_pages(plugs=True)
-    used = distributions((imported(ROOT / "_ext") | pages) - KERNELS - CLUSTER) | {*BUILDERS}
+    builders = (path for path in (ROOT / "_ext").glob("*.py") if path.stem != "course")
+    used = distributions((imported(*builders) | pages) - KERNELS - CLUSTER) | {*BUILDERS}
     assert used | declared("plugs") == declared("build")
     assert not declared("build") & {"ray", "pytest", "triton", "playwright", "fla-core", "mypy"}
+
+
+def test_a_course_is_made_and_graded_with_what_its_extra_declares_and_it_declares_no_more():
+    grading = distributions(imported_by("course")) | distributions({"cryptography"})
+    assert grading | declared("book") == declared("course")
+    making = distributions(imported(ROOT / "_ext" / "course.py"))
+    assert making <= declared("build") | declared("course")
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():

@@ -5,11 +5,7 @@ would give, each with a word of the message that it must get: ``WRONG = {"ex-01-
 message), ...]}``. Of a page only the statements run that the exercise's cell needs.
 """
 
-import ast
-import builtins
-import importlib.util
-import re
-import symtable
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,98 +13,41 @@ import pytest
 
 from derived_attention.page.exercises import ExerciseError
 
-BOOK, FOLDER = Path(__file__).parents[1] / "book", Path(__file__).parent / "wrong_answers"
-CELL = re.compile(r"^```\{code-cell\} ipython3\n(?:---\n.*?\n---\n)?(.*?)^```", re.M | re.S)
-LABEL = re.compile(r"^:label: (ex-\S+)$", re.M)
-PLACEHOLDER = re.compile(r"^(\w+) = \.\.\.$", re.M)
-
-
-def answers(page):
-    """Return the recorded wrong answers of a page."""
-    spec = importlib.util.spec_from_file_location("wrong_answers", FOLDER / f"{page}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.WRONG
+sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
+from exercises import BOOK, WRONG, read_exercises, recorded  # noqa: E402
 
 
 @cache
 def exercises(page):
-    """Return, by label, the cell of each exercise that has a check, and all code before it."""
-    text, found, before = (BOOK / f"{page}.md").read_text("utf8"), {}, []
-    for match in CELL.finditer(text):
-        if PLACEHOLDER.search(match[1]):
-            label = LABEL.findall(text, 0, match.start())[-1]
-            assert label not in found, f"{label} has two cells with a placeholder"
-            found[label] = (match[1], tuple(before))
-        before.append(match[1])
-    return found
+    """Return, by label, the exercises of a page that have a check."""
+    found = read_exercises(BOOK / f"{page}.md")
+    return {exercise.label: exercise for exercise in found if exercise.name}
 
 
-def bound(statement):
-    """Return the names that a statement of a page's top level binds."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and stored(n)}
-
-
-def stored(name):
-    return isinstance(name.ctx, ast.Store)
-
-
-def needed(cell, before):
-    """Return the statements before a cell that bind what it reads, in their order."""
-    statements = [s for code in before for s in ast.parse(magic_free(code)).body]
-    chosen, asked = set(), [(len(statements), name) for name in read(cell)]
-    while asked:
-        end, name = asked.pop()
-        for i in range(end - 1, -1, -1):
-            if name in bound(statements[i]):
-                if i not in chosen:
-                    chosen.add(i)
-                    asked += [(i, other) for other in read(ast.unparse(statements[i]))]
-                break
-    return [ast.unparse(statements[i]) for i in sorted(chosen)]
-
-
-def read(code):
-    """Return the global names that code reads, also inside its functions."""
-    names, tables = set(), [symtable.symtable(code, "page", "exec")]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        whole = table.get_type() == "module"
-        names |= {s.get_name() for s in table.get_symbols() if whole or s.is_global()}
-    return names - set(vars(builtins))
-
-
-def magic_free(code):
-    return "\n".join(line for line in code.splitlines() if not line.startswith("%"))
-
-
-PAGES = sorted(path.stem for path in FOLDER.glob("*.py"))
+PAGES = sorted(path.stem for path in WRONG.glob("*.py"))
 CASES = [
     pytest.param(page, label, i, id=f"{label}-{i}")
     for page in PAGES
-    for label, wrong in answers(page).items()
-    for i in range(len(wrong))
+    for label, exercise in exercises(page).items()
+    for i in range(len(exercise.mistakes))
 ]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_check_has_three_wrong_answers(page):
-    counts = {label: len(wrong) for label, wrong in answers(page).items()}
-    assert counts.keys() == exercises(page).keys()
+    counts = {label: len(exercise.mistakes) for label, exercise in exercises(page).items()}
     assert min(counts.values()) >= 3, counts
+
+
+def test_no_wrong_answer_is_for_an_exercise_that_is_not_there():
+    for page in PAGES:
+        assert recorded(page).keys() == exercises(page).keys()
 
 
 @pytest.mark.parametrize(("page", "label", "i"), CASES)
 def test_a_wrong_answer_is_told_what_is_wrong(page, label, i, capsys):
-    cell, before = exercises(page)[label]
-    code, message = answers(page)[label][i]
-    world = {}
-    exec("\n".join(needed(f"{code}\n{cell}", before)), world)
-    tested = cell[: PLACEHOLDER.search(cell).start()] + code + "\n" + PLACEHOLDER.sub("", cell)
-    with pytest.raises(ExerciseError, match=message):
-        exec(tested, world)
+    exercise = exercises(page)[label]
+    mistake, world = exercise.mistakes[i], {}
+    exec("\n".join([*exercise.needed, exercise.before]), world)
+    with pytest.raises(ExerciseError, match=mistake.message):
+        exec(f"{mistake.code}\n{exercise.test}", world)

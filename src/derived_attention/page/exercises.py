@@ -66,7 +66,7 @@ def check(
     print("Correct.")
 
 
-def check_properties(answer: Any, *properties: Property, tol: float = 1e-8) -> None:
+def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed: int = 0) -> None:
     """Check what a right answer does, property by property.
 
     PyTorch's random draws within the properties are the same each time, so that an answer always
@@ -82,6 +82,8 @@ def check_properties(answer: Any, *properties: Property, tol: float = 1e-8) -> N
         if the case is right, or the error, a number or an array.
     tol
         Largest error allowed.
+    seed
+        Seed of the draws: another one gives other draws, where a property makes any.
 
     Raises
     ------
@@ -101,16 +103,50 @@ def check_properties(answer: Any, *properties: Property, tol: float = 1e-8) -> N
         print("Not attempted yet: replace the ... above and run the cell again.")
         return
     for property_ in properties:
-        _check_property(answer, property_, tol)
+        _check_property(answer, property_, tol, seed)
     print("Correct.")
 
 
-def _check_property(answer: Any, property_: Property, tol: float) -> None:
+def check_refuses(test: str, wrong: Sequence[str], world: dict[str, Any]) -> None:
+    """Make sure that a test still refuses wrong answers: if not, somebody has changed the checker.
+
+    Parameters
+    ----------
+    test
+        Code that checks an answer.
+    wrong
+        For each wrong answer the code that defines it.
+    world
+        The names that the code needs; they stay as they are.
+
+    Raises
+    ------
+    ExerciseError
+        If the test accepts one of them.
+
+    Examples
+    --------
+    >>> check_refuses("check(answer, 2)", ["answer = 3"], {"check": check})
+    """
+    for code in wrong:
+        trial = dict(world)
+        exec(code, trial)
+        try:
+            exec(test, trial)
+        except ExerciseError:
+            continue
+        raise ExerciseError(
+            f"the check accepts an answer that is known to be wrong, {code!r}: something that it "
+            "uses has been changed in this notebook"
+        )
+
+
+def _check_property(answer: Any, property_: Property, tol: float, seed: int) -> None:
     if not property_.__doc__:
         raise ValueError(f"property {property_.__name__} has no docstring; expected its statement")
     text, last = " ".join(property_.__doc__.split()), "before the first case"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
             for last, error in property_(answer):
                 _check_case(f"{text}. Not so for {last}", error, tol)

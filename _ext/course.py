@@ -1,0 +1,496 @@
+"""Write the assignments of a course: ``python course.py`` makes _build/course from the pages.
+
+For each page with exercises there is a notebook for students, one for the lecturer, and the source
+of an assignment for nbgrader, all three from one list of cells. ``seal FOLDER`` packs problems that
+only lecturers should see into course/problems.enc; ``--key`` takes such a folder, or the archive's
+passphrase, and puts its problems behind those of the book.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import csv
+import getpass
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import nbformat
+import yaml
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from book import ROOT
+from exercises import BOOK, EXERCISE, Exercise, read_exercises
+from notebooks import set_up
+
+TARGET, ARCHIVE = ROOT / "_build" / "course", ROOT / "course" / "problems.enc"
+PASSPHRASE = "COURSE_PASSPHRASE"  # the variable with which `seal` does not ask
+SALT = 16  # bytes
+OPEN_POINTS = 20  # of an exercise whose end is not known
+PREPARED = "# What the exercises need, of the chapter or of their own."
+STUB, TEXT_STUB = "# Your answer, in the place of the three dots.", "*Your answer.*"
+MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
+SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
+VERBS = "Show|Prove|Derive|Find|Minimise|Write|Compute|Compare|Predict|Measure|Evaluate|Give|Count"
+VERBS += "|Express|Sketch|Choose|Take|Design|Build|Train|Check|Solve|Describe|Explain|Bound"
+CONFIG = '''\
+"""Settings of nbgrader for the assignments of "Derived Attention", written by `make course`."""
+
+from derived_attention.page import grading
+from nbgrader import preprocessors as theirs
+
+c = get_config()  # noqa: F821
+c.CourseDirectory.course_id = "derived-attention"
+c.ClearSolutions.code_stub = {"python": %(stub)r}
+c.ClearSolutions.text_stub = %(text_stub)r
+# The scheme of an answer that is marked by hand stands in the locked cell above it.
+c.ClearMarkScheme.enforce_metadata = False
+c.Autograde.pre_convert_hook = grading.find_renamed
+c.Autograde.sanitize_preprocessors = [
+    grading.HandIn,
+    theirs.ClearOutput,
+    theirs.DeduplicateIds,
+    theirs.OverwriteKernelspec,
+    theirs.OverwriteCells,
+    theirs.CheckCellMetadata,
+]
+c.Autograde.autograde_preprocessors = [
+    grading.Run,
+    theirs.IgnorePattern,
+    theirs.LimitOutput,
+    theirs.SaveAutoGrades,
+    theirs.AssignLatePenalties,
+    theirs.CheckCellMetadata,
+]
+# nbgrader gives no points to a cell that warns; a warning is no error here.
+c.IgnorePattern.enabled = True
+c.IgnorePattern.pattern = "(?s).*"
+# What students get back has neither hidden tests nor expected answers.
+c.GenerateFeedback.preprocessors = [
+    theirs.GetGrades,
+    theirs.ClearHiddenTests,
+    theirs.ClearMarkScheme,
+    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
+]
+'''
+INTRODUCTION = """\
+# {title}
+
+{minutes} minutes, {points} points{open}. Read the chapter first: theorems and equations have its
+numbers. Write into the cells for answers, run all cells from top to bottom, save, and hand in this
+file under its name, {name}.ipynb. Cells that you add are kept; do not remove the others.
+
+Code is graded by the checks that you see and by further ones with other numbers, in a new Python
+without a network. A cell may take a minute there, and {memory} GB of memory."""
+
+
+# --- one assignment ------------------------------------------------------------------------------
+
+
+def assignment(page: str) -> str:
+    """Return the name of a page's assignment: chapter05, appendixD, positions, exam."""
+    kind, _, rest = page.partition("_")
+    if rest and kind.isdigit():
+        return f"chapter{kind}"
+    return f"appendix{kind}" if rest and len(kind) == 1 else page
+
+
+def points(exercise: Exercise) -> tuple[int, int]:
+    """Return the points by check and by hand: one a minute, and 20 for an open exercise.
+
+    Where a problem has a rubric of its own, that counts.
+    """
+    total = OPEN_POINTS if exercise.open else exercise.minutes
+    by_check = 0 if not exercise.name else total // 2 if exercise.by_hand else total
+    by_hand = exercise.rubric[0] if exercise.rubric else total - by_check
+    return by_check, by_hand if exercise.by_hand else 0
+
+
+def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbformat.NotebookNode:
+    """Return the notebook that nbgrader makes an assignment from, with solutions and all checks."""
+    cells = [_text(_introduction(title, name, exercises), "introduction")]
+    cells.append(_code(set_up(), "set-up", locked=True))
+    prepared = dict.fromkeys(x for e in exercises if not e.prelude for x in (*e.needed, e.before))
+    text = "\n".join(_tidy([x for x in prepared if x]))
+    cells.append(_code(f"{PREPARED}\nSEED = {seed}\n{text}", "from-the-chapter", locked=True))
+    for exercise in exercises:
+        for i, (kind, text) in enumerate(exercise.prelude):
+            name_ = f"{exercise.label}-before-{i}"
+            cells.append(
+                _text(text, name_) if kind == "markdown" else _code(text, name_, locked=True)
+            )
+        cells += _cells(exercise, seed)
+    notebook = new_notebook(cells=cells)
+    notebook.metadata = {
+        "derived_attention": {"assignment": name},
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in cells:  # the same source makes the same file
+        cell.id = cell.metadata["nbgrader"]["grade_id"][:64]
+    return notebook
+
+
+def _introduction(title: str, name: str, exercises: list[Exercise]) -> str:
+    closed = [e for e in exercises if not e.open]
+    opened = sum(sum(points(e)) for e in exercises if e.open)
+    return INTRODUCTION.format(
+        title=title,
+        name=name,
+        minutes=sum(e.minutes for e in closed),
+        points=sum(sum(points(e)) for e in closed),
+        open=f", and {opened} for the open exercises (🔬) at the end" if opened else "",
+        memory=4,
+    )
+
+
+def _tidy(statements: list[str]) -> list[str]:
+    """Return statements with the imports on top, and empty lines around definitions."""
+    names: dict[str, list[str]] = {}
+    others, modules = [], []
+    for text in statements:
+        if match := re.fullmatch(r"from (\S+) import ([^\n]+)", text):
+            names.setdefault(match[1], []).append(match[2])
+        elif text.startswith("import "):
+            modules.append(text)
+        else:
+            others.append(f"\n{text}\n" if "\n" in text else text)
+    taken = (f"from {module} import {', '.join(found)}" for module, found in names.items())
+    return [*modules, *taken, "", *others]
+
+
+def _cells(exercise: Exercise, seed: int) -> list[nbformat.NotebookNode]:
+    """Return the cells of one exercise: task, answer and check, answer in words."""
+    checked, by_hand = points(exercise)
+    time = f"{exercise.minutes} minutes"
+    worth = " + ".join(
+        [f"{checked} points by the check"] * bool(checked)
+        + [f"{by_hand} points by hand"] * bool(by_hand)
+    )
+    head = f"## Exercise {exercise.number}. {exercise.title}\n\n{exercise.mark} {worth}, {time}"
+    scheme = "\n".join([SCHEME[0], *_scheme(exercise), SCHEME[1]])
+    cells = [_text(f"{head}\n\n{exercise.text}\n\n{scheme}", exercise.label)]
+    if exercise.name:
+        answer = "\n".join([f"{exercise.name} = ...", MARKS[0], exercise.code, MARKS[1]])
+        cells.append(_code(answer, f"{exercise.label}-answer", solution=True))
+        cells.append(_code(_test(exercise, seed), f"{exercise.label}-check", checked, locked=True))
+    if by_hand:
+        words = f"{MARKS[0]}\n{exercise.solution}\n{MARKS[1]}"
+        cells.append(_text(words, f"{exercise.label}-words", by_hand))
+    return cells
+
+
+def _scheme(exercise: Exercise) -> list[str]:
+    """Return what whoever marks should know: points for each demand, solution, known mistakes."""
+    _, by_hand = points(exercise)
+    lines = []
+    if by_hand:
+        lines = [*_rubric(exercise, by_hand), "", "**Expected answer.**", ""]
+    else:
+        lines = ["**Solution.**", ""]
+    lines += [exercise.solution]
+    if exercise.code and not exercise.name:
+        lines += ["", "```python", exercise.code, "```"]
+    if exercise.mistakes:
+        lines += ["", "**Expected mistakes,** and what the check says of them:", ""]
+    for mistake in exercise.mistakes:
+        what = f"{mistake.name}: " if mistake.name else ""
+        code = ["```python", *mistake.code.splitlines(), "```"]
+        lines += [f"- {what}*{_readable(mistake.message)}*", "", *(f"  {x}" for x in code), ""]
+    return lines
+
+
+def _rubric(exercise: Exercise, by_hand: int) -> list[str]:
+    if exercise.rubric:
+        return [f"**Rubric, {by_hand} points.** {exercise.rubric[1]}"]
+    asked = demands(exercise.text)
+    shares = [by_hand // len(asked) + (i < by_hand % len(asked)) for i in range(len(asked))]
+    return [
+        f"**Rubric, {by_hand} points.** All points of a line for a result with its reason,",
+        "half of them for a result alone, or for a reason with a slip.",
+        "",
+        *(f"- {share} points: {text}" for share, text in zip(shares, asked, strict=True)),
+    ]
+
+
+def _readable(pattern: str) -> str:
+    """Return a pattern for a message as the words that it stands for."""
+    return re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)\.[*+]\??", " … ", pattern))
+
+
+def demands(text: str) -> list[str]:
+    """Return the sentences of an exercise that ask for something."""
+    flat = " ".join(re.sub(r"\$\$.*?\$\$", "(formula)", text, flags=re.S).split())
+    sentences = re.split(r"(?<=[.?!])\s+(?=[A-Z`*(⌨✍])", flat)
+    asked = [x for x in sentences if x.endswith("?") or re.match(rf"(?:{VERBS})\b", x)]
+    return asked or [flat]
+
+
+def _test(exercise: Exercise, seed: int) -> str:
+    """Return the check of the page, and behind it what students do not see."""
+    name = exercise.name
+    reason = f"{name}: there is no answer, or its cell failed"
+    call = f'assert globals().get("{name}", ...) is not ..., "{reason}"'
+    wrong = [x.code for x in exercise.mistakes] + [f"{name} = lambda *a, **k: None"]
+    hidden = [
+        MARKS[2],
+        "# Other draws than those above.",
+        other_draws(exercise.test, seed),
+        "# The check must still refuse what is wrong.",
+        "from derived_attention.page.exercises import check_refuses",
+        f"test = {exercise.test!r}",
+        *(f"check_refuses(test, [{code!r}], globals())" for code in wrong),
+        MARKS[3],
+    ]
+    imported = "from derived_attention.page.exercises import check, check_properties"
+    return "\n".join([imported, call, "", exercise.test, *hidden])
+
+
+class _Reseed(ast.NodeTransformer):
+    """Give every draw of a page's check another seed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802
+        """Change a call that takes a seed."""
+        self.generic_visit(node)
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "check_properties":
+            node.keywords.append(ast.keyword("seed", ast.Constant(self.seed)))
+        elif name == "default_rng" and node.args:
+            node.args = [ast.List([ast.Constant(self.seed), node.args[0]], ast.Load())]
+        elif name == "manual_seed" and node.args:
+            node.args = [ast.BinOp(node.args[0], ast.Add(), ast.Constant(1000 * self.seed))]
+        return node
+
+
+def other_draws(test: str, seed: int) -> str:
+    """Return a check with other seeds: PyTorch's by the checker's, NumPy's where it is written."""
+    return ast.unparse(ast.fix_missing_locations(_Reseed(seed).visit(ast.parse(test))))
+
+
+def _code(text: str, name: str, worth: int = 0, locked: bool = False, solution: bool = False):
+    cell = new_code_cell(text)
+    cell.metadata = {"nbgrader": _kind(name, worth, locked, solution)}
+    return cell
+
+
+def _text(text: str, name: str, worth: int = 0):
+    cell = new_markdown_cell(text)
+    cell.metadata = {"nbgrader": _kind(name, worth, not worth, bool(worth))}
+    return cell
+
+
+def _kind(name: str, worth: int, locked: bool, solution: bool) -> dict:
+    kind = {"grade_id": name, "schema_version": 3, "grade": worth > 0, "locked": locked}
+    kind |= {"solution": solution, "task": False}
+    return kind | ({"points": worth} if worth else {})
+
+
+# --- for whom ------------------------------------------------------------------------------------
+
+
+def for_students(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Return the notebook without solutions, hidden tests and schemes, as nbgrader makes it."""
+    copy = nbformat.from_dict(notebook)
+    for cell in copy.cells:
+        stub = STUB if cell.cell_type == "code" else TEXT_STUB
+        cell.source = _cut(_cut(_cut(cell.source, *MARKS[:2], stub), *MARKS[2:]), *SCHEME).strip()
+    return copy
+
+
+def _cut(text: str, start: str, end: str, stub: str = "") -> str:
+    pattern = rf"^{re.escape(start)}$.*?^{re.escape(end)}$"
+    return re.sub(pattern, lambda _: stub, text, flags=re.M | re.S)
+
+
+def for_lecturers(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Return the notebook with everything, without nbgrader's marks."""
+    copy = nbformat.from_dict(notebook)
+    for cell in copy.cells:
+        lines = [x for x in cell.source.splitlines() if x not in (*MARKS[:2], MARKS[3], *SCHEME)]
+        cell.source = "\n".join("# Hidden tests." if x == MARKS[2] else x for x in lines)
+        del cell.metadata["nbgrader"]
+    return copy
+
+
+# --- the course ----------------------------------------------------------------------------------
+
+
+def pages() -> list[tuple[str, str]]:
+    """Return the pages with assignments in the order of the book, each with its part.
+
+    An audit's exercises are questions for a seminar.
+    """
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
+    found = [
+        (Path(page["file"]).name, part["caption"])
+        for part in toc["parts"]
+        for page in part["chapters"]
+    ]
+    return [
+        (name, part)
+        for name, part in found
+        if not name.startswith("audit") and EXERCISE.search((BOOK / f"{name}.md").read_text("utf8"))
+    ]
+
+
+def title_of(path: Path) -> str:
+    """Return the title of a page."""
+    return re.search(r"^# (.+)$", path.read_text("utf8"), re.M)[1]
+
+
+def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exercise]]]:
+    """Return by assignment its part, its title and its exercises."""
+    found = {}
+    for page, part in pages():
+        path, extra = BOOK / f"{page}.md", problems and problems / f"{page}.md"
+        exercises = sorted(read_exercises(path), key=lambda e: e.open)
+        if extra and extra.exists():
+            exercises += read_exercises(extra, first=len(exercises) + 1)
+        found[assignment(page)] = (part, title_of(path), exercises)
+    for path in sorted(problems.glob("*.md")) if problems else []:
+        if path.stem not in dict(pages()):
+            found[assignment(path.stem)] = ("", title_of(path), read_exercises(path))
+    return found
+
+
+def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) -> None:
+    """Write everything below `target`; what nbgrader has put there stays."""
+    rows = []
+    for week, (name, (part, title, exercises)) in enumerate(course(problems).items(), 1):
+        notebook = source(title, name, exercises, seed)
+        _write(target / "nbgrader" / "source" / name / f"{name}.ipynb", notebook)
+        _write(target / "student" / f"{name}.ipynb", for_students(notebook))
+        _write(target / "instructor" / f"{name}.ipynb", for_lecturers(notebook))
+        rows.append(_row(week, name, part, title, exercises))
+    config = CONFIG % {"stub": STUB, "text_stub": TEXT_STUB}
+    (target / "nbgrader" / "nbgrader_config.py").write_text(config, "utf8")
+    with open(target / "weeks.csv", "w", encoding="utf8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _write(path: Path, notebook: nbformat.NotebookNode) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.validate(notebook)
+    path.write_text(nbformat.writes(notebook) + "\n", "utf8")
+
+
+def _row(week: int, name: str, part: str, title: str, exercises: list[Exercise]) -> dict:
+    closed, opened = ([e for e in exercises if e.open == kind] for kind in (False, True))
+    return {
+        "week": week,
+        "assignment": name,
+        "part": part,
+        "title": title,
+        "minutes": sum(e.minutes for e in closed),
+        "points by checks": sum(points(e)[0] for e in closed),
+        "points by hand": sum(points(e)[1] for e in closed),
+        "open exercises": len(opened),
+        "their minutes": sum(e.minutes for e in opened),
+        "their points": sum(sum(points(e)) for e in opened),
+    }
+
+
+def prove(exercise: Exercise, seed: int) -> str:
+    """Return what is wrong with an exercise: its solution must pass all its checks."""
+    before = [text for kind, text in exercise.prelude if kind == "code"]
+    code = [f"SEED = {seed}", *exercise.needed, *before, exercise.before, exercise.code]
+    code.append(_test(exercise, seed))
+    done = subprocess.run(
+        [sys.executable, "-"], input="\n".join(code), capture_output=True, text=True, timeout=300
+    )
+    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+# --- problems for lecturers ----------------------------------------------------------------------
+
+
+def lock(passphrase: str, salt: bytes) -> Fernet:
+    """Return what encrypts and decrypts with a passphrase."""
+    if len(passphrase) < 12:
+        raise ValueError(f"the passphrase has {len(passphrase)} characters; expected 12 or more")
+    key = Scrypt(salt=salt, length=32, n=2**15, r=8, p=1).derive(passphrase.encode())
+    return Fernet(base64.urlsafe_b64encode(key))
+
+
+def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
+    """Pack the pages of a folder into the encrypted archive."""
+    pages = sorted(folder.glob("*.md"))
+    if not pages:
+        raise ValueError(f"{folder} holds no pages; expected files *.md")
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for page in pages:
+            tar.add(page, page.name)
+    salt = os.urandom(SALT)
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    archive.write_bytes(salt + lock(passphrase, salt).encrypt(data.getvalue()))
+
+
+def unseal(passphrase: str, folder: Path, archive: Path = ARCHIVE) -> None:
+    """Unpack the encrypted archive into a folder."""
+    if not archive.exists():
+        raise ValueError(f"{archive.name} is not there; expected the archive of the problems")
+    content = archive.read_bytes()
+    try:
+        data = lock(passphrase, content[:SALT]).decrypt(content[SALT:])
+    except InvalidToken:
+        raise ValueError(f"the passphrase does not open {archive.name}") from None
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def main() -> int:
+    """Write the course, or seal a folder of problems."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", nargs="?", default="write", choices=("write", "seal"))
+    parser.add_argument("folder", nargs="?", type=Path, help="of the pages to seal")
+    parser.add_argument("--seed", type=int, default=1, help="of the draws in hidden tests")
+    parser.add_argument("--key", default="", help="a folder of problems, or the passphrase")
+    given = parser.parse_args()
+    try:
+        if given.what == "seal":
+            passphrase = os.environ.get(PASSPHRASE) or getpass.getpass("Passphrase: ")
+            seal(given.folder or Path(), passphrase)
+            print(f"Sealed: {ARCHIVE.relative_to(ROOT)}")
+            return 0
+        with tempfile.TemporaryDirectory() as folder:
+            problems = Path(given.key) if given.key and Path(given.key).is_dir() else None
+            if given.key and problems is None:
+                problems = Path(folder)
+                unseal(given.key, problems)
+            return make(given.seed, problems)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def make(seed: int, problems: Path | None) -> int:
+    """Write the course, and prove that each solution passes with this seed."""
+    write(seed, problems)
+    print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
+    wrong = 0
+    for name, (_, _, exercises) in course(problems).items():
+        for exercise in exercises:
+            if exercise.name and (message := prove(exercise, seed)):
+                wrong += 1
+                print(f"  {name}, {exercise.label}: {message}", file=sys.stderr, flush=True)
+    print("All pass." if not wrong else f"{wrong} do not pass: mend them, or take another SEED.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""Assignments from the pages: nothing is given away, and nbgrader marks what students hand in."""
+
+import csv
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+import course  # noqa: E402
+from derived_attention.page import grading  # noqa: E402
+from derived_attention.page.exercises import ExerciseError, check_properties  # noqa: E402
+from exercises import SOLUTION  # noqa: E402
+
+NAMES = [course.assignment(page) for page, _ in course.pages()]
+RUN = 8  # words and signs in a row that no two texts share by chance
+PROBLEM = """# Problems
+
+The number of this course is printed:
+
+```{code-cell} ipython3
+from derived_attention.page.exercises import check_properties
+SEED = globals().get("SEED", 0)
+print(SEED)
+```
+
+:::{exercise} On paper
+:label: key-05-paper
+
+✍ Show that one half of *SEED* is a half of {prf:ref}`thm-bnsh-weights`. (5 minutes)
+:::
+
+:::{solution} key-05-paper
+:class: dropdown
+
+An unmistakable argument about halves.
+
+3 points: 2 for the argument, 1 for the half.
+:::
+
+:::{exercise} Twice
+:label: key-05-twice
+
+⌨ Write `twice(x)`. (5 minutes)
+:::
+
+```{code-cell} ipython3
+twice = ...
+
+def doubles(f):
+    "f(x) = 2x"
+    yield "x = 3", f(3) - 6
+
+check_properties(twice, doubles)
+```
+
+:::{solution-start} key-05-twice
+:class: dropdown
+:::
+
+```{code-cell} ipython3
+def twice(unmistakable):
+    return unmistakable + unmistakable
+
+check_properties(twice, doubles)
+```
+
+:::{solution-end}
+:::
+
+```{code-cell} ipython3
+---
+tags: [wrong-answer]
+---
+# mistake: squared
+# message: f.x. = 2x. Not so for x = 3
+twice = lambda x: x * x
+```
+"""
+
+
+@cache
+def assignments():
+    """Return, by name, exercises and source of every assignment."""
+    found = course.course()
+    return {
+        name: (exercises, course.source(title, name, exercises, 7))
+        for name, (_, title, exercises) in found.items()
+    }
+
+
+def words(text):
+    """Return the words and signs of a text."""
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def runs(text):
+    """Return what stands in a text in a row."""
+    found = words(text)
+    return {tuple(found[i : i + RUN]) for i in range(len(found) - RUN + 1)}
+
+
+def text_of(notebook):
+    return "\n\n".join(cell.source for cell in notebook.cells)
+
+
+# --- what is written -----------------------------------------------------------------------------
+
+
+def test_every_page_with_exercises_has_an_assignment_in_the_order_of_the_book():
+    assert NAMES[:4] == ["chapter01", "positions", "chapter02", "chapter03"]
+    assert len(NAMES) == len(set(NAMES)) == len(assignments()) >= 19
+    assert not any(name.startswith("audit") for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_students_get_no_solution(name):
+    exercises, source = assignments()[name]
+    students = course.for_students(source)
+    nbformat.validate(students)
+    text = text_of(students)
+    given = runs(text)
+    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    written = (course.BOOK / f"{page}.md").read_text("utf8")
+    public = runs(SOLUTION.sub("", written)) | runs(
+        "\n".join(x for e in exercises for x in (e.text, e.test, *e.needed))
+    )
+    solved = [m[3] or m[5] for m in SOLUTION.finditer(written)]
+    assert len(solved) == len(exercises)
+    for exercise in exercises:
+        for solution in (*solved, exercise.solution, exercise.code):
+            assert not (runs(solution) & given) - public, exercise.label
+        assert exercise.name == "" or f"{exercise.name} = ...\n{course.STUB}" in text
+    assert not re.search("BEGIN|END (SOLUTION|HIDDEN|MARK)|check_refuses|Rubric", text)
+    # The lecturer's notebook has what the students' has not.
+    lecturers = text_of(course.for_lecturers(source))
+    assert all(e.code in lecturers and e.solution in lecturers for e in exercises)
+    assert not re.search("^(###|===) ", lecturers, re.M) and re.search("Rubric|Solution", lecturers)
+
+
+def test_the_comparison_sees_a_solution():
+    exercises, source = assignments()["chapter05"]
+    code = runs(next(e.code for e in exercises if e.label == "ex-05-causal"))
+    assert code <= runs(text_of(source))
+    assert len(code - runs(text_of(course.for_students(source)))) > len(code) / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_what_nbgrader_asks_for(name):
+    exercises, source = assignments()[name]
+    kinds = [cell.metadata["nbgrader"] for cell in source.cells]
+    ids = [kind["grade_id"] for kind in kinds]
+    assert len(ids) == len(set(ids)) and all(re.fullmatch(r"[\w-]+", x) for x in ids)
+    graded = [cell for cell in source.cells if cell.metadata["nbgrader"]["grade"]]
+    total = sum(cell.metadata["nbgrader"]["points"] for cell in graded)
+    assert total == sum(sum(course.points(e)) for e in exercises)
+    for cell in graded:
+        kind = cell.metadata["nbgrader"]
+        if cell.cell_type == "code":  # graded by its outcome, and not the student's
+            assert kind["locked"] and not kind["solution"]
+            assert cell.source.count("### BEGIN HIDDEN TESTS") == 1
+        else:
+            assert kind["solution"] and not kind["locked"]
+    checks = sum(cell.cell_type == "code" for cell in graded)
+    assert checks == sum(bool(e.name) for e in exercises)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_assignment_trains_nothing_and_has_the_chapter_s_words(name):
+    exercises, source = assignments()[name]
+    for exercise in exercises:
+        for statement in exercise.needed:
+            assert not re.match(r"(run|model)\b|.*\b(train|start|run_grid|fit)\(", statement)
+    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{page}.ipynb", as_version=4)
+    theirs = "".join(words(re.sub("^> ?", "", text_of(notebook), flags=re.M).translate(QUOTES)))
+    for exercise in exercises:
+        if exercise.label != "ex-02-merge":  # has a theorem inside, whose number is its own
+            assert "".join(words(exercise.text.translate(QUOTES))) in theirs, exercise.label
+            assert f"Exercise{exercise.number}(" in theirs
+
+
+QUOTES = {ord(x): None for x in "“”\"’'‘\\"}
+
+
+def test_the_weeks_add_up(tmp_path):
+    course.write(7, target=tmp_path)
+    rows = list(csv.DictReader(open(tmp_path / "weeks.csv", encoding="utf8")))
+    assert [row["assignment"] for row in rows] == NAMES
+    assert [int(row["week"]) for row in rows] == list(range(1, len(NAMES) + 1))
+    fifth = rows[NAMES.index("chapter05")]
+    assert (fifth["minutes"], fifth["points by checks"]) == ("70", "35")
+    for kind in ("student", "instructor"):
+        assert sorted(p.stem for p in (tmp_path / kind).iterdir()) == sorted(NAMES)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.ipynb")}
+    (tmp_path / "nbgrader" / "gradebook.db").write_text("marks")
+    course.write(7, target=tmp_path)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*.ipynb")}
+    assert (tmp_path / "nbgrader" / "gradebook.db").read_text() == "marks"
+
+
+# --- hidden tests --------------------------------------------------------------------------------
+
+
+def test_another_seed_gives_other_draws():
+    test = "x = np.random.default_rng(3)\ng.manual_seed(4)\ncheck_properties(f, p, tol=1)"
+    assert course.other_draws(test, 2) == (
+        "x = np.random.default_rng([2, 3])\ng.manual_seed(4 + 2000)\n"
+        "check_properties(f, p, tol=1, seed=2)"
+    )
+    seen = []
+
+    def draws(answer):
+        """Numbers are drawn."""
+        seen.append(course_random())
+        yield "one", True
+
+    for seed in (0, 0, 5):
+        check_properties(1, draws, seed=seed)
+    assert seen[0] == seen[1] != seen[2]
+
+
+def course_random():
+    import torch
+
+    return torch.rand(1).item()
+
+
+def graded(exercise, answer, seed=7):
+    """Run an exercise's whole check on an answer."""
+    world = {}
+    parts = [*exercise.needed, exercise.before, answer, course._test(exercise, seed)]
+    exec("\n".join(parts), world)
+
+
+@pytest.mark.parametrize("label", ["ex-05-common", "ex-05-rms", "ex-05-causal"])
+def test_hidden_tests_take_the_solution_and_nothing_else(label, capsys):
+    exercise = {e.label: e for e in assignments()["chapter05"][0]}[label]
+    graded(exercise, exercise.code)
+    assert capsys.readouterr().out == "Correct.\nCorrect.\n"
+    with pytest.raises(AssertionError, match="there is no answer"):
+        graded(exercise, f"{exercise.name} = ...")
+    with pytest.raises(AssertionError, match="there is no answer"):
+        graded(exercise, "")
+    with pytest.raises(ExerciseError, match=exercise.mistakes[0].message):
+        graded(exercise, exercise.mistakes[0].code)
+    # Right for the draws that students see, and for no others.
+    knows = "import torch\nright, first = {0}, torch.Generator().manual_seed(0).initial_seed()\n"
+    knows += "def {0}(*x):\n    return right(*x) * (torch.initial_seed() == first)"
+    with pytest.raises(ExerciseError):
+        graded(exercise, f"{exercise.code}\n{knows.format(exercise.name)}")
+
+
+def test_a_changed_checker_is_noticed(monkeypatch):
+    from derived_attention.page import exercises as checker
+
+    exercise = {e.label: e for e in assignments()["chapter05"][0]}["ex-05-rms"]
+    monkeypatch.setattr(checker, "check_properties", lambda *a, **k: None)
+    with pytest.raises(ExerciseError, match="known to be wrong.*has been changed"):
+        graded(exercise, exercise.mistakes[0].code)
+
+
+def test_a_solution_that_does_not_pass_is_named():
+    exercise = {e.label: e for e in assignments()["chapter05"][0]}["ex-05-rms"]
+    broken = dataclasses.replace(exercise, code=exercise.mistakes[0].code)
+    assert "ratio of two weights" in course.prove(broken, 7)
+
+
+# --- what is handed in ---------------------------------------------------------------------------
+
+
+def test_a_missing_cell_comes_back_where_it_was_and_answers_come_back_empty():
+    _, source = assignments()["chapter05"]
+    given = course.for_students(source)
+    names = [grading.grade_id(cell) for cell in given.cells]
+    gone = {"ex-05-rms-answer", "ex-05-causal-check", "introduction"}
+    given.cells = [cell for cell in given.cells if grading.grade_id(cell) not in gone]
+    notes = list(grading.restore(given, nbformat.from_dict(source)))
+    assert [grading.grade_id(cell) for cell in given.cells] == names
+    assert len(notes) == 3 and "answer 'ex-05-rms-answer' was missing" in notes[1]
+    answer = given.cells[names.index("ex-05-rms-answer")]
+    assert answer.source == "# There was no answer."
+
+
+def test_a_renamed_notebook_is_found_and_two_of_them_are_not(tmp_path, caplog):
+    _, source = assignments()["chapter05"]
+    other = tmp_path / "chapter05 (1).ipynb"
+    nbformat.write(course.for_students(source), other)
+    given = [str(other)]
+    grading.find_renamed("chapter05", "*", given)
+    assert given[1:] == [str(tmp_path / "chapter05.ipynb")]
+    found = nbformat.read(given[1], as_version=4)
+    assert found.metadata["derived_attention"]["renamed"] == "chapter05 (1)"
+    (tmp_path / "chapter05.ipynb").unlink()
+    shutil.copy(other, tmp_path / "chapter05 (2).ipynb")
+    (tmp_path / "broken.ipynb").write_text("{")
+    given = [str(other)]
+    grading.find_renamed("chapter05", "*", given)
+    assert given == [str(other)] and "expected one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("def f(x):\n    y = x.mean(-1)\n    return y / y.sum()", []),
+        ("import math\nfrom torch import nn", []),
+        ("torch.randn = None", ["torch.randn = ..."]),
+        ("import os.path as p", ["os"]),
+        ("from derived_attention.page import exercises", ["derived_attention", "exercises"]),
+        ("x = ().__class__", ["__class__"]),
+        ("!ls", ["!ls"]),
+        ("def check_properties(*x): pass", ["check_properties"]),
+    ],
+)
+def test_code_that_could_reach_the_checks_is_listed(code, found):
+    assert grading.strange(code) == found
+
+
+def test_no_solution_of_the_book_is_listed():
+    for exercises, _ in assignments().values():
+        for exercise in exercises:
+            known = {"derived_attention", "__init__"}  # a solution may import from the package
+            assert not exercise.name or not set(grading.strange(exercise.code)) - known
+
+
+# --- from the command line -----------------------------------------------------------------------
+
+ANSWERS = ("ex-05-common", "ex-05-rms", "ex-05-causal")  # worth 10, 15 and 10 points
+LOOP = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
+HUGE = "def rms_attention(q, k, v, eps):\n    return torch.zeros(10**12)"
+DELETE = """import os, shutil
+for place in ({folder!r}, {beside!r}):  # the test's own: a fence that fails must cost nothing
+    shutil.rmtree(place, ignore_errors=True)
+os._exit(0)"""
+LEAVE = "import sys\nsys.exit()"
+PATCH = """import derived_attention.page.exercises as e
+e.check_properties = check_properties = lambda *a, **k: print("Correct.")
+causal_bn = lambda *a: None"""
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory):
+    """Six students hand in chapter 5, and the lecturer's four commands are run."""
+    folder = tmp_path_factory.mktemp("school")
+    course.write(7, target=folder / "course")
+    folder = folder / "course" / "nbgrader"
+    for other in (folder / "source").iterdir():
+        if other.name != "chapter05":
+            shutil.rmtree(other)
+    with open(folder / "nbgrader_config.py", "a") as config:
+        config.write("c.Run.timeout = 30\n")
+    said = {"generate_assignment": nbgrader(folder, "generate_assignment", "chapter05")}
+    released = nbformat.read(folder / "release" / "chapter05" / "chapter05.ipynb", as_version=4)
+    right = {e.label: e.code for e in assignments()["chapter05"][0]}
+    wrong = {e.label: e.mistakes[0].code for e in assignments()["chapter05"][0] if e.name}
+    hand_in(folder, "right", [right[x] for x in ANSWERS], words="By the theorem.")
+    hand_in(folder, "wrong", [wrong[x] for x in ANSWERS], renamed="chapter05 (1)")
+    hand_in(folder, "empty", [])
+    hand_in(folder, "greedy", [LOOP, HUGE, right["ex-05-causal"]])
+    (folder.parent / "beside").mkdir()
+    delete = DELETE.format(folder=str(folder), beside=str(folder.parent / "beside"))
+    hand_in(folder, "hostile", [delete, LEAVE, PATCH])
+    if not grading.fence_works():
+        shutil.rmtree(folder / "submitted" / "hostile")  # nothing would keep it from deleting
+    for command in ("autograde", "generate_feedback"):
+        said[command] = nbgrader(folder, command, "chapter05")
+    said["export"] = nbgrader(folder, "export")
+    return folder, released, said
+
+
+def nbgrader(folder, *arguments):
+    """Run a command of nbgrader as a lecturer does; return what it says."""
+    command = [sys.executable, "-m", "nbgrader", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
+
+
+def hand_in(folder, student, answers, words=None, renamed="chapter05"):
+    """Put a student's notebook where nbgrader looks for it."""
+    notebook = nbformat.read(folder / "release/chapter05/chapter05.ipynb", as_version=4)
+    cells = {grading.grade_id(cell): cell for cell in notebook.cells}
+    for label, code in zip(ANSWERS, answers, strict=False):
+        cells[f"{label}-answer"].source = code
+    for name, cell in cells.items():
+        if words and name.endswith("-words"):
+            cell.source = words
+    target = folder / "submitted" / student / "chapter05"
+    target.mkdir(parents=True)
+    nbformat.write(notebook, target / f"{renamed}.ipynb")
+
+
+def outcome(folder, student):
+    """Return the errors of a student's cells, and the notes on top."""
+    path = folder / "autograded" / student / "chapter05" / "chapter05.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    errors = {
+        grading.grade_id(cell): output.evalue
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "error"
+    }
+    return errors, notebook.cells[0].source
+
+
+def marks(folder):
+    with open(folder / "grades.csv", encoding="utf8") as file:
+        return {row["student_id"]: float(row["score"]) for row in csv.DictReader(file)}
+
+
+def test_nbgrader_releases_what_students_get(school):
+    _, released, _ = school
+    ours = course.for_students(assignments()["chapter05"][1])
+    assert [c.source.strip() for c in released.cells] == [c.source.strip() for c in ours.cells]
+
+
+def test_marks_are_those_that_the_answers_deserve(school):
+    folder, _, _ = school
+    found = marks(folder)
+    hostile = {"hostile": 0} if grading.fence_works() else {}
+    assert found == {"right": 35, "wrong": 0, "empty": 0, "greedy": 10, **hostile}
+
+
+def test_every_zero_has_a_reason(school):
+    folder, _, said = school
+    wrong, notes = outcome(folder, "wrong")
+    assert "handed in as chapter05 (1).ipynb" in notes
+    for exercise in assignments()["chapter05"][0]:
+        if exercise.name:
+            assert re.search(exercise.mistakes[0].message, wrong[f"{exercise.label}-check"])
+    assert outcome(folder, "right")[0] == {}
+    assert all("there is no answer" in x for x in outcome(folder, "empty")[0].values())
+    greedy, _ = outcome(folder, "greedy")
+    assert "longer than 30 s" in greedy["ex-05-common-answer"]
+    assert "allocate" in greedy["ex-05-rms-check"] and "ex-05-causal-check" not in greedy
+    assert "cell ex-05-common-answer: the cell took longer" in said["autograde"]
+
+
+def test_a_hostile_notebook_deletes_nothing_and_is_listed(school):
+    folder, _, said = school
+    if not grading.fence_works():
+        assert "does not let its users make namespaces" in said["autograde"]
+        return
+    errors, notes = outcome(folder, "hostile")
+    assert "ended Python" in errors["ex-05-common-answer"]
+    assert "known to be wrong" in errors["ex-05-causal-check"]
+    assert notes.count("should be read by somebody") == 3
+    assert (folder / "source" / "chapter05" / "chapter05.ipynb").exists()
+    assert (folder.parent / "beside").exists()
+
+
+def test_feedback_gives_no_hidden_test_and_no_expected_answer(school):
+    folder, _, _ = school
+    page = (folder / "feedback" / "wrong" / "chapter05" / "chapter05.html").read_text("utf8")
+    assert "Not so for" in page and "check_refuses" not in page and "Expected answer" not in page
+
+
+# --- problems for lecturers ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def problems(tmp_path):
+    folder = tmp_path / "problems"
+    folder.mkdir()
+    (folder / "05_normalise_and_scale.md").write_text(PROBLEM, "utf8")
+    (folder / "exam.md").write_text(PROBLEM.replace("key-05", "key-exam"), "utf8")
+    return folder
+
+
+def test_problems_stand_behind_those_of_the_book(problems, capsys):
+    found = course.course(problems)
+    paper, twice = found["chapter05"][2][-2:]
+    assert [paper.number, twice.number] == ["5.9", "5.10"] and "Theorem 5.4" in paper.text
+    assert course.points(paper) == (0, 3) and course.points(twice) == (5, 0)
+    graded(twice, "\n".join([*(x for kind, x in twice.prelude if kind == "code"),
+                             paper.prelude[1][1], twice.code]))  # fmt: skip
+    source = course.source("Five", "chapter05", found["chapter05"][2], 7)
+    text = text_of(course.for_students(source))
+    assert "unmistakable" not in text and "The number of this course" in text
+    assert "SEED = 7" in text and "2 for the argument" in text_of(source)
+    assert [e.number for e in found["exam"][2]] == ["1", "2"]
+
+
+def test_sealed_problems_open_with_their_passphrase_alone(problems, tmp_path):
+    archive, opened = tmp_path / "problems.enc", tmp_path / "opened"
+    course.seal(problems, "a long passphrase", archive)
+    content = archive.read_bytes()
+    assert b"Problems" not in content and b"twice" not in content
+    course.unseal("a long passphrase", opened, archive)
+    assert {p.name: p.read_text("utf8") for p in opened.iterdir()} == {
+        p.name: p.read_text("utf8") for p in problems.iterdir()
+    }
+    with pytest.raises(ValueError, match="does not open problems.enc"):
+        course.unseal("another passphrase", opened, archive)
+    archive.write_bytes(content[:-4] + b"AAAA")
+    with pytest.raises(ValueError, match="does not open problems.enc"):
+        course.unseal("a long passphrase", opened, archive)
+    with pytest.raises(ValueError, match="has 5 characters; expected 12 or more"):
+        course.seal(problems, "short", archive)
+    with pytest.raises(ValueError, match="holds no pages"):
+        course.seal(opened / "nothing", "a long passphrase", archive)
