@@ -39,6 +39,7 @@ from benchmarks import (  # noqa: E402
     chapter15,
     chapter16,
     chapter17,
+    chapter18,
     control,
     kernels,
     run,
@@ -562,6 +563,7 @@ RECORDED = [
         chapter15,
         chapter16,
         chapter17,
+        chapter18,
         control,
         small,
     )
