@@ -3,7 +3,8 @@
 Some minutes on one thread of a CPU. *longer* trains two arms to look a value up among 64 tokens,
 and reads the trained models among more, which are records that nobody asks for. Named, the jobs of
 chapter 17 are run, with its frame and budgets, for one row more: ``python -m benchmarks.chapter18
-look_up newest count places``, about an hour. What has finished is not repeated. The results go to `training/recorded/`, from where the chapter reads them.
+look_up newest count places``, about an hour. What has finished is not repeated. The results go to
+`training/recorded/`, from where the chapter reads them.
 """
 
 from __future__ import annotations
