@@ -17,7 +17,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks experiments full lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks experiments full new lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -97,9 +97,13 @@ experiments: tools ## train what the pages have no room for: some six hours on o
 	@$(BIN)/python -m benchmarks.chapter15
 	@$(BIN)/python -m benchmarks.chapter16
 	@$(BIN)/python -m benchmarks.chapter17
+	@$(BIN)/python -m benchmarks.chapter18
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)
+
+new: $(VENV)/.ready ## begin an attention of your own, with a page, code and tests: make new NAME=huber
+	@$(BIN)/python _ext/new.py $(NAME)
 
 lighthouse: book ## measure how fast the pages are on a phone and on a desktop; needs Chromium
 	@$(BIN)/python _ext/lighthouse.py

@@ -39,6 +39,7 @@ from benchmarks import (  # noqa: E402
     chapter15,
     chapter16,
     chapter17,
+    chapter18,
     control,
     kernels,
     run,
@@ -562,6 +563,7 @@ RECORDED = [
         chapter15,
         chapter16,
         chapter17,
+        chapter18,
         control,
         small,
     )
@@ -610,6 +612,26 @@ def test_what_is_left_out_adds_nothing():
     layer = chapter14.DECODER["left out"](16, 2)
     query, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
     assert not layer(query, memory, memory, need_weights=False)[0].any()
+
+
+def test_the_example_of_chapter_18_projects_on_the_simplex():
+    torch.manual_seed(0)
+    s = torch.randn(20, 30, dtype=torch.float64)
+    a = chapter18.sparsemax(s)
+    on = a > 0
+    tau = (s - a).where(on, -math.inf).amax(-1, keepdim=True)
+    assert (a >= 0).all() and torch.allclose(a.sum(-1), torch.ones(20).double())
+    assert torch.allclose((s - a)[on], tau.expand_as(s)[on]) and (s <= tau)[~on].all()
+
+
+def test_what_is_added_to_the_look_up_of_chapter_18_answers_no_question():
+    torch.manual_seed(0)
+    names, values, asking, answers = chapter18.among(3, 300)
+    asked, records = names.gather(1, asking), values != chapter17.VALUES
+    same = (asked[..., None] == names[:, None]) & records[:, None]
+    assert names.shape == values.shape == (3, 300) and not same[..., 64:].any()
+    assert (same.sum(-1) == 1).all() and not records.gather(1, asking).any()
+    assert torch.equal(values.gather(1, same.double().argmax(-1)), answers)
 
 
 @pytest.mark.parametrize("name, plan", RECORDED, ids=[name for name, _ in RECORDED])

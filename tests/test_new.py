@@ -1,0 +1,104 @@
+"""A mechanism of a reader's own, from the template to the last promise, in a temporary copy."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "_ext"))
+import new  # noqa: E402
+
+FORMULA = """    return mask.softmax(scaled(q, scale) @ k.mT / 2) @ v
+"""
+FAST = """    return sdpa(q, k, v, mask, (scale or 1 / math.sqrt(q.shape[-1])) / 2)
+"""
+SPECIAL = """    import torch
+
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    softer = torch.nn.functional.scaled_dot_product_attention(q / 2, k, v)
+    torch.testing.assert_close(ENTRY.fast(q, k, v), softer)
+"""
+NEXT = "from __future__ import annotations\n"
+SCALED = "from derived_attention.attention.frame.convention import scaled\n"
+FUSED = "import math\n\nfrom derived_attention.attention.softmax.fast import sdpa\n"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the package's code, with a mechanism that has just been begun."""
+    root = tmp_path_factory.mktemp("copy")
+    skipped = shutil.ignore_patterns("recorded", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", root / "src", ignore=skipped)
+    recorded = "src/derived_attention/training/recorded/__init__.py"
+    (root / recorded).parent.mkdir()
+    shutil.copy(ROOT / recorded, root / recorded)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    new.begin("warm", root)
+    return root
+
+
+def run(root, *command):
+    # only the copy: the installed package is another
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=root, env=environment, capture_output=True, text=True
+    )
+
+
+def fill(path, *, old, new, imports=""):
+    """Replace the line that begins with `old`, and add imports behind the docstring."""
+    head, _, rest = path.read_text("utf8").partition(old)
+    text = head.rstrip(" ") + new + rest.partition("\n")[2]
+    title, _, rest = text.partition("\n\n")
+    path.write_text(f"{title}\n\n{rest.replace(NEXT, f'{NEXT}{imports}', 1)}", "utf8")
+
+
+def test_what_is_begun_says_politely_what_is_missing(copy):
+    first = run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_warm.py", "-k",
+                "special or values or causality")  # fmt: skip
+    assert first.returncode == 1
+    assert "not written yet: the fast form, in warm/fast.py" in first.stdout
+    assert "not written yet: a test of your theorem" in first.stdout
+    assert "Not written yet: the primal" in (copy / "book" / "warm.md").read_text("utf8")
+    style = run(copy, "ruff", "check", "src/derived_attention/attention/warm", "tests")
+    assert style.returncode == 0, style.stdout
+
+
+def test_what_is_filled_in_keeps_every_promise(copy):
+    folder, missing = (
+        copy / "src/derived_attention/attention/warm",
+        "    raise NotImplementedError(",
+    )
+    fill(folder / "formula.py", old=missing, new=FORMULA, imports=SCALED)
+    fill(folder / "fast.py", old=missing, new=FAST, imports=FUSED)
+    entry = 'ENTRY = Own("Warm", "#b4641e", 18, "", any_mask=True)\n'
+    fill(folder / "entry.py", old="ENTRY = ", new=entry)
+    fill(copy / "tests/test_warm.py", old="    pytest.fail(", new=SPECIAL)
+    done = run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_warm.py")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "failed" not in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Huber", "NAME is 'Huber'; expected lower-case letters"),
+        ("2nd", "NAME is '2nd'; expected lower-case letters"),
+        ("a_name_of_16_let", "a letter first, 15 at most"),
+        ("../up", "NAME is '../up'; expected lower-case letters"),
+        ("softmax", "NAME is 'softmax', which is taken"),
+        ("warm", "NAME is 'warm', which is taken"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(copy, name, message):
+    with pytest.raises(ValueError, match=message):
+        new.begin(name, copy)
+
+
+def test_no_name_is_asked_for(capsys):
+    assert new.main([]) == 2
+    assert "make new NAME=huber" in capsys.readouterr().err
