@@ -224,7 +224,7 @@ class LimitedKernel(AsyncKernelManager):
         """Start it in an empty folder, with none of the variables that could hold a secret."""
         wanted = ("OMP_", "MKL_", "CUDA_", "DERIVED_ATTENTION_")
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(wanted)}
-        kept |= {"TMPDIR": self.scratch.name}
+        kept |= dict.fromkeys(("TMPDIR", "IPYTHONDIR"), self.scratch.name)
         options |= {"env": {"OMP_NUM_THREADS": "1", **kept}, "cwd": self.scratch.name}
         await super().start_kernel(**options)
 
