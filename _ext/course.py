@@ -14,6 +14,7 @@ import base64
 import csv
 import getpass
 import io
+import json
 import os
 import re
 import subprocess
@@ -404,15 +405,30 @@ def _row(week: int, name: str, part: str, title: str, exercises: list[Exercise])
     }
 
 
-def prove(exercise: Exercise, seed: int) -> str:
-    """Return what is wrong with an exercise: its solution must pass all its checks."""
-    before = [text for kind, text in exercise.prelude if kind == "code"]
-    code = [f"SEED = {seed}", *exercise.needed, *before, exercise.before, exercise.code]
-    code.append(_test(exercise, seed))
+PROVE = """
+import contextlib, io, json, sys
+for label, code in json.load(sys.stdin):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(code, {})
+    except Exception as error:
+        print(f"{label}: {type(error).__name__}: {error}")
+"""
+
+
+def prove(exercises: list[Exercise], seed: int) -> list[str]:
+    """Return what is wrong with exercises: each solution must pass all its checks."""
+    todo, prelude = [], []
+    for e in exercises:
+        prelude += [text for kind, text in e.prelude if kind == "code"]
+        if e.name:
+            before = [f"SEED = {seed}", *(e.needed or prelude)]
+            todo.append((e.label, "\n".join([*before, e.before, e.code, _test(e, seed)])))
     done = subprocess.run(
-        [sys.executable, "-"], input="\n".join(code), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROVE], input=json.dumps(todo), capture_output=True, text=True
     )
-    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    ended = [] if done.returncode == 0 else [done.stderr.strip()[-300:]]
+    return done.stdout.splitlines() + ended
 
 
 # --- problems for lecturers ----------------------------------------------------------------------
@@ -484,10 +500,9 @@ def make(seed: int, problems: Path | None) -> int:
     print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
     wrong = 0
     for name, (_, _, exercises) in course(problems).items():
-        for exercise in exercises:
-            if exercise.name and (message := prove(exercise, seed)):
-                wrong += 1
-                print(f"  {name}, {exercise.label}: {message}", file=sys.stderr, flush=True)
+        for line in prove(exercises, seed):
+            wrong += 1
+            print(f"  {name}, {line}", file=sys.stderr, flush=True)
     print("All pass." if not wrong else f"{wrong} do not pass: mend them, or take another SEED.")
     return 1 if wrong else 0
 

@@ -152,12 +152,13 @@ def _check(cell: str, body: str, parts: dict, before: Sequence[str]) -> dict:
     """Return what an exercise with a check has beside."""
     start = PLACEHOLDER.search(cell)
     named = set(re.findall(r"`(\w+)[`(]", body)) - {start[1]}  # what the text speaks of
-    asked = [*sorted(named), *(x.code for x in parts["mistakes"]), parts["code"], cell]
+    answers = [*sorted(named), *(x.code for x in parts["mistakes"]), parts["code"]]
+    asked = tuple(f"{answer}\n{cell}" for answer in answers)  # what one imports, another may not
     return {
         "name": start[1],
         "before": cell[: start.start()].strip(),
         "test": cell[start.end() :].strip(),
-        "needed": tuple(needed("\n".join(asked), before, optional=frozenset(named))),
+        "needed": tuple(needed(asked, before, optional=frozenset(named))),
     }
 
 
@@ -209,14 +210,16 @@ def _comments(path: Path) -> dict[int, str]:
 # --- which statements of a page a cell needs -----------------------------------------------------
 
 
-def needed(cell: str, before: Sequence[str], optional: frozenset[str] = frozenset()) -> list[str]:
-    """Return the statements before a cell that bind what it reads, in their order.
+def needed(
+    cells: Sequence[str], before: Sequence[str], optional: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return the statements before some cells that bind what each of them reads, in their order.
 
     Of the names in `optional` only functions, classes and imports are taken: not what was computed.
     """
     statements = [x for code in before for x in _statements(code)]
     chosen: set[int] = set()
-    asked = [(len(statements), name) for name in _reads_of_all(cell)]
+    asked = [(len(statements), name) for cell in cells for name in _reads_of_all(cell)]
     while asked:
         end, name = asked.pop()
         for i in range(end - 1, -1, -1):

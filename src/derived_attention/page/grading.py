@@ -220,11 +220,11 @@ class LimitedKernel(AsyncKernelManager):
         before = fenced(os.getcwd(), self.scratch.name) if fence_works() else []
         return [*before, "sh", "-c", LIMITED, *map(str, limits), *command]
 
-    async def start_kernel(self, **options: Any) -> None:
+    async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
         """Start it in an empty folder, with none of the variables that could hold a secret."""
         wanted = ("OMP_", "MKL_", "CUDA_", "DERIVED_ATTENTION_")
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(wanted)}
-        kept |= {"TMPDIR": self.scratch.name}
+        kept |= dict.fromkeys(("TMPDIR", "IPYTHONDIR"), self.scratch.name)
         options |= {"env": {"OMP_NUM_THREADS": "1", **kept}, "cwd": self.scratch.name}
         await super().start_kernel(**options)
 
