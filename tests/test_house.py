@@ -193,7 +193,9 @@ def test_public_functions_have_few_parameters():
         for module, tree in modules().items()
         for name, function in functions(tree)
         if is_public(name) and not is_kernel(function) and len(parameters(function)) > MOST
-        if (module, name) != (f"{PACKAGE}.page.claims", "refuted")  # a form to fill in, by keyword
+        # Forms to fill in, by keyword: what is refuted, and a run of training.
+        if (module, name)
+        not in ((f"{PACKAGE}.page.claims", "refuted"), (f"{PACKAGE}.training.fit", "fit"))
     }
     assert not wrong
 
