@@ -18,6 +18,7 @@ where `chosen` has returned True.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,10 @@ def _trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
     fields = problem()
     if fields is None:
         return False
-    from derived_attention.attention import trials, trust
-
+    trust = importlib.import_module("derived_attention.attention.trust")  # which calls mechanisms
     sizes = {"N": TRIED, "M": TRIED + fields.get("prefix", 0)}
-    trial = trials.Trial(dtype=NAMES[tensors[0].dtype], **sizes, **fields)
-    return trust.trusted(trial, tensors[0].device)
+    trial = trust.Trial(dtype=NAMES[tensors[0].dtype], **sizes, **fields)
+    return bool(trust.trusted(trial, tensors[0].device))
 
 
 def _may_try(tensors: tuple[Tensor, ...]) -> bool:

@@ -198,7 +198,7 @@ def lasso_attention(
     fused : bool, optional
         True: run the Triton kernels, or raise a ValueError where they cannot run, as for more than
         16 iterations, or 128 features of q or of v. False: PyTorch's form. Left out: kernels on a
-        GPU where they can run, have been tried and agree, and every query has 2D keys, with
+        GPU where they can run, have been tried and agree, and every query has 4D keys, with
         fewer of which they are less exact than PyTorch's form; they have one derivative. Kernels
         store no codes, but compute them again for each step: with 5 steps that is twice as many
         products. In bfloat16 they multiply in bfloat16, and add in float32.
@@ -237,10 +237,10 @@ def _runs_kernels(
     def problem() -> dict[str, Any] | None:
         D, causal = q.shape[-1], options.is_causal
         keys = options.prefix if causal else k.shape[-2]  # that every query has
-        # With fewer, PyTorch's form takes float64, and kernels would be less exact.
-        if iterations > LONGEST or max(D, v.shape[-1]) > WIDEST or keys < 2 * D:
+        # With fewer than 2D, PyTorch's form takes float64, and kernels lose digits before that.
+        if iterations > LONGEST or max(D, v.shape[-1]) > WIDEST or keys < 4 * D:
             return None
-        prefix = 2 * D if causal else 7 if options.prefix else 0
+        prefix = 4 * D if causal else 7 if options.prefix else 0
         fields = {"kernel": "lasso", "D": D, "DV": v.shape[-1], "prefix": prefix}
         fields |= {"power": options.power or 0, "exclude": options.exclude_self}
         return fields | {"mask": "causal" if causal else ""}
