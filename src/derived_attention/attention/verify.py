@@ -99,6 +99,14 @@ def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
     return {"agrees": found.agrees, "repeats": again, "worst": found.worst, "errors": errors}
 
 
+def usable(device: torch.device) -> bool:
+    """Say whether a GPU can still compute in this process, as after a wrong address it cannot."""
+    try:
+        return bool(torch.ones(1, device=device).sum() == 1)
+    except RuntimeError:
+        return False
+
+
 # --- times ----------------------------------------------------------------------------------------
 
 
@@ -149,8 +157,11 @@ def tune(trial: Trial, device: torch.device, record: Record, late: Callable[[], 
     both = calls(trial, device, True)
     known: set[str] = set()
     for mode, call in both.items():
-        with tuning.forced({}), tuning.labels() as labels:
-            call()
+        try:
+            with tuning.forced({}), tuning.labels() as labels:
+                call()
+        except Exception:  # the trials say what is wrong with it
+            return
         for label, sizes in labels.items():
             if label in known | record.data["tiles"].keys() or late():
                 continue
@@ -245,6 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if str(trial) not in record.data["trials"] and not late():
             print(f"try: {trial}", file=sys.stderr, flush=True)
             record.keep("trials", str(trial), try_one(trial, device))
+            if device.type == "cuda" and not usable(device):
+                print("The GPU took harm from this one: the same command goes on with the others.")
+                return 3
     if device.type == "cuda":
         for trial in timed():
             if not late():
