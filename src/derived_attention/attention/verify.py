@@ -80,7 +80,7 @@ def problems(device: torch.device) -> list[Trial]:
     if device.type == "cuda":
         widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
         return list(design(lambda trial: 1000, widths))
-    tiny = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
+    tiny: dict[str, Any] = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
     return [
         Trial(kernel, "fp32", **tiny, mask="" if kernel == "lasso" else "causal")
         for kernel in KERNELS
@@ -114,7 +114,7 @@ def timed(dims: Sequence[int] = kernels.HEAD_DIMS) -> Iterator[Trial]:
     """Yield the problems that are timed: all kernels, full where they can be, and causal."""
     for dtype in TIMED:
         for dim in dims:
-            sizes = {"N": LONG, "M": LONG, "D": dim, "DV": dim, "H": 8}
+            sizes: dict[str, Any] = {"N": LONG, "M": LONG, "D": dim, "DV": dim, "H": 8}
             for kernel in KERNELS:
                 if kernel not in ("linear", "mlk"):
                     yield Trial(kernel, dtype, **sizes)
