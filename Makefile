@@ -17,7 +17,7 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks experiments full new lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks gpu experiments full new lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -77,6 +77,10 @@ links: book ## try every link to other sites; those inside the book are tested
 benchmarks: tools ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.kernels
+
+gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run all chapters in the profile medium
+	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
+	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
 experiments: tools ## train what the pages have no room for: some six hours on one core
 	@$(BIN)/python -m benchmarks.control

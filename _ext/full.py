@@ -32,16 +32,17 @@ class Speaking(NotebookClient):
         return super().output(outs, msg, display_id, cell_index)
 
 
-def run(path: Path) -> int:
-    """Execute a notebook in the profile full; return 1 if a cell failed."""
-    os.environ.update(DERIVED_ATTENTION_PROFILE="full", DERIVED_ATTENTION_PROGRESS="1")
+def run(path: Path, profile: str = "full") -> int:
+    """Execute a notebook in a profile; return 1 if a cell failed."""
+    os.environ.update(DERIVED_ATTENTION_PROFILE=profile, DERIVED_ATTENTION_PROGRESS="1")
     notebook = nbformat.read(path, as_version=4)
-    TARGET.mkdir(parents=True, exist_ok=True)
+    target = TARGET if profile == "full" else TARGET.with_name(profile)
+    target.mkdir(parents=True, exist_ok=True)
     client = Speaking(
         notebook,
         timeout=None,
         kernel_name="python3",
-        resources={"metadata": {"path": str(TARGET)}},
+        resources={"metadata": {"path": str(target)}},
     )
     failed = None
     try:
@@ -49,7 +50,7 @@ def run(path: Path) -> int:
     except CellExecutionError as error:
         failed = error
     finally:
-        write_atomically(TARGET / path.name, nbformat.writes(notebook).encode())
+        write_atomically(target / path.name, nbformat.writes(notebook).encode())
     print(failed or f"{path.stem} is done", file=sys.stderr if failed else sys.stdout)
     return int(failed is not None)
 

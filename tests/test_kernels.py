@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from derived_attention.attention.engine import kernels
 
-Q = torch.zeros(1, 2, 4, 8)
+Q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_fused_is_a_flag_or_nothing(wrong):
 def test_who_insists_hears_what_is_missing(monkeypatch, what, found):
     monkeypatch.setattr(kernels, what, lambda: False)
     with pytest.raises(ValueError, match=f"fused is True, and .*{found}"):
-        kernels.chosen(True, Q)
+        kernels.chosen(True, Q.cpu())
     assert kernels.chosen(None, Q) is False
 
 

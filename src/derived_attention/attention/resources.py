@@ -44,8 +44,11 @@ class Architecture:
 
 ARCHITECTURES = {
     80: Architecture(80, 164 * 1024, 163 * 1024),  # A100
+    86: Architecture(86, 100 * 1024, 99 * 1024, warps=48, blocks=16),  # A10, A40, RTX 30
+    89: Architecture(89, 100 * 1024, 99 * 1024, warps=48, blocks=24),  # L4, L40, RTX 40
     90: Architecture(90, 228 * 1024, 227 * 1024),  # H100, H200
 }
+PRINTED = (80, 90)
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,11 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 
 
 def main() -> int:
-    """Print what each kernel takes on each architecture, for both head dimensions."""
+    """Print what each kernel takes on two architectures, for both head dimensions."""
     for head_dim in HEAD_DIMS:
         for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
             for launch in launches(head_dim, dtype):
-                for capability in ARCHITECTURES:
+                for capability in PRINTED:
                     print(json.dumps(asdict(usage(launch, capability, head_dim, name))), flush=True)
     return 0
 

@@ -1,10 +1,15 @@
 """When a mechanism runs its Triton kernel, and how a compiler is told of one.
 
 A family has a kernel where PyTorch's own would read more, or compute more, than the mechanism
-needs. Its mechanism takes ``fused``: True runs the kernel, or raises where it cannot run; False and
-None run PyTorch's form. No kernel has run on a GPU yet, so that only a caller who asks gets one.
-Without a GPU, ``TRITON_INTERPRET=1`` runs kernels on the CPU, one program at a time, as the tests
-do; `derived_attention.attention.resources` compiles them ahead of time.
+needs. Its mechanism takes ``fused``: True runs the kernel, or raises where it cannot run; False
+runs PyTorch's form. None, the default, runs the kernel on a GPU where it has been tried: the first
+call of a kind compares the two on a small problem, as `derived_attention.attention.trust` says.
+
+GPUs of compute capability 8.0 and above have kernels. Older ones, such as the T4 of free notebooks,
+get PyTorch's form: they have no products of bfloat16, 64 KiB of shared memory in place of 99 at
+least, which would want tiles of their own, and nobody has tried one. Without a GPU,
+``TRITON_INTERPRET=1`` runs kernels on the CPU, one program at a time, where a caller asks for them,
+as the tests do; `derived_attention.attention.resources` compiles them ahead of time.
 
 The modules called ``triton`` import Triton, which comes with PyTorch's builds for CUDA: import them
 where `chosen` has returned True.
@@ -13,17 +18,24 @@ where `chosen` has returned True.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from derived_attention.attention.frame.checks import may_look_at
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
+TRIED = 300  # tokens of a problem on which a kernel is tried: several of any block
 OLDEST = (3, 5)  # Triton: the interpreter of older ones has no products of float64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+Problem = Callable[[], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,13 @@ def available() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= OLDEST
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of what compiles and calls kernels."""
+    import triton
+
+    return {"triton": triton.__version__, "torch": torch.__version__}
+
+
 def interpreted() -> bool:
     """Say whether kernels run in Triton's interpreter, and so on the CPU too.
 
@@ -77,8 +96,19 @@ def interpreted() -> bool:
     return not isinstance(triton.jit(kernel), triton.JITFunction)
 
 
-def chosen(fused: bool | None, *tensors: Tensor) -> bool:
+def chosen(fused: bool | None, *tensors: Tensor, problem: Problem | None = None) -> bool:
     """Say whether a mechanism is to run its kernel on `tensors`, which share a dtype and a device.
+
+    Parameters
+    ----------
+    fused : bool, optional
+        What the caller asked for.
+    *tensors : Tensor
+        q, and all others that the kernel reads.
+    problem : callable, optional
+        Returns the fields of a `derived_attention.attention.trials.Trial` that say what is asked,
+        but for its dtype, or None where the kernel cannot do it. Without it the default is
+        PyTorch's form.
 
     Raises
     ------
@@ -90,9 +120,34 @@ def chosen(fused: bool | None, *tensors: Tensor) -> bool:
     """
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
+    if fused is None:
+        return problem is not None and _trusted(tensors, problem)
     if fused and (obstacle := _obstacle(tensors)):
         raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
-    return fused is True
+    return fused
+
+
+def _trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
+    """Say whether a kernel runs where nobody has asked for one."""
+    if not (_may_try(tensors) and all(x.numel() for x in tensors)):
+        return False
+    fields = problem()
+    if fields is None:
+        return False
+    trust = importlib.import_module("derived_attention.attention.trust")  # which calls mechanisms
+    sizes = {"N": TRIED, "M": TRIED + fields.get("prefix", 0)}
+    trial = trust.Trial(dtype=NAMES[tensors[0].dtype], **sizes, **fields)
+    return bool(trust.trusted(trial, tensors[0].device))
+
+
+def _may_try(tensors: tuple[Tensor, ...]) -> bool:
+    """Say whether a kernel could run on a GPU here, and be tried first."""
+    q = tensors[0]
+    if not q.is_cuda or q.dtype not in DTYPES or not all(map(may_look_at, tensors)):
+        return False  # nothing to try it on; and captured graphs must not wait for a trial
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        return False  # kernels have no forward mode
+    return not (interpreted() or _obstacle(tensors))
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:

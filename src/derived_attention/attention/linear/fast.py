@@ -33,6 +33,7 @@ from derived_attention.attention.frame.convention import extend, full_precision,
 from derived_attention.attention.frame.masks import Mask, divide
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
+WIDEST = 128  # features that the kernel takes
 SEGMENT = 4 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
 
 FeatureMap = Callable[[Tensor], Tensor]
@@ -105,13 +106,15 @@ def linear_attention(
         non-negative. A module with parameters does too. Default elu + 1.
     fused : bool, optional
         True: run the Triton kernel, or raise a ValueError where it cannot run, as without
-        `is_causal`, where two products of PyTorch are all the work. False, or left out: PyTorch's
-        form.
+        `is_causal`, where two products of PyTorch are all the work. False: PyTorch's form. Left
+        out: the kernel on a GPU where it has been tried and agrees, for elu + 1 and up to 128
+        features; it has one derivative.
     """
     check_fused_is_causal(fused, mask)
     pair = functools.partial(features, feature_map, scale=scale)
-    if chosen(fused, q, k, v):
-        if feature_map is elu_feature_map:
+    elu = feature_map is elu_feature_map
+    if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
+        if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
         return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
     if mask.is_causal:
@@ -132,6 +135,15 @@ def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
             "fused is True, and is_causal False; expected is_causal=True: without causality two "
             "matrix products of PyTorch are all the work"
         )
+
+
+def causal_problem(
+    kernel: str, mask: Mask, elu: bool, q: Tensor, v: Tensor
+) -> dict[str, Any] | None:
+    """Return what the kernel of causal sums is tried on before it runs by default, if it can."""
+    if not (mask.is_causal and elu and q.shape[-1] <= WIDEST):
+        return None
+    return {"kernel": kernel, "D": q.shape[-1], "DV": v.shape[-1], "mask": "causal"}
 
 
 def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:

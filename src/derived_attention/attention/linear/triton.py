@@ -44,6 +44,7 @@ from derived_attention.attention.engine.triton import (
     store_numbers,
     store_rows,
 )
+from derived_attention.attention.engine.tuning import tuned
 
 WIDEST = 128  # features: a longer row spills registers
 SEGMENT = 64  # positions: every segment is a multiple of it, and every block a divisor
@@ -550,7 +551,13 @@ class _Call:
         """Launch that many programs for each head."""
         if self.empty or programs <= 0:
             return
-        arguments = self.pool | arguments | blocks(*self.sizes, kernel in BACKWARD)
+        sizes = blocks(*self.sizes, kernel in BACKWARD)
+        options, R = self.sizes[2], self.pool["R"]
+        if options.dtype in NAMES and kernel is not _accumulate:
+            shape = f"R={R} {self.pool['D']} {self.pool['DV']}"
+            label = f"linear{kernel.__name__} {NAMES[options.dtype]} {shape}"
+            sizes = tuned(self.like.device, label, sizes)
+        arguments = self.pool | arguments | sizes
         launch(kernel, (self.heads, programs), self.like, arguments)
 
 

@@ -12,7 +12,7 @@ of queries and keys for each of u and w.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,14 +99,29 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
 
 
 def runs_kernel(
-    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+    fused: bool | None, kernel: str, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
 ) -> bool:
-    """Say whether the kernels of `derived_attention.attention.mixture.triton` are to run."""
+    """Say whether the kernels of `derived_attention.attention.mixture.triton` are to run.
+
+    They are if `fused` says so, and by default where they can and have been tried; `kernel` is the
+    mechanism's name.
+    """
     tensors = (q, k, v, parts.log_weights, parts.precisions, mask.given)
-    if not chosen(fused, *(x for x in tensors if x is not None)):
-        return False
     width = max(q.shape[-1], v.shape[-1])
-    if mask.given is not None and mask.given.requires_grad:
+    learned = mask.given is not None and mask.given.requires_grad
+
+    def problem() -> dict[str, Any] | None:
+        if learned or width > WIDEST:
+            return None
+        kind = "causal" if mask.is_causal else ""
+        if mask.given is not None:
+            kind = "boolean" if mask.given.dtype == torch.bool else "floating"
+        fields = {"kernel": kernel, "D": q.shape[-1], "DV": v.shape[-1], "R": k.shape[-3]}
+        return fields | {"mask": kind, "own": not parts.equal}
+
+    if not chosen(fused, *(x for x in tensors if x is not None), problem=problem):
+        return False
+    if learned:
         raise ValueError(
             "fused is True, and attn_mask requires a gradient; expected one that does not"
         )

@@ -51,6 +51,7 @@ from derived_attention.attention.frame.masks import (
     masked_softmax,
 )
 from derived_attention.attention.linear.fast import (
+    causal_problem,
     check_fused_is_causal,
     elu_feature_map,
     fused_sums,
@@ -114,11 +115,12 @@ def mixture_attention(
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     fused : bool, optional
         True: run the Triton kernel, or raise a ValueError where it cannot run, as where `attn_mask`
-        requires a gradient, or q or v has more than 256 features. False, or left out: PyTorch's
-        form.
+        requires a gradient, or q or v has more than 256 features. False: PyTorch's form. Left out:
+        the kernel on a GPU where it can run, has been tried and agrees; it has one derivative.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
-    kernel, dtype = runs_kernel(fused, q, k, v, parts, mask), q.dtype
+    name = "hard_mgk" if hard else "mgk"
+    kernel, dtype = runs_kernel(fused, name, q, k, v, parts, mask), q.dtype
     reduce = _reduction(q, k, v, mask, hard)
     with full_precision(v.device):
         if kernel:
@@ -276,7 +278,13 @@ def linear_mixture_attention(
     check_fused_is_causal(fused, mask)
     pi = per_component("priors", priors, k).to(wide(q))
     pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
-    if chosen(fused, q, k, v) and feature_map is elu_feature_map:  # mixes them as it loads the keys
+    elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
+
+    def problem() -> dict[str, Any] | None:
+        fields = causal_problem("mlk", mask, elu, q, v)
+        return fields and fields | {"R": k.shape[-3]}
+
+    if chosen(fused, q, k, v, pi, problem=problem) and elu:
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q, phi_k = linear_features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
     with full_precision(q.device):

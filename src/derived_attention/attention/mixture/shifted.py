@@ -111,7 +111,7 @@ def shifted_mixture_attention(
         return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)
     if fused and not distance:
         raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
-    kernel, dtype = distance and runs_kernel(fused, q, k, v, parts, mask), q.dtype
+    kernel, dtype = distance and runs_kernel(fused, "smgk", q, like, v, parts, mask), q.dtype
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))

@@ -45,6 +45,7 @@ from derived_attention.attention.engine.triton import (
     store_numbers,
     store_rows,
 )
+from derived_attention.attention.engine.tuning import tuned
 from derived_attention.attention.frame.masks import Mask, narrowed
 
 LOG2E = tl.constexpr(math.log2(math.e))  # GPUs compute exp2
@@ -437,6 +438,10 @@ def _launch(
     if 0 in (B, H, N, M, Dv):
         return
     sizes = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], ctx.hard)
+    kind = "hard" if ctx.hard else "shifted" if k.shape[2] < R else "soft"
+    if q.dtype in NAMES:
+        label = f"mixture.{kernel.__name__} {kind} {NAMES[q.dtype]} R={R} {D} {Dv}"
+        sizes = tuned(q.device, label, sizes)
     by_key = kernel is backward_keys
     count = triton.cdiv(M, sizes["BLOCK_M"]) if by_key else triton.cdiv(N, sizes["BLOCK_N"])
     tensors = {"Q": q, "K": k, "V": v, "A": a, "U": u, "W": w, "MASK": mask, **others}

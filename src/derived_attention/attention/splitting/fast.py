@@ -197,12 +197,14 @@ def lasso_attention(
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
     fused : bool, optional
         True: run the Triton kernels, or raise a ValueError where they cannot run, as for more than
-        16 iterations, or 128 features of q or of v. False, or left out: PyTorch's form. Kernels
+        16 iterations, or 128 features of q or of v. False: PyTorch's form. Left out: kernels on a
+        GPU where they can run, have been tried and agree, and every query has 4D keys, with
+        fewer of which they are less exact than PyTorch's form; they have one derivative. Kernels
         store no codes, but compute them again for each step: with 5 steps that is twice as many
         products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
-    fused = _runs_kernels(fused, q, k, v, lam, rho, iterations)
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
+    fused = _runs_kernels(fused, q, k, v, lam, rho, options)
     dtype = q.dtype
     q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, options, lam, rho)
     if is_symbolic(q.shape[-2], k.shape[-2]):
@@ -226,10 +228,25 @@ def lasso_attention(
 
 
 def _runs_kernels(
-    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty, iterations: int
-) -> bool:
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty,
+    options: Options,
+) -> bool:  # fmt: skip
     """Say whether the kernels of `derived_attention.attention.splitting.triton` are to run."""
-    if not chosen(fused, q, k, v, *(x for x in (lam, rho) if isinstance(x, Tensor))):
+    iterations = options.iterations
+
+    def problem() -> dict[str, Any] | None:
+        D, causal = q.shape[-1], options.is_causal
+        keys = options.prefix if causal else k.shape[-2]  # that every query has
+        # With fewer than 2D, PyTorch's form takes float64, and kernels lose digits before that.
+        if iterations > LONGEST or max(D, v.shape[-1]) > WIDEST or keys < 4 * D:
+            return None
+        prefix = 4 * D if causal else 7 if options.prefix else 0
+        fields = {"kernel": "lasso", "D": D, "DV": v.shape[-1], "prefix": prefix}
+        fields |= {"power": options.power or 0, "exclude": options.exclude_self}
+        return fields | {"mask": "causal" if causal else ""}
+
+    given = (x for x in (lam, rho) if isinstance(x, Tensor))
+    if not chosen(fused, q, k, v, *given, problem=problem):
         return False
     if iterations > LONGEST:
         raise ValueError(

@@ -46,6 +46,7 @@ from derived_attention.attention.engine.triton import (
     store_numbers,
     store_rows,
 )
+from derived_attention.attention.engine.tuning import tuned
 from derived_attention.attention.frame.convention import full_precision
 from derived_attention.attention.frame.masks import flat_heads
 from derived_attention.attention.splitting.solver import CHUNK, Options, Solver
@@ -359,7 +360,11 @@ class _Run:
     def __call__(self, kernel: Any, **tensors: Any) -> None:
         """Launch one: a program for each block of queries, or of keys."""
         width = self.D if kernel is residual_kernel else max(self.D, self.DV)
-        arguments = tensors | blocks(kernel, self.tile, width) | self.arguments
+        sizes = blocks(kernel, self.tile, width)
+        if self.tile in NAMES:
+            label = f"lasso.{kernel.__name__} {NAMES[self.tile]} {self.D} {self.DV}"
+            sizes = tuned(self.k.device, label, sizes)
+        arguments = tensors | sizes | self.arguments
         by_key = kernel in (key_kernel, value_kernel)
         length, block = (self.M, "BLOCK_M") if by_key else (self.N, "BLOCK_N")
         grid = (self.heads * triton.cdiv(length, arguments[block]),)

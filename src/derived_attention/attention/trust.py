@@ -1,0 +1,123 @@
+"""Whether a kernel is to be trusted here: it was tried on this GPU, by this Triton and PyTorch.
+
+The first call that would run a kernel tries it on a small random problem of the same kind: a
+`Trial`, with the same dtype, widths, components and kind of mask. Where the kernel does not
+compile, or is less exact than it has to be, PyTorch's form runs from then on, and one warning says
+what to report. What came out is kept, in the process and in a file in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from derived_attention.attention.engine.kernels import versions
+from derived_attention.attention.trials import Trial, compare
+
+SOURCES = ("attention/engine", "attention/linear", "attention/mixture", "attention/splitting")
+_verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
+
+
+def trusted(trial: Trial, device: torch.device) -> bool:
+    """Say whether a kernel agrees with PyTorch's form on a device; try it if nobody has.
+
+    Warns
+    -----
+    RuntimeWarning
+        Where it does not, once in a process for each kind of problem.
+    """
+    name, key = place_of(device), (place_of(device), str(trial))
+    if key in _verdicts:
+        return not _verdicts[key]
+    fault = _read(device).get(str(trial))
+    if fault is None:
+        try:
+            fault = fault_of(trial, device)
+        except torch.OutOfMemoryError:
+            return False  # says nothing of the kernel: another call may try it
+        _write(device, _read(device) | {str(trial): fault})
+    _verdicts[key] = fault
+    if fault:
+        warnings.warn(
+            f"the Triton kernel for {trial} {fault}, on {name}. PyTorch's form runs in its place. "
+            "Please report this line, with what `python -m derived_attention.attention.verify` "
+            "prints.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not fault
+
+
+def fault_of(trial: Trial, device: torch.device) -> str:
+    """Try a kernel, and return what is wrong with it, or nothing."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.device("cpu"),  # not the default that the caller has set
+    ):
+        try:
+            found = compare(trial, device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's compiler, its launcher and PTX have many
+            lines = str(error).strip().splitlines() or [""]
+            return f"does not run ({type(error).__name__}: {lines[0][:200]})"
+    if found.agrees:
+        return ""
+    return f"is not exact enough (its error is {found.worst:.3g} of what it may be)"
+
+
+def place_of(device: torch.device) -> str:
+    """Name a device, the compilers and the kernels' source, as a file may be called."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    words = [name, *(f"{x} {y}" for x, y in versions().items()), f"kernels {digest()}"]
+    return ", ".join(words)
+
+
+@functools.cache
+def digest() -> str:
+    """Return a digest of the kernels' source: other kernels are to be tried again."""
+    root, sha = Path(__file__).parents[1], hashlib.sha256()
+    for folder in SOURCES:
+        for file in sorted((root / folder).glob("*.py")):
+            sha.update(file.read_bytes())
+    return sha.hexdigest()[:12]
+
+
+def file_of(kind: str, device: torch.device) -> Path | None:
+    """Return where something is kept of a device; None where there is no folder for it."""
+    try:
+        from derived_attention.runtime import cache_dir
+
+        words = f"{kind}, {place_of(device)}.json"
+        return cache_dir("kernels") / words.replace("/", "-").replace(", ", "_").replace(" ", "-")
+    except ImportError:  # the core of the package is installed alone
+        return None
+
+
+def _read(device: torch.device) -> dict[str, str]:
+    file = file_of("trusted", device)
+    try:
+        found: Any = json.loads(file.read_text("utf8")) if file else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(device: torch.device, verdicts: dict[str, str]) -> None:
+    file = file_of("trusted", device)
+    if file is None:
+        return
+    from derived_attention.runtime import write_atomically
+
+    try:
+        write_atomically(file, json.dumps(verdicts, indent=1, sort_keys=True).encode())
+    except OSError:  # then the next process tries again
+        return

@@ -1,0 +1,166 @@
+"""Kernels with the tiles that are shipped, on problems in which any two properties meet.
+
+Other tests force small tiles, so that few tokens make many: a fault that shows only where a block
+of queries is no multiple of a block of keys, or beyond the sixteenth segment, passes them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import NO_TRITON
+
+from derived_attention.attention import trials
+from derived_attention.attention.engine import kernels
+from derived_attention.attention.trials import Trial
+
+if not kernels.available():
+    pytest.skip(NO_TRITON, allow_module_level=True)
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from derived_attention.attention.engine import triton as engine  # noqa: E402
+from derived_attention.attention.linear import triton as linear  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def length(trial):
+    """More than a tile: in the interpreter, which is slow, not much more."""
+    if DEVICE == "cuda":
+        return 1000
+    if trial.dtype == "fp32":
+        return 37
+    return 145 if trial.D <= 64 and trial.kernel in trials.MIXTURES else 75
+
+
+DESIGN = list(trials.design(length, [(20, 24), (70, 66), (136, 130)]))
+
+
+@pytest.mark.parametrize("trial", DESIGN, ids=str)
+def test_kernels_are_as_exact_as_pytorch_s_form(trial):
+    found = trials.compare(trial, DEVICE)
+    assert found.agrees, found
+
+
+@pytest.mark.parametrize(
+    ("kernels", "factors"),
+    [
+        (trials.MIXTURES, ("kernel", "dtype", "D", "mask", "R", "strided", "own")),
+        (("linear", "mlk"), ("kernel", "dtype", "D", "R", "strided", "own", "features")),
+        (("lasso",), ("dtype", "DV", "mask", "power", "prefix", "exclude", "strided")),
+    ],
+    ids=["mixtures", "linear", "lasso"],
+)
+def test_any_two_properties_meet_in_a_problem(kernels, factors):
+    chosen = [x for x in DESIGN if x.kernel in kernels]
+    for a, b in itertools.combinations(factors, 2):
+        met = {(getattr(x, a), getattr(x, b)) for x in chosen}
+        first, second = ({getattr(x, name) for x in chosen} for name in (a, b))
+        assert len(first) > 1 and met == set(itertools.product(first, second)), (a, b)
+
+
+def test_queries_see_a_ragged_last_block_of_the_keys_before_them():
+    """Where blocks of queries and of keys are of different sizes, one begins inside another."""
+    trial = Trial("mgk", "bf16", N=300 if DEVICE == "cuda" else 197, M=161, D=16, DV=16, H=1)
+    for causal in ("causal", ""):
+        found = trials.compare(trials.dataclasses.replace(trial, mask=causal), DEVICE)
+        assert found.agrees, found
+
+
+def test_states_are_carried_over_many_segments(monkeypatch):
+    """`_accumulate` reads 16 segments at a time."""
+    monkeypatch.setattr(linear, "SEGMENT", 16)
+    monkeypatch.setattr(linear, "PROGRAMS", 1000)
+    N = 16 * 20 + 5
+    assert linear.segment_length(N, 1, torch.device(DEVICE)) == 16
+    found = trials.compare(Trial("linear", "fp32", N, N, 5, 6, H=1, mask="causal"), DEVICE)
+    assert found.agrees, found
+
+
+@pytest.mark.parametrize("kernel", ["mgk", "smgk", "mlk", "lasso"])
+def test_bits_repeat_whatever_memory_held_before(kernel):
+    """PyTorch fills new memory with NaN here, where it is to be deterministic."""
+    causal = "" if kernel == "lasso" else "causal"
+    sizes = {"N": 37, "M": 33, "D": 12, "DV": 9, "H": 1, "mask": causal, "own": True}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert trials.repeats(Trial(kernel, "bf16", **sizes), 10 if DEVICE == "cuda" else 2, DEVICE)
+        assert trials.compare(Trial(kernel, "fp32", **sizes), DEVICE).agrees
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# --- large tensors -------------------------------------------------------------------------------
+
+
+def far_apart(file, shape, strides, seed):
+    """A tensor of that shape whose numbers are gigabytes apart: in a file that is all but empty."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if DEVICE == "cuda":
+        far = torch.empty(last + 1, dtype=torch.bfloat16, device=DEVICE)
+    else:
+        with open(file, "wb") as empty:
+            empty.truncate(2 * (last + 1))
+        far = torch.from_file(str(file), shared=True, size=last + 1, dtype=torch.bfloat16)
+    far = far.as_strided(shape, strides)
+    return far.copy_(numbers.to(DEVICE))
+
+
+STEP = 2**27  # rows apart, and 2³⁰ a head: the third head begins at 2³¹
+
+
+@pytest.mark.parametrize("kernel", ["mgk", "linear"])
+def test_numbers_beyond_two_to_the_thirty_first_are_found(kernel, tmp_path):
+    shape, strides = (1, 3, 7, 16), (3 * 2**30, 2**30, STEP, 1)
+    q, k, v = (far_apart(tmp_path / f"{i}", shape, strides, i) for i in range(3))
+    assert sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > 2**31
+    options = {"is_causal": True}
+    if kernel == "mgk":
+        k = k.unsqueeze(2)
+    attend = trials.get_attention(kernel)
+    near = [x.contiguous() for x in (q, k, v)]
+    assert torch.equal(attend(q, k, v, fused=True, **options), attend(*near, fused=True, **options))
+
+
+@triton.jit
+def _offsets(x, out, length, stride, BLOCK: tl.constexpr):
+    head, start = engine.place(length, BLOCK)
+    at, _ = engine._tile(x + head * length * stride, start, length, stride, 16, BLOCK, 16)
+    tl.store(out + tl.program_id(0), tl.max(tl.max(at.to(tl.int64), 1), 0) - x.to(tl.int64))
+
+
+def test_the_place_of_a_tile_has_64_bits():
+    """Rows that are 2²⁰ numbers long, of heads that are 2³²: nothing is read there."""
+    length, stride, block, programs = 4096, 2**20, 64, 72
+    out = torch.zeros(programs, dtype=torch.int64, device=DEVICE)
+    x = torch.zeros(1, dtype=torch.bfloat16, device=DEVICE)
+    engine.launch(
+        _offsets, (programs,), x,
+        {"x": x, "out": out, "length": length, "stride": stride, "BLOCK": block,
+         "num_warps": 4, "num_stages": 1},
+    )  # fmt: skip
+    rows = torch.arange(1, programs + 1, device=DEVICE) * block - 1
+    assert torch.equal(out, 2 * (rows * stride + 15))
+    assert out.max() > 2**33
+
+
+# --- what benchmarks say of them -----------------------------------------------------------------
+
+
+def test_a_ratio_above_one_says_that_a_case_is_slower_than_its_baseline(monkeypatch):
+    from benchmarks import run
+
+    def seconds(calls, rounds, device):
+        return {name: run.np.full(rounds, 3.0 if name == "softmax" else 2.0) for name in calls}
+
+    monkeypatch.setattr(run, "time_rounds", seconds)
+    row = run.time_cases("sdpa", ["softmax"], 8, torch.float32, run.MODES[0], 3, "cpu")["softmax"]
+    assert row["ratio"]["median"] == 1.5
+    assert run.unfused({"a unfused": run.np.full(3, 6.0), "b": run.np.full(3, 2.0)}, "a", "b") == {
+        "unfused_ratio": {"q1": 3.0, "median": 3.0, "q3": 3.0}
+    }

@@ -1,0 +1,194 @@
+"""Kernels by default: only where one has been tried, and agreed, on this very machine."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers import NO_TRITON, tensors
+
+from derived_attention import get_attention
+from derived_attention.attention import trials, trust
+from derived_attention.attention.engine import kernels
+from derived_attention.attention.trials import Trial
+
+if not kernels.available():
+    pytest.skip(NO_TRITON, allow_module_level=True)
+from derived_attention.attention.linear import triton as linear  # noqa: E402
+from derived_attention.attention.mixture import triton as mixture  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def new_machine(monkeypatch, tmp_path):
+    """A machine on which nobody has tried anything; the interpreter counts as a GPU."""
+    monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "TRIED", 20)
+    return tmp_path
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Forget what this process knows; what is on the disk stays."""
+    return lambda: monkeypatch.setattr(trust, "_verdicts", {})
+
+
+def qkv(kernel, n=9, d=5):
+    q, k, v = tensors((1, 2, n, d), (1, 2, n, d), (1, 2, n, d), dtype=torch.float32, device=DEVICE)
+    return q, (torch.stack([k, -k], -3) if kernel in ("mgk", "hard_mgk", "mlk") else k), v
+
+
+def call(kernel, **options):
+    options |= {"is_causal": True} if kernel in ("linear", "mlk") else {}
+    if kernel == "smgk":
+        options["shifts"] = tensors((2, 2, 5), dtype=torch.float32, device=DEVICE)[0]
+    return get_attention(kernel)(*qkv(kernel), **options)
+
+
+def launched(monkeypatch):
+    """Collect whether launches are those of trials, by the lengths that they are for."""
+    seen = []
+    for module in (linear, mixture):
+        launch = module.launch
+
+        def counted(kernel, grid, device_of, arguments, launch=launch):
+            seen.append(arguments["N"] if "N" in arguments else None)
+            return launch(kernel, grid, device_of, arguments)
+
+        monkeypatch.setattr(module, "launch", counted)
+    return seen
+
+
+@pytest.mark.parametrize("kernel", ["mgk", "hard_mgk", "smgk", "linear", "mlk"])
+def test_a_kernel_that_agrees_runs_by_default_and_is_tried_once(
+    kernel, monkeypatch, another_process, new_machine
+):
+    seen = launched(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = call(kernel)
+        tried = seen.count(kernels.TRIED)
+        assert tried and seen[-1] == 9
+        torch.testing.assert_close(out, call(kernel, fused=False), rtol=1e-4, atol=1e-5)
+        for forget in (lambda: None, another_process):
+            forget()
+            call(kernel)
+            assert seen.count(kernels.TRIED) == tried and seen[-1] == 9
+    assert len(list(new_machine.iterdir())) == 1
+
+
+def lies(*args, **options):
+    return true(*args, **options) * 1.001
+
+
+true = mixture.attend
+
+
+def does_not_compile(*args, **options):
+    raise RuntimeError("PassManager::run failed\nand many lines more")
+
+
+@pytest.mark.parametrize(
+    ("attend", "said"),
+    [(lies, "is not exact enough"), (does_not_compile, "does not run .RuntimeError: PassManager")],
+)
+def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
+    attend, said, monkeypatch, another_process
+):
+    monkeypatch.setattr(mixture, "attend", attend)
+    exact = call("mgk", fused=False)
+    with pytest.warns(RuntimeWarning, match=f"kernel for mgk fp32 .*{said}.*Please report") as seen:
+        assert torch.equal(call("mgk"), exact)
+        assert torch.equal(call("mgk"), exact)
+    assert len(seen) == 1
+    another_process()
+    monkeypatch.setattr(trust, "compare", None)  # what is on the disk need not be tried again
+    with pytest.warns(RuntimeWarning, match=said):
+        assert torch.equal(call("mgk"), exact)
+    if attend is lies:
+        assert not torch.equal(call("mgk", fused=True), exact), "who insists gets what there is"
+    else:
+        with pytest.raises(RuntimeError, match="PassManager"):
+            call("mgk", fused=True)
+
+
+def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_machine):
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(trust, "compare", full)
+    assert torch.equal(call("mgk"), call("mgk", fused=False))
+    monkeypatch.undo()
+    assert not list(new_machine.iterdir()) and not trust._verdicts
+
+
+def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
+    monkeypatch.setattr(trust, "trusted", None)  # calling it would raise
+    q, k, v = qkv("mgk")
+    bias = torch.zeros(9, 9, device=DEVICE, requires_grad=True)
+    get_attention("mgk")(q, k, v, bias)
+    get_attention("linear")(q, q, v)  # not causal
+    get_attention("linear")(q, q, v, is_causal=True, feature_map=torch.square)
+    wide = torch.zeros(1, 2, 3, 257, device=DEVICE)
+    get_attention("mgk")(wide, wide.unsqueeze(-3), wide)
+    get_attention("linear")(wide, wide, wide, is_causal=True)
+    get_attention("lasso")(q[..., :2], q[..., :2], v, iterations=17)
+    get_attention("lasso")(q, q, v)  # fewer keys than four times the features
+    get_attention("lasso")(q, k[:, :, 0], v, is_causal=True)
+
+
+def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(trust, "trusted", lambda trial, device: bool(seen.append(trial)))
+    sizes = {"N": kernels.TRIED, "M": kernels.TRIED, "D": 5, "DV": 5}
+    call("mgk", is_causal=True, variances=torch.ones(2, device=DEVICE))
+    call("hard_mgk", attn_mask=torch.ones(9, 9, dtype=torch.bool, device=DEVICE))
+    few = [x[..., :2] for x in qkv("lasso")]  # 9 keys of 2 features
+    get_attention("lasso")(*few, power=5, exclude_self=True)
+    assert seen == [
+        Trial("mgk", "fp32", **sizes, mask="causal", own=True),
+        Trial("hard_mgk", "fp32", **sizes, mask="boolean"),
+        Trial("lasso", "fp32", **sizes | {"D": 2, "DV": 2}, power=5, exclude=True),
+    ]
+    trial = Trial("linear", "fp32", **sizes, mask="causal")
+    state = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16), torch.device("meta"):
+        assert trust.fault_of(trial, torch.device(DEVICE)) == ""
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_other_kernels_or_compilers_are_tried_again(monkeypatch):
+    device = torch.device(DEVICE)
+    names = {trust.place_of(device)}
+    monkeypatch.setattr("triton.__version__", "99.0")
+    names.add(trust.place_of(device))
+    monkeypatch.setattr(trust, "digest", lambda: "others")
+    names.add(trust.place_of(device))
+    assert len(names) == 3
+
+
+def test_a_file_that_is_broken_is_none(new_machine):
+    trial = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal")
+    device = torch.device(DEVICE)
+    for text in ("{", "[]"):
+        trust.file_of("trusted", device).write_text(text)
+        trust._verdicts.clear()
+        assert trust.trusted(trial, device)
+
+
+def test_the_yardstick_is_exact(monkeypatch):
+    """A result that is off by a little more than rounding is not accepted, nor is NaN."""
+    trial, results = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal"), trials.results
+    for fault, agrees in ((0, True), (1e-5, False), (float("nan"), False)):
+
+        def wrong(trial, tensors, options, fault=fault):
+            found = results(trial, tensors, options | {"fused": False})
+            return {x: y * (1 + fault * options["fused"]) for x, y in found.items()}
+
+        monkeypatch.setattr(trials, "results", wrong)
+        assert trials.compare(trial, DEVICE).agrees is agrees
