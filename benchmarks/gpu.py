@@ -54,23 +54,11 @@ def steps(out: Path, tiny: bool = False) -> Iterator[Step]:
     if tiny:
         sizes = ("--output", str(out), "--rounds", "1", "--lengths", "16", "--dims", "8")
     for name in FUSED[:1] if tiny else FUSED:
-        yield Step(f"measure {name}", ("-m", __name__, "--measure", "--cases", name, *sizes))
+        yield Step(f"measure {name}", ("-m", "benchmarks", "--cases", name, *sizes))
     for name in ("local_attention",) if tiny else LIBRARIES:
-        yield Step(f"peers {name}", ("-m", __name__, "--measure", "--peers", name, *sizes))
+        yield Step(f"peers {name}", ("-m", "benchmarks", "--peers", name, *sizes))
     for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
         yield Step(f"chapter {path.stem}", ("-m", __name__, "--chapter", str(path)))
-
-
-def measure(arguments: Sequence[str]) -> int:
-    """Run ``python -m benchmarks``, with a kernel only where a case asks for it.
-
-    The form without the kernel is what a call without `fused` gets there, as on a CPU.
-    """
-    from benchmarks.__main__ import main as benchmarks
-    from derived_attention.attention.engine import kernels
-
-    kernels._may_try = lambda tensors: False
-    return benchmarks(arguments)
 
 
 def chapter(path: Path) -> int:
@@ -114,8 +102,6 @@ def call(step: Step, seconds: float) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Take the steps that are not done, and print how each came out; 1 if one is not done."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--measure"]:
-        return measure(given[1:])
     if given[:1] == ["--chapter"]:
         return chapter(Path(given[1]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")

@@ -129,7 +129,7 @@ def time_cases(
     if device == "cuda":
         for name in names:
             if cases[name].kernel:
-                options = cases[name].options(length, dim)
+                options = cases[name].options(length, dim) | {"fused": False}
                 calls[name + UNFUSED] = call(cases[name].fast, tensors, options)
         calls = {name: fn for name, fn in calls.items() if fits(name, fn)}
     taken = time_rounds(calls, rounds, device)
