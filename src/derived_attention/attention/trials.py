@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        """Return the largest error of the kernel as a share of what it may be, which is at most 1."""
+        """Return the largest error of the kernel as a share of what it may be."""
         # Steps of the lasso hand errors on, and with fewer keys than twice the features, as the
         # first queries have where it is causal, PyTorch's form takes float64 for it.
         causal = self.trial.mask == "causal"
