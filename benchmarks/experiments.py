@@ -91,7 +91,7 @@ def run(
     def results(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
         new = [x for x in grid if _run_of(x) not in known]
         rows = run_grid(plan["function"], [{**x, **settings} for x in new], workers=workers)
-        done = known | {_run_of(row): row for row in rows}
+        done = known | {_run_of(x): row for x, row in zip(new, rows, strict=True)}
         return [{k: v for k, v in done[_run_of(x)].items() if k not in settings} for x in grid]
 
     grid: list[dict[str, Any]] = [

@@ -252,32 +252,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = Record(device, options.out)
     if device.type == "cpu":
         print("Triton's interpreter, on the CPU: tiny problems, and no times.")
-    for trial in problems(device):
-        if str(trial) not in record.data["trials"] and not late():
-            print(f"try: {trial}", file=sys.stderr, flush=True)
-            record.keep("trials", str(trial), try_one(trial, device))
-            if device.type == "cuda" and not usable(device):
-                print("The GPU took harm from this one: the same command goes on with the others.")
-                return 3
+    if not try_all(record, device, late):
+        print("The GPU took harm from this one: the same command goes on with the others.")
+        return 3
     if device.type == "cuda":
-        for trial in timed():
-            if not late():
-                print(f"tune and time: {trial}", file=sys.stderr, flush=True)
-                tune(trial, device, record, late)
-        tuning.found.cache_clear()
-        for trial in timed():
-            ours = {x: f for x, f in calls(trial, device, True).items()} if not late() else {}
-            for mode, call in ours.items():
-                name = f"{trial} {mode}"
-                if name not in record.data["times"] and not late():
-                    theirs = calls(trial, device, False)[mode]
-                    both = {"kernel": milliseconds(call), "pytorch": milliseconds(theirs)}
-                    record.keep("times", name, both)
+        time_all(record, device, late)
     print(report(record.data))
     if late():
         print("Time is up: the same command goes on.")
         return 3
     return int(not all(x["agrees"] and x["repeats"] for x in record.data["trials"].values()))
+
+
+def try_all(record: Record, device: torch.device, late: Callable[[], bool]) -> bool:
+    """Try the kernels on what is not in the record; return whether the device is still usable."""
+    for trial in problems(device):
+        if str(trial) not in record.data["trials"] and not late():
+            print(f"try: {trial}", file=sys.stderr, flush=True)
+            record.keep("trials", str(trial), try_one(trial, device))
+            if device.type == "cuda" and not usable(device):
+                return False
+    return True
+
+
+def time_all(record: Record, device: torch.device, late: Callable[[], bool]) -> None:
+    """Tune the kernels, then time them beside PyTorch's form, where the record has no time."""
+    for trial in timed():
+        if not late():
+            print(f"tune and time: {trial}", file=sys.stderr, flush=True)
+            tune(trial, device, record, late)
+    tuning.found.cache_clear()
+    for trial in timed():
+        ours = {} if late() else calls(trial, device, True)
+        for mode, call in ours.items():
+            name = f"{trial} {mode}"
+            if name not in record.data["times"] and not late():
+                theirs = calls(trial, device, False)[mode]
+                both = {"kernel": milliseconds(call), "pytorch": milliseconds(theirs)}
+                record.keep("times", name, both)
 
 
 if __name__ == "__main__":
