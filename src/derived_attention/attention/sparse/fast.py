@@ -290,11 +290,13 @@ class _Groups(NamedTuple):
         for part in range(width):
             at = start + 1 - before + part
             dy[:, at : at + rows] += P[..., part * C : (part + 1) * C].mT @ x
-        far = self.across(P[..., W:]).mT @ self.across(x)
+        pair, far = (self.across(P[..., W:]).mT, self.across(x)), dy[:, 1 : 1 + seen]
         if self.summary:
-            dy[:, 1 : 1 + seen, C - self.summary :] += far.unflatten(1, (seen, self.summary))
+            far[:, :, C - self.summary :] += torch.bmm(*pair).unflatten(1, (seen, self.summary))
+        elif len(dy) == 1:  # all far keys, for a few queries: without a copy
+            far[0].transpose(0, 1).baddbmm_(*pair)
         else:
-            dy[:, 1 : 1 + seen] += _along(far, len(dy))
+            far += _along(torch.bmm(*pair), len(dy))
 
     def close(self, S: Tensor, band: Tensor | None, start: int, seen: int, M: int) -> None:
         """Set scores to -∞ of keys that are padding, not in the pattern, or in both groups."""
