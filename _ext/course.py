@@ -15,6 +15,7 @@ import csv
 import getpass
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -366,8 +367,8 @@ def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exerc
     return found
 
 
-def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) -> None:
-    """Write everything below `target`; what nbgrader has put there stays."""
+def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) -> list[dict]:
+    """Write everything below `target`, where what nbgrader has put stays; return the weeks."""
     rows = []
     for week, (name, (part, title, exercises)) in enumerate(course(problems).items(), 1):
         notebook = source(title, name, exercises, seed)
@@ -377,6 +378,12 @@ def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) ->
         rows.append(_row(week, name, part, title, exercises))
     config = CONFIG % {"stub": STUB, "text_stub": TEXT_STUB}
     (target / "nbgrader" / "nbgrader_config.py").write_text(config, "utf8")
+    write_weeks(target, rows)
+    return rows
+
+
+def write_weeks(target: Path, rows: list[dict]) -> None:
+    """Write the list of assignments, one a week."""
     with open(target / "weeks.csv", "w", encoding="utf8", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -406,18 +413,25 @@ def _row(week: int, name: str, part: str, title: str, exercises: list[Exercise])
 
 
 PROVE = """
-import contextlib, io, json, sys
+import contextlib, io, json, resource, sys, time
+wrong, begin = [], time.process_time()
 for label, code in json.load(sys.stdin):
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, {})
     except Exception as error:
-        print(f"{label}: {type(error).__name__}: {error}")
+        wrong.append(f"{label}: {type(error).__name__}: {error}")
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on a Mac
+memory *= 1 if sys.platform == "darwin" else 1024
+print(json.dumps([wrong, time.process_time() - begin, memory]))
 """
 
 
-def prove(exercises: list[Exercise], seed: int) -> list[str]:
-    """Return what is wrong with exercises: each solution must pass all its checks."""
+def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float]:
+    """Try all checks of exercises on their solutions.
+
+    Return what does not pass, the seconds of computing, and the largest memory in bytes.
+    """
     todo, prelude = [], []
     for e in exercises:
         prelude += [text for kind, text in e.prelude if kind == "code"]
@@ -427,8 +441,9 @@ def prove(exercises: list[Exercise], seed: int) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", PROVE], input=json.dumps(todo), capture_output=True, text=True
     )
-    ended = [] if done.returncode == 0 else [done.stderr.strip()[-300:]]
-    return done.stdout.splitlines() + ended
+    if done.returncode:
+        return [done.stderr.strip()[-300:]], math.nan, math.nan
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
 # --- problems for lecturers ----------------------------------------------------------------------
@@ -496,15 +511,18 @@ def main() -> int:
 
 def make(seed: int, problems: Path | None) -> int:
     """Write the course, and prove that each solution passes with this seed."""
-    write(seed, problems)
+    rows = write(seed, problems)
     print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
-    wrong = 0
-    for name, (_, _, exercises) in course(problems).items():
-        for line in prove(exercises, seed):
-            wrong += 1
+    failed = 0
+    for row, (name, (_, _, exercises)) in zip(rows, course(problems).items(), strict=True):
+        wrong, seconds, memory = prove(exercises, seed)
+        row |= {"seconds of computing": round(seconds, 1), "memory, GB": round(memory / 1e9, 2)}
+        for line in wrong:
             print(f"  {name}, {line}", file=sys.stderr, flush=True)
-    print("All pass." if not wrong else f"{wrong} do not pass: mend them, or take another SEED.")
-    return 1 if wrong else 0
+        failed += len(wrong)
+    write_weeks(TARGET, rows)
+    print("All pass." if not failed else f"{failed} do not pass: mend them, or take another SEED.")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

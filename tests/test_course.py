@@ -272,8 +272,9 @@ def test_a_solution_that_does_not_pass_is_named():
     (sound,) = [e for e in exercises if e.label == "ex-05-common"]
     (other,) = [e for e in exercises if e.label == "ex-05-rms"]
     broken = dataclasses.replace(other, code=other.mistakes[0].code)
-    (said,) = course.prove([sound, broken], 7)
+    (said,), seconds, memory = course.prove([sound, broken], 7)
     assert said.startswith("ex-05-rms: ExerciseError") and "ratio of two weights" in said
+    assert 0 < seconds < 600 and 1e8 < memory < 4e9
 
 
 # --- what is handed in ---------------------------------------------------------------------------
