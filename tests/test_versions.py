@@ -272,7 +272,8 @@ def test_what_others_run_is_what_make_offers():
         for target in re.findall(r"""(?:^|[\s"&{])make"?,? "?([a-z]+)\b""", text, flags=re.M):
             assert target in targets[1].split() or target == "git", f"{place}: make {target}"
             found.add(target)
-    assert {"test", "dist", "zip", "versions", "links", "install", "lab"} <= found | {"test"}
+    assert {"test", "dist", "pdf", "versions", "links", "install", "lab"} <= found | {"test"}
+    assert any("make pdf zip" in text for _, text in commands())
     assert any("bash .ci/run" in text for place, text in commands() if place == "tests")
 
 
