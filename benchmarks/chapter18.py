@@ -1,10 +1,9 @@
 """Train the example of chapter 18, sparsemax attention: ``python -m benchmarks.chapter18``.
 
-Some minutes on one thread of a CPU. *longer* trains two arms to look a value up among 64 tokens,
-and reads the trained models among more, which are records that nobody asks for. Named, the jobs of
-chapter 17 are run, with its frame and budgets, for one row more: ``python -m benchmarks.chapter18
-look_up newest count places``, about an hour. What has finished is not repeated. The results go to
-`training/recorded/`, from where the chapter reads them.
+About half an hour on one thread of a CPU. *longer* trains two arms to look a value up among 64
+tokens, and reads the trained models among more, which are records that nobody asks for. The others
+are the jobs of chapter 17, with its frame and budgets, for one row more. What has finished is not
+repeated. The results go to `training/recorded/`, from where the chapter reads them.
 """
 
 from __future__ import annotations
@@ -202,17 +201,15 @@ EXPERIMENTS = {
         seeds=5,
     ),
 }
-# Not recorded yet: the chapter shows those that are. They take an hour.
-JOBS = {
+EXPERIMENTS |= {
     task: plan | {"function": learn, "names": list(OWN), "seeds": 3}
     for task, plan in chapter17.EXPERIMENTS.items()
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line names, of EXPERIMENTS and JOBS, or EXPERIMENTS."""
-    asked = list(sys.argv[1:] if arguments is None else arguments) or list(EXPERIMENTS)
-    return command("chapter18", EXPERIMENTS | JOBS, FOLDER, __doc__, asked)
+    """Run the experiments that the command line names, or all."""
+    return command("chapter18", EXPERIMENTS, FOLDER, __doc__, arguments)
 
 
 if __name__ == "__main__":
