@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -380,9 +381,11 @@ def school(tmp_path_factory):
 
 
 def nbgrader(folder, *arguments):
-    """Run a command of nbgrader as a lecturer does; return what it says."""
+    """Run a command of nbgrader as a lecturer does, in the environment; return what it says."""
     command = [sys.executable, "-m", "nbgrader", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    world = os.environ | {"PATH": path}  # it calls alembic
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=world)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stderr
 

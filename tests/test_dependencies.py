@@ -149,7 +149,7 @@ def test_every_declared_project_has_a_tested_version_in_its_range():
 def test_conda_installs_what_make_installs():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text("utf8"))["dependencies"]
     *_, pip = conda
-    (extra,) = re.findall(r"\(ENVIRONMENT\) (build)", (ROOT / "Makefile").read_text("utf8"))
+    (extra,) = re.findall(r"\(ENVIRONMENT\) (build)$", (ROOT / "Makefile").read_text("utf8"), re.M)
     assert pip["pip"] == ["--constraint constraints.txt", f"--editable .[{extra}]"]
     assert f"python={PROJECT['requires-python'].removeprefix('>=')}" in conda
 
