@@ -276,6 +276,8 @@ def test_a_solution_that_does_not_pass_is_named():
     (said,), seconds, memory = course.prove([sound, broken], 7)
     assert said.startswith("ex-05-rms: ExerciseError") and "ratio of two weights" in said
     assert 0 < seconds < 600 and 1e8 < memory < 4e9
+    _, seconds, least = course.prove([], 7)
+    assert seconds < 1 and least < 5e7 < memory, "of its own process alone"
 
 
 # --- what is handed in ---------------------------------------------------------------------------
