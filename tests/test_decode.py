@@ -83,6 +83,15 @@ def test_pieces_have_the_values_and_gradients_of_the_whole(name, cut):
 
 
 @with_states
+def test_a_state_goes_through_long_pieces(name):
+    """Longer than 256, the positions that are taken at once on a CPU."""
+    form, inputs = draw(name, 300)
+    with torch.no_grad():
+        found, _ = in_pieces(form, *inputs, [20, 280])
+        assert_all_close([found], [form(*inputs, is_causal=True)], 1e-10, name)
+
+
+@with_states
 def test_a_state_is_that_of_its_sequence_and_of_all_before(name):
     """Another sequence's state, one that is a token late, and none at all give other results."""
     more = {"beta": torch.full((H, 1), 0.1)} if name == "delta" else {}  # 1/‖k‖² writes once
@@ -220,6 +229,17 @@ def test_options_of_layers_hold_for_steps(name, options):
         parameter.data += 0.1 * torch.randn_like(parameter)
     whole = layer(x, x, x, is_causal=True, need_weights=False)[0]
     assert_all_close([steps(layer, x, CUTS["uneven"])], [whole], 1e-9, name)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlk"])
+def test_no_kernel_runs_in_a_step(name):
+    layer, x = layers(name)
+    if name == "linear":
+        layer.attention = functools.partial(linear_attention, fused=True)
+    else:
+        layer.fused = True
+    plain, _ = layers(name)
+    assert_all_close([steps(layer, x, [79, 1])], [steps(plain, x, [79, 1])], 1e-12, name)
 
 
 def test_layers_that_mix_or_prepend_tokens_have_no_state():
