@@ -447,7 +447,8 @@ class MultiheadAttention(nn.Module):
             return base(q, k, v, state=state, **options)
 
         parts = enumerate((x, group.key, group.value))
-        H = self.attend(run, *(self.project(part, y, ALL) for part, y in parts), group.mask)
+        q, k, v = (self.project(part, y, ALL) for part, y in parts)
+        H = self.attend(run, q, k, v, group.mask)
         return self._join([H], [group]), after[0]
 
     def _forward_nested(

@@ -69,7 +69,7 @@ class PrimalState(NamedTuple):
 
     e: Tensor  # (..., p, s)
     r: Tensor  # (..., p, s)
-    count: Tensor  # (), how many tokens, in double precision
+    seen: Tensor  # (), how many tokens, in double precision
 
 
 def primal_state(
@@ -103,7 +103,7 @@ def primal_state(
     with full_precision(k.device):
         X = v.to(wide(k)).mT
         e, r = (X @ by.values(W.to(X.dtype), M) for W in (W_e, W_r))
-        return PrimalState(by.state.e + e, by.state.r + r, by.state.count + M)
+        return PrimalState(by.state.e + e, by.state.r + r, by.state.seen + M)
 
 
 @mechanism(per_key=True, drops=True, state=primal_state)
@@ -217,20 +217,20 @@ class Projection(NamedTuple):
             return self
         shape = (*k.shape[:-2], v.shape[-1], self.W_e.shape[-1])
         check_parts(self.state, PrimalState, k, shape, shape, ())
-        e, r, count = self.state
-        if isinstance(self.sampling, Tensor) and may_look_at(count):
-            end = int(count) + k.shape[-2]
+        e, r, seen = self.state
+        if isinstance(self.sampling, Tensor) and may_look_at(seen):
+            end = int(seen) + k.shape[-2]
             if self.sampling.shape[-1] < end:
                 raise ValueError(
                     f"sampling has shape {tuple(self.sampling.shape)}; expected columns for {end} "
                     "tokens, those of the state included"
                 )
-        return self._replace(state=PrimalState(e.to(wide(k)), r.to(wide(k)), count))
+        return self._replace(state=PrimalState(e.to(wide(k)), r.to(wide(k)), seen))
 
     def places(self, M: int) -> Tensor:
         """Return the places of M tokens in the sequence."""
         places = torch.arange(M, device=self.W_e.device)
-        return places if self.state is None else places + self.state.count.long()
+        return places if self.state is None else places + self.state.seen.long()
 
     def values(self, W: Tensor, M: int) -> Tensor:
         """Return u_j (..., M, s), for token j row j mod n of W, or as the sketch has it."""

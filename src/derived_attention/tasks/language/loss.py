@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +103,12 @@ def generate(
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same on every machine
     text = new = encode(prompt)
-    read, steps = [], getattr(model, "has_state", False)
+    read: list[Any] = []
+    step: Any = model.step if getattr(model, "has_state", False) else None
     with evaluating(model):
         for _ in range(n):
-            if steps and len(text) <= length:
-                logits, *read = model.step(new.long().to(device)[None], *read)
+            if step and len(text) <= length:
+                logits, *read = step(new.long().to(device)[None], *read)
             else:  # a state of absolute positions cannot leave its first bytes out
                 logits = model(text[-length:].long().to(device)[None])
             logits = logits[0, -1].cpu()  # (256,)

@@ -22,7 +22,7 @@ from derived_attention.tasks.model import (
 class Read(NamedTuple):
     """What `ByteLM.step` keeps of the bytes so far: nothing, at the start of a text."""
 
-    count: int = 0  # bytes
+    seen: int = 0  # bytes
     last: Tensor | None = None  # (B, taps - 1, dim), the last embeddings, if there are more taps
     layers: tuple[Any, ...] = ()  # the state of each layer's attention
 
@@ -100,7 +100,7 @@ class ByteLM(Encoder):
         for layer, state in zip(self.layers, read.layers or [None] * len(self.layers), strict=True):
             h, state = layer.step(h, state)
             states.append(state)
-        return self.head(self.norm(h)), Read(read.count + x.shape[1], last, tuple(states))
+        return self.head(self.norm(h)), Read(read.seen + x.shape[1], last, tuple(states))
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         return self._read(x, padding, START)[0]
@@ -109,17 +109,17 @@ class ByteLM(Encoder):
         """Return features (B, n, dim) of the next bytes, and the last embeddings."""
         check_tokens(x, padding, vocabulary=self.vocabulary)
         check_no_padding(padding, "a text")
-        (B, n), end = x.shape, read.count + x.shape[1]
+        (B, n), end = x.shape, read.seen + x.shape[1]
         if end > self.length:
-            after = f", after {read.count}" if read.count else ""
+            after = f", after {read.seen}" if read.seen else ""
             raise ValueError(
-                f"x has {n} bytes in a row{after}; expected at most {self.length - read.count}"
+                f"x has {n} bytes in a row{after}; expected at most {self.length - read.seen}"
             )
         tokens, last = self.embed(x), read.last  # (B, n, dim)
         if self.before is not None:
             shape = (B, self.before.kernel_size[0] - 1, self.config.dim)
             last = tokens.new_zeros(shape) if last is None else last
             check_shape("read.last", last, shape, "those of one batch")
-            seen = torch.cat([last, tokens], 1)
-            tokens, last = tokens + self.before(seen.mT).mT, seen[:, n:]
-        return self.dropout(tokens + self.positions[read.count : end]), last
+            both = torch.cat([last, tokens], 1)
+            tokens, last = tokens + self.before(both.mT).mT, both[:, n:]
+        return self.dropout(tokens + self.positions[read.seen : end]), last
