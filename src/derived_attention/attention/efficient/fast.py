@@ -196,8 +196,8 @@ class PerformerState(NamedTuple):
     least.
     """
 
-    sums: Tensor  # (..., R, Dv + 1)
-    top: Tensor  # c, (..., 1, R): the largest log √R φ(k_j)_r so far
+    sums: Tensor  #: (..., R, Dv + 1)
+    top: Tensor  #: c, (..., 1, R): the largest log √R φ(k_j)_r so far
 
 
 def performer_state(

@@ -67,9 +67,9 @@ class PrimalState(NamedTuple):
     The value u_j of token j is its row of W_e, or of W_r. Sums are in float32 at least.
     """
 
-    e: Tensor  # (..., p, s)
-    r: Tensor  # (..., p, s)
-    seen: Tensor  # (), how many tokens, in double precision
+    e: Tensor  #: (..., p, s)
+    r: Tensor  #: (..., p, s)
+    seen: Tensor  #: (), how many tokens, in double precision
 
 
 def primal_state(

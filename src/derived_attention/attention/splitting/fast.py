@@ -67,8 +67,8 @@ ALL = slice(None)
 class RidgeState(NamedTuple):
     """What `ridge_attention` needs of keys, in double precision: Σ_j k_j k_jᵀ and Σ_j k_j v_jᵀ."""
 
-    keys: Tensor  # (..., D, D)
-    values: Tensor  # (..., D, Dv)
+    keys: Tensor  #: (..., D, D)
+    values: Tensor  #: (..., D, Dv)
 
 
 def ridge_state(k: Tensor, v: Tensor, *, state: RidgeState | None = None) -> RidgeState:

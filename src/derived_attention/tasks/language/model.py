@@ -22,9 +22,9 @@ from derived_attention.tasks.model import (
 class Read(NamedTuple):
     """What `ByteLM.step` keeps of the bytes so far: nothing, at the start of a text."""
 
-    seen: int = 0  # bytes
-    last: Tensor | None = None  # (B, taps - 1, dim), the last embeddings, if there are more taps
-    layers: tuple[Any, ...] = ()  # the state of each layer's attention
+    seen: int = 0  #: bytes
+    last: Tensor | None = None  #: (B, taps - 1, dim), the last embeddings, if there are more taps
+    layers: tuple[Any, ...] = ()  #: the state of each layer's attention
 
 
 START = Read()
