@@ -197,7 +197,7 @@ class PerformerState(NamedTuple):
     """
 
     sums: Tensor  #: (..., R, Dv + 1)
-    top: Tensor  #: c, (..., 1, R): the largest log √R φ(k_j)_r so far
+    top: Tensor  #: c (..., 1, R), the largest log √R φ(k_j)_r so far
 
 
 def performer_state(
