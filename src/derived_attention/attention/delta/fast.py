@@ -25,7 +25,7 @@ from derived_attention.attention.frame.checks import (
     broadcasts,
     check_flag,
     check_no_bias,
-    check_shape,
+    check_parameter,
     is_symbolic,
     may_look_at,
     wide,
@@ -49,7 +49,30 @@ class Writes(NamedTuple):
     state: Tensor  # (..., Dv, D), before the first of them
 
 
-@mechanism(per_key=True)
+def delta_state(
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    erase: bool = True,
+    state: Tensor | None = None,
+) -> Tensor:
+    """State S after keys (..., H, M, D) and values (..., H, M, Dv), in float32 at least.
+
+    Arguments and errors are those of `delta_attention`. With it a sequence is decoded one token at
+    a time, and the results are those of one call ::
+
+        h = delta_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = delta_state(k_t, v_t, state=S)
+    """
+    mask = Mask(attn_mask)
+    with full_precision(k.device):
+        return _last(prepare_writes(k, v, mask, beta, decay, erase, state))
+
+
+@mechanism(per_key=True, state=delta_state)
 def delta_attention(
     q: Tensor,
     k: Tensor,
@@ -98,29 +121,6 @@ def delta_attention(
         return _read(queries, writes).to(q.dtype)
 
 
-def delta_state(
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    beta: Tensor | None = None,
-    decay: Tensor | None = None,
-    erase: bool = True,
-    state: Tensor | None = None,
-) -> Tensor:
-    """State S after keys (..., H, M, D) and values (..., H, M, Dv), in float32 at least.
-
-    Arguments and errors are those of `delta_attention`. With it a sequence is decoded one token at
-    a time, and the results are those of one call ::
-
-        h = delta_attention(q_t, k_t, v_t, is_causal=True, state=S)
-        S = delta_state(k_t, v_t, state=S)
-    """
-    mask = Mask(attn_mask)
-    with full_precision(k.device):
-        return _last(prepare_writes(k, v, mask, beta, decay, erase, state))
-
-
 def prepare_writes(
     k: Tensor,
     v: Tensor,
@@ -152,7 +152,7 @@ def prepare_writes(
     if state is None:
         state = k.new_zeros(shape)
     else:
-        check_shape("state", state, shape, "a matrix Dv × D for each head")
+        check_parameter("state", state, k, (shape,), "a matrix Dv × D for each head")
     return Writes(k, v, beta.masked_fill(~present, 0), decay, erase, state.to(k.dtype))
 
 

@@ -41,6 +41,7 @@ class DeltaAttention(MultiheadAttention):
     """
 
     shown = ("beta", "gated", "erase")
+    decodes = True
 
     def __init__(
         self,

@@ -27,8 +27,12 @@ from torch import Tensor
 
 from derived_attention.attention import formulas
 from derived_attention.attention.frame.checks import (
+    check_causal_state,
     check_count,
+    check_keys,
     check_parameter,
+    check_parts,
+    check_positive,
     is_symbolic,
     may_look_at,
     wide,
@@ -184,9 +188,62 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
         return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
 
-@mechanism(per_key=True)
+class PerformerState(NamedTuple):
+    """What `performer_attention` needs of keys: Σ_j φ(k_j)_r e^(−c_r) [v_j, 1], and c.
+
+    The sums are relative to the largest features so far, which keeps them in the range of floats:
+    where a later key has a larger one, they are multiplied by e^(old c − new c). In float32 at
+    least.
+    """
+
+    sums: Tensor  #: (..., R, Dv + 1)
+    top: Tensor  #: c (..., 1, R), the largest log √R φ(k_j)_r so far
+
+
+def performer_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    projection: Tensor,
+    scale: float | None = None,
+    state: PerformerState | None = None,
+) -> PerformerState:
+    """Σ_j φ(k_j) [v_j, 1]ᵀ, and how it is scaled: all that `performer_attention` needs of keys.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        h = performer_attention(q_t, k_t, v_t, is_causal=True, projection=W, state=S)
+        S = performer_state(k_t, v_t, projection=W, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. `scale` is that of the attention; errors are as there.
+    """
+    check_keys(k, v)
+    W = check_projection(k, projection)
+    scale = 1 / math.sqrt(k.shape[-1]) if scale is None else check_positive("scale", scale)
+    return _key_sums(k, v, W, scale, None, _state(state, k, v, len(W)))
+
+
+def _state(state: Any, q: Tensor, v: Tensor, R: int) -> PerformerState | None:
+    """Check a state for R features; return it in float32 at least."""
+    if state is None:
+        return None
+    leading = tuple(q.shape[:-2])
+    check_parts(state, PerformerState, q, (*leading, R, v.shape[-1] + 1), (*leading, 1, R))
+    return PerformerState(*(x.to(wide(q)) for x in state))
+
+
+@mechanism(per_key=True, state=performer_state)
 def performer_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    projection: Any,
+    state: PerformerState | None = None,
 ) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
@@ -204,33 +261,33 @@ def performer_attention(
     ----------
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
+    state : PerformerState, optional
+        Sums over keys before the first, which every query attends too. `performer_state` returns
+        it. With `is_causal` only.
     """
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
     if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
         W = check_projection(q, projection)
         return in_full(formulas.performer)(q, k, v, mask, scale, projection=W)
     W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
-        return _causal(q, k, v, W, scale)
+        return _causal(q, k, v, W, scale, _state(state, q, v, len(W)))
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
-        parts = [ratio(_query_features(x, W, scale, top) @ S) for x in segments(q)]
+        c = top.masked_fill(top == -math.inf, 0).mT  # all keys are masked
+        parts = [ratio(_query_features(x, W, scale, c) @ S) for x in segments(q)]
         return torch.cat(parts, -2).to(q.dtype)
 
 
-class _Sums(NamedTuple):
-    """Sums over all keys before a chunk: Σ_j φ(k_j)_r exp(−c_r) [v_j, 1], and c."""
-
-    sums: Tensor  # (..., R, Dv + 1)
-    top: Tensor  # (..., 1, R): the largest log √R φ(k_j)_r so far
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
-    """Attend segment by segment, with `_Sums` passed from one to the next."""
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float, past: PerformerState | None
+) -> Tensor:
+    """Attend segment by segment, with the state passed from one to the next."""
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     ends = [*range(length, N, length), N]
     starts = [0, *ends[:-1]]
-    rows, past, outputs = math.sqrt(scale) * W.to(wide(q)), None, []
+    rows, outputs = math.sqrt(scale) * W.to(wide(q)), []
 
     def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
         sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
@@ -257,7 +314,9 @@ def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
     return x.unflatten(-2, (-1, size))
 
 
-def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> tuple[Tensor, _Sums]:
+def _causal_segment(
+    a: Tensor, logs: Tensor, v: Tensor, past: PerformerState | None
+) -> tuple[Tensor, PerformerState]:
     """Return averages (..., n, Dv) for logarithms of queries a and of keys, and values, in chunks.
 
     Features are divided by the largest one among the keys before the chunk, or by that of the first
@@ -288,15 +347,15 @@ def _causal_segment(a: Tensor, logs: Tensor, v: Tensor, past: _Sums | None) -> t
 
 
 def _states(
-    chunks: Tensor, before: Tensor, after: Tensor, past: _Sums | None
-) -> tuple[Tensor, _Sums]:
+    chunks: Tensor, before: Tensor, after: Tensor, past: PerformerState | None
+) -> tuple[Tensor, PerformerState]:
     """Return the sums before each of the chunks, (..., m, R, Dv + 1), and after the last."""
     state = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past.sums
     shrink, states = (before - after).mT.exp(), []
     for sums, factor in zip(chunks.unbind(-3), shrink.unbind(-3), strict=True):
         states.append(state)
         state = factor * state + sums
-    return torch.stack(states, -3), _Sums(state, after[..., -1, :, :])
+    return torch.stack(states, -3), PerformerState(state, after[..., -1, :, :])
 
 
 def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,16 +401,19 @@ def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor
 
 
 def _key_sums(
-    k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return Σ_j φ(k_j)_r exp(−c_r) [v_j, 1] (..., R, Dv + 1), and c (..., R, 1).
+    k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None,
+    past: PerformerState | None = None,
+) -> PerformerState:  # fmt: skip
+    """Return the state after keys, those of `past` included; c is -inf where all are masked.
 
     Segment by segment, with the largest logarithm so far as c; when it grows, sums are scaled.
     """
     M, size = k.shape[-2], segments(k)[0].shape[-2]
     column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
-    top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
-    sums, c = top.new_zeros(()), top
+    if past is None:
+        top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
+        past = PerformerState(top.new_zeros(*k.shape[:-2], len(W), v.shape[-1] + 1), top)
+    sums, top = past
     for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
         part = None if column is None else column[..., i * size : (i + 1) * size, :]
         logarithms = _masked(_logarithms(k_s, W, scale), part)
@@ -361,7 +423,7 @@ def _key_sums(
             added = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
             sums = added + (top - c).exp().mT * sums
         top = most
-    return sums, c.mT
+    return PerformerState(sums, top)
 
 
 def _masked(logarithms: Tensor, column: Tensor | None) -> Tensor:

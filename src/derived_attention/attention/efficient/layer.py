@@ -79,6 +79,7 @@ class PerformerAttention(MultiheadAttention):
     """
 
     shown = ("features",)
+    decodes = True
     projection: Tensor
 
     def __init__(

@@ -41,6 +41,36 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = 
         check_shape("v", v, (*leading, M, Dv), "the leading dimensions of q and the M of k")
 
 
+def check_keys(k: Tensor, v: Tensor, components: bool = False) -> None:
+    """Check keys ``(..., M, D)``, or ``(..., R, M, D)`` with `components`, and values."""
+    check_floating({"k": k, "v": v})
+    least = 2 + components
+    if k.dim() < least or k.shape[-1] == 0:
+        sizes = "(..., R, M, D)" if components else "(..., M, D)"
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected {sizes} with D at least 1")
+    Dv = v.shape[-1] if v.dim() else "Dv"
+    check_shape("v", v, (*k.shape[:-least], k.shape[-2], Dv), "a value for each token of k")
+
+
+def check_causal_state(state: object, is_causal: bool, *sizes: int) -> None:
+    """Check that a state, if any, comes before causal queries whose number is not symbolic."""
+    if state is not None and not is_causal:
+        raise ValueError(
+            "state is given, and is_causal is False; expected is_causal=True: a state holds the "
+            "keys before the first query"
+        )
+    if state is not None and is_symbolic(*sizes):
+        raise ValueError("state is given with a dynamic length; expected a fixed one, such as 1")
+
+
+def check_parts(state: Any, kind: type, like: Tensor, *shapes: tuple) -> None:
+    """Check that a state is a tuple of this kind, with floating tensors of these shapes."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state is {_kind(state)}; expected a {kind.__name__}")
+    for name, x, shape in zip(kind._fields, state, shapes, strict=True):  # type: ignore
+        check_parameter(f"state.{name}", x, like, (shape,), "the batch and sizes of the keys")
+
+
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool = False) -> None:
     """Check a mask against the scores ``(..., N, M)`` of `q` and `k`, and against `is_causal`."""
     check_flag("is_causal", is_causal)

@@ -8,7 +8,8 @@ checks, masks, dropout and shared heads. The decorator's arguments say what else
 and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
 for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
 that a query's result does not depend on other queries, ``softmax`` that adding a number to all
-scores of a query changes nothing. A formula decorated with `in_full` runs in float32 at least.
+scores of a query changes nothing, ``state`` (or None) computes what the form's option `state` tells
+it of the keys before the first. A formula decorated with `in_full` runs in float32 at least.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def mechanism(
     drops: bool = False,
     alone: bool = True,
     softmax: bool = False,
+    state: Mechanism | None = None,
 ) -> Mechanism:
     """Give `form` the arguments that `softmax_attention` describes, beside its options.
 
@@ -111,10 +113,13 @@ def mechanism(
         Whether the result of a query depends on no other query.
     softmax : bool
         Whether it is a softmax of q·k, which does not change with a vector added to all keys.
+    state : callable, optional
+        ``state(k, v, *, state=None, ...)`` returns what a causal form with the option `state` needs
+        of keys and values that came before, of a size that does not depend on their number.
     """
     if form is None:
         settings: dict[str, Any] = dict(weights=weights, components=components, per_key=per_key)
-        settings |= dict(drops=drops, alone=alone, softmax=softmax)
+        settings |= dict(drops=drops, alone=alone, softmax=softmax, state=state)
         return functools.partial(mechanism, **settings)
 
     @functools.wraps(form)
@@ -142,7 +147,7 @@ def mechanism(
             return F.dropout(A, dropout_p) @ v.to(A.dtype)
         return form(q, k, v, mask, scale, **options)
 
-    vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax)
+    vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax, state=state)
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -171,6 +176,21 @@ def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Te
         return compute(q, k, **options)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def state_of(attention: Mechanism, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Return the state of a mechanism after keys and values, with those options that it takes."""
+    while isinstance(attention, functools.partial):
+        options, attention = attention.keywords | options, attention.func
+    compute = attention.state  # type: ignore[attr-defined]
+    return compute(k, v, **{name: x for name, x in options.items() if takes(compute, name)})
+
+
+def has_state(attention: Mechanism) -> bool:
+    """Return whether a mechanism, or what it is a partial of, has a state."""
+    while isinstance(attention, functools.partial):
+        attention = attention.func
+    return getattr(attention, "state", None) is not None
 
 
 def _with_shared_heads(

@@ -35,7 +35,14 @@ from derived_attention.attention.frame.checks import (
     check_probability,
     check_shape,
 )
-from derived_attention.attention.frame.convention import is_per_key, parts_of, takes, weights_of
+from derived_attention.attention.frame.convention import (
+    has_state,
+    is_per_key,
+    parts_of,
+    state_of,
+    takes,
+    weights_of,
+)
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import softmax_attention
 
@@ -134,6 +141,7 @@ class MultiheadAttention(nn.Module):
     any_mask = True  # whether masks may differ between queries, if the function takes them
     paired = False  # whether self- and cross-attention differ, so that `cross` matters
     bare = True  # whether it works without projections; not inherited
+    decodes = True  # whether `step` is right, if the function has a state; not inherited
     out_proj: Any  # Linear, or Identity
 
     def __init_subclass__(cls) -> None:
@@ -144,7 +152,7 @@ class MultiheadAttention(nn.Module):
         named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         del named[0]  # self
         cls.__signature__ = inspect.Signature(sorted(named, key=lambda p: p.kind))  # type: ignore
-        cls.bare = vars(cls).get("bare", False)
+        cls.bare, cls.decodes = (vars(cls).get(name, False) for name in ("bare", "decodes"))
 
     def __init__(
         self,
@@ -389,6 +397,59 @@ class MultiheadAttention(nn.Module):
             groups.append(group)
         output = self._join(outputs, groups)
         return output, in_order(maps, self._order(groups)) if need_weights else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether `step` can be called: causal self-attention by a mechanism that has a state."""
+        return self.decodes and not self.cross and has_state(self.attention)
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Attend causally from the next tokens of a sequence, given the state of those before.
+
+        The outputs of a sequence in pieces are those of ``forward(x, x, x, is_causal=True)`` for
+        the whole, up to rounding, and the time of a piece does not depend on what came before. No
+        weights are dropped, and no kernel runs.
+
+        Parameters
+        ----------
+        x : Tensor
+            The next n tokens, ``(B, n, embed_dim)`` or ``(n, embed_dim)``.
+        state
+            What the last call returned, and None for the first tokens.
+
+        Returns
+        -------
+        output : Tensor
+            ``(B, n, embed_dim)``.
+        state
+            That of the mechanism, such as `linear_state` returns.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `forward`; for a state of other sizes; for a layer whose `has_state` is False.
+        """
+        if not self.has_state:
+            name = getattr([*parts_of(self.attention)][-1], "__name__", "a function")
+            raise ValueError(
+                f"{type(self).__name__} with {name} has no state; expected a causal mechanism that "
+                "has one, such as linear_attention, in self-attention"
+            )
+        self.check(x, x, x, is_causal=True)
+        mask = Mask.of_layer(None, None, True, x, x, self.num_heads)
+        (group,) = self.mix(x, x, x, mask)
+        base = self.mechanism(group.base, group.heads)
+        after = []
+
+        def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            options |= {"fused": False} if takes(base, "fused") else {}
+            after.append(state_of(base, k, v, state=state, **options))
+            return base(q, k, v, state=state, **options)
+
+        parts = enumerate((x, group.key, group.value))
+        q, k, v = (self.project(part, y, ALL) for part, y in parts)
+        H = self.attend(run, q, k, v, group.mask)
+        return self._join([H], [group]), after[0]
 
     def _forward_nested(
         self, inputs: tuple[Any, Any, Any], padding: tuple[Tensor | None, ...], rest: tuple

@@ -24,6 +24,9 @@ from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.frame.checks import (
     FLOATING,
     check_callable,
+    check_causal_state,
+    check_keys,
+    check_parameter,
     check_shape,
     cut_any_length,
     is_symbolic,
@@ -73,7 +76,43 @@ def linear_attention_weights(
         return mask.normalize(phi_q @ phi_k.mT).to(q.dtype)
 
 
-@mechanism(weights=linear_attention_weights, per_key=True)
+def linear_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap = elu_feature_map,
+    state: Tensor | None = None,
+) -> Tensor:
+    """S = Σ_j φ(k_j) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``, all that `linear_attention` needs of keys.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        h = linear_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = linear_state(k_t, v_t, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. In float32 at least. Errors are those of `linear_attention`.
+    """
+    check_keys(k, v)
+    for k_s, v_s in zip(segments(k), segments(v), strict=True):
+        phi = apply_feature_map(feature_map, k_s)
+        with full_precision(k.device):
+            values = with_ones(v_s, phi.dtype)
+            sums = phi.mT @ values
+            state = sums if state is None else check_sums(state, phi, values) + sums
+    assert state is not None  # there is one segment at least
+    return state
+
+
+def check_sums(state: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    """Check sums Σ φ(k_j) v_jᵀ over earlier keys, and return them in the dtype of features."""
+    shape = (*phi_k.shape[:-2], phi_k.shape[-1], v.shape[-1])
+    meaning = "a row for each feature of a key, and a column for each of [v, 1]"
+    return check_parameter("state", state, phi_k, (shape,), meaning).to(phi_k.dtype)
+
+
+@mechanism(weights=linear_attention_weights, per_key=True, state=linear_state)
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -83,6 +122,7 @@ def linear_attention(
     *,
     feature_map: Any = elu_feature_map,
     fused: Any = None,
+    state: Tensor | None = None,
 ) -> Tensor:
     """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1) in time and memory linear in N and M.
 
@@ -109,8 +149,11 @@ def linear_attention(
         `is_causal`, where two products of PyTorch are all the work. False: PyTorch's form. Left
         out: the kernel on a GPU where it has been tried and agrees, for elu + 1 and up to 128
         features; it has one derivative.
+    state : Tensor, optional
+        Σ φ(k_j) [v_j, 1]ᵀ over keys before the first, ``(..., H, F, Dv + 1)``: every query attends
+        them too. `linear_state` returns it. With `is_causal` only, and without the kernel.
     """
-    check_fused_is_causal(fused, mask)
+    fused = check_fused(fused, mask, state, q, k)
     pair = functools.partial(features, feature_map, scale=scale)
     elu = feature_map is elu_feature_map
     if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
@@ -118,7 +161,7 @@ def linear_attention(
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
         return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
     if mask.is_causal:
-        return causal_average(pair, q, k, v)
+        return causal_average(pair, q, k, v, state)
     factor = mask.factor(wide(q))
     phi_q, phi_k = pair(q, k)
     if factor is not None:
@@ -128,13 +171,22 @@ def linear_attention(
         return ratio(phi_q @ S).to(q.dtype)
 
 
-def check_fused_is_causal(fused: bool | None, mask: Mask) -> None:
-    """Raise if `fused` asks for the kernel of causal sums without `is_causal`."""
+def check_fused(
+    fused: bool | None, mask: Mask, state: Tensor | None, q: Tensor, k: Tensor
+) -> bool | None:
+    """Raise if the kernel of causal sums or a state cannot be; return whether to run the kernel."""
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    if fused is True and state is not None:
+        raise ValueError(
+            "fused is True, and state is given; expected fused False or None: the kernel begins "
+            "without keys"
+        )
     if fused is True and not mask.is_causal:
         raise ValueError(
             "fused is True, and is_causal False; expected is_causal=True: without causality two "
             "matrix products of PyTorch are all the work"
         )
+    return fused if state is None else False
 
 
 def causal_problem(
@@ -153,19 +205,23 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     return linear.causal_sums(*tensors, **options)
 
 
-def causal_average(pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_average(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
+) -> Tensor:
     """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
-    return causal_sums(pair, q, k, v, with_ones, ratio).to(q.dtype)
+    return causal_sums(pair, q, k, v, with_ones, ratio, state).to(q.dtype)
 
 
 def causal_sums(
-    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None
-) -> Tensor:
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None,
+    state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
 
     Goes through the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next, so a
     feature of a token may depend on no other token. `begin` makes the values of a segment, and
-    `end` turns its sums into the result, while they are in the cache.
+    `end` turns its sums into the result, while they are in the cache. `state` is the sum over keys
+    before the first.
     """
     if is_symbolic(q.shape[-2], k.shape[-2]):
         return _sums_of_any_length(pair, q, k, v, begin, end)
@@ -177,12 +233,14 @@ def causal_sums(
     def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:
         return x[..., :n, :].split([max(0, min(n - start, length)) for start in starts], -2)
 
-    state: Tensor | None = None
-    outputs = []
+    outputs: list[Tensor] = []
     for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
         phi_q, phi_k = pair(q_s, k_s)
         with full_precision(q.device):
-            sums, state = _causal_segment(phi_q, phi_k, begin(v_s, phi_k.dtype), state)
+            values = begin(v_s, phi_k.dtype)
+            if state is not None and not outputs:
+                state = check_sums(state, phi_k, values)
+            sums, state = _causal_segment(phi_q, phi_k, values, state)
             outputs.append(sums if end is None else end(sums))
     return torch.cat(outputs, -2)
 

@@ -38,6 +38,7 @@ from derived_attention.attention.engine.blocks import (
 from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.engine.tiles import attend_by_tiles
 from derived_attention.attention.frame.checks import (
+    check_keys,
     check_mask_kind,
     check_shape,
     may_look_at,
@@ -51,13 +52,15 @@ from derived_attention.attention.frame.masks import (
     masked_softmax,
 )
 from derived_attention.attention.linear.fast import (
+    FeatureMap,
+    apply_feature_map,
     causal_problem,
-    check_fused_is_causal,
+    check_fused,
     elu_feature_map,
     fused_sums,
     linear_attention,
+    linear_state,
 )
-from derived_attention.attention.linear.fast import features as linear_features
 from derived_attention.attention.mixture.components import (
     Components,
     components_of,
@@ -254,7 +257,43 @@ class _Most(NamedTuple):
 # --- the linear kernel ---------------------------------------------------------------------------
 
 
-@mechanism(components=True, per_key=True)
+def linear_mixture_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    priors: Tensor | None = None,
+    feature_map: FeatureMap = elu_feature_map,
+    state: Tensor | None = None,
+) -> Tensor:
+    """S = Σ_j (Σ_r π_r φ(k_jr)) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``; the largest prior counts as 1.
+
+    It is to `linear_mixture_attention` what `linear_state` is to `linear_attention`, for keys
+    ``(..., H, R, M, D)``; errors are those of the mechanism.
+    """
+    check_keys(k, v, components=True)
+    mixed = _mixed(feature_map, k, _relative(priors, k))
+    with full_precision(k.device):
+        return linear_state(mixed, v.to(mixed.dtype), feature_map=_same, state=state)
+
+
+def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
+    """Return π as (R, 1, 1) or (H, R, 1, 1), the largest 1; a common factor divides out."""
+    pi = per_component("priors", priors, k).to(wide(k))
+    return pi / pi.detach().amax(-3, keepdim=True)  # not by overflow
+
+
+def _mixed(feature_map: FeatureMap, k: Tensor, pi: Tensor) -> Tensor:
+    """Return the features Σ_r π_r φ(k_jr) (..., M, F) of tokens."""
+    phi_k = apply_feature_map(feature_map, k)  # (..., R, M, F)
+    with full_precision(k.device):
+        return (pi * phi_k).sum(-3)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@mechanism(components=True, per_key=True, state=linear_mixture_state)
 def linear_mixture_attention(
     q: Tensor,
     k: Tensor,
@@ -265,6 +304,7 @@ def linear_mixture_attention(
     priors: Any = None,
     feature_map: Any = elu_feature_map,
     fused: Any = None,
+    state: Tensor | None = None,
 ) -> Tensor:
     """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
 
@@ -272,12 +312,11 @@ def linear_mixture_attention(
     ----------
     priors : Tensor, optional
         As in `mixture_attention`.
-    feature_map, fused
-        As in `linear_attention`.
+    feature_map, fused, state
+        As in `linear_attention`. `linear_mixture_state` returns a state.
     """
-    check_fused_is_causal(fused, mask)
-    pi = per_component("priors", priors, k).to(wide(q))
-    pi = pi / pi.detach().amax(-3, keepdim=True)  # a common factor divides out: not by overflow
+    fused = check_fused(fused, mask, state, q, k)
+    pi = _relative(priors, k)
     elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
 
     def problem() -> dict[str, Any] | None:
@@ -286,10 +325,10 @@ def linear_mixture_attention(
 
     if chosen(fused, q, k, v, pi, problem=problem) and elu:
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
-    phi_q, phi_k = linear_features(feature_map, q, k, scale)  # (..., N, F), (..., R, M, F)
+    phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
+    mixed = _mixed(feature_map, k, pi)  # (..., M, F)
     with full_precision(q.device):
-        mixed = (pi * phi_k).sum(-3)
-        options = {"feature_map": lambda x: x, "fused": fused, **mask.keywords}
+        options = {"feature_map": _same, "fused": fused, "state": state, **mask.keywords}
         return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **options).to(q.dtype)
 
 

@@ -66,6 +66,7 @@ class MixtureAttention(FusedAttention):
     """
 
     shown = ("kind", "components", "fixed_variances", "mixture")
+    decodes = True  # where it is linear
     priors: Tensor | None
 
     def __init__(

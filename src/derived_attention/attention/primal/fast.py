@@ -14,7 +14,6 @@ The formula is written in that form as a reference, and the causal scores are co
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -26,9 +25,13 @@ from torch import Tensor
 
 from derived_attention.attention.frame.checks import (
     FLOATING,
+    check_causal_state,
     check_flag,
+    check_keys,
     check_no_bias,
+    check_parts,
     is_symbolic,
+    may_look_at,
     wide,
 )
 from derived_attention.attention.frame.convention import full_precision, mechanism, prepare
@@ -58,7 +61,52 @@ def cosine_feature_map(x: Tensor) -> Tensor:
 # --- the mechanism --------------------------------------------------------------------------------
 
 
-@mechanism(per_key=True, drops=True)
+class PrimalState(NamedTuple):
+    """What causal, data-dependent `primal_attention` needs of tokens: Σ_j x_j u_jᵀ for both scores.
+
+    The value u_j of token j is its row of W_e, or of W_r. Sums are in float32 at least.
+    """
+
+    e: Tensor  #: (..., p, s)
+    r: Tensor  #: (..., p, s)
+    seen: Tensor  #: (), how many tokens, in double precision
+
+
+def primal_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    W_e: Tensor,
+    W_r: Tensor,
+    sampling: str | Tensor = "even",
+    state: PrimalState | None = None,
+) -> PrimalState:
+    """Σ_j x_j u_jᵀ: all that causal, data-dependent `primal_attention` needs of tokens x_j.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        o = primal_attention(q_t, k_t, x_t, is_causal=True, W_e=W_e, W_r=W_r, W_o=W_o, state=S)
+        S = primal_state(k_t, x_t, W_e=W_e, W_r=W_r, state=S)
+
+    The sequence X ``(..., H, M, p)`` is `v`, and added to `state`, or to zeros if it is left out;
+    of the keys ``(..., H, M, D)`` nothing is kept. Errors are those of the attention.
+    """
+    check_keys(k, v)
+    check_scores(k, k.shape[-2], Mask(), W_e, W_r, True, sampling)
+    shape, M = (*k.shape[:-2], v.shape[-1], W_e.shape[-1]), v.shape[-2]
+    if state is None:
+        zeros = k.new_zeros(shape, dtype=wide(k))
+        state = PrimalState(zeros, zeros, k.new_zeros((), dtype=torch.float64))
+    by = Projection(W_e, W_r, sampling=sampling, state=state).begun(k, v)
+    assert by.state is not None
+    with full_precision(k.device):
+        X = v.to(wide(k)).mT
+        e, r = (X @ by.values(W.to(X.dtype), M) for W in (W_e, W_r))
+        return PrimalState(by.state.e + e, by.state.r + r, by.state.seen + M)
+
+
+@mechanism(per_key=True, drops=True, state=primal_state)
 def primal_attention(
     q: Tensor,
     k: Tensor,
@@ -74,6 +122,7 @@ def primal_attention(
     sampling: Any = "even",
     cross: bool = False,
     dropout_p: float = 0.0,
+    state: PrimalState | None = None,
 ) -> Tensor:
     """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
 
@@ -113,8 +162,17 @@ def primal_attention(
     cross : bool
         Whether queries and keys belong to different sequences. Then r, which belongs to keys, is
         added to every query as its mean over the keys that are present; if causal, over j ≤ i.
+    state : PrimalState, optional
+        Sums over tokens before the first. `primal_state` returns it. Only with `is_causal` and
+        `data_dependent`, and without `cross`.
     """
-    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    if state is not None and (cross or not data_dependent):
+        raise ValueError(
+            f"state is given with cross={cross} and data_dependent={data_dependent}; expected "
+            "False and True: a state has no running means of queries, keys or scores"
+        )
+    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling, state)
     scores = scores_of(q, k, v, mask, scale, projection)
     return join(scores, mask, W_o, cross, dropout_p).to(q.dtype)
 
@@ -151,6 +209,36 @@ class Projection(NamedTuple):
     data_dependent: bool = True
     feature_map: FeatureMap = cosine_feature_map
     sampling: str | Tensor = "even"
+    state: PrimalState | None = None
+
+    def begun(self, k: Tensor, v: Tensor) -> Projection:
+        """Check the state for these tokens, if there is one, and cast it."""
+        if self.state is None:
+            return self
+        shape = (*k.shape[:-2], v.shape[-1], self.W_e.shape[-1])
+        check_parts(self.state, PrimalState, k, shape, shape, ())
+        e, r, seen = self.state
+        if isinstance(self.sampling, Tensor) and may_look_at(seen):
+            end = int(seen) + k.shape[-2]
+            if self.sampling.shape[-1] < end:
+                raise ValueError(
+                    f"sampling has shape {tuple(self.sampling.shape)}; expected columns for {end} "
+                    "tokens, those of the state included"
+                )
+        return self._replace(state=PrimalState(e.to(wide(k)), r.to(wide(k)), seen))
+
+    def places(self, M: int) -> Tensor:
+        """Return the places of M tokens in the sequence."""
+        places = torch.arange(M, device=self.W_e.device)
+        return places if self.state is None else places + self.state.seen.long()
+
+    def values(self, W: Tensor, M: int) -> Tensor:
+        """Return u_j (..., M, s), for token j row j mod n of W, or as the sketch has it."""
+        if not isinstance(self.sampling, Tensor):
+            return W[..., self.places(M) % W.shape[-2], :]
+        S = self.sampling
+        S = S[..., :M] if self.state is None else S[..., self.places(M)]
+        return S.to(W.dtype).mT @ W
 
 
 class Scores(NamedTuple):
@@ -169,8 +257,10 @@ def scores_of(
     W_e, W_r = (W.to(wide(q)) for W in (by.W_e, by.W_r))
     used = None
     if by.data_dependent and mask.is_causal:
-        run = functools.partial(_causal_scores, by, v)
-        e, r = run(q, W_e, scale), run(k, W_r, None)  # (..., N, s), (..., M, s)
+        by = by.begun(k, v)
+        before = (None, None) if by.state is None else by.state[:2]
+        e = _causal_scores(by, v, q, W_e, scale, before[0])  # (..., N, s)
+        r = _causal_scores(by, v, k, W_r, None, before[1])  # (..., M, s)
         if not isinstance(by.sampling, Tensor):
             used = torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
     else:
@@ -199,27 +289,29 @@ def _project(by: Projection, x: Tensor, W: Tensor, scale: float | None) -> Tenso
     return torch.cat(parts, -2)
 
 
-def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None) -> Tensor:
+def _causal_scores(
+    by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None, before: Tensor | None
+) -> Tensor:
     """Return Σ_{j ≤ i} (x_j · g(q_i)) u_j, where the value u_j of token j is row j mod n of W.
 
-    A row has i // n + 1 tokens, or one less, and the sum is divided by that.
+    A row has i // n + 1 tokens, or one less, and the sum is divided by that. `before` is the sum
+    over earlier tokens.
     """
     n, M = W.shape[-2], x.shape[-2]
     with full_precision(q.device):
-        if isinstance(by.sampling, Tensor):
-            U = by.sampling[..., :M].to(W.dtype).mT @ W
-        else:
-            U = W[..., torch.arange(M, device=x.device) % n, :]
+        U = by.values(W, M)
 
     def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
         phi = apply_feature_map(by.feature_map, q_s if scale is None else scale * q_s)
         check_width(phi, x.shape[-1], True)
         return phi, x_s.to(phi.dtype)
 
-    sums = causal_sums(pair, q, x, U)
+    sums = causal_sums(pair, q, x, U, state=before)
     if isinstance(by.sampling, Tensor):
         return sums
-    last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
+    last = by.places(q.shape[-2])
+    if by.state is None:  # in cross-attention there may be more queries than tokens
+        last = last.clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)
 
 

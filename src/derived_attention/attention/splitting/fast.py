@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,12 @@ from derived_attention.attention import formulas
 from derived_attention.attention.engine.blocks import Block, stands_for_many
 from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.formulas import signed_power
-from derived_attention.attention.frame.checks import is_symbolic
+from derived_attention.attention.frame.checks import (
+    check_causal_state,
+    check_keys,
+    check_parts,
+    is_symbolic,
+)
 from derived_attention.attention.frame.convention import full_precision, in_full, mechanism
 from derived_attention.attention.frame.masks import Mask, flat_heads
 from derived_attention.attention.linear.fast import in_chunks
@@ -59,7 +64,43 @@ ALL = slice(None)
 # --- ridge ----------------------------------------------------------------------------------------
 
 
-@mechanism(per_key=True)
+class RidgeState(NamedTuple):
+    """What `ridge_attention` needs of keys, in double precision: Σ_j k_j k_jᵀ and Σ_j k_j v_jᵀ."""
+
+    keys: Tensor  #: (..., D, D)
+    values: Tensor  #: (..., D, Dv)
+
+
+def ridge_state(k: Tensor, v: Tensor, *, state: RidgeState | None = None) -> RidgeState:
+    """KᵀK and KᵀV, in double precision: all that `ridge_attention` needs of keys, whatever λ is.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        o = ridge_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = ridge_state(k_t, v_t, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. Errors are those of the attention.
+    """
+    check_keys(k, v)
+    first = _earlier(state, k, v)
+    with full_precision(k.device):
+        K = k.double()
+        return RidgeState(first.keys + K.mT @ K, first.values + K.mT @ v.double())
+
+
+def _earlier(state: Any, k: Tensor, v: Tensor) -> RidgeState:
+    """Check a state and return it in double precision; zeros for None."""
+    leading, D, Dv = tuple(k.shape[:-2]), k.shape[-1], v.shape[-1]
+    shapes = (*leading, D, D), (*leading, D, Dv)
+    if state is None:
+        return RidgeState(*(k.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+    check_parts(state, RidgeState, k, *shapes)
+    return RidgeState(*(x.double() for x in state))
+
+
+@mechanism(per_key=True, state=ridge_state)
 def ridge_attention(
     q: Tensor,
     k: Tensor,
@@ -70,6 +111,7 @@ def ridge_attention(
     lam: Any = 0.1,
     exclude_self: bool = False,
     prefix: int = 0,
+    state: RidgeState | None = None,
 ) -> Tensor:
     """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
 
@@ -92,7 +134,10 @@ def ridge_attention(
         Query i has every key but the i-th; there are as many of them.
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
+    state : RidgeState, optional
+        Sums over more keys that come before. `ridge_state` returns it. With `is_causal` only.
     """
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
     options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = prepare_codes(q, k, v, mask, scale, options)
     lam = penalty("lam", lam, q)
@@ -101,8 +146,9 @@ def ridge_attention(
         return in_full(formulas.ridge)(q, k, v, mask, None, **formula).to(dtype)
     k = k * present.unsqueeze(-1)
     with full_precision(q.device):
-        ridge = _causal_ridge if mask.is_causal else _ridge
-        return ridge(options, q, k, v, lam).to(dtype)
+        if mask.is_causal:
+            return _causal_ridge(options, q, k, v, lam, _earlier(state, k, v)).to(dtype)
+        return _ridge(options, q, k, v, lam).to(dtype)
 
 
 def _ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
@@ -123,7 +169,9 @@ def _ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Te
     return q @ W - share * (values - keys @ W)
 
 
-def _causal_ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+def _causal_ridge(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, earlier: RidgeState
+) -> Tensor:
     """Predict from all chunks before, and correct by the keys of the chunk: see `Past`.
 
     With W = Mᵀ M Σ_j k_j v_jᵀ over the keys before, it is o_i = Wᵀq_i + Σ_{j ≤ i} (q̃_i·e_j) r_j
@@ -132,9 +180,9 @@ def _causal_ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor
     """
     N, P = q.shape[-2], options.prefix
     q, k, v = q.double(), k.double(), v.double()  # once: gradients of k may nearly cancel, too
-    past = Past.of(k, lam, N, options, RIDGE)
+    past = Past.of(k, lam, N, options, RIDGE, earlier.keys)
     queries, values = (in_chunks(x, N, RIDGE) for x in (q, v[..., P:, :][..., :N, :]))
-    first = k[..., :P, :].mT @ v[..., :P, :]
+    first = earlier.values + k[..., :P, :].mT @ v[..., :P, :]
     W = past.M.mT @ (past.M @ sums_before(past.keys.mT @ values, first))  # (..., n, D, Dv)
     white, factor = past.factor()
     E, R = torch.linalg.solve_triangular(

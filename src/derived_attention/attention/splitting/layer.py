@@ -54,6 +54,7 @@ class RidgeAttention(MultiheadAttention):
 
     shown = ("lam", "dictionary", "random_tokens")
     bare = True
+    decodes = True
     tokens: Tensor | None
 
     def __init__(
@@ -72,6 +73,7 @@ class RidgeAttention(MultiheadAttention):
             raise ValueError(f"dictionary is {dictionary!r}; expected 'key' or 'value'")
         self.lam, self.dictionary = check_positive("lam", lam), dictionary
         self.random_tokens = check_count("random_tokens", random_tokens, 0)
+        self.decodes = self.decodes and not random_tokens
         check_flag("learned", learned)
         self.learned = learned
         self.factory = {name: options.get(name) for name in ("device", "dtype")}

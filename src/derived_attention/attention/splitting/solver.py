@@ -175,11 +175,18 @@ class Past(NamedTuple):
     lost: Tensor  # (..., n, 1, 1): where ρ is lost beside the keys before, or they are not finite
 
     @classmethod
-    def of(cls, k: Tensor, rho: Tensor, N: int, options: Options, size: int) -> Past:
-        """Cut keys (..., M, D), and look back from each chunk of that size."""
+    def of(
+        cls, k: Tensor, rho: Tensor, N: int, options: Options, size: int,
+        earlier: Tensor | float = 0.0,
+    ) -> Past:  # fmt: skip
+        """Cut keys (..., M, D), and look back from each chunk of that size.
+
+        `earlier` (..., D, D) is Σ_j k_j k_jᵀ over keys before all of them.
+        """
         first, rest = k[..., : options.prefix, :].double(), k[..., options.prefix :, :]
         keys = in_chunks(rest[..., :N, :], N, size).double()
-        G = sums_before(keys.mT @ keys, first.mT @ first + _diagonal(rho, k.shape[-1]))
+        before = earlier + first.mT @ first + _diagonal(rho, k.shape[-1])
+        G = sums_before(keys.mT @ keys, before)
         return cls(keys, *_inverse_factor(G))
 
     def factor(self) -> tuple[Tensor, Tensor]:

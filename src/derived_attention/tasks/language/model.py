@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor, nn
 
+from derived_attention.attention.frame.checks import check_shape
 from derived_attention.tasks.checks import check_no_padding, check_tokens
 from derived_attention.tasks.model import (
     CausalLayer,
@@ -13,6 +17,17 @@ from derived_attention.tasks.model import (
     sinusoids,
     stack,
 )
+
+
+class Read(NamedTuple):
+    """What `ByteLM.step` keeps of the bytes so far: nothing, at the start of a text."""
+
+    seen: int = 0  #: bytes
+    last: Tensor | None = None  #: (B, taps - 1, dim), the last embeddings, if there are more taps
+    layers: tuple[Any, ...] = ()  #: the state of each layer's attention
+
+
+START = Read()
 
 
 class ByteLM(Encoder):
@@ -56,13 +71,55 @@ class ByteLM(Encoder):
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
         return self.head(self.norm(self._run(self._embed(x, None))))
 
+    @property
+    def has_state(self) -> bool:
+        """Whether `step` can be called: whether the attention of every layer has a state."""
+        return all(layer.has_state for layer in self.layers)
+
+    def step(self, x: Tensor, read: Read = START) -> tuple[Tensor, Read]:
+        """Return logits (B, n, 256) after each of the next bytes `x`, and what has been read.
+
+        A text in pieces has the logits of the whole text, up to rounding, and the time of a piece
+        does not depend on how many bytes came before it.
+
+        Parameters
+        ----------
+        x : Tensor
+            (B, n) int64.
+        read : Read
+            What the last call returned; left out for the first bytes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in the forward pass; for more than `length` bytes in all, a `read` of another batch,
+            or a model whose `has_state` is False.
+        """
+        h, last = self._read(x, None, read)
+        states = []
+        for layer, state in zip(self.layers, read.layers or [None] * len(self.layers), strict=True):
+            h, state = layer.step(h, state)
+            states.append(state)
+        return self.head(self.norm(h)), Read(read.seen + x.shape[1], last, tuple(states))
+
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        return self._read(x, padding, START)[0]
+
+    def _read(self, x: Tensor, padding: Tensor | None, read: Read) -> tuple[Tensor, Tensor | None]:
+        """Return features (B, n, dim) of the next bytes, and the last embeddings."""
         check_tokens(x, padding, vocabulary=self.vocabulary)
         check_no_padding(padding, "a text")
-        if x.shape[1] > self.length:
-            raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {self.length}")
-        tokens = self.embed(x)  # (B, T, dim)
+        (B, n), end = x.shape, read.seen + x.shape[1]
+        if end > self.length:
+            after = f", after {read.seen}" if read.seen else ""
+            raise ValueError(
+                f"x has {n} bytes in a row{after}; expected at most {self.length - read.seen}"
+            )
+        tokens, last = self.embed(x), read.last  # (B, n, dim)
         if self.before is not None:
-            earlier = self.before.kernel_size[0] - 1
-            tokens = tokens + self.before(nn.functional.pad(tokens.mT, (earlier, 0))).mT
-        return self.dropout(tokens + self.positions[: x.shape[1]])
+            shape = (B, self.before.kernel_size[0] - 1, self.config.dim)
+            last = tokens.new_zeros(shape) if last is None else last
+            check_shape("read.last", last, shape, "those of one batch")
+            both = torch.cat([last, tokens], 1)
+            tokens, last = tokens + self.before(both.mT).mT, both[:, n:]
+        return self.dropout(tokens + self.positions[read.seen : end]), last

@@ -1,0 +1,413 @@
+"""States: pieces of a sequence have the results of the whole, and a token costs the same."""
+
+import functools
+
+import pytest
+import torch
+from helpers import assert_all_close, output_and_gradients
+from torch import nn
+
+from derived_attention import (
+    MECHANISMS,
+    ByteLM,
+    Config,
+    MultiheadAttention,
+    RidgeAttention,
+    generate,
+    get_attention,
+    linear_attention,
+    linear_state,
+    performer_attention,
+    performer_state,
+    primal_attention,
+    primal_state,
+    ridge_attention,
+    ridge_state,
+)
+from derived_attention.attention.cases import Largest
+from derived_attention.attention.frame.convention import state_of
+from derived_attention.training.measure import count_flops
+
+WITH_STATES = ("linear", "performer", "mlk", "primal", "ridge", "delta")
+B, H, N, D = 2, 2, 80, 4  # longer than a chunk of 64
+CUTS = {"tokens": [1] * N, "uneven": [1, 3, 0, 66, 9, 1]}
+with_states = pytest.mark.parametrize("name", WITH_STATES)
+
+
+def draw(name, n=N, dtype=torch.float64, **more):
+    """A mechanism with its sample options, and queries, keys, values that ask for gradients."""
+    torch.manual_seed(0)
+    entry = MECHANISMS[name]
+    q, k, v = (torch.randn(B, H, n, D, dtype=dtype) for _ in range(3))
+    options = {key: x.to(dtype) if isinstance(x, torch.Tensor) else x for key, x in
+               (entry.options(n, H, D) | more).items()}  # fmt: skip
+    form = functools.partial(entry.fast, **options)
+    return form, [x.requires_grad_() for x in (q, entry.keys(k).detach(), v)]
+
+
+def in_pieces(form, q, k, v, sizes, state=None):
+    """Return the output of a sequence in pieces, with the state handed on, and the last state."""
+    parts = []
+    for q_t, k_t, v_t in zip(*(x.split(sizes, -2) for x in (q, k, v)), strict=True):
+        parts.append(form(q_t, k_t, v_t, is_causal=True, state=state))
+        state = state_of(form, k_t, v_t, state=state)
+    return torch.cat(parts, -2), state
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def flat(state):
+    return [state] if isinstance(state, torch.Tensor) else [*state]
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def test_which_mechanisms_have_a_state():
+    found = {name for name in MECHANISMS if getattr(get_attention(name), "state", None)}
+    assert found == {*WITH_STATES}
+
+
+@with_states
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_have_the_values_and_gradients_of_the_whole(name, cut):
+    form, inputs = draw(name)
+    whole = output_and_gradients(functools.partial(form, is_causal=True), inputs)
+    pieces = output_and_gradients(lambda *x: in_pieces(form, *x, CUTS[cut])[0], inputs)
+    assert_all_close(pieces, whole, 1e-10, f"{name}, {cut}")
+    _, *kv = inputs
+    ends = [flat(state_of(form, *kv)), flat(in_pieces(form, *inputs, CUTS[cut])[1])]
+    assert_all_close(*ends, 1e-10, f"the state of {name}, {cut}")
+
+
+@with_states
+def test_a_state_goes_through_long_pieces(name):
+    """Longer than 256, the positions that are taken at once on a CPU."""
+    form, inputs = draw(name, 300)
+    with torch.no_grad():
+        found, _ = in_pieces(form, *inputs, [20, 280])
+        assert_all_close([found], [form(*inputs, is_causal=True)], 1e-10, name)
+
+
+@with_states
+def test_a_state_is_that_of_its_sequence_and_of_all_before(name):
+    """Another sequence's state, one that is a token late, and none at all give other results."""
+    more = {"beta": torch.full((H, 1), 0.1)} if name == "delta" else {}  # 1/‖k‖² writes once
+    form, inputs = draw(name, 12, **more)
+    expected = form(*inputs, is_causal=True)[..., 6:, :]
+    rest = [x[..., 6:, :] for x in inputs]
+    wrong = [state_of(form, *(x[..., :n, :] for x in inputs[1:])) for n in (5, 7)]
+    other = state_of(form, *(x.flip(0)[..., :6, :] for x in inputs[1:]))
+    for state in (*wrong, other, None):
+        found = form(*rest, is_causal=True, state=state)
+        assert (found - expected).abs().amax() > 1e-4
+
+
+@pytest.mark.parametrize("options", [dict(prefix=3), dict(exclude_self=True)])
+def test_ridge_has_a_state_beside_its_other_options(options):
+    _, (q, k, v) = draw("ridge")
+    P = options.get("prefix", 0)
+    k, v = (torch.cat([x[..., :P, :].flip(-2), x], -2) for x in (k, v))
+    whole = ridge_attention(q, k, v, is_causal=True, **options)
+    cut = slice(30, None)
+    state = ridge_state(k[..., : 30 + P, :], v[..., : 30 + P, :])
+    if P:  # the prefix is in the state
+        options = {}
+    rest = (q[..., cut, :], k[..., 30 + P :, :], v[..., 30 + P :, :])
+    found = ridge_attention(*rest, is_causal=True, state=state, **options)
+    assert_all_close([found], [whole[..., cut, :]], 1e-10, "ridge")
+
+
+def test_more_keys_may_come_between_a_state_and_the_first_query():
+    _, (q, k, v) = draw("ridge", 20)
+    whole = ridge_attention(q, k, v, is_causal=True)[..., 9:, :]
+    state = ridge_state(k[..., :4, :], v[..., :4, :])
+    rest = (q[..., 9:, :], k[..., 4:, :], v[..., 4:, :])
+    found = ridge_attention(*rest, is_causal=True, prefix=5, state=state)
+    assert_all_close([found], [whole], 1e-10, "prefix")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [1, -1])
+def test_performers_state_is_rescaled_when_features_grow(dtype, order):
+    """Long keys have small features: here they get longer, or shorter, by many powers of ten."""
+    form, (q, k, v) = draw("performer", 60, dtype)
+    size = torch.linspace(0, 60, 60, dtype=dtype)[:, None]
+    k = (k.detach() * (size if order == 1 else size.flip(0))).requires_grad_()
+    tops = [performer_state(k[..., :n, :], v[..., :n, :], **form.keywords).top for n in (1, 60)]
+    assert order == 1 or (tops[1] - tops[0]).amin() > 500
+    whole = output_and_gradients(functools.partial(form, is_causal=True), [q, k, v])
+    sizes = [1] * 20 + [25, 1, 14]
+    pieces = output_and_gradients(lambda *x: in_pieces(form, *x, sizes)[0], [q, k, v])
+    assert bool(torch.isfinite(pieces[0]).all())
+    assert_all_close(pieces, whole, 1e-10 if dtype == torch.float64 else 1e-3, "Performer")
+
+
+@pytest.mark.parametrize("name, more", [
+    ("linear", dict(scale=0.3, feature_map=torch.exp)),
+    ("performer", dict(scale=0.3)),
+    ("mlk", dict(priors=torch.tensor([[0.9, 0.1], [2.0, 5.0]]))),
+    ("primal", dict(W_e=normal(3, 2), W_r=normal(3, 2), W_o=normal(D, 4))),
+    ("primal", dict(W_e=normal(3, 2), W_r=normal(3, 2), W_o=normal(D, 4),
+                    sampling=normal(3, N))),
+    ("ridge", dict(lam=torch.tensor([0.1, 3.0]), scale=0.3)),
+    ("delta", dict(beta=torch.tensor([[0.1], [0.3]]), erase=False)),
+])  # fmt: skip
+def test_options_hold_for_states(name, more):
+    form, inputs = draw(name, **more)
+    whole = form(*inputs, is_causal=True)
+    assert_all_close([in_pieces(form, *inputs, CUTS["uneven"])[0]], [whole], 1e-10, name)
+
+
+@with_states
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_wide(name, dtype):
+    form, inputs = draw(name, 70, dtype)
+    out, state = in_pieces(form, *inputs, [1, 64, 5])
+    assert out.dtype == dtype and all(x.dtype.itemsize >= 4 for x in flat(state))
+    whole = form(*inputs, is_causal=True)
+    torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)
+
+
+@with_states
+def test_no_token_leaves_a_state_as_it_is(name):
+    form, inputs = draw(name, 4)
+    none = [x[..., :0, :] for x in inputs[1:]]
+    state = state_of(form, *inputs[1:])
+    assert_all_close(flat(state_of(form, *none, state=state)), flat(state), 1e-15, name)
+    first = in_pieces(form, *inputs, [0, 4])[0]
+    assert_all_close([first], [form(*inputs, is_causal=True)], 1e-12, name)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def layers(name, n=N, **options):
+    torch.manual_seed(0)
+    layer = MECHANISMS[name].make_layer(H * D, H, n, **options).double().eval()
+    return layer, torch.randn(B, n, H * D, dtype=torch.float64, requires_grad=True)
+
+
+def steps(layer, x, sizes):
+    parts, state = [], None
+    for part in x.split(sizes, -2):
+        out, state = layer.step(part, state)
+        parts.append(out)
+    return torch.cat(parts, -2)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_layers_step_or_say_why_not(name):
+    layer, x = layers(name)
+    assert layer.has_state == (name in WITH_STATES)
+    if not layer.has_state:
+        with pytest.raises(ValueError, match="has no state; expected a causal mechanism"):
+            layer.step(x)
+        return
+    run = functools.partial(layer, is_causal=True, need_weights=False)
+    whole = output_and_gradients(lambda x: run(x, x, x)[0], [x])
+    found = output_and_gradients(lambda x: steps(layer, x, CUTS["uneven"]), [x])
+    assert_all_close(found, whole, 1e-10, name)
+    assert_all_close([steps(layer, x[1], CUTS["uneven"])], [whole[0][1]], 1e-10, "one sequence")
+
+
+@pytest.mark.parametrize("name, options", [
+    ("linear", dict(kv_heads=1)),
+    ("mlk", dict(priors="learned", components=3, kv_heads=1)),
+    ("mlk", dict(linear=True, shifted=True, fused=False)),
+    ("primal", dict(sampling="gaussian", length=N)),
+    ("primal", dict(regularised=True)),
+    ("ridge", dict(dictionary="value", learned=True)),
+    ("ridge", dict(projected=False)),
+    ("delta", dict(gated=True, beta="double")),
+])  # fmt: skip
+def test_options_of_layers_hold_for_steps(name, options):
+    layer, x = layers(name, **options)
+    for parameter in layer.parameters():  # priors and λ that differ between heads
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    whole = layer(x, x, x, is_causal=True, need_weights=False)[0]
+    assert_all_close([steps(layer, x, CUTS["uneven"])], [whole], 1e-9, name)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlk"])
+def test_no_kernel_runs_in_a_step(name):
+    layer, x = layers(name)
+    if name == "linear":
+        layer.attention = functools.partial(linear_attention, fused=True)
+    else:
+        layer.fused = True
+    plain, _ = layers(name)
+    assert_all_close([steps(layer, x, [79, 1])], [steps(plain, x, [79, 1])], 1e-12, name)
+
+
+def test_layers_that_mix_or_prepend_tokens_have_no_state():
+    class Shifted(MultiheadAttention):
+        def mix(self, query, key, value, mask):
+            return super().mix(query, key.roll(1, -2), value, mask)
+
+    assert MultiheadAttention(8, 2, attention=linear_attention).has_state
+    assert not Shifted(8, 2, attention=linear_attention).has_state
+    assert not MultiheadAttention(8, 2, attention=linear_attention, cross=True).has_state
+    assert not RidgeAttention(8, 2, random_tokens=3).has_state
+    mrs = MECHANISMS["mrs"].make_layer(16, 4, 8, attention=linear_attention)
+    assert not mrs.has_state
+    primal = MECHANISMS["primal"]
+    assert not type(primal.make_layer(8, 2, 8))(8, 2, data_dependent=False).has_state
+
+
+@with_states
+def test_a_token_costs_the_same_after_any_number_of_others(name):
+    layer, x = layers(name, 400)
+    flops, sizes, x = [], [], x.detach()
+    with torch.no_grad():
+        for n in (1, 16, 399):
+            state, token = layer.step(x[:, :n])[1], x[:, n : n + 1]
+            flops.append(count_flops(lambda s=state, token=token: layer.step(token, s)))
+            with Largest() as largest:
+                layer.step(token, state)
+            sizes.append(largest.numel)
+        whole = count_flops(lambda: layer(x, x, x, is_causal=True, need_weights=False))
+    assert flops[0] == flops[1] == flops[2] > 0 and len({*sizes}) == 1
+    assert whole > 50 * flops[2]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """A model that reads all bytes each time, as it has no state."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.length = model, model.length
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def writer(name, length=24, **options):
+    torch.manual_seed(0)
+    entry = MECHANISMS[name]
+    config = Config(dim=H * D, heads=H, attention=entry.plug(length, H, D), dropout=0.1)
+    return ByteLM(length, config, **options).double()
+
+
+@with_states
+def test_a_model_writes_the_same_with_and_without_a_state(name):
+    model, seen = writer(name, taps=3), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    for prompt, n in (("a", 30), ("k=7 q=3 ", 4), ("long" * 10, 2)):
+        written = generate(model, prompt, n, temperature=1.0)
+        assert len(seen) == max(0, len(prompt) + n - 1 - max(24, len(prompt) - 1))
+        assert written == generate(Whole(model), prompt, n, temperature=1.0)
+        seen.clear()
+    assert model.training
+
+
+@with_states
+def test_a_text_in_pieces_has_the_logits_of_the_whole(name):
+    model, x = writer(name, taps=3).eval(), torch.randint(256, (B, 24))
+    whole, parts, read = model(x), [], ()
+    for piece in x.split([1, 1, 5, 1, 16], 1):
+        logits, *read = model.step(piece, *read)
+        parts.append(logits)
+    assert_all_close([torch.cat(parts, 1)], [whole], 1e-9, name)
+    with pytest.raises(ValueError, match="x has 1 bytes in a row, after 24; expected at most 0"):
+        model.step(x[:, :1], *read)
+
+
+def test_a_token_of_a_model_costs_the_same_anywhere():
+    model, x = writer("linear", 400, taps=2).eval(), torch.randint(256, (1, 400))
+    flops = []
+    for n in (1, 399):
+        _, read = model.step(x[:, :n])
+        flops.append(count_flops(lambda read=read, n=n: model.step(x[:, n : n + 1], read)))
+    assert flops[0] == flops[1] and 100 * flops[1] < count_flops(lambda: model(x))
+
+
+def test_models_without_a_state_say_so():
+    config = Config(dim=8, heads=2, attention=linear_attention, last=get_attention("softmax"))
+    model = ByteLM(8, config)
+    assert not model.has_state and writer("linear").has_state
+    with pytest.raises(ValueError, match="MultiheadAttention with softmax_attention has no state"):
+        model.step(torch.zeros(1, 2, dtype=torch.int64))
+    model, x = writer("linear", taps=3), torch.zeros(2, 2, dtype=torch.int64)
+    read = model.step(x)[1]
+    with pytest.raises(ValueError, match=r"read.last has shape \(2, 2, 8\); expected \(1, 2, 8\)"):
+        model.step(x[:1], read)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+NO_CAUSE = "state is given, and is_causal is False; expected is_causal=True"
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "mlk", "primal", "ridge"])
+def test_wrong_states_are_named(name):
+    form, (q, k, v) = draw(name, 6)
+    state = state_of(form, k, v)
+    with pytest.raises(ValueError, match=NO_CAUSE):
+        form(q, k, v, state=state)
+    wrong = [q[..., 0].detach(), "S", None if name in ("linear", "mlk") else flat(state)]
+    for bad in filter(lambda x: x is not None, wrong):
+        with pytest.raises((TypeError, ValueError), match="^state (is|has) "):
+            form(q, k, v, is_causal=True, state=bad)
+        with pytest.raises((TypeError, ValueError), match="^state (is|has) "):
+            state_of(form, k, v, state=bad)
+    for change, error in ((lambda x: x[:1], ValueError), (lambda x: x.long(), TypeError)):
+        bad = [change(x) if x.dim() else x for x in flat(state)]
+        bad = type(state)(*bad) if isinstance(state, tuple) else bad[0]
+        with pytest.raises(error, match=r"^state(\.\w+)? (has shape|is of dtype).*expected"):
+            form(q, k, v, is_causal=True, state=bad)
+        with pytest.raises(error, match=r"^state(\.\w+)? (has shape|is of dtype).*expected"):
+            state_of(form, k, v, state=bad)
+
+
+def test_what_has_no_state_is_refused():
+    form, (q, k, v) = draw("linear", 6)
+    S = linear_state(k, v)
+    with pytest.raises(ValueError, match="fused is True, and state is given; expected fused False"):
+        linear_attention(q, k, v, is_causal=True, state=S, fused=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
+        get_attention("softmax")(q, k, v, is_causal=True, state=S)
+    form, (q, k, v) = draw("primal", 6)
+    W = form.keywords
+    S = primal_state(k, v, W_e=W["W_e"], W_r=W["W_r"])
+    with pytest.raises(ValueError, match="state is given with cross=True and data_dependent=True"):
+        form(q, k, v, is_causal=True, state=S, cross=True)
+    square = dict(W_e=W["W_e"].new_ones(D, 2), W_r=W["W_e"].new_ones(D, 2), W_o=q.new_ones(D, 4))
+    with pytest.raises(ValueError, match="cross=False and data_dependent=False; expected"):
+        primal_attention(q, k, v, is_causal=True, state=S, data_dependent=False, **square)
+    sketch = dict(W | {"sampling": q.new_ones(len(W["W_e"]), 10)})
+    with pytest.raises(ValueError, match=r"expected columns for 12 tokens, those of the state"):
+        primal_attention(q, k, v, is_causal=True, state=S, **sketch)
+
+
+@pytest.mark.parametrize("function, options", [
+    (linear_state, {}),
+    (ridge_state, {}),
+    (performer_state, {"projection": torch.ones(3, D)}),
+    (primal_state, {"W_e": torch.ones(3, 2), "W_r": torch.ones(3, 2)}),
+])  # fmt: skip
+def test_states_check_keys_and_values(function, options):
+    k = torch.ones(2, 5, D)
+    with pytest.raises(ValueError, match=r"v has shape \(2, 4, 4\); expected \(2, 5, 4\)"):
+        function(k, k[:, :4], **options)
+    with pytest.raises(ValueError, match=r"k has shape \(4,\); expected \(..., M, D\)"):
+        function(k[0, 0], k, **options)
+    with pytest.raises(TypeError, match="v has dtype torch.float64; expected torch.float32"):
+        function(k, k.double(), **options)
+
+
+def test_performer_takes_its_scale():
+    form, (q, k, v) = draw("performer", 6)
+    W = form.keywords["projection"]
+    with pytest.raises(ValueError, match="scale is -1"):
+        performer_state(k, v, projection=W, scale=-1)
+    S = performer_state(k[..., :3, :], v[..., :3, :], projection=W, scale=0.2)
+    rest = (x[..., 3:, :] for x in (q, k, v))
+    found = performer_attention(*rest, is_causal=True, projection=W, scale=0.2, state=S)
+    whole = performer_attention(q, k, v, is_causal=True, projection=W, scale=0.2)
+    assert_all_close([found], [whole[..., 3:, :]], 1e-12, "scale")
