@@ -78,7 +78,7 @@ COLUMNS = [
     ("AP", "AP", 100, 1),
     ("gap", "test - training loss", 1, 2),
 ]
-own = partial(deciding, steps=(1000, 2000), seeds=3, rates=(2e-3,))
+own = partial(deciding, steps=(1000, 2000), seeds=3, rates=(1e-3, 2e-3, 4e-3))
 EXPERIMENTS = {
     "cross": own(
         "a detector whose cross-attention is replaced", detect, list(CROSS), COLUMNS, place="cross"
