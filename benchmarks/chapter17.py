@@ -164,6 +164,8 @@ def learn(arm: str, seed: int, steps: int, lr: float, device: str, task: str) ->
     model = Frame(arm, length, classes * len(names))
     train(model, partial(draw, SETS, length), steps, lr)
     scores = dict(zip(names, right(model, partial(draw, SETS, length)), strict=True))
+    if len(names) > 1:
+        scores["both"] = sum(scores.values()) / len(names)
     if task == "look_up":
         longer = carried(model, Frame(arm, LONG, classes))
         train(longer, partial(draw, 1, LONG), LONG_STEPS, lr)
@@ -217,11 +219,12 @@ EXPERIMENTS = {
         learn,
         ARMS,
         [
+            ("both", "right, both, %", 100, 1),
             ("far", "right, 12 to the left, %", 100, 1),
             ("near", "right, 2 to the left, %", 100, 1),
             SIZE,
         ],
-        steps=(400, 800),
+        steps=(400, 800, 1600),
         seeds=5,
         task="places",
     ),
