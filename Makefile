@@ -82,7 +82,7 @@ gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run a
 	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
-experiments: tools ## train what the pages have no room for: some six hours on one core
+experiments: tools ## train what the pages have no room for: some twelve hours on one core
 	@$(BIN)/python -m benchmarks.control
 	@$(BIN)/python -m benchmarks.small
 	@$(BIN)/python -m benchmarks.chapter01

@@ -1,6 +1,6 @@
 """Train detectors whose attention has no matrices: ``python -m benchmarks.chapter14``.
 
-About an hour on one thread of a CPU. A run that has finished is not repeated. The results go
+About three hours on one thread of a CPU. A run that has finished is not repeated. The results go
 to `training/recorded/`, from where chapter 14 reads them.
 
 A layer *without matrices* has no W_Q, W_K, W_V and no W_O. Arms that are compared differ in one
