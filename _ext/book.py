@@ -135,12 +135,14 @@ class Benchmarks(SphinxDirective):
 
 
 class Kernels(SphinxDirective):
-    """``{kernels}``: what each kernel takes of a GPU, as committed."""
+    """``{kernels}``: what each kernel takes of a GPU, and what spills by Triton, as committed."""
 
     def run(self):
-        """Return the table."""
-        self.env.note_dependency(str(tables.KERNELS))
-        return [table(*tables.usage_table(tables.load_kernels()), ["da-benchmarks"])]
+        """Return the tables."""
+        for path in (tables.KERNELS, tables.SPILLS):
+            self.env.note_dependency(str(path))
+        made = tables.usage_table(tables.load_kernels()), tables.spills_table(tables.load_spills())
+        return [table(*rows, ["da-benchmarks"]) for rows in made]
 
 
 def _result_files(names) -> list[str]:

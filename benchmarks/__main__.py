@@ -14,7 +14,7 @@ import torch
 from benchmarks import beside
 from benchmarks.cases import CASES
 from benchmarks.peers import LIBRARIES
-from benchmarks.run import DIMS, LENGTHS, ROUNDS, outdated, rename, run, save, settings
+from benchmarks.run import DIMS, LENGTHS, ROUNDS, code, explained, rename, run, save, settings
 from derived_attention.page.tables import (
     NOTE,
     RESULTS,
@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         choices=CASES,
         metavar="NAME",
         help=f"of {', '.join(CASES)}; default: those without results of this machine, or with "
-        "results for other options",
+        "results for other options or of other code, each with its reason",
     )
     parser.add_argument(
         "--peers",
@@ -99,7 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.cases or [] if only else list(CASES)
     if not only and not (options.all or trial):
         wanted = {name: settings(CASES[name], lengths, dims, device) for name in names}
-        names = [name for name in names if outdated(results / here / f"{name}.json", wanted[name])]
+        names = [
+            name
+            for name in names
+            if explained(results / here / f"{name}.json", wanted[name], code(CASES[name]))
+        ]
     if not trial:
         rename(results)
     done: dict[str, dict[str, Any]] = {}

@@ -130,6 +130,7 @@ def measure(
             "device": device,
             "machine": machine() | {"triton": run.version_of("triton")},
             "commit": run.commit(),
+            "code": run.code(peer.ours),
             "settings": settings(peer, lengths, dims, device),
             "rounds": rounds,
             "times": times[name],
@@ -159,8 +160,10 @@ def main(
         peers = {
             name: peer
             for name, peer in peers.items()
-            if run.outdated(
-                folder / "peers" / f"{name}.json", settings(peer, lengths, dims, device)
+            if run.explained(
+                folder / "peers" / f"{name}.json",
+                settings(peer, lengths, dims, device),
+                run.code(peer.ours),
             )
         }
     done: Files = {}

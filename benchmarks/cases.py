@@ -156,7 +156,8 @@ def _baselines() -> dict[str, Case]:
 
 def _case(name: str, entry: Entry, is_causal: bool) -> Case:
     def with_keys(form: Mechanism) -> Mechanism:
-        return lambda q, k, v, **options: form(q, entry.keys(k), v, **options)
+        attend = lambda q, k, v, **options: form(q, entry.keys(k), v, **options)  # noqa: E731
+        return functools.wraps(form)(attend)
 
     reference, timed = _DENSE.get(name, entry.reference), None
     if name in _INVERSE and not is_causal:

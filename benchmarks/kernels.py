@@ -1,8 +1,9 @@
 """What kernels take of a GPU, and the least time they can take: ``python -m benchmarks.kernels``.
 
 No GPU is needed: kernels are compiled ahead of time, and the rest is arithmetic. A roofline is the
-time that a device needs for the operations at its peak, or for the bytes at its full bandwidth,
-whichever is longer; no kernel is faster, and none is as fast. It is a bound, not a measurement.
+time that a device needs for the operations at its peak, for the bytes at its full bandwidth, or for
+the exponentials at the rate of its special function units, whichever is longest; no kernel is
+faster, and none is as fast. It is a bound, not a measurement.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple
 from typing import Any
 
 from benchmarks import run
 from benchmarks.cases import CASES, FUSED, HEADS
 from benchmarks.work import WORK, Work, sdpa
 from derived_attention.attention.engine.kernels import HEAD_DIMS, available
-from derived_attention.page.tables import KERNELS, MODES, load_kernels
+from derived_attention.page.tables import KERNELS, MODES, RATES, load_kernels
 
 LENGTHS = (1024, 4096, 16384, 65536)
-# Dense products of bfloat16 a second, and bytes a second, by NVIDIA's data sheets.
+SPECIAL = 16  # exponentials a clock and multiprocessor, by the CUDA C++ Programming Guide
+# Dense operations of bfloat16 and bytes a second, by NVIDIA's data sheets; exponentials a second of
+# so many multiprocessors, at the clock at which their tensor cores reach that peak.
 DEVICES = {
-    "A100 SXM 80 GB": (312e12, 2.039e12),
-    "H100 SXM": (989e12, 3.35e12),
-    "H200 SXM": (989e12, 4.8e12),
+    "A100 SXM 80 GB": (312e12, 2.039e12, SPECIAL * 108 * 1.41e9),
+    "H100 SXM": (989e12, 3.35e12, SPECIAL * 132 * 1.83e9),
+    "H200 SXM": (989e12, 4.8e12, SPECIAL * 132 * 1.83e9),
 }
 
 
@@ -47,9 +51,10 @@ def usage() -> list[dict[str, Any]]:
 
 def seconds(work: Work) -> dict[str, float]:
     """Return the roofline of each device."""
+    counts = astuple(work)
     return {
-        name: max(work.operations / peak, work.bytes / bandwidth)
-        for name, (peak, bandwidth) in DEVICES.items()
+        name: max(count / rate for count, rate in zip(counts, rates, strict=True))
+        for name, rates in DEVICES.items()
     }
 
 
@@ -77,8 +82,7 @@ def row(name: str, length: int, dim: int, mode: str, ours: Work, theirs: Work) -
         "length": length,
         "dim": dim,
         "mode": mode,
-        "operations": ours.operations,
-        "bytes": ours.bytes,
+        **asdict(ours),
         "seconds": seconds(ours),
         "sdpa_seconds": seconds(theirs),
     }
@@ -90,9 +94,7 @@ def computed() -> Mapping[str, Any]:
         "date": datetime.date.today().isoformat(),
         "versions": {name: run.version_of(name) for name in ("triton", "torch")},
         "settings": {"B": 1, "H": HEADS, "dtype": "bfloat16"},
-        "devices": {
-            name: dict(zip(("peak", "bandwidth"), x, strict=True)) for name, x in DEVICES.items()
-        },
+        "devices": {name: dict(zip(RATES, rates, strict=True)) for name, rates in DEVICES.items()},
         "usage": usage(),
         "rooflines": list(rooflines()),
     }

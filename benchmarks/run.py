@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
+import inspect
 import itertools
 import json
 import shutil
@@ -25,6 +27,8 @@ from derived_attention.page.tables import (
     SCHEMA,
 )
 from derived_attention.runtime import write_atomically
+from derived_attention.training import sources
+from derived_attention.training.identity import PACKAGE
 from derived_attention.training.measure import count_flops, machine, peak_bytes
 
 BATCH = 1
@@ -241,6 +245,7 @@ def run(
             "device": device,
             "machine": machine() | {"triton": version_of("triton")},
             "commit": commit(),
+            "code": code(CASES[name]),
             "settings": settings(CASES[name], lengths, dims, device),
             "rounds": rounds,
             "times": times[name],
@@ -307,12 +312,46 @@ def plain(x: Any) -> Any:
     return x.__name__ if callable(x) else x
 
 
-def outdated(path: Path, wanted: Mapping[str, Any]) -> bool:
-    """Say whether there are no results yet, or results for other settings than `wanted`."""
+def code(case: Case) -> str:
+    """Return a SHA-256 of the code of a case's fast form, but for docstrings, comments and layout.
+
+    It is that of its module and of all that this one imports of the package. The registry is left
+    out: it names every mechanism, and options are settings. So are PyTorch, what measures, and the
+    formula that is weighed beside, whose module imports every mechanism as well.
+    """
+    pending, seen = PACKAGE.modules(inspect.unwrap(case.fast).__module__), set[str]()
+    while pending:
+        module = pending.pop()
+        seen.add(module)
+        more = PACKAGE.imported(PACKAGE.texts[module]) if module != sources.ROOT else set()
+        pending |= more - seen - {sources.REGISTRY}
+    texts = [(module, sources.code(PACKAGE.texts[module])) for module in sorted(seen)]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> str:
+    """Say why there is something to measure, or nothing: "".
+
+    There are no results yet, or those of other settings than `wanted`; or, where it is given, of
+    other `code`, which a file may not know.
+    """
     if not path.exists():
-        return True
+        return "there are no results yet"
     data = json.loads(path.read_text("utf8"))
-    return data.get("schema") != SCHEMA or data["settings"] != wanted
+    if data.get("schema") != SCHEMA:
+        return f"results have schema {data.get('schema')}, and {SCHEMA} is wanted"
+    if data["settings"] != wanted:
+        return "results are for other settings"
+    if code is None or data.get("code") == code:
+        return ""
+    return "the code has changed" if data.get("code") else "it is not known of which code they are"
+
+
+def explained(path: Path, wanted: Mapping[str, Any], code: str) -> bool:
+    """Say whether there is something to measure, and why on standard error."""
+    if reason := outdated(path, wanted, code):
+        progress(f"to measure: {path.parent.name}/{path.stem}, as {reason}")
+    return bool(reason)
 
 
 def rename(folder: Path) -> None:

@@ -3,6 +3,9 @@
 Every candidate that `derived_attention.attention.verify` times on a GPU is compiled ahead of time,
 without one, for each architecture: registers, spills, shared memory, and whether it fits. What is
 done is in ``benchmarks/results/tiles.json``, and is not compiled again by the same Triton.
+``benchmarks/results/spills.json`` keeps what spills of the shipped sizes, by the version of Triton.
+Another version needs no other environment: install it into a folder, ``pip install --no-deps
+--target FOLDER triton==VERSION``, and put that first, ``PYTHONPATH=FOLDER:src``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from benchmarks import run
 from derived_attention.attention.engine.kernels import HEAD_DIMS, Launch, available, interpreted
 from derived_attention.attention.engine.tuning import Sizes, candidates
 from derived_attention.attention.resources import ARCHITECTURES, launches, usage
-from derived_attention.page.tables import RESULTS
+from derived_attention.page.tables import RESULTS, SPILLS, load_spills
 
 TILES = RESULTS / "tiles.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -64,6 +67,22 @@ def compiled(launch: Launch, capability: int, dim: int, dtype: str) -> dict[str,
     return {x: found[x] for x in ("registers", "spills", "shared", "resident")} | {"fits": fits}
 
 
+def spilling(data: dict[str, Any]) -> dict[str, Any]:
+    """Return how many kernels were compiled with shipped sizes, and the bytes of those that spill.
+
+    Raises
+    ------
+    RuntimeError
+        If one of them does not compile.
+    """
+    shipped = {name: data["compiled"][name] for name, _ in jobs(True, list(ARCHITECTURES))}
+    for name, x in shipped.items():
+        if "fault" in x:
+            raise RuntimeError(f"{name} does not compile with {data['triton']}: {x['fault']}")
+    spills = {name: x["spills"] for name, x in shipped.items() if x["spills"]}
+    return {"compiled": len(shipped), "spills": spills}
+
+
 def table(data: dict[str, Any]) -> str:
     """Return what shipped sizes take, a line for each kernel and architecture."""
     lines = [f"{'kernel dtype D sizes architecture':<72} registers spills shared fits"]
@@ -76,7 +95,11 @@ def table(data: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile what has not been compiled; return 3 if time ended before."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tiles",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--capability", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--candidates", action="store_true", help="not only the shipped sizes")
@@ -98,6 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 3
             data["compiled"][name] = compiled(*job)
             run.save(TILES, data)
+    if set(options.capability) >= set(ARCHITECTURES):
+        known = load_spills(SPILLS) | {data["triton"]: spilling(data)}
+        run.save(SPILLS, known)
     print(table(data))
     return 0
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -44,15 +45,18 @@ from benchmarks import (  # noqa: E402
     kernels,
     run,
     small,
+    tiles,
 )
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import deciding, experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
+from derived_attention.attention.engine.kernels import OLDEST  # noqa: E402
 from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
 from derived_attention.page import tables  # noqa: E402
 from derived_attention.training import measure  # noqa: E402
+from derived_attention.training.identity import PACKAGE  # noqa: E402
 from derived_attention.training.measure import machine  # noqa: E402
 from derived_attention.training.recorded import load_experiment  # noqa: E402
 
@@ -130,6 +134,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
             name: copy.deepcopy(example)
             | run.title(CASES[name])
             | {"settings": run.settings(CASES[name], lengths, dims, device)}
+            | {"code": run.code(CASES[name])}
             for name in names
         }
 
@@ -165,6 +170,35 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     changed = {path.stem for path in before if path.read_bytes() != before[path]}
     assert changed == {"bn", "sh"}, "new names and goals take no time"
     assert json.loads((tmp_path / HERE / "sh.json").read_text("utf8"))["label"] == "another"
+    file = tmp_path / HERE / "conv1d.json"
+    data = json.loads(file.read_text("utf8"))
+    file.write_text(json.dumps({key: x for key, x in data.items() if key != "code"}))
+    text = PACKAGE.texts["derived_attention.attention.sparse.fast"] + "\nFASTER = True\n"
+    monkeypatch.setitem(PACKAGE.texts, "derived_attention.attention.sparse.fast", text)
+    capsys.readouterr()
+    assert measured() >= {"conv1d", "window", "window_causal", "strided"} and "bn" not in asked
+    lines = capsys.readouterr().err.splitlines()
+    assert f"to measure: {HERE}/window, as the code has changed" in lines
+    assert f"to measure: {HERE}/conv1d, as it is not known of which code they are" in lines
+    assert measured() == set()
+
+
+def test_code_is_that_of_a_form_without_comments(monkeypatch):
+    name = "derived_attention.attention.linear.triton"  # which mixtures of linear kernels reach
+    before = {case: run.code(CASES[case]) for case in ("linear", "mlk", "window")}
+    changes = {
+        "\n# a comment\n": set(),
+        '\n"""A text."""\n': set(),
+        "\nSEGMENT = 128\n": {"linear", "mlk"},
+    }
+    source = PACKAGE.texts[name]
+    for text, changed in changes.items():
+        monkeypatch.setitem(PACKAGE.texts, name, source + text)
+        assert {case for case in before if run.code(CASES[case]) != before[case]} == changed
+    monkeypatch.setitem(PACKAGE.texts, name, source)
+    registry = "derived_attention.attention.registry"
+    monkeypatch.setitem(PACKAGE.texts, registry, PACKAGE.texts[registry] + "\nX = 1\n")
+    assert {case: run.code(CASES[case]) for case in before} == before
 
 
 # --- the cases -----------------------------------------------------------------------------------
@@ -487,6 +521,14 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     rounds = amd["bn_causal"]["rounds"]
     assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in tables.caption(amd)
     assert tables.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
+    unknown = "measured before files named the code, which may have changed since"
+    for data in cuda.values():
+        data["code"] = "0"
+    assert unknown not in tables.caption(cuda)
+    assert tables.caption({**cuda, "b": amd["bn_causal"]}).endswith(f"; 1 of 2 were {unknown}")
+    assert tables.caption({"b": amd["bn_causal"] | {"code": "0"}}) in tables.caption(
+        {"b": {key: x for key, x in amd["bn_causal"].items() if key != "code"}}
+    )
     both = tables.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
     assert f"medians of {rounds} and {rounds + 2} rounds" in both and "and 2026-12-01" in both
 
@@ -509,16 +551,121 @@ def test_a_kernel_stands_beside_the_form_without_it(measured):
     assert made[1][0][2] == "128"
 
 
-def test_a_roofline_is_the_slower_of_two():
-    peak, bandwidth = kernels.DEVICES["H200 SXM"]
-    assert kernels.seconds(kernels.Work(peak, 0))["H200 SXM"] == 1
-    assert kernels.seconds(kernels.Work(peak, 2 * bandwidth))["H200 SXM"] == 2
+def test_a_roofline_is_the_slowest_of_three():
+    peak, bandwidth, special = kernels.DEVICES["H200 SXM"]
+    assert kernels.seconds(kernels.Work(peak, 0, 0))["H200 SXM"] == 1
+    assert kernels.seconds(kernels.Work(peak, 2 * bandwidth, special))["H200 SXM"] == 2
+    assert kernels.seconds(kernels.Work(peak, 2 * bandwidth, 3 * special))["H200 SXM"] == 3
+    device = dict(zip(tables.RATES, (peak, bandwidth, special), strict=True))
+    counts = {"operations": peak, "bytes": 0.98 * bandwidth, "exponentials": 0.995 * special}
+    assert tables.bound_by(counts, device) == "operations and exponentials"
+    assert tables.bound_by(counts | {"bytes": 2 * bandwidth}, device) == "bytes"
     full, half = (kernels.sdpa(8, 4096, 64, causal) for causal in (False, True))
     assert full["forward"].operations == measure.attention_flops(4096, 4096, 64, heads=8)
     both = "forward + backward"
     assert full[both].operations == 3.5 * full["forward"].operations
     assert half[both].operations / full[both].operations == (1 + 1 / 4096) / 2
     assert full["forward"].bytes == 4 * 8 * 4096 * 64 * 2 + 8 * 4096 * 4
+
+
+def test_exponentials_are_counted_by_hand():
+    pairs, modes = 8 * 4096**2, tables.MODES
+    sizes = {"B": 1, "H": 8, "N": 4096, "M": 4096, "D": 64}
+    found = {name: [x[mode].exponentials for mode in modes] for name, x in (
+        ("softmax", kernels.sdpa(8, 4096, 64, False)),
+        *((name, kernels.WORK[name](**sizes)) for name in kernels.WORK),
+    )}  # fmt: skip
+    assert found["softmax"] == [pairs, 2 * pairs]  # one kernel backward
+    assert found["mgk"] == found["smgk"] == [2 * pairs, 6 * pairs]  # R = 2, two kernels backward
+    assert found["hard_mgk"] == [pairs, 3 * pairs]
+    assert found["lasso"] == [0, 0]
+    # Features of queries once; of keys twice, for their sums beforehand too. Backward those of
+    # queries three times, of keys twice, and once more the slopes of keys.
+    features = 8 * 4096 * 64
+    assert found["linear"] == [3 * features, 9 * features]
+    assert found["mlk"] == [5 * features, 14 * features]
+
+
+def test_the_machine_code_has_as_many_exponentials():
+    """In the loop over tiles, each thread has its share of a tile, and shrinks its rows."""
+    code = """
+import json, torch
+from derived_attention.attention import resources
+for launch in resources.launches(64, torch.bfloat16):
+    if launch.name.startswith("mixture") or launch.name == "lasso query":
+        sizes = {x: launch.constants[x] for x in ("BLOCK_N", "BLOCK_M")}
+        count = resources.compile_for(launch, 80).asm["ptx"].count("ex2.approx")
+        print(json.dumps([launch.name, count, 32 * launch.num_warps, *sizes.values()]))
+"""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 10
+    for name, count, threads, N, M in rows:
+        each = 0 if "lasso" in name else 1 if "hard" in name else 2
+        rows_of_a_thread = 2 if "forward" in name else 0
+        assert count == each * (N * M // threads + rows_of_a_thread), name
+
+
+def test_a_bound_says_what_is_left_to_win():
+    data = tables.load_kernels()
+    where = {"length": 16384, "dim": 64, "device": "H100 SXM"}
+    left = {name: tables.winnings(data, CASES[name].label, **where) for name in kernels.FUSED}
+    assert left["mgk"]["forward"] == left["smgk"]["forward"] == (1, "exponentials")
+    assert left["hard_mgk"]["forward"] == (pytest.approx(0.75), "operations")
+    assert left["lasso"]["forward"][0] > 10 and left["mlk_causal"]["forward"][1] == "bytes"
+    header, rows = made = tables.roofline_table(data, where["length"])
+    check_shape(made)
+    assert rows[0][-2:] == ["1 / 1", "exponentials / operations"]
+
+
+def test_spills_stand_by_version(tmp_path, monkeypatch, capsys):
+    (one, job), *_ = tiles.jobs(True, [90])
+    taken = {"registers": 1, "spills": 0, "shared": 1, "resident": 1, "fits": True}
+    monkeypatch.setattr(tiles, "TILES", tmp_path / "tiles.json")
+    monkeypatch.setattr(tiles, "SPILLS", tmp_path / "spills.json")
+    monkeypatch.setattr(tiles, "interpreted", lambda: False)
+    monkeypatch.setattr(
+        tiles, "compiled", lambda *x: taken | {"spills": 8 * (x[:2] == job[:2] and x[3] == job[3])}
+    )
+    monkeypatch.setattr(run, "version_of", lambda package: "3.10.0")
+    assert tiles.main(["--capability", "90"]) == 0 and not (tmp_path / "spills.json").exists()
+    assert tiles.main([]) == 0
+    monkeypatch.setattr(run, "version_of", lambda package: "3.9.0")
+    monkeypatch.setattr(tiles, "compiled", lambda *x: taken)
+    assert tiles.main([]) == 0 and one in capsys.readouterr().out
+    found = tables.load_spills(tmp_path / "spills.json")
+    assert list(found) == ["3.9.0", "3.10.0"], "oldest first"
+    assert found["3.9.0"]["spills"] == {} and found["3.10.0"]["spills"] == {one: 8}
+    header, (row,) = made = tables.spills_table(found)
+    check_shape(made)
+    assert header[-2:] == ["Triton 3.9.0", "Triton 3.10.0"] and row[-3:] == ["sm_90", "0", "8"]
+    monkeypatch.setattr(tiles, "compiled", lambda *x: {"fault": "no room"})
+    monkeypatch.setattr(run, "version_of", lambda package: "3.11.0")
+    with pytest.raises(RuntimeError, match="does not compile with 3.11.0: no room"):
+        tiles.main([])
+
+
+def test_the_committed_spills_are_those_of_the_shipped_sizes():
+    found, committed = tables.load_spills(), tables.load_kernels()
+    names = [name for name, _ in tiles.jobs(True, list(ARCHITECTURES))]
+    for version, data in found.items():
+        assert tuple(map(int, version.split("."))) >= OLDEST
+        stale = set(data["spills"]) - set(names)
+        assert data["compiled"] == len(names) and not stale, "run python -m benchmarks.tiles"
+        assert max(data["spills"].values()) <= 72, "18 numbers a thread"
+    same = found[committed["versions"]["triton"]]["spills"]
+    for row in committed["usage"]:
+        front, end = (
+            f"{row['kernel']} {row['dtype']} {row['head_dim']} ",
+            f" sm_{row['capability']}",
+        )
+        assert row["spills"] == sum(
+            size for name, size in same.items() if name.startswith(front) and name.endswith(end)
+        )
+    check_shape(tables.spills_table(found))
 
 
 def test_what_is_not_there_is_named(measured, tmp_path):

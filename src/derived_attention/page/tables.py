@@ -16,7 +16,11 @@ SCHEMA = 2
 DIM = 64  # of rows that were written before there were others
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"  # in a checkout
 KERNELS = RESULTS / "kernels.json"
+SPILLS = RESULTS / "spills.json"
 MODES = ("forward", "forward + backward")
+# What a kernel has to do, and the name of the rate at which a device does it.
+RATES = {"peak": "operations", "bandwidth": "bytes", "exponential": "exponentials"}
+SAME = 0.01  # of a time: bounds that differ by less are one
 GOAL: dict[str, Any] = {
     "length": 4096,
     "dtype": "float32",
@@ -217,6 +221,31 @@ def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
     return json.loads(path.read_text("utf8")) if path.exists() else empty
 
 
+def load_spills(path: Path = SPILLS) -> dict[str, Any]:
+    """Read what ``python -m benchmarks.tiles`` has found to spill: by version, oldest first."""
+    found = json.loads(path.read_text("utf8")) if path.exists() else {}
+    return dict(sorted(found.items(), key=lambda item: [int(x) for x in item[0].split(".")]))
+
+
+def spills_table(data: dict[str, Any]) -> Table:
+    """Return spilled bytes a thread: a row for a kernel as it is compiled, a column for a Triton.
+
+    Architectures with the same numbers share a row. What spills with no version has none.
+    """
+    found: dict[tuple[str, ...], dict[tuple[int, ...], list[str]]] = {}
+    for name in sorted({name for version in data.values() for name in version["spills"]}):
+        kernel, dtype, dim, _, architecture = name.rsplit(" ", 4)
+        numbers = tuple(version["spills"].get(name, 0) for version in data.values())
+        found.setdefault((kernel, dtype, dim), {}).setdefault(numbers, []).append(architecture)
+    lines = [
+        [*what, ", ".join(architectures), *map(str, numbers)]
+        for what, rows in found.items()
+        for numbers, architectures in rows.items()
+    ]
+    header = ["spilled bytes of", "dtype", "D", "architecture"]
+    return [*header, *(f"Triton {version}" for version in data)], lines
+
+
 def usage_table(data: dict[str, Any], dtype: str = "bfloat16") -> Table:
     """Return what each kernel takes of a GPU: a row for a kernel and D, cells for architectures."""
     found: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
@@ -241,7 +270,8 @@ def roofline_table(
 ) -> Table:
     """Return the least time of each kernel, in ms, and its share of that of SDPA on one `device`.
 
-    Two numbers in a cell are those of both modes. What bounds a kernel is said of the forward pass.
+    The last column says what bounds the kernel there. Two entries in a cell are those of both
+    modes.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in data["rooflines"]:
@@ -257,10 +287,32 @@ def roofline_table(
             cells.append(" / ".join(f"{1000 * row['seconds'][name]:.3g}" for row in rows))
         shares = (row["seconds"][device] / row["sdpa_seconds"][device] for row in rows)
         cells.append(" / ".join(f"{share:.2g}" for share in shares))
-        here = devices[device]
-        products = rows[0]["operations"] / here["peak"] > rows[0]["bytes"] / here["bandwidth"]
-        lines.append([*cells, "operations" if products else "bytes"])
+        limits = dict.fromkeys(bound_by(row, devices[device]) for row in rows)
+        lines.append([*cells, " / ".join(limits)])
     return header, lines
+
+
+def bound_by(row: dict[str, Any], device: dict[str, float]) -> str:
+    """Return what takes a device longest: operations, bytes or exponentials, or several."""
+    times = {what: row[what] / device[rate] for rate, what in RATES.items()}
+    most = max(times.values())
+    return " and ".join(what for what, time in times.items() if time >= (1 - SAME) * most)
+
+
+def winnings(
+    data: dict[str, Any], label: str, length: int, dim: int, device: str
+) -> dict[str, tuple[float, str]]:
+    """Return what its bound leaves a kernel to win: in each mode its share of SDPA's, and why.
+
+    The share is 1 where both bounds are the same; then, or above, nothing is left.
+    """
+    found = {}
+    for row in data["rooflines"]:
+        if (row["label"], row["length"], row["dim"]) == (label, length, dim):
+            share = row["seconds"][device] / row["sdpa_seconds"][device]
+            same = abs(share - 1) <= SAME
+            found[row["mode"]] = 1 if same else share, bound_by(row, data["devices"][device])
+    return found
 
 
 def _times_as_much(row: dict[str, Any] | None) -> str:
@@ -284,6 +336,7 @@ def caption(files: Files) -> str:
     def all_of(values: Iterable[Any]) -> str:
         return " and ".join(dict.fromkeys(map(str, values)))
 
+    unknown = [data["label"] for data in files.values() if "code" not in data]
     machines = [data["machine"] for data in files.values()]
     settings, where = _first(files)["settings"], machine_name(machines[0])
     if machines[0]["gpu"] is None:
@@ -293,7 +346,13 @@ def caption(files: Files) -> str:
         f"{where}; {sizes}; medians of {all_of(data['rounds'] for data in files.values())} rounds, "
         f"quartiles in brackets; PyTorch {all_of(sorted(m['torch'] for m in machines))}, "
         f"{all_of(sorted(m['date'] for m in machines))}"
+        + ("; " + _of_unknown_code(len(unknown), len(files)) if unknown else "")
     )
+
+
+def _of_unknown_code(count: int, every: int) -> str:
+    which = "all" if count == every else f"{count} of {every}"
+    return f"{which} were measured before files named the code, which may have changed since"
 
 
 def experiment_table(data: dict[str, Any]) -> Table:
