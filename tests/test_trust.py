@@ -144,7 +144,7 @@ def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
 
 def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeypatch):
     seen = []
-    monkeypatch.setattr(trust, "trusted", lambda trial, device: bool(seen.append(trial)))
+    monkeypatch.setattr(trust, "trusted", lambda trial, *_: bool(seen.append(trial)))
     sizes = {"N": kernels.TRIED, "M": kernels.TRIED, "D": 5, "DV": 5}
     call("mgk", is_causal=True, variances=torch.ones(2, device=DEVICE))
     call("hard_mgk", attn_mask=torch.ones(9, 9, dtype=torch.bool, device=DEVICE))

@@ -24,8 +24,10 @@ SOURCES = ("attention/engine", "attention/linear", "attention/mixture", "attenti
 _verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
 
 
-def trusted(trial: Trial, device: torch.device) -> bool:
+def trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
     """Say whether a kernel agrees with PyTorch's form on a device; try it if nobody has.
+
+    Unless this may be the `first` call of the kind, one that nobody has tried is not trusted.
 
     Warns
     -----
@@ -36,6 +38,8 @@ def trusted(trial: Trial, device: torch.device) -> bool:
     if key in _verdicts:
         return not _verdicts[key]
     fault = _read(device).get(str(trial))
+    if fault is None and not first:
+        return False
     if fault is None:
         try:
             fault = fault_of(trial, device)

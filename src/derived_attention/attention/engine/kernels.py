@@ -5,6 +5,11 @@ needs. Its mechanism takes ``fused``: True runs the kernel, or raises where it c
 runs PyTorch's form. None, the default, runs the kernel on a GPU where it has been tried: the first
 call of a kind compares the two on a small problem, as `derived_attention.attention.trust` says.
 
+Compilers keep a kernel as one operator, as `derived_attention.attention.engine.operators` makes it.
+But while ``torch.compile`` traces, nothing is tried, and the default is the kernel only where a
+call has tried it before, in this process or, where the user's cache folder can be written, in any.
+So call a model once, forward, before you compile it; what was compiled stays as it is.
+
 GPUs of compute capability 8.0 and above have kernels. Older ones, such as the T4 of free notebooks,
 get PyTorch's form: they have no products of bfloat16, 64 KiB of shared memory in place of 99 at
 least, which would want tiles of their own, and nobody has tried one. Without a GPU,
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +71,15 @@ class Launch:
         return cls(name, kernel, arguments, known, constants["num_warps"], constants["num_stages"])
 
 
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a compiler call a function, and take its result for a constant, in place of tracing it.
+
+    As ``torch.compiler.assume_constant_result`` does, which would import the compiler here.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 @functools.cache
 def available() -> bool:
     """Say whether a version of Triton is installed that the kernels are tested on."""
@@ -82,6 +97,7 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "torch": torch.__version__}
 
 
+@constant
 def interpreted() -> bool:
     """Say whether kernels run in Triton's interpreter, and so on the CPU too.
 
@@ -115,8 +131,8 @@ def chosen(fused: bool | None, *tensors: Tensor, problem: Problem | None = None)
     TypeError
         If `fused` is neither None nor a bool.
     ValueError
-        If it is True and the kernel cannot run; also under ``torch.compile`` and in a transform of
-        ``torch.func``, which cannot look into a kernel.
+        If it is True and the kernel cannot run; also in a transform of ``torch.func``, which cannot
+        look into a kernel.
     """
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
@@ -134,37 +150,55 @@ def _trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
     fields = problem()
     if fields is None:
         return False
+    numbers = {x: y if isinstance(y, (bool, str)) else operator.index(y) for x, y in fields.items()}
+    first = not torch.compiler.is_compiling()  # a compiler traces; it computes nothing yet
+    return _agrees(tensors[0].device, tensors[0].dtype, first, **numbers)
+
+
+@constant
+def _agrees(device: torch.device, dtype: torch.dtype, first: bool, **fields: Any) -> bool:
+    """Say whether a kernel has agreed, or agrees now, if this may be the `first` call of a kind."""
     trust = importlib.import_module("derived_attention.attention.trust")  # which calls mechanisms
     sizes = {"N": TRIED, "M": TRIED + fields.get("prefix", 0)}
-    trial = trust.Trial(dtype=NAMES[tensors[0].dtype], **sizes, **fields)
-    return bool(trust.trusted(trial, tensors[0].device))
+    trial = trust.Trial(dtype=NAMES[dtype], **sizes, **fields)
+    return bool(trust.trusted(trial, device, first))
 
 
 def _may_try(tensors: tuple[Tensor, ...]) -> bool:
     """Say whether a kernel could run on a GPU here, and be tried first."""
     q = tensors[0]
-    if not q.is_cuda or q.dtype not in DTYPES or not all(map(may_look_at, tensors)):
-        return False  # nothing to try it on; and captured graphs must not wait for a trial
-    if any(unpack_dual(x).tangent is not None for x in tensors):
-        return False  # kernels have no forward mode
+    if not q.is_cuda or q.dtype not in DTYPES:
+        return False
+    if not torch.compiler.is_compiling():
+        if not all(map(may_look_at, tensors)):
+            return False  # nothing to try it on; and captured graphs must not wait for a trial
+        if any(unpack_dual(x).tangent is not None for x in tensors):
+            return False  # kernels have no forward mode
     return not (interpreted() or _obstacle(tensors))
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:
     """Return what keeps a kernel from running, or nothing."""
-    q = tensors[0]
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+    if torch.compiler.is_compiling():  # which cannot ask a tensor
+        transformed = torch._C._are_functorch_transforms_active()
+    else:
+        transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    if transformed:
         return "a transform of torch.func is at work"
+    return str(_lacking(tensors[0].device, tensors[0].dtype))
+
+
+@constant
+def _lacking(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what kernels want, and neither this machine nor a tensor q has, or nothing."""
     if not available():
         return f"Triton {'.'.join(map(str, OLDEST))} or newer is not installed"
     if interpreted():
         return ""
-    if not q.is_cuda:
-        return f"q is on {q.device}: kernels run on CUDA, or with TRITON_INTERPRET=1"
-    if q.dtype not in DTYPES:
-        return f"q has dtype {q.dtype}: kernels take float16, bfloat16 and float32"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
+    if device.type != "cuda":
+        return f"q is on {device}: kernels run on CUDA, or with TRITON_INTERPRET=1"
+    if dtype not in DTYPES:
+        return f"q has dtype {dtype}: kernels take float16, bfloat16 and float32"
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return ""

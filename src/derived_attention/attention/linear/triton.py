@@ -29,9 +29,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from derived_attention.attention.engine.kernels import NAMES, Launch
+from derived_attention.attention.engine.operators import needed, operator
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
@@ -460,7 +460,7 @@ def causal_sums(
     k = _five(k, leading)
     if priors is not None:
         priors = priors.expand(q.shape[1], -1).contiguous()
-    outputs = [_Causal.apply(q, k, part, priors, options) for part in v.split(width, -1)]
+    outputs = [_causal(q, k, part, priors, *options) for part in v.split(width, -1)]
     return torch.cat(outputs, -1).reshape(*leading, q.shape[-2], v.shape[-1])
 
 
@@ -470,40 +470,54 @@ def _five(x: Tensor, leading: torch.Size) -> Tensor:
     return x.reshape(math.prod(leading[:-1]), *(leading[-1:] or (1,)), *x.shape[-3:])
 
 
-class _Causal(torch.autograd.Function):
-    """The sums of q (B, H, N, F), k (B, H, R, M, F) and v (B, H, M, Dv), with M ≤ N."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None,
+    scale: float, elu: bool, normalize: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the sums of q (B, H, N, F), k (B, H, R, M, F), M ≤ N, and v (B, H, M, Dv).
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, options: Options
-    ) -> Tensor:
-        call = _Call(q, k, v, priors, options)
-        out = call.new(*q.shape[:-1], v.shape[-1], dtype=options.dtype)
-        scales, states = call.new(*q.shape[:-1]), call.states()
-        call.run(_key_states, call.count - 1, states=states)
-        call.accumulate(states, False)
-        call.run(_outputs, call.count, states=states, out=out, scales=scales)
-        ctx.save_for_backward(q, k, v, priors, scales, states)
-        ctx.options = options
-        return out
+    And 1/z_i (B, H, N), where they are divided, and the states of segments.
+    """
+    call = _Call(q, k, v, priors, Options(scale, elu, normalize, dtype))
+    out = call.new(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    scales, states = call.new(*q.shape[:-1] if normalize else (0,)), call.states()
+    call.run(_key_states, call.count - 1, states=states)
+    call.accumulate(states, False)
+    call.run(_outputs, call.count, states=states, out=out, scales=scales)
+    return out, scales, states
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, priors, scales, states = ctx.saved_tensors
-        call = _Call(q, k, v, priors, ctx.options, dout)
-        dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
-        dpriors = call.new(*q.shape[:2], max(call.count, 1), triton.next_power_of_2(k.shape[2]))
-        sums = {"scales": scales, "slopes": call.new(*scales.shape)}
-        call.run(_query_gradients, call.count, states=states, dq=dq, **sums)
-        states = call.states()
-        call.run(_query_states, call.count - 1, states=states, **sums)
-        call.accumulate(states, True)
-        sums |= {"dk": dk, "dv": dv, "dpriors": dpriors}
-        call.run(_key_gradients, call.count, states=states, **sums)
-        if priors is None:
-            return dq, dk, dv, None, None
-        return dq, dk, dv, dpriors.sum((0, 2))[:, : k.shape[2]].to(priors), None
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None,
+    scale: float, elu: bool, normalize: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call(q, k, v, priors, Options(scale, elu, normalize, dtype))
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    scales = q.new_empty(q.shape[:-1] if normalize else (0,), dtype=call.dtype)
+    return out, scales, call.states()
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None,
+    out: Tensor, scales: Tensor, states: Tensor,
+    scale: float, elu: bool, normalize: bool, dtype: torch.dtype, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    call = _Call(q, k, v, priors, Options(scale, elu, normalize, dtype), dout)
+    dq, dk, dv = (call.new(*x.shape, dtype=x.dtype) for x in (q, k, v))
+    dpriors = call.new(*q.shape[:2], max(call.count, 1), triton.next_power_of_2(k.shape[2]))
+    sums = {"scales": scales, "slopes": call.new(*scales.shape)}
+    call.run(_query_gradients, call.count, states=states, dq=dq, **sums)
+    states = call.states()
+    call.run(_query_states, call.count - 1, states=states, **sums)
+    call.accumulate(states, True)
+    sums |= {"dk": dk, "dv": dv, "dpriors": dpriors}
+    call.run(_key_gradients, call.count, states=states, **sums)
+    if priors is None or not needs[3]:
+        return needed((dq, dk, dv), needs)
+    return needed((dq, dk, dv, dpriors[..., : k.shape[2]].sum((0, 2)).to(priors)), needs)
+
+
+_causal = operator("causal_sums", _forward, _backward, _fake)
 
 
 class _Call:
@@ -524,6 +538,7 @@ class _Call:
         self.sizes = padded(D), padded(DV), options
         self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
         self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
+        self.size = padded(D) * (padded(DV) + 1)  # of a state
         self.pool |= tensors | _constants(D, DV, R, options, priors is not None)
         for name, x in tensors.items():
             dimensions = zip("bhrn" if name == "k" else "bhn", x.stride(), strict=False)
@@ -537,15 +552,18 @@ class _Call:
         return make(shape, dtype=dtype or self.dtype)
 
     def states(self) -> Tensor:
-        """Return memory for the states of all segments but one."""
-        return self.new(self.heads, max(self.count - 1, 0), self.pool["F"] * (self.pool["V"] + 1))
+        """Return memory for the states of all segments but one, without dimensions.
+
+        To a compiler that has a symbol for N, a dimension of no or one segment would be another.
+        """
+        return self.new(self.heads * max(self.count - 1, 0) * self.size)
 
     def accumulate(self, states: Tensor, reverse: bool) -> None:
         """Add up the states of segments."""
-        _, count, size = states.shape
+        count = self.count - 1
         if count > 1:
-            sizes = {"states": states, "count": count, "size": size, "REVERSE": reverse}
-            self.run(_accumulate, triton.cdiv(size, TILE["E"]), **sizes)
+            sizes = {"states": states, "count": count, "size": self.size, "REVERSE": reverse}
+            self.run(_accumulate, triton.cdiv(self.size, TILE["E"]), **sizes)
 
     def run(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Launch that many programs for each head."""
@@ -566,7 +584,8 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
     count = max(1, PROGRAMS * processors // max(heads, 1))
-    return SEGMENT * max(1, triton.cdiv(triton.cdiv(N, SEGMENT), count))
+    # Asked in this order, 1 is never more, unless N is 0: for compilers one case.
+    return SEGMENT * max(triton.cdiv(triton.cdiv(N, SEGMENT), count), 1)
 
 
 def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:

@@ -30,9 +30,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from derived_attention.attention.engine.kernels import NAMES, Launch
+from derived_attention.attention.engine.operators import needed, operator
 from derived_attention.attention.engine.triton import (
     dot,
     launch,
@@ -383,7 +383,7 @@ def attend(
     Q, K, V = (x if x.stride(-1) == 1 else x.contiguous() for x in (Q, K, V))
     u = None if u is None else _heads(u, 2).contiguous()
     w = _heads(w, 2).contiguous()
-    out = _Attend.apply(Q, K, V, a, u, w, bias, mask.is_causal, hard)
+    out = _attend(Q, K, V, a, u, w, bias, mask.is_causal, hard)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -393,52 +393,61 @@ def _heads(x: Tensor, last: int) -> Tensor:
     return x.flatten(0, leading - 2) if leading > 2 else x[(None,) * (2 - leading)]
 
 
-class _Attend(torch.autograd.Function):
-    """Attention of q (B, H, N, D), k (B, H, R or 1, M, D) and v (B, H, M, Dv), by the kernels.
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor, mask: Tensor | None,
+    is_causal: bool, hard: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return O (B, H, N, Dv), and m_i and Z_i (B, H, N), by the kernels.
 
-    With a (H, R), u (B, H, R, N) or None, w (B, H, R, M) in the dtype of sums, and a mask (B, H,
-    N, M) or None, of any strides.
+    Of q (B, H, N, D), k (B, H, R or 1, M, D) and v (B, H, M, Dv), with a (H, R), u (B, H, R, N) or
+    None and w (B, H, R, M) in the dtype of sums, and a mask (B, H, N, M) or None, of any strides.
     """
+    out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+    rows = {"TOP": w.new_empty(q.shape[:-1]), "SUM": w.new_empty(q.shape[:-1])}
+    inputs = (q, k, v, a, u, w, mask)
+    _launch(forward, (is_causal, hard), inputs, {"OUT": out, **rows})
+    return out, rows["TOP"], rows["SUM"]
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor,
-        mask: Tensor | None, is_causal: bool, hard: bool
-    ) -> Tensor:  # fmt: skip
-        """Return O (B, H, N, Dv)."""
-        ctx.is_causal, ctx.hard = is_causal, hard
-        out = v.new_zeros(*q.shape[:-1], v.shape[-1])
-        rows = {"TOP": w.new_empty(q.shape[:-1]), "SUM": w.new_empty(q.shape[:-1])}
-        _launch(forward, ctx, (q, k, v, a, u, w, mask), {"OUT": out, **rows})
-        ctx.save_for_backward(q, k, v, a, u, w, mask, out, *rows.values())
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all but the mask."""
-        *inputs, out, top, Z = ctx.saved_tensors
-        q, k, v, a, u, w, _ = inputs
-        dq, dk, dv, du, dw = (None if x is None else x.new_zeros(x.shape) for x in (q, k, v, u, w))
-        da = w.new_zeros(k.shape[:-1])  # of each key
-        grads = {"TOP": top, "SUM": Z, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(Z)}
-        _launch(backward_queries, ctx, inputs, {"OUT": out, **grads, "DQ": dq, "DU": du})
-        _launch(backward_keys, ctx, inputs, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
-        da = da.sum((0, -1)) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, da, du, dw, None, None, None
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor, mask: Tensor | None,
+    is_causal: bool, hard: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out = v.new_empty(*q.shape[:-1], v.shape[-1])
+    return out, w.new_empty(q.shape[:-1]), w.new_empty(q.shape[:-1])
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, w: Tensor,
+    mask: Tensor | None, out: Tensor, top: Tensor, Z: Tensor,
+    is_causal: bool, hard: bool, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of what needs one; the mask does not."""
+    inputs, how = (q, k, v, a, u, w, mask), (is_causal, hard)
+    dq, dk, dv, du, dw = (None if x is None else x.new_zeros(x.shape) for x in (q, k, v, u, w))
+    da = w.new_zeros(k.shape[:-1])  # of each key
+    grads = {"TOP": top, "SUM": Z, "GRAD": grad.contiguous(), "DELTA": torch.empty_like(Z)}
+    _launch(backward_queries, how, inputs, {"OUT": out, **grads, "DQ": dq, "DU": du})
+    _launch(backward_keys, how, inputs, {**grads, "DK": dk, "DV_": dv, "DW": dw, "DA": da})
+    da = da.sum((0, -1)) if needs[3] else None
+    return needed((dq, dk, dv, da, du, dw), needs)
+
+
+_attend = operator("mixture", _forward, _backward, _fake)
 
 
 def _launch(
-    kernel: Any, ctx: Any, inputs: Sequence[Tensor | None], others: Mapping[str, Tensor | None]
-) -> None:
+    kernel: Any, how: tuple[bool, bool], inputs: Sequence[Tensor | None],
+    others: Mapping[str, Tensor | None],
+) -> None:  # fmt: skip
     """Run a kernel, with a program for each block of queries, or keys, of each head."""
-    q, k, v, a, u, w, mask = inputs
+    (q, k, v, a, u, w, mask), (is_causal, hard) = inputs, how
     assert q is not None and k is not None and v is not None and w is not None
     (B, H, N, D), (R, M), Dv = q.shape, w.shape[2:], v.shape[-1]
     if 0 in (B, H, N, M, Dv):
         return
-    sizes = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], ctx.hard)
-    kind = "hard" if ctx.hard else "shifted" if k.shape[2] < R else "soft"
+    sizes = blocks(kernel, max(D, Dv), q.dtype, k.shape[2], hard)
+    kind = "hard" if hard else "shifted" if k.shape[2] < R else "soft"
     if q.dtype in NAMES:
         label = f"mixture.{kernel.__name__} {kind} {NAMES[q.dtype]} R={R} {D} {Dv}"
         sizes = tuned(q.device, label, sizes)
@@ -449,8 +458,8 @@ def _launch(
     strides += (0, 0, 0, 0) if mask is None else mask.stride()
     arguments: dict[str, Any] = {x: w if y is None else y for x, y in tensors.items()}  # not read
     arguments |= dict(zip(STRIDES, strides, strict=True)) | sizes
-    arguments |= {"H": H, "N": N, "M": M} | _constants(D, Dv, R, k.shape[2] < R, ctx.hard)
-    arguments |= {"CAUSAL": int(ctx.is_causal), "HAS_U": u is not None}
+    arguments |= {"H": H, "N": N, "M": M} | _constants(D, Dv, R, k.shape[2] < R, hard)
+    arguments |= {"CAUSAL": int(is_causal), "HAS_U": u is not None}
     launch(kernel, (count * B * H,), q, arguments | {"HAS_MASK": mask is not None})
 
 

@@ -255,7 +255,7 @@ def lasso_attention(
     fused = _runs_kernels(fused, q, k, v, lam, rho, options)
     dtype = q.dtype
     q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, options, lam, rho)
-    if is_symbolic(q.shape[-2], k.shape[-2]):
+    if not fused and is_symbolic(q.shape[-2], k.shape[-2]):
         numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None], "power": power}
         numbers |= {"iterations": iterations, "residuals": residuals}
         atoms = options.atoms(q.shape[-2], present)

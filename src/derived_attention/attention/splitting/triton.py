@@ -30,9 +30,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from derived_attention.attention.engine.kernels import NAMES, Launch
+from derived_attention.attention.engine.operators import needed, operator
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
@@ -406,53 +406,70 @@ def coding(
         For a second derivative.
     """
     flat = (flat_heads(x, q.dim() - 2).contiguous() for x in (q, k, v, rho))
-    return _Coding.apply(options, dtype, *flat).view(*q.shape[:-1], v.shape[-1])
+    numbers = (*options[:-1], options.power or 0, dtype)
+    return _coding(*flat, *numbers).view(*q.shape[:-1], v.shape[-1])
 
 
-class _Coding(torch.autograd.Function):
-    """Codes, κ being 1, and what they mix, of heads that are one dimension (b, ·, ·)."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rho: Tensor,
+    is_causal: bool, exclude_self: bool, prefix: int, iterations: int, power: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what codes mix, κ being 1, all t_n, and the scales of `mix_kernel`.
 
-    @staticmethod
-    def forward(
-        ctx: Any, options: Options, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, rho: Tensor
-    ) -> Tensor:
-        """Take q / κ, keys, values, and ρ (b,)."""
-        run, solve = _Run(options, k, v, q.shape[-2], dtype), _solver(options, k, rho, q.shape[-2])
-        T = run.new(options.iterations, *q.shape, dtype=run.tile)
-        T[0] = solve(q)
-        for n in range(1, options.iterations):
-            R = run.new(*q.shape)
-            run(residual_kernel, Q=q, T=T, R=R, steps=n)
-            T[n] = solve(R)
-        out, scales = run.new(*q.shape[:-1], run.DV), run.new(2, *q.shape[:-1])
-        run(mix_kernel, T=T, OUT=out, SCALES=scales, steps=options.iterations)
-        ctx.save_for_backward(k, v, rho, T, out, scales)
-        ctx.options, ctx.dtype = options, dtype
-        return out
+    Of q / κ, keys, values, and ρ (b,), of heads that are one dimension (b, ·, ·).
+    """
+    options = Options(is_causal, exclude_self, prefix, iterations, power)
+    run, solve = _Run(options, k, v, q.shape[-2], dtype), _solver(options, k, rho, q.shape[-2])
+    T = run.new(iterations, *q.shape, dtype=run.tile)
+    T[0] = solve(q)
+    for n in range(1, iterations):
+        R = run.new(*q.shape)
+        run(residual_kernel, Q=q, T=T, R=R, steps=n)
+        T[n] = solve(R)
+    out, scales = run.new(*q.shape[:-1], run.DV), run.new(2 if power else 0, *q.shape[:-1])
+    run(mix_kernel, T=T, OUT=out, SCALES=scales, steps=iterations)
+    return out, T, scales
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and ρ."""
-        (k, v, rho, T, out, scales), steps = ctx.saved_tensors, ctx.options.iterations
-        with full_precision(g.device):  # autocast may be on again
-            run = _Run(ctx.options, k, v, g.shape[-2], ctx.dtype)
-            solve = _solver(ctx.options, k, rho, run.N)
-            DR, dq = torch.empty_like(T), torch.zeros_like(T[0], dtype=run.wide)
-            tensors = {"T": T, "G": g.to(run.tile).contiguous(), "steps": steps}
-            tensors |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
-            dk, dv, drho = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(rho)
-            run(value_kernel, **tensors, DVALUES=dv)
-            tensors["DR"] = DR
-            for n in range(steps - 1, -1, -1):
-                DT = run.new(*T.shape[1:])
-                run(query_kernel, **tensors, DT=DT, last=n)
-                dr = solve(DT)
-                DR[n] = dr
-                dq += dr
-                drho -= (T[n] * dr).sum((-2, -1))
-            run(key_kernel, **tensors, DK=dk)
-        return None, None, dq, dk, dv, drho
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, rho: Tensor,
+    is_causal: bool, exclude_self: bool, prefix: int, iterations: int, power: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tile = torch.bfloat16 if dtype == torch.bfloat16 else k.dtype
+    T = q.new_empty(iterations, *q.shape, dtype=tile)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), T, q.new_empty(2 if power else 0, *q.shape[:-1])
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, rho: Tensor, out: Tensor, T: Tensor, scales: Tensor,
+    is_causal: bool, exclude_self: bool, prefix: int, iterations: int, power: int,
+    dtype: torch.dtype, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v and ρ."""
+    options, steps = Options(is_causal, exclude_self, prefix, iterations, power), iterations
+    with full_precision(g.device):  # autocast may be on again
+        run = _Run(options, k, v, g.shape[-2], dtype)
+        solve = _solver(options, k, rho, run.N)
+        DR, dq = torch.empty_like(T), torch.zeros_like(T[0], dtype=run.wide)
+        tensors = {"T": T, "G": g.to(run.tile).contiguous(), "steps": steps}
+        tensors |= {"SCALES": scales, "MEAN": (g * out).sum(-1)}
+        dk, dv, drho = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(rho)
+        run(value_kernel, **tensors, DVALUES=dv)
+        tensors["DR"] = DR
+        for n in range(steps - 1, -1, -1):
+            DT = run.new(*T.shape[1:])
+            run(query_kernel, **tensors, DT=DT, last=n)
+            dr = solve(DT)
+            DR[n] = dr
+            dq += dr
+            drho -= (T[n] * dr).sum((-2, -1))
+        run(key_kernel, **tensors, DK=dk)
+    return needed((dq, dk, dv, drho), needs)
+
+
+_coding = operator("lasso", _forward, _backward, _fake)
 
 
 def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
