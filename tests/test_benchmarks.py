@@ -51,6 +51,7 @@ from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import deciding, experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
 from derived_attention.attention.engine.kernels import OLDEST  # noqa: E402
+from benchmarks.peers import flex_attention as flex_peer  # noqa: E402
 from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
@@ -314,14 +315,16 @@ def peers():
 
 
 def test_every_library_is_here(peers):
-    assert {peer.package.replace("-", "_") for peer in peers.values()} == {
-        name if name != "fla" else "fla_core" for name in LIBRARIES
-    }
+    modules = {"fla": "fla_core", "flex_attention": "torch"}
+    wanted = {modules.get(name, name) for name in LIBRARIES}
+    if not torch.cuda.is_available():
+        wanted.remove("torch")  # it has no gradients on a CPU
+    assert {peer.package.replace("-", "_") for peer in peers.values()} == wanted
 
 
 def test_a_peer_computes_what_ours_does(peers):
     same = {name: peer for name, peer in peers.items() if not peer.differs}
-    assert len(same) == 7
+    assert len(same) == (13 if torch.cuda.is_available() else 7)
     for training in (False, True):
         tensors = run.inputs(128, torch.float64, "cpu", training)
         calls = beside.calls_of("sdpa", same, 128, 64, tensors)
@@ -329,6 +332,22 @@ def test_a_peer_computes_what_ours_does(peers):
             theirs, ours = calls[name](), calls[beside.ours(peer)]()
             for x, y in zip(theirs, ours, strict=True) if training else [(theirs, ours)]:
                 assert (x - y).abs().max() <= 1e-9 * y.abs().max(), name
+
+
+@torch.no_grad()
+def test_flexattention_computes_what_ours_do_forward_on_a_cpu(monkeypatch):
+    """One compiled, as it is timed; the others by its formula, which takes no time to compile."""
+    tensors = run.inputs(200, torch.float32, "cpu", False)
+    compiled = flex_peer.attention
+    for name, peer in flex_peer.EVERYWHERE.items():
+        how = compiled if name == "flex_attention_window_causal" else flex_peer.flex_attention
+        monkeypatch.setattr(flex_peer, "attention", how)
+        calls = beside.calls_of("sdpa", {name: peer}, 200, 64, tensors)
+        torch.testing.assert_close(calls[name](), calls[beside.ours(peer)](), rtol=1e-4, atol=1e-5)
+    q = tensors[0].detach().requires_grad_()
+    if not torch.cuda.is_available():
+        with torch.enable_grad(), pytest.raises(NotImplementedError, match="backward on CPU"):
+            flex_peer.window(q, *tensors[1:3], window=3)
 
 
 def test_a_peer_that_differs_does_as_it_says(peers):

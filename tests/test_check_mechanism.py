@@ -150,6 +150,17 @@ def ignores_shared_heads(*args, enable_gqa, **options):
     return softmax_attention(*args, **options)
 
 
+@breaks("memory of shared heads", "2 heads of k and v for 8 of q take 2.00 copies of v more")
+def copies_shared_heads(q, k, v, *rest, enable_gqa, **options):
+    check_flag("enable_gqa", enable_gqa)
+    if enable_gqa:
+        k, v = share_heads("k", k, q, -3), share_heads("v", v, q, -3)
+    return softmax_attention(q, k, v, *rest, **options)
+
+
+WRONG["copies_shared_heads"][0].shared = True  # as the function says of itself
+
+
 @breaks("empty inputs", "raises IndexError: no key")
 def crashes_without_keys(q, k, v, *rest, **options):
     out = softmax_attention(q, k, v, *rest, **options)
@@ -213,7 +224,9 @@ def by_hand(
 def test_a_right_one_written_by_hand_keeps_all_promises_but_memory():
     report = check_mechanism(by_hand, softmax_attention_reference, verbose=False)
     assert report.failed == ["memory"], str(report)
-    assert {x.verdict for x in report.results} == {"kept", "BROKEN"}
+    (refused,) = (x for x in report.results if x.verdict == "refused")
+    assert refused.promise == "memory of shared heads"
+    assert {x.verdict for x in report.results} == {"kept", "BROKEN", "refused"}
     alone = check_mechanism(by_hand, promises=QUICK, verbose=False)
     assert alone.passed
     untried = [x.promise for x in alone.results if x.verdict == "untried"]

@@ -51,8 +51,9 @@ def test_kernels_are_as_exact_as_pytorch_s_form(trial):
         (trials.MIXTURES, ("kernel", "dtype", "D", "mask", "R", "strided", "own")),
         (("linear", "mlk"), ("kernel", "dtype", "D", "R", "strided", "own", "features")),
         (("lasso",), ("dtype", "DV", "mask", "power", "prefix", "exclude", "strided")),
+        (trials.PATTERNS, ("kernel", "dtype", "D", "mask", "strided")),
     ],
-    ids=["mixtures", "linear", "lasso"],
+    ids=["mixtures", "linear", "lasso", "patterns"],
 )
 def test_any_two_properties_meet_in_a_problem(kernels, factors):
     chosen = [x for x in DESIGN if x.kernel in kernels]

@@ -428,6 +428,22 @@ def test_shared_keys_are_repeated_keys(groups):
     assert all(grads[name].abs().max() > 0 for name in ("query", "key", "value"))
 
 
+def test_shared_keys_are_no_copies_where_the_mechanism_needs_none():
+    seen = []
+
+    @functools.wraps(softmax_attention)
+    def counted(q, k, v, **options):
+        seen.append((k.shape[-3], v.shape[-3]))
+        return softmax_attention(q, k, v, **options)
+
+    x, layer = random(B, N, 12), MultiheadAttention(12, 4, kv_heads=2, attention=counted)
+    outputs = [layer(x, x, x, need_weights=False)[0]]
+    counted.shared = False  # as of a function that knows nothing of it
+    outputs.append(layer(x, x, x, need_weights=False)[0])
+    assert seen == [(2, 2), (4, 4)]
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("width", [1, 5, 8])
 def test_the_width_of_a_head_is_free(width):
     layer = MultiheadAttention(E, 2, head_dim=width, dtype=torch.float64)

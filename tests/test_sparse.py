@@ -6,10 +6,13 @@ import functools
 
 import pytest
 import torch
-from helpers import B, H, assert_all_close, boolean, output_and_gradients
+from helpers import B, H, assert_all_close, boolean, needs_triton, output_and_gradients
 from helpers import qkv as any_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 
+from derived_attention.attention import trust
+from derived_attention.attention.engine import kernels
 from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.frame.masks import causal_mask
 from derived_attention.attention.references import (
@@ -19,6 +22,7 @@ from derived_attention.attention.references import (
     window_attention_reference,
 )
 from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.attention.sparse import flex
 from derived_attention.attention.sparse.fast import (
     fixed_attention,
     fixed_mask,
@@ -220,3 +224,124 @@ def test_bad_patterns_are_named():
             mask(-1, 3, **own)
         with pytest.raises(TypeError, match="M is of type float"):
             mask(3, 3.0, **own)
+
+
+# --- FlexAttention: its kernel needs a GPU, and the interpreter runs its formula ------------------
+
+FLEX = {"window 3": 3, "window 40": 40, "stride 3": 3, "stride 8": 8, "fixed 4 2": 4}
+
+
+@needs_triton
+@pytest.mark.parametrize("pattern", FLEX)
+@pytest.mark.parametrize(("n", "m"), [(7, 5), (300, 300), (130, 259), (259, 130)])
+def test_flexattention_is_the_form_by_blocks(pattern, n, m):
+    (form, reference, _), options = PATTERNS[pattern]
+    masks = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}]
+    keep = boolean(B, H, 1, m)
+    keep[1, 0] = False  # a head with nothing to attend
+    masks += [{"attn_mask": keep}, {"attn_mask": boolean(B, 1, 1, m), "scale": 0.3}]
+    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+        for mask in masks:
+            inputs = any_qkv(n=n, m=m, dtype=dtype)
+            given = [
+                output_and_gradients(functools.partial(f, **options, **mask, **how), inputs)
+                for f, how in ((form, {"fused": True}), (form, {"fused": False}), (reference, {}))
+            ]
+            assert_all_close(given[0], given[1], tol)
+            assert_all_close(given[0], given[2], tol)
+
+
+@needs_triton
+@pytest.mark.parametrize("pattern", ["window 3", "stride 3", "fixed 4 2"])
+def test_flexattention_takes_any_leading_dimensions_and_shared_heads(pattern):
+    (form, _, _), options = PATTERNS[pattern]
+    for leading in [(), (3,), (2, 1, 4)]:
+        tensors = any_qkv(n=9, m=9, leading=leading)
+        out = form(*tensors, fused=True, **options)
+        assert_all_close([out], [form(*tensors, fused=False, **options)], 1e-12)
+    q, k, v = any_qkv(n=30, m=30, leading=(B, 4))
+    for mask in ({}, {"attn_mask": boolean(B, 1, 1, 30)}):
+        k, v = (x.detach()[:, :2].requires_grad_() for x in (k, v))
+        run = functools.partial(form, enable_gqa=True, **options, **mask)
+        ways = [
+            output_and_gradients(functools.partial(run, fused=fused), [q, k, v])
+            for fused in (True, False)
+        ]
+        assert_all_close(*ways, 1e-12)
+    empty = q[:, :, :0]
+    assert form(empty, k, v, enable_gqa=True, fused=True, **options).shape == (B, 4, 0, v.shape[-1])
+
+
+@pytest.mark.parametrize("name", ["window", "strided", "fixed"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_blocks_of_a_pattern_are_those_of_pytorch(name, is_causal, monkeypatch):
+    """Without an (N, M) matrix, and as many of its rows at a time as are set here."""
+    monkeypatch.setattr(flex, "ENTRIES", 2 * 128 * 700)
+    numbers = {"window": (150,), "strided": (300,), "fixed": (200, 3)}[name]
+    cpu = torch.device("cpu")
+    flex._blocks.cache_clear()
+    for n, m in [(700, 700), (513, 640), (640, 130), (1, 1)]:
+        for masked in (False, True):
+            ours = flex._blocks(name, numbers, n, m, is_causal, masked, cpu)
+            pair = flex._pair(name, flex._on(cpu, numbers), is_causal)
+            apart = {"separate_full_blocks": not masked}
+            theirs = create_block_mask(pair, 1, 1, n, m, device="cpu", **apart)
+            assert ours.shape == theirs.shape and torch.equal(ours.to_dense(), theirs.to_dense())
+            of_theirs = theirs.full_kv_num_blocks
+            full = torch.zeros_like(ours.kv_num_blocks) if of_theirs is None else of_theirs
+            assert torch.equal(ours.full_kv_num_blocks, full)
+    again = flex._blocks(name, numbers, 1, 1, is_causal, True, cpu)
+    assert again is ours, "made once for a pattern, its lengths and a device"
+
+
+@needs_triton
+def test_flexattention_says_where_it_cannot_run():
+    q, k, v = any_qkv(n=5, m=5)
+    run = functools.partial(window_attention, window=1, fused=True)
+    with pytest.raises(ValueError, match="fused is True, and attn_mask has dtype torch.float64"):
+        run(q, k, v, torch.zeros(5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="fused is True, and dropout_p is above 0"):
+        run(q, k, v, dropout_p=0.5)
+    with pytest.raises(ValueError, match="q or v has 257 features; expected at most 256"):
+        run(*any_qkv(n=3, m=3, d=257))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="autocast is on, and q has dtype torch.float32"),
+    ):
+        run(*any_qkv(n=3, m=3, dtype=torch.float32))
+    with pytest.raises(ValueError, match="a transform of torch.func is at work"):
+        torch.func.vmap(run)(q, k, v)
+    with pytest.raises(TypeError, match="fused is of type str"):
+        strided_attention(q, k, v, stride=2, fused="yes")
+
+
+@needs_triton
+def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)  # as if this were a GPU
+    monkeypatch.setattr(kernels, "TRIED", 20)
+    seen, formula = [], flex._formula
+
+    def counted(q, *rest):
+        seen.append(q.shape[-2])
+        return formula(q, *rest)
+
+    monkeypatch.setattr(flex, "_formula", counted)
+    tensors = any_qkv(n=9, m=9, dtype=torch.float32)
+    out = window_attention(*tensors, window=2)
+    tried = seen.count(20)
+    assert tried and seen[-1] == 9
+    torch.testing.assert_close(out, window_attention(*tensors, window=2, fused=False))
+    window_attention(*tensors, window=2)
+    assert seen.count(20) == tried and seen[-1] == 9
+    window_attention(*tensors, torch.zeros(9), window=2)  # numbers: nothing to try
+    strided_attention(*tensors, stride=3)
+    fixed_attention(*tensors, stride=3)
+    assert len(seen) == tried + 2
+    monkeypatch.setattr(trust, "_verdicts", {})
+    trust.file_of("trusted", torch.device("cpu")).unlink()
+    monkeypatch.setattr(flex, "_formula", lambda *given: formula(*given) * 1.01)
+    with pytest.warns(RuntimeWarning, match="kernel for window fp32 .*is not exact enough"):
+        out = window_attention(*tensors, window=2)
+    assert torch.equal(out, window_attention(*tensors, window=2, fused=False))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -249,6 +250,30 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
+
+
+class Held(TorchDispatchMode):
+    """Follows how many bytes are held by tensors made meanwhile; `peak` is the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._storages = 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x._cdata for x in _storages_of([args, kwargs])}
+        results = func(*args, **(kwargs or {}))
+        for key, (storage, _) in list(self._storages.items()):
+            if storage.expired():
+                del self._storages[key]
+        for x in _storages_of(results):
+            if x._cdata not in given:
+                self._storages[x._cdata] = StorageWeakRef(x), x.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return results
+
+
+def _storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 class Called(TorchDispatchMode):

@@ -30,6 +30,7 @@ from derived_attention.attention.cases import (
     Case,
     D,
     H,
+    Held,
     Largest,
     M,
     N,
@@ -46,7 +47,7 @@ from derived_attention.attention.cases import (
     written_as_numbers,
 )
 from derived_attention.attention.frame.checks import Mechanism, check_callable
-from derived_attention.attention.frame.convention import weights_of
+from derived_attention.attention.frame.convention import shares, weights_of
 from derived_attention.attention.frame.masks import causal_mask
 from derived_attention.attention.registry import Entry, Options, get_attention, plain_keys
 
@@ -762,11 +763,45 @@ def operations(subject: Subject) -> str:
 @promise("shared heads", argument="enable_gqa")
 def shared_heads(subject: Subject) -> str:
     """Share heads of k and v between neighbouring heads of q with enable_gqa=True."""
-    case = Case(subject, leading=(B, 4))
-    few, repeated = fewer_heads(case, 2), fewer_heads(case, 2, repeats=2)
-    same = torch.equal(case.run(**few, enable_gqa=True), case.run(**repeated))
-    must(same, "2 heads of k and v for 4 of q give another output than the same heads repeated")
-    return "2 heads of k and v for 4 of q, equal to the last bit"
+    m, worst = keys_of(subject), Worst()
+    masks = [{"attn_mask": boolean(*shape)} for shape in ((m,), (B, 1, 1, m), (B, 4, 1, m))]
+    for options in variants(subject, {}, *masks):
+        case = Case(subject, leading=(B, 4), **options)
+        fewer = fewer_heads(case, 2)
+        case.tensors |= {key: x.detach().requires_grad_() for key, x in fewer.items()}
+        found = case.results(functools.partial(subject.fast, enable_gqa=True))
+        expected = case.results(functools.partial(_of_repeated_heads, subject))
+        worst.compare(found, expected, 1e-10, f"2 heads of k and v for 4 of q, {said_of(options)}")
+    return f"2 heads of k and v for 4 of q, as the same heads repeated; {worst}"
+
+
+def _of_repeated_heads(subject: Subject, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    k = k.repeat_interleave(2, q.dim() - k.dim() - 3)  # keys may have a dimension more
+    return subject.fast(q, k, v.repeat_interleave(2, -3), **options)
+
+
+@promise("memory of shared heads", "shared heads", argument="enable_gqa")
+@torch.no_grad()
+def memory_of_shared_heads(subject: Subject) -> str:
+    """Hold no more for heads that share keys and values than for copies of them, given in full."""
+    if not shares(subject.fast):
+        raise Outcome("refused", "it repeats the heads of k and v that are shared")
+    n, worst = 2048, 0.0
+    for options in variants(subject, {}, {"attn_mask": boolean(n)}):
+        case = Case(subject, n=n, m=n, leading=(1, 8), d=16, dv=16, **options)
+        few, repeated = fewer_heads(case, 2), fewer_heads(case, 2, repeats=4)
+        with Held() as shared:
+            case.run(**few, enable_gqa=True)
+        with Held() as full:
+            case.run(**repeated)
+        more = (shared.peak - full.peak) / case.tensors["v"].nbytes
+        must(
+            more < 0.25,
+            f"{said_of(options)}: 2 heads of k and v for 8 of q take {more:.2f} copies of v more "
+            "than 8 of each, which are not counted",
+        )
+        worst = max(worst, more)
+    return f"2 heads of k and v for 8 of q: at most {worst:.2f} copies of v more than for 8 of each"
 
 
 def fewer_heads(case: Case, heads: int, repeats: int = 1) -> dict[str, Any]:

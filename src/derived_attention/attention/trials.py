@@ -1,4 +1,4 @@
-"""Small problems on which the Triton kernels are held against PyTorch's form.
+"""Small problems on which the kernels are held against PyTorch's form.
 
 A `Trial` names a kernel and what its compiler has to know: dtype, widths, kind of mask. `compare`
 runs it with and without the kernel, and both against PyTorch's form in float64. The tests run many
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from derived_attention.attention.engine.kernels import NAMES, interpreted
-from derived_attention.attention.registry import get_attention
+from derived_attention.attention.registry import MECHANISMS, get_attention
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}  # "bf16", "fp16", "fp32"
 MIXTURES = ("mgk", "hard_mgk", "smgk")
+PATTERNS = ("window", "strided", "fixed")  # by PyTorch's FlexAttention
 # Few numbers, each a sum over all pairs of terms of both signs: whose error is small is chance.
 PARAMETERS = {"dshifts", "dpriors", "dvariances", "dlam", "drho"}
 MASKS = ("", "causal", "boolean", "floating", "keys")
@@ -34,8 +35,8 @@ class Trial:
     Attributes
     ----------
     kernel : str
-        A name of the registry: ``"mgk"``, ``"hard_mgk"``, ``"smgk"``, ``"linear"``, ``"mlk"`` or
-        ``"lasso"``.
+        A name of the registry: ``"mgk"``, ``"hard_mgk"``, ``"smgk"``, ``"linear"``, ``"mlk"``,
+        ``"lasso"``, or one of `PATTERNS`.
     dtype : str
         ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"fp64"``, which the interpreter has.
     N, M, D, DV, B, H, R : int
@@ -100,6 +101,7 @@ class Comparison:
         # first queries have where it is causal, PyTorch's form takes float64 for it.
         causal = self.trial.mask == "causal"
         factor = 2 if self.trial.kernel != "lasso" else 32 if causal else 4
+        factor = 4 if self.trial.kernel in PATTERNS else factor  # scores are rounded once more
         allowed = {x: factor * max(self.pytorch[x], self.rounded[x]) for x in self.kernel}
         for x in PARAMETERS & allowed.keys():
             allowed[x] *= 8
@@ -145,6 +147,8 @@ def inputs(trial: Trial, device: Any = "cpu", seed: int = 0) -> tuple[dict[str, 
         options |= {"power": trial.power or None, "prefix": trial.prefix, "iterations": 3}
         options |= {"exclude_self": trial.exclude}
         made |= {"lam": positive(H).to(dtype) / 2, "rho": 3 * positive(H).to(dtype)}
+    elif trial.kernel in PATTERNS:
+        options |= MECHANISMS[trial.kernel].options(N, H, trial.D)
     elif trial.own and trial.kernel != "linear":
         if R > 1:  # one prior divides out
             made["priors"] = positive(H, R)
@@ -281,13 +285,15 @@ def design(length: Callable[[Trial], int], widths: Sequence[tuple[int, int]]) ->
     """
     common: dict[str, Any] = {"dtype": tuple(DTYPES), "widths": widths, "strided": (False, True)}
     common |= {"shares": ((1, 0.9), (0.3, 1), (1, 0.5))}  # N and M of the length
+    sparse = {"kernel": PATTERNS, "mask": ("", "causal", "keys")}
     own = {"own": (False, True)}
     mixture = {"kernel": MIXTURES, "mask": MASKS, "R": (2, 1, 3)}
     linear = {"kernel": ("linear", "mlk"), "mask": ("causal",), "R": (2, 3)}
     linear |= {"features": (False, True)}
     lasso: dict[str, Any] = {"kernel": ("lasso",), "mask": ("", "causal", "keys"), "power": (0, 5)}
     lasso |= {"prefix": (0, 7), "exclude": (False, True)}
-    for factors in (common | own | mixture, common | own | linear, common | lasso):
+    every = common | own | mixture, common | own | linear, common | lasso, common | sparse
+    for factors in every:
         for row in pairs(factors):
             (D, DV), (n, m) = row.pop("widths"), row.pop("shares")
             if row["kernel"] not in MIXTURES:  # their widest

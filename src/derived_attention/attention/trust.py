@@ -20,7 +20,7 @@ import torch
 from derived_attention.attention.engine.kernels import versions
 from derived_attention.attention.trials import Trial, compare
 
-SOURCES = ("attention/engine", "attention/linear", "attention/mixture", "attention/splitting")
+SOURCES = tuple(f"attention/{x}" for x in ("engine", "linear", "mixture", "sparse", "splitting"))
 _verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
 
 

@@ -24,6 +24,7 @@ import torch
 from derived_attention.attention.engine import kernels, tuning
 from derived_attention.attention.trials import (
     MIXTURES,
+    PATTERNS,
     Trial,
     compare,
     design,
@@ -36,7 +37,7 @@ from derived_attention.runtime import write_atomically
 
 TIMES = 10  # that bits are to repeat
 LONG = 4096  # tokens of what is timed, of 8 heads
-KERNELS = (*MIXTURES, "linear", "mlk", "lasso")
+KERNELS = (*MIXTURES, "linear", "mlk", "lasso", *PATTERNS)
 TIMED = ("bf16", "fp32")
 
 

@@ -38,7 +38,12 @@ from derived_attention.attention.frame.checks import (
     is_symbolic,
     wide,
 )
-from derived_attention.attention.frame.convention import mechanism
+from derived_attention.attention.frame.convention import (
+    mechanism,
+    repeat_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import softmax_attention
 
@@ -82,6 +87,7 @@ def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = 
 
 
 @mechanism(per_key=True, alone=False)
+@takes_fewer_heads
 def conv1d_attention(
     q: Tensor,
     k: Tensor,
@@ -118,12 +124,13 @@ def conv1d_attention(
         its calling convention.
     """
     check_callable("attention", attention)
-    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
+    w, w_k, q, k, v = _filters(q, k, v, mask, 1, weight, key_weight, query_mask)
     q, k = convolve(q, w, mask.is_causal), convolve(k, w_k, mask.is_causal)
-    return attention(q, k, v, scale=scale, **mask.keywords)
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
 
 
 @mechanism(per_key=True, alone=False)
+@takes_fewer_heads
 def conv2d_attention(
     q: Tensor,
     k: Tensor,
@@ -156,18 +163,24 @@ def conv2d_attention(
     """
     check_callable("attention", attention)
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
+    w, w_k, q, k, v = _filters(q, k, v, mask, 2, weight, key_weight, query_mask)
     q, k = convolve_grid(q, w, grid, class_token), convolve_grid(k, w_k, grid, class_token)
-    return attention(q, k, v, scale=scale, **mask.keywords)
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
 
 
 def _filters(
-    q: Tensor, k: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any, query_mask: Any
-) -> tuple[Tensor, ...]:
-    """Return the filters of queries and keys, checked, and q and k with 0 for absent tokens."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any,
+    query_mask: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the filters of queries and keys, checked, and q, k, v with 0 for absent q and k.
+
+    Keys that heads share are repeated where each head has a filter of its own for them.
+    """
     check_query_mask(query_mask, q)
     pair = check_filters(q, sides, weight, key_weight)
-    return *pair, blank(q, query_mask), blank(k, mask.present(k.shape[-2]))
+    if len(pair[1]) > 1:
+        k, v = repeat_heads(q, k, v)
+    return *pair, blank(q, query_mask), blank(k, mask.present(k.shape[-2])), v
 
 
 def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:

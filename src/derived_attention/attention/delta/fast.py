@@ -30,7 +30,12 @@ from derived_attention.attention.frame.checks import (
     may_look_at,
     wide,
 )
-from derived_attention.attention.frame.convention import extend, full_precision, mechanism
+from derived_attention.attention.frame.convention import (
+    extend,
+    full_precision,
+    in_groups,
+    mechanism,
+)
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.linear.fast import in_chunks, segment_length, segments
 
@@ -73,6 +78,7 @@ def delta_state(
 
 
 @mechanism(per_key=True, state=delta_state)
+@in_groups(own={"beta": 2, "decay": 2})
 def delta_attention(
     q: Tensor,
     k: Tensor,

@@ -41,7 +41,10 @@ from derived_attention.attention.frame.convention import (
     extend,
     full_precision,
     in_full,
+    in_groups,
     mechanism,
+    takes_fewer_heads,
+    with_any_heads,
 )
 from derived_attention.attention.frame.masks import Mask, masked_softmax, narrowed
 from derived_attention.attention.linear.fast import (
@@ -61,6 +64,7 @@ from derived_attention.attention.sparse.fast import window_attention
 
 
 @mechanism(per_key=True)
+@takes_fewer_heads
 def linformer_attention(
     q: Tensor,
     k: Tensor,
@@ -235,6 +239,7 @@ def _state(state: Any, q: Tensor, v: Tensor, R: int) -> PerformerState | None:
 
 
 @mechanism(per_key=True, state=performer_state)
+@in_groups
 def performer_attention(
     q: Tensor,
     k: Tensor,
@@ -449,6 +454,7 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
+@takes_fewer_heads
 def fmm_attention(
     q: Tensor,
     k: Tensor,
@@ -480,8 +486,9 @@ def fmm_attention(
     maps = check_maps(feature_maps)
     w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
     options = {**mask.keywords, "scale": scale}
-    H = w_near * window_attention(q, k, v, window=window, **options)
-    far_fields = (linear_attention(q, k, v, feature_map=phi, **options) for phi in maps)
+    H = w_near * with_any_heads(window_attention, q, k, v, window=window, **options)
+    linear = functools.partial(with_any_heads, linear_attention, q, k, v, **options)
+    far_fields = (linear(feature_map=phi) for phi in maps)
     return (H + w_far * sum(far_fields)).to(q.dtype)
 
 
@@ -507,6 +514,7 @@ def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
+@in_groups(own={"packed": 3})
 def luna_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any
 ) -> Tensor:

@@ -226,10 +226,19 @@ def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
 
 
 def pooled_heads(
-    pooling: Pooling, k: Tensor, v: Tensor, mask: Mask, heads: list[int], scale: int
+    pooling: Pooling, k: Tensor, v: Tensor, mask: Mask, heads: list[int], scale: int, each: int = 1
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys, values and attn_mask of some heads, with windows of `scale` steps pooled."""
-    k, v, attn_mask = pick(k, heads), pick(v, heads), mask.given
+    """Return keys, values and attn_mask of some heads, with windows of `scale` steps pooled.
+
+    Where `each` heads share one of k, it is pooled once, and the result has fewer heads, unless
+    `heads` has not as many of each.
+    """
+    attn_mask, wanted = mask.given, [h // each for h in heads]
+    rows = sorted({*wanted})
+    if wanted == sorted(len(heads) // len(rows) * rows):
+        k, v = pick(k, rows), pick(v, rows)
+    else:
+        k, v = pick(k, wanted), pick(v, wanted)
     if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
         attn_mask = pick(attn_mask, heads)
     if scale == 1:

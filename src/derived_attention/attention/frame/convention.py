@@ -8,8 +8,9 @@ checks, masks, dropout and shared heads. The decorator's arguments say what else
 and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
 for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
 that a query's result does not depend on other queries, ``softmax`` that adding a number to all
-scores of a query changes nothing, ``state`` (or None) computes what the form's option `state` tells
-it of the keys before the first. A formula decorated with `in_full` runs in float32 at least.
+scores of a query changes nothing, ``shared`` that the form is one that `takes_fewer_heads`,
+``state`` (or None) computes what the form's option `state` tells it of the keys before the first. A
+formula decorated with `in_full` runs in float32 at least.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,16 +136,16 @@ def mechanism(
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
-        k, v = _with_shared_heads(q, k, v, enable_gqa, components)
-        mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
+        shown = _seen_shared(q, k, v, enable_gqa, components)
+        mask, scale = prepare(q, *shown, attn_mask, is_causal, scale, components)
         check_probability("dropout_p", dropout_p)
+        k, v = _shared_or_repeated(attend, q, k, v, mask, options, dropout_p)
         if per_key:
             mask.per_key()  # raises for another one
         if drops:
             options["dropout_p"] = dropout_p
         elif dropout_p > 0:
-            A = _stored_weights(attend, q, k, mask, scale, options)
-            return F.dropout(A, dropout_p) @ v.to(A.dtype)
+            return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
         return form(q, k, v, mask, scale, **options)
 
     vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax, state=state)
@@ -193,28 +194,53 @@ def has_state(attention: Mechanism) -> bool:
     return getattr(attention, "state", None) is not None
 
 
-def _with_shared_heads(
+def _seen_shared(
     q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, components: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return k and v with as many heads as q."""
+    """Return k and v with as many heads as q, for checks: all are views of the first head."""
     check_flag("enable_gqa", enable_gqa)
-    if enable_gqa:
-        k, v = share_heads("k", k, q, -4 if components else -3), share_heads("v", v, q, -3)
     if v is None:
         raise TypeError("v is of type NoneType; expected a Tensor")
-    return k, v
+    if not enable_gqa:
+        return k, v
+
+    def view(name: str, x: Tensor, dim: int) -> Tensor:
+        repeats = check_shared(name, x, q, dim)
+        return (
+            x
+            if repeats == 1
+            else x.narrow(dim, 0, 1).expand(*x.shape[:dim], q.shape[-3], *x.shape[dim + 1 :])
+        )
+
+    return view("k", k, -4 if components else -3), view("v", v, -3)
 
 
-def _stored_weights(
-    attention: Mechanism, q: Tensor, k: Tensor, mask: Mask, scale: float | None, options: dict
-) -> Tensor:
-    """Return A for dropout, which no fused kernel stores."""
+def _shared_or_repeated(
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: dict[str, Any],
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return k and v as they are for a form that `takes_fewer_heads`, and else with q's heads."""
+    at = v.dim() - k.dim() - 3  # keys may have a dimension more
+    if (
+        shares(attention) and dropout_p == 0 and options.get("state") is None
+        and mask.for_all_heads and (v.dim() < 3 or k.shape[at] == v.shape[-3])
+    ):  # fmt: skip
+        return k, v
+    return share_heads("k", k, q, at), share_heads("v", v, q, -3)
+
+
+def _dropped(
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None,
+    options: dict[str, Any], dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """Return A V with some weights of A dropped, which no fused kernel stores."""
     if options.pop("fused", None):
         raise ValueError(
             "fused is True, and dropout_p is above 0; expected dropout_p=0, or fused False or "
             "None: dropout needs the stored weights"
         )
-    return weights_of(attention, q, k, **mask.keywords, scale=scale, **options)
+    A = weights_of(attention, q, k, **mask.keywords, scale=scale, **options)
+    return F.dropout(A, dropout_p) @ v.to(A.dtype)
 
 
 def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
@@ -240,14 +266,84 @@ def takes(function: Mechanism, name: str) -> bool:
         return False
 
 
-def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
-    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has."""
+def check_shared(name: str, x: Tensor, q: Tensor, at: int) -> int:
+    """Return how many heads of q share one of keys or values, whose heads are dimension `at`."""
     if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
-        return x  # `prepare` raises the error
+        return 1  # `prepare` raises the error
     H, G = q.shape[-3], x.shape[at]
+    if G == H:
+        return 1
     if G == 0 or H % G:
         raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
-    return x if G == H else x.repeat_interleave(H // G, at)
+    return H // G
+
+
+def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
+    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has: a copy."""
+    repeats = check_shared(name, x, q, at)
+    return x if repeats == 1 else x.repeat_interleave(repeats, at)
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of keys (..., G, M, D) and of values, for as many heads as q has."""
+    return share_heads("k", k, q, -3), share_heads("v", v, q, -3)
+
+
+def has_fewer_heads(k: Tensor, q: Tensor) -> bool:
+    """Say whether keys or values have fewer heads than q."""
+    return q.dim() > 2 and k.shape[-3] != q.shape[-3]
+
+
+def shares(attention: Mechanism) -> bool:
+    """Say whether a mechanism takes shared heads without a copy of them."""
+    while isinstance(attention, functools.partial):
+        attention = attention.func
+    return getattr(attention, "shared", False)
+
+
+def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call a mechanism with keys and values that may have fewer heads than q."""
+    if not has_fewer_heads(k, q):
+        return attention(q, k, v, **options)
+    if shares(attention):
+        return attention(q, k, v, enable_gqa=True, **options)
+    return attention(q, *repeat_heads(q, k, v), **options)
+
+
+def takes_fewer_heads(form: Mechanism) -> Mechanism:
+    """Say of a form that it takes k and v with fewer heads than q, a divisor, and copies none.
+
+    It gets them where ``enable_gqa`` is True, no mask differs between heads, no weight is dropped,
+    and no state is given. Otherwise their heads are repeated.
+    """
+    form.shared = True  # type: ignore[attr-defined]
+    return form
+
+
+def in_groups(form: Mechanism | None = None, *, own: Mapping[str, int] | None = None) -> Mechanism:
+    """Let a form see heads in groups that share a key: q (..., G, r, N, D), k (..., G, 1, M, D).
+
+    What it derives of keys it then derives once for a group, and PyTorch broadcasts it. The options
+    `own`, where they are tensors of so many dimensions or more, differ between heads: then the
+    heads of k and v are repeated.
+    """
+    if form is None:
+        return functools.partial(in_groups, own=own)
+
+    @functools.wraps(form)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
+        if not has_fewer_heads(k, q):
+            return form(q, k, v, mask, scale, **options)
+        given = ((options.get(name), least) for name, least in (own or {}).items())
+        if any(isinstance(x, Tensor) and x.dim() >= least for x, least in given):
+            k, v = repeat_heads(q, k, v)
+            return form(q, k, v, mask, scale, **options)
+        q, k, v = q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3)
+        return form(q, k, v, mask.of_groups(), scale, **options).flatten(-4, -3)
+
+    return takes_fewer_heads(run)
 
 
 def scaled(q: Tensor, scale: float | None) -> Tensor:

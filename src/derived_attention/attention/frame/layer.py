@@ -39,9 +39,11 @@ from derived_attention.attention.frame.convention import (
     has_state,
     is_per_key,
     parts_of,
+    shares,
     state_of,
     takes,
     weights_of,
+    with_any_heads,
 )
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import softmax_attention
@@ -49,6 +51,7 @@ from derived_attention.attention.softmax.fast import softmax_attention
 QUERY, KEY, VALUE = range(3)
 Heads = slice | list[int]
 ALL = slice(None)
+AS_PROJECTED: Any = None  # in the place of heads: keys and values as few as they are projected
 
 
 class Group(NamedTuple):
@@ -389,8 +392,9 @@ class MultiheadAttention(nn.Module):
             else:
                 q = self.project(QUERY, query, ALL) if q is None else q
                 q_h = pick(q, heads)
-            k, v = self.project(KEY, group.key, heads), self.project(VALUE, group.value, heads)
             run = self.mechanism(group.base, heads)
+            of_keys = AS_PROJECTED if self._shares(run, heads, need_weights) else heads
+            k, v = self.project(KEY, group.key, of_keys), self.project(VALUE, group.value, of_keys)
             H, A = self._attend(run, q_h, k, v, group.mask, need_weights)
             outputs.append(H)  # (B, H', N, D)
             maps.append(A if A is None or group.spread is None else group.spread(A))
@@ -522,7 +526,10 @@ class MultiheadAttention(nn.Module):
         yield Group(ALL, key, value, mask, self.attention)
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
-        """Project query, key or value (part 0, 1, 2) for some heads: (B, N, ·) to (B, H', N, D)."""
+        """Project query, key or value (part 0, 1, 2) for some heads: (B, N, ·) to (B, H', N, D).
+
+        With `AS_PROJECTED` in the place of heads, to those of the projection: (B, G, N, D).
+        """
         if not self.projected:
             return pick(x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2), heads)
         if self.kdim == self.vdim == self.embed_dim:
@@ -541,7 +548,15 @@ class MultiheadAttention(nn.Module):
         run = self.with_query_mask(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
-        return run(q, k, v, **mask.keywords)
+        return with_any_heads(run, q, k, v, **mask.keywords)
+
+    def _shares(self, run: Mechanism, heads: Heads, need_weights: bool) -> bool:
+        """Say whether `attend` gets keys and values with fewer heads than queries, not copies."""
+        if self.kv_heads == self.num_heads or heads != ALL or need_weights or not shares(run):
+            return False
+        names = "attend", "_attend"  # those of another kind want a key for each head
+        own = any(getattr(type(self), x) is not getattr(MultiheadAttention, x) for x in names)
+        return not (own or (self.training and self.dropout))
 
     def with_query_mask(self, run: Mechanism, mask: Mask) -> Mechanism:
         """Give a function that mixes queries the mask that says which of them are padding."""
@@ -557,9 +572,9 @@ class MultiheadAttention(nn.Module):
         `weight` is ``(G D, ·)`` for G heads, each shared by H / G neighbours.
         """
         D, r = self.head_dim, self.num_heads * self.head_dim // len(weight)
-        if isinstance(heads, slice):
+        if heads is AS_PROJECTED or isinstance(heads, slice):
             x = F.linear(x, weight, bias).unflatten(-1, (-1, D)).transpose(-3, -2)
-            return x if r == 1 else x.repeat_interleave(r, -3)
+            return x if r == 1 or heads is AS_PROJECTED else x.repeat_interleave(r, -3)
         wanted = [h // r for h in heads]
         rows = sorted(set(wanted))
         weight = pick(weight.unflatten(0, (-1, D)), rows, at=0).flatten(0, 1)

@@ -32,7 +32,13 @@ from derived_attention.attention.frame.checks import (
     is_symbolic,
     wide,
 )
-from derived_attention.attention.frame.convention import extend, full_precision, mechanism, prepare
+from derived_attention.attention.frame.convention import (
+    extend,
+    full_precision,
+    in_groups,
+    mechanism,
+    prepare,
+)
 from derived_attention.attention.frame.masks import Mask, divide
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
@@ -113,6 +119,7 @@ def check_sums(state: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
 
 
 @mechanism(weights=linear_attention_weights, per_key=True, state=linear_state)
+@in_groups
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -157,6 +164,7 @@ def linear_attention(
     pair = functools.partial(features, feature_map, scale=scale)
     elu = feature_map is elu_feature_map
     if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
+        k, v = (x.expand(*q.shape[:-2], -1, -1) for x in (k, v))  # the kernel wants all heads
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
         return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)

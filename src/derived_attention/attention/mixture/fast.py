@@ -44,7 +44,14 @@ from derived_attention.attention.frame.checks import (
     may_look_at,
     wide,
 )
-from derived_attention.attention.frame.convention import full_precision, mechanism, prepare
+from derived_attention.attention.frame.convention import (
+    full_precision,
+    mechanism,
+    prepare,
+    share_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
 from derived_attention.attention.frame.masks import (
     BlockMask,
     Mask,
@@ -294,6 +301,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @mechanism(components=True, per_key=True, state=linear_mixture_state)
+@takes_fewer_heads
 def linear_mixture_attention(
     q: Tensor,
     k: Tensor,
@@ -316,6 +324,8 @@ def linear_mixture_attention(
         As in `linear_attention`. `linear_mixture_state` returns a state.
     """
     fused = check_fused(fused, mask, state, q, k)
+    if isinstance(priors, Tensor) and priors.dim() > 1:  # of each head
+        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
     pi = _relative(priors, k)
     elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
 
@@ -324,12 +334,14 @@ def linear_mixture_attention(
         return fields and fields | {"R": k.shape[-3]}
 
     if chosen(fused, q, k, v, pi, problem=problem) and elu:
+        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
     mixed = _mixed(feature_map, k, pi)  # (..., M, F)
     with full_precision(q.device):
         options = {"feature_map": _same, "fused": fused, "state": state, **mask.keywords}
-        return linear_attention(phi_q, mixed, v.to(phi_q.dtype), **options).to(q.dtype)
+        v = v.to(phi_q.dtype)
+        return with_any_heads(linear_attention, phi_q, mixed, v, **options).to(q.dtype)
 
 
 # --- expectation and maximisation ----------------------------------------------------------------

@@ -41,13 +41,14 @@ from derived_attention.attention.frame.checks import (
 from derived_attention.attention.frame.convention import (
     full_precision,
     in_full,
+    in_groups,
     mechanism,
     prepare,
     scaled,
 )
 from derived_attention.attention.frame.masks import (
     Mask,
-    flat_heads,
+    key_heads,
     masked_softmax,
     narrowed,
     open_dead_rows,
@@ -99,6 +100,7 @@ def mra_attention_weights(
 
 
 @mechanism(weights=mra_attention_weights, per_key=True, alone=False)
+@in_groups(own={"query_mask": 2})
 def mra_attention(
     q: Tensor,
     k: Tensor,
@@ -153,7 +155,8 @@ def mra_attention(
         if coarse.logs is not None:
             parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
         heads = _heads_at_a_time(q, kept * block)
-        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
+        parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
+        cuts = zip(*(key_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         attend = _attend if over == "rows" else _attend_pairs
         H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
     N, H = q.shape[-2], H.flatten(-3, -2)

@@ -46,13 +46,19 @@ from derived_attention.attention.frame.checks import (
     is_symbolic,
     wide,
 )
-from derived_attention.attention.frame.convention import is_per_key, mechanism
+from derived_attention.attention.frame.convention import (
+    is_per_key,
+    mechanism,
+    takes_fewer_heads,
+    with_any_heads,
+)
 from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import softmax_attention
 
 
 @mechanism(alone=False)
+@takes_fewer_heads
 def multiresolution_attention(
     q: Tensor,
     k: Tensor,
@@ -105,16 +111,17 @@ def multiresolution_attention(
     if query_mask is not None:
         query_mask = query_mask.expand(q.shape[:-1])  # (..., H, N)
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
+    each = q.shape[-3] // k.shape[-3]
     for (s, t), heads in groups.items():
         q_h, run = pick(q, heads), attention
-        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, heads, t)
+        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, heads, t, each)
         if s > 1:
             present = None if query_mask is None else pick(query_mask, heads, at=-2)
             q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
         if s != t and mask.is_causal:
             run, attn_mask = causal_windows(attention, q_h, k_h, s, t)
         options = {"is_causal": mask.is_causal and attn_mask is None, "scale": scale}
-        H = run(q_h, k_h, v_h, attn_mask=attn_mask, **options)
+        H = with_any_heads(run, q_h, k_h, v_h, attn_mask=attn_mask, **options)
         outputs.append(H if s == 1 else laid.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 

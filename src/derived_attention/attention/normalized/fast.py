@@ -31,12 +31,20 @@ from derived_attention.attention.frame.checks import (
     check_positive,
     wide,
 )
-from derived_attention.attention.frame.convention import full_precision, mechanism
+from derived_attention.attention.frame.convention import (
+    full_precision,
+    has_fewer_heads,
+    mechanism,
+    repeat_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
 from derived_attention.attention.frame.masks import Mask, allowed, anchor, shared_offset
 from derived_attention.attention.softmax.fast import softmax_attention
 
 
 @mechanism
+@takes_fewer_heads
 def normalized_attention(
     q: Tensor,
     k: Tensor,
@@ -81,7 +89,7 @@ def normalized_attention(
     beta, eps = check_normalization(beta, eps, q)
     center_keys = _check_center_keys(attention, center_keys, mask)
     if k.shape[-2] == 0:  # no statistics, and nothing to attend
-        return attention(q, k, v, scale=scale, **mask.keywords)
+        return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
     per_query = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
     if eps is not None and per_query:
         dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
@@ -102,6 +110,8 @@ def _attend(
     center_keys: Any,
 ) -> Tensor:
     """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
+    if center_keys and isinstance(beta, Tensor) and beta.dim():
+        k, v = repeat_heads(q, k, v)
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
         k = _normalize(k, mean, variance, None, beta, eps)
@@ -112,8 +122,16 @@ def _attend(
     if mask.is_causal:
         mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
         variance = None if variance is None else _at_queries(variance, q.shape[-2])
+    statistics, shape = (mean, variance, count), q.shape
+    if has_fewer_heads(k, q):  # those in a group have the same statistics: q (..., G, r, N, D)
+        q = q.unflatten(-3, (k.shape[-3], -1))
+        of_groups = (x if x is None or x.dim() < 3 else x.unsqueeze(-3) for x in statistics)
+        mean, variance, count = of_groups  # type: ignore[assignment]
+        if isinstance(beta, Tensor) and beta.dim():
+            beta = beta.unflatten(0, (k.shape[-3], -1))
     q = _normalize(q, mean, variance, count > 1, beta, eps, twice=not center_keys)
-    return attention(q, k, v, scale=scale, **mask.keywords)
+    q = q.flatten(-4, -3) if q.dim() > len(shape) else q
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
 
 
 def key_statistics(

@@ -38,7 +38,11 @@ from derived_attention.attention.frame.checks import (
     check_flag,
     check_no_bias,
 )
-from derived_attention.attention.frame.convention import mechanism
+from derived_attention.attention.frame.convention import (
+    mechanism,
+    takes_fewer_heads,
+    with_any_heads,
+)
 from derived_attention.attention.frame.layer import in_order, pick
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention
@@ -48,6 +52,7 @@ HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
 
 
 @mechanism
+@takes_fewer_heads
 def scaled_heads_attention(
     q: Tensor,
     k: Tensor,
@@ -93,6 +98,7 @@ def scaled_heads_attention(
 
 
 @mechanism
+@takes_fewer_heads
 def normalized_scaled_heads_attention(
     q: Tensor,
     k: Tensor,
@@ -142,12 +148,12 @@ def _by_scale(
     check_scales(scales, q, mask)
     pool_by = check_pooling(pooling, class_token)
     check_positions(attention, positional, q, k, pooling, class_token)
-    outputs, groups = [], head_groups(scales)
+    outputs, groups, each = [], head_groups(scales), q.shape[-3] // k.shape[-3]
     for s, heads in groups.items():
         run = bind(aligned(attention, s, positional), heads)
-        k_h, v_h, attn_mask = pooled_heads(pool_by, k, v, mask, heads, s)
+        k_h, v_h, attn_mask = pooled_heads(pool_by, k, v, mask, heads, s, each)
         options = {"attn_mask": attn_mask, "is_causal": mask.is_causal, "scale": scale}
-        outputs.append(run(pick(q, heads), k_h, v_h, **options))
+        outputs.append(with_any_heads(run, pick(q, heads), k_h, v_h, **options))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
 

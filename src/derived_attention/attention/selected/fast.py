@@ -32,10 +32,11 @@ from derived_attention.attention.frame.convention import (
     extend,
     full_precision,
     in_full,
+    in_groups,
     mechanism,
     scaled,
 )
-from derived_attention.attention.frame.masks import Mask, flat_heads, masked_softmax, narrowed
+from derived_attention.attention.frame.masks import Mask, key_heads, masked_softmax, narrowed
 from derived_attention.attention.softmax.fast import sdpa
 
 TILE = 32  # queries that share a copy of a block; a multiple of 16, so that rows stay aligned
@@ -43,6 +44,7 @@ SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 
 @mechanism(per_key=True)
+@in_groups
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
 ) -> Tensor:
@@ -77,7 +79,8 @@ def selected_attention(
         if mask.is_causal or mask.given is not None or M % block or rows > blocks:
             parts.append(_added(mask, K, block).expand(*parts[1].shape[:-1]))
         heads = _heads_at_a_time(q, (min(kept, blocks) + 1) * block)
-        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
+        parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
+        cuts = zip(*(key_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         H = torch.cat([_attend(mask.is_causal, *cut) for cut in cuts])  # (heads, N, Dv)
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.frame.checks import Mechanism, check_count
-from derived_attention.attention.frame.convention import mechanism
+from derived_attention.attention.frame.convention import mechanism, takes_fewer_heads
 from derived_attention.attention.frame.layer import MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.softmax.fast import sdpa
 
 
 @mechanism
+@takes_fewer_heads
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Attend all allowed keys with equal weights; otherwise as `softmax_attention`."""
     return sdpa(0 * q, k, v, mask, scale)

@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.attention.frame.convention import extend, mechanism, prepare
+from derived_attention.attention.frame.convention import (
+    extend,
+    has_fewer_heads,
+    mechanism,
+    prepare,
+    takes_fewer_heads,
+)
 from derived_attention.attention.frame.masks import Mask
 
 
@@ -37,6 +43,7 @@ def attention_weights(
 
 
 @mechanism(weights=attention_weights, softmax=True)
+@takes_fewer_heads
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 
@@ -57,8 +64,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
 
     PyTorch silently uses a path that stores the matrix if the last stride is not 1, if Dv ≠ D, or
     if inputs are not four-dimensional. So this function copies, pads with zero columns (which
-    change no score) and reshapes first.
+    change no score) and reshapes first. Keys and values may have fewer heads than queries: those
+    that share one are then the heads of PyTorch's function, which reads it again for each.
     """
+    if has_fewer_heads(k, q):
+        return _of_groups(q, k, v, mask, scale)
     if q.numel() == 0 or k.numel() == 0:  # without heads PyTorch 2.9 crashes
         return mask.softmax(q @ k.mT) @ v
     Dv = v.shape[-1]
@@ -77,6 +87,25 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
     )
     H = H[..., :Dv].reshape(*q.shape[:-1], Dv)
     return H if alive is None else H.masked_fill(~alive, 0)
+
+
+def _of_groups(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    """Call `sdpa` with the heads of a group as its heads, and the groups as sequences.
+
+    All heads of a group have the same memory for keys. PyTorch's ``enable_gqa`` would do, but on a
+    GPU with a mask or in float32, where it stores the (N, M) matrix.
+    """
+    G, r = k.shape[-3], q.shape[-3] // k.shape[-3]
+    groups = q.unflatten(-3, (G, r)).flatten(0, -4)  # (B G, r, N, D)
+    k, v = (x.flatten(0, -3).unsqueeze(1).expand(-1, r, -1, -1) for x in (k, v))
+    if mask.given is not None and mask.given.dim() > 2:
+        given = mask.given.unsqueeze(-4)  # (..., 1, H or 1, N, M)
+        if given.shape[-3] > 1:
+            given = mask.given.unflatten(-3, (G, r))
+        if given.dim() > 4:
+            given = given.expand(*q.shape[:-3], G, *given.shape[-3:]).flatten(0, -4)
+        mask = Mask(given)
+    return sdpa(groups, k, v, mask, scale).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _fused_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:

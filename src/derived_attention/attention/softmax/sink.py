@@ -24,7 +24,12 @@ from derived_attention.attention.frame.checks import (
     check_parameter,
     wide,
 )
-from derived_attention.attention.frame.convention import extend, mechanism, prepare
+from derived_attention.attention.frame.convention import (
+    extend,
+    mechanism,
+    prepare,
+    takes_fewer_heads,
+)
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask, causal_mask
 from derived_attention.attention.softmax.fast import sdpa
@@ -52,6 +57,7 @@ def sink_attention_weights(
 
 
 @mechanism(weights=sink_attention_weights)
+@takes_fewer_heads
 def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, bias: Any
 ) -> Tensor:
@@ -70,9 +76,10 @@ def sink_attention(
     scale = scale or 1 / math.sqrt(D)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
-    Q = extend(q, 1, -1, one)
-    sink = (b.to(wide(q)) / (scale * one)).to(k.dtype).expand(*k.shape[:-2], 1, 1)
-    sink = torch.cat([k.new_zeros(*k.shape[:-2], 1, D), sink], -1)
+    # That of a query is b, as heads may share keys.
+    feature = (b.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
+    Q = torch.cat([q, feature], -1)
+    sink = extend(k.new_zeros(*k.shape[:-2], 1, D), 1, -1, one)
     # The sink is the first key. So, with one more query before the others, causality stays as it
     # is: that query attends the sink, and query i the sink and keys j ≤ i.
     K, V = torch.cat([sink, extend(k, 1, -1)], -2), extend(v, 0, before=1)

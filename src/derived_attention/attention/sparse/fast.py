@@ -12,7 +12,8 @@ and its patterns are ::
 
 without the j > i if `is_causal`. The last two are those of Child et al. (2019), both of their sets
 in one head. A ``<pattern>_mask`` is S as a matrix, a ``<pattern>_attention_reference`` is softmax
-attention under it, and a ``<pattern>_attention`` gives the same H and forms no (N, M) matrix.
+attention under it, and a ``<pattern>_attention`` gives the same H and forms no (N, M) matrix. All
+three can also run PyTorch's FlexAttention on a GPU: see `derived_attention.attention.sparse.flex`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,19 @@ from derived_attention.attention.frame.convention import (
     extend,
     full_precision,
     in_full,
+    in_groups,
     mechanism,
     scaled,
 )
-from derived_attention.attention.frame.masks import Mask, flat_heads, masked_softmax, within
+from derived_attention.attention.frame.masks import (
+    Mask,
+    flat_heads,
+    key_heads,
+    masked_softmax,
+    within,
+)
 from derived_attention.attention.softmax.fast import sdpa
+from derived_attention.attention.sparse import flex
 
 BLOCK = 32  # fewest queries in a block of a window: smaller blocks are slower
 SCORES = 2**18  # of two groups, in memory at a time: they fit in the cache of a processor
@@ -55,7 +64,7 @@ def window_mask(
     """
     check_count("window", window, 0)
     i, j = _pairs(N, M, device)
-    return _past(i, j, (i - j).abs() <= window, is_causal)
+    return _past(i, j, flex.in_window(i, j, window), is_causal)
 
 
 def strided_mask(
@@ -69,7 +78,7 @@ def strided_mask(
     """
     check_count("stride", stride, 1)
     i, j = _pairs(N, M, device)
-    return _past(i, j, ((i - j).abs() < stride) | ((i - j) % stride == 0), is_causal)
+    return _past(i, j, flex.in_strided(i, j, stride), is_causal)
 
 
 def fixed_mask(
@@ -83,8 +92,7 @@ def fixed_mask(
     """
     check_fixed(stride, summary)
     i, j = _pairs(N, M, device)
-    keep = (i // stride == j // stride) | (j % stride >= stride - summary)
-    return _past(i, j, keep, is_causal)
+    return _past(i, j, flex.in_fixed(i, j, stride, summary), is_causal)
 
 
 def _past(i: Tensor, j: Tensor, keep: Tensor, is_causal: bool) -> Tensor:
@@ -101,8 +109,16 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
 
 
 @mechanism(per_key=True)
+@in_groups
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    window: int,
+    fused: Any = None,
 ) -> Tensor:
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
@@ -113,8 +129,14 @@ def window_attention(
     ----------
     window : int
         Keys on each side, at least 0.
+    fused : bool, optional
+        True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
+        or more than 256 features. False: the form above. Left out: FlexAttention on a GPU where it
+        can run, has been tried and agrees; it has one derivative.
     """
     check_count("window", window, 0)
+    if flex.runs(fused, "window", q, k, v, mask, by_default=True):
+        return flex.attend("window", (window,), q, k, v, mask, scale)
     if is_symbolic(q.shape[-2], k.shape[-2]):
         return in_full(formulas.window)(q, k, v, mask, scale, window=window)
     column = _key_column(mask, k.shape[-2])
@@ -137,13 +159,28 @@ def window_attention(
     blocks = extend(q, rows * C - N) if rows * C > N else q
     blocks = blocks.unflatten(-2, (rows, C))  # (..., H, rows, C, D)
     near = Mask(within(keep, None if column is None else stretches(column).mT))
-    H = sdpa(blocks, stretches(k), stretches(v), near, scale)  # keys (..., H, rows, W, D)
+    keys, values = stretches(k), stretches(v)  # (..., H, rows, W, D), or (..., G, 1, rows, W, D)
+    if blocks.shape[:-3] == keys.shape[:-3]:
+        H = sdpa(blocks, keys, values, near, scale)
+    else:  # a call for each head of the groups: one for all would copy keys, or repeat the mask
+        keys, values = keys.squeeze(-4), values.squeeze(-4)
+        given = near.on(blocks)  # (rows, C, W), or (..., 1, 1, rows, C, W)
+        near = near if given is None or given.dim() < 4 else Mask(given.squeeze(-4))
+        H = torch.stack([sdpa(x, keys, values, near, scale) for x in blocks.unbind(-4)], -4)
     return H.flatten(-3, -2)[..., :N, :]
 
 
 @mechanism(per_key=True)
+@in_groups
 def strided_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    stride: int,
+    fused: Any = None,
 ) -> Tensor:
     """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time, O(N + M) memory.
 
@@ -157,12 +194,20 @@ def strided_attention(
     ----------
     stride : int
         At least 1.
+    fused : bool, optional
+        True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
+        or more than 256 features; it has one derivative. False, or left out: the form above.
+        FlexAttention computes whole blocks of 128 queries and keys: N M scores for a stride up to
+        128, and at a stride of √M ≥ 256 some 64 times as many as the form above.
     """
     check_count("stride", stride, 1)
+    if flex.runs(fused, "strided", q, k, v, mask, by_default=False):
+        return flex.attend("strided", (stride,), q, k, v, mask, scale)
     return _two_groups(q, k, v, mask, scale, stride, 0)
 
 
 @mechanism(per_key=True)
+@in_groups
 def fixed_attention(
     q: Tensor,
     k: Tensor,
@@ -172,6 +217,7 @@ def fixed_attention(
     *,
     stride: int,
     summary: int = 1,
+    fused: Any = None,
 ) -> Tensor:
     """Softmax attention under `fixed_mask`: O(N (stride + summary M/stride)) time, O(N + M) memory.
 
@@ -185,8 +231,12 @@ def fixed_attention(
         Length of a block, at least 1.
     summary : int
         Keys at the end of each block that every query attends, from 1 to `stride`.
+    fused : bool, optional
+        As in `strided_attention`.
     """
     check_fixed(stride, summary)
+    if flex.runs(fused, "fixed", q, k, v, mask, by_default=False):
+        return flex.attend("fixed", (stride, summary), q, k, v, mask, scale)
     return _two_groups(q, k, v, mask, scale, stride, summary)
 
 
@@ -206,6 +256,7 @@ def _two_groups(
             column = torch.zeros_like(column, dtype=K.dtype).masked_fill(~column, lowest)
         column = column.to(K.dtype).clamp(min=lowest).expand(*K.shape[:-1], 1)
         Q, K = torch.cat([Q, torch.ones_like(Q[..., :1])], -1), torch.cat([K, column], -1)
+    K, V = (x.expand(*Q.shape[:-2], -1, -1) for x in (K, V))  # heads that share keep sharing
     with full_precision(q.device):
         if torch.compiler.is_compiling() or is_symbolic(q.shape[-2], k.shape[-2]):
             return groups.whole(Q, K, V).to(q.dtype)
@@ -430,9 +481,11 @@ class _InGroups(torch.autograd.Function):
         return _InGroups.apply(groups, *(to_front(info, x, dim) for x, dim in pairs)), 0
 
 
-def _flat(*tensors: Tensor) -> list[Tensor]:
-    """View all leading dimensions of tensors as one."""
-    return [flat_heads(x, x.dim() - 2) for x in tensors]
+def _flat(*tensors: Tensor) -> list[Any]:
+    """View all leading dimensions of q, k, v and others as one."""
+    q, k, v, *others = tensors
+    keys = (key_heads(x, x.dim() - 2) for x in (k, v))
+    return [flat_heads(q, q.dim() - 2), *keys, *(flat_heads(x, x.dim() - 2) for x in others)]
 
 
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:

@@ -37,7 +37,12 @@ from derived_attention.attention.frame.checks import (
     check_parts,
     is_symbolic,
 )
-from derived_attention.attention.frame.convention import full_precision, in_full, mechanism
+from derived_attention.attention.frame.convention import (
+    full_precision,
+    in_full,
+    in_groups,
+    mechanism,
+)
 from derived_attention.attention.frame.masks import Mask, flat_heads
 from derived_attention.attention.linear.fast import in_chunks
 from derived_attention.attention.splitting.solver import (
@@ -101,6 +106,7 @@ def _earlier(state: Any, k: Tensor, v: Tensor) -> RidgeState:
 
 
 @mechanism(per_key=True, state=ridge_state)
+@in_groups(own={"lam": 1})
 def ridge_attention(
     q: Tensor,
     k: Tensor,
@@ -140,7 +146,7 @@ def ridge_attention(
     check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
     options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = prepare_codes(q, k, v, mask, scale, options)
-    lam = penalty("lam", lam, q)
+    lam = penalty("lam", lam, k)  # heads that share keys share λ
     if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
         formula = {"lam": lam[..., None, None], "atoms": options.atoms(q.shape[-2], present)}
         return in_full(formulas.ridge)(q, k, v, mask, None, **formula).to(dtype)

@@ -104,7 +104,7 @@ def check_power(power: int | None) -> int | None:
 
 
 def penalty(name: str, value: Penalty, q: Tensor) -> Tensor:
-    """Return a positive number, or one for each head, as a tensor of the leading shape of q."""
+    """Return a positive number, or one for each head, in the leading shape of queries or keys."""
     if not isinstance(value, Tensor):
         return q.new_full(q.shape[:-2], check_positive(name, value))
     shapes = ((), *([q.shape[-3:-2]] if q.dim() > 2 else []))
