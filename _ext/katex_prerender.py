@@ -27,6 +27,24 @@ OPTIONS = {"throwOnError": True, "strict": "ignore"}
 # The end of an inline formula, and what follows it without a space, such as a full stop.
 END = re.compile(r"((?:</span>){4})<!--math-->([^\s<&]{1,4}(?![^\s<&]))?")
 
+# KaTeX's faces, and the classes that ask for them. A formula out of sight does not load its faces,
+# and a page is printed with all of them: `book.js` loads those that its page names.
+FACES = {
+    "AMS": "amsrm|mathbb",
+    "Caligraphic": "mathcal",
+    "Fraktur": "mathfrak",
+    "Main": "katex",
+    "Math": "mathnormal|boldsymbol",
+    "SansSerif": "mathsf|textsf",
+    "Script": "mathscr",
+    "Size1": "delimsizing size1|delim-size1|small-op",
+    "Size2": "delimsizing size2|large-op",
+    "Size3": "delimsizing size3",
+    "Size4": "delimsizing size4|delim-size4",
+    "Typewriter": "mathtt|texttt",
+}
+ASKS = {name: re.compile(rf'class="(?:[^"]* )?(?:{x})[" ]') for name, x in FACES.items()}
+
 
 class FormulaError(Exception):
     """KaTeX's reason to reject a formula."""
@@ -108,7 +126,8 @@ def _join(end: re.Match) -> str:
 
 def _finish_page(app, pagename, templatename, context, doctree):
     # Browsers break lines after a formula, even before a full stop: move it into the formula.
-    context["body"] = END.sub(_join, context.get("body", ""))
+    body = context["body"] = END.sub(_join, context.get("body", ""))
+    context["da_faces"] = " ".join(name for name, asks in ASKS.items() if asks.search(body))
     if doctree is not None and any(
         isinstance(node, (nodes.math, nodes.math_block)) for node in doctree.findall()
     ):

@@ -97,7 +97,8 @@ window.toggleFullScreen = () =>
 
 // The list of chapters stays where it was.
 const chapters = one("#pst-primary-sidebar");
-chapters.scrollTop = sessionStorage.getItem("sidebar-scroll-top") ?? 0;
+const scrolled = Number(sessionStorage.getItem("sidebar-scroll-top"));
+if (scrolled) chapters.scrollTop = scrolled; // which lays the page out at once
 addEventListener("pagehide", () =>
   sessionStorage.setItem("sidebar-scroll-top", chapters.scrollTop)
 );
@@ -244,21 +245,7 @@ addEventListener("afterprint", () => {
 
 // Formulas out of sight have not asked for their faces yet, and paper shows them all. A page counts
 // as loaded, and is printed by a command, only when they are there.
-const FACES = {
-  AMS: ".amsrm, .mathbb",
-  Caligraphic: ".mathcal",
-  Fraktur: ".mathfrak",
-  Main: ".katex",
-  Math: ".mathnormal, .boldsymbol",
-  SansSerif: ".mathsf, .textsf",
-  Script: ".mathscr",
-  Size1: ".delimsizing.size1, .delim-size1, .small-op",
-  Size2: ".delimsizing.size2, .large-op",
-  Size3: ".delimsizing.size3",
-  Size4: ".delimsizing.size4, .delim-size4",
-  Typewriter: ".mathtt, .texttt",
-};
-const used = Object.keys(FACES).filter((face) => one(FACES[face]));
+const used = one('meta[name="da-faces"]')?.content.split(" ") ?? [];
 for (const face of document.fonts) {
   if (used.some((name) => face.family.includes(`KaTeX_${name}`))) face.load();
 }

@@ -706,6 +706,18 @@ def test_paper_is_light_and_has_sliders_at_their_start(page, web):
     assert moved != start
 
 
+@pytest.mark.parametrize("width", [412, 1350])
+def test_sections_are_as_tall_as_they_say(page, web, width):
+    """Near enough for a scroll bar, and for a link to a place further down."""
+    page.set_viewport_size({"width": width, "height": 900})
+    for name in ("01_attention", "11_singular_vectors", "audit_splitting"):
+        visit(page, f"{web}book/{name}.html")
+        said = page.evaluate("document.documentElement.scrollHeight")
+        page.add_style_tag(content="section { content-visibility: visible !important }")
+        settle(page)
+        assert 0.8 < said / page.evaluate("document.documentElement.scrollHeight") < 1.4, name
+
+
 def test_the_first_print_has_every_letter(page, web, tmp_path):
     """A command prints when a page counts as loaded, before anybody has looked at it."""
     page.route("**/book.js*", lambda route: route.abort())  # which asks for all faces

@@ -11,6 +11,8 @@ from docutils import nodes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
 
+import heights  # noqa: E402
+import katex_prerender  # noqa: E402
 import labels  # noqa: E402
 import lean  # noqa: E402
 import stylesheet  # noqa: E402
@@ -32,6 +34,38 @@ import stylesheet  # noqa: E402
 )  # fmt: skip
 def test_prune_keeps_what_can_apply(css, kept):
     assert stylesheet.prune(css, {"yes", "fa-yes"}) == kept
+
+
+def test_plain_words_of_code_are_no_elements():
+    code = '<span class="n">x</span><span class="w"> </span><span class="o">=</span>'
+    signature = '<span class="n"><span class="pre">x</span></span>'
+    context = {"body": code + signature}
+    app = SimpleNamespace()
+    lean._lighten(app, "page", "page.html", context, None)
+    assert context["body"] == f'x <span class="o">=</span>{signature}'
+
+
+def test_a_page_names_the_faces_of_its_formulas():
+    def faces(body):
+        context = {"body": body}
+        katex_prerender._finish_page(SimpleNamespace(), "page", "page.html", context, None)
+        return context["da_faces"]
+
+    assert faces("<p>katex mathbb</p>") == ""
+    assert faces('<span class="katex"><span class="mord mathbb">R</span></span>') == "AMS Main"
+    assert faces('<span class="mopen delimsizing size3">(</span>') == "Size3"
+
+
+def test_sections_say_how_tall_they_are():
+    inner = "<section id='c'><p>four</p></section><pre>a\nb</pre><details><pre>c</pre></details>"
+    page = f"<section id='a'><h1>x</h1><section id='b'>{inner}</section></section>"
+    said = heights.say_heights(page)
+    wide, narrow = (
+        round(4 * text + 2 * line + folded + heading)
+        for text, line, *_, folded, heading in heights.PIXELS.values()
+    )
+    style = f' style="--wide:{wide}px;--narrow:{narrow}px"'
+    assert said == page.replace("<section id='b'>", f"<section id='b'{style}>")
 
 
 def test_gather_moves_addresses(tmp_path):
