@@ -50,8 +50,8 @@ from benchmarks import (  # noqa: E402
 from benchmarks.cases import BASELINES, CASES  # noqa: E402
 from benchmarks.experiments import deciding, experiment  # noqa: E402
 from benchmarks.peers import LIBRARIES, load  # noqa: E402
-from derived_attention.attention.engine.kernels import OLDEST  # noqa: E402
 from benchmarks.peers import flex_attention as flex_peer  # noqa: E402
+from derived_attention.attention.engine.kernels import OLDEST  # noqa: E402
 from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
 from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
 from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
