@@ -23,6 +23,7 @@ from derived_attention.attention.frame.convention import extend, full_precision
 from derived_attention.attention.frame.masks import BlockMask, Mask, cut, flat_heads
 
 ROWS, KEYS = 512, 512  # of a tile
+CAUSAL = 256  # at most, of a causal tile: on the diagonal half of its scores are for nothing
 SCORES = 2**19  # in memory at a time: from some of the heads, where sequences are short
 SAFE = 1e18  # a sum of exponentials and its inverse below this have full precision
 LOG2 = math.log(2)  # PyTorch computes powers of 2 in less than half the time of those of e
@@ -50,9 +51,9 @@ class _Tiled(torch.autograd.Function):
         """Return h and l for a mask with no row all masked."""
         out, logs = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(*q.shape[:-1], 1)
         closed = _Closed(attn_mask, is_causal, v)
-        for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(q, k, v, out, logs):
+        for heads, q_h, k_h, v_h, out_h, logs_h in _by_heads(closed.tile, q, k, v, out, logs):
             k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
-            for rows in _cuts(0, q.shape[-2], ROWS):
+            for rows in _cuts(0, q.shape[-2], closed.tile[0]):
                 h, logarithms = _average(q_h[:, rows] / LOG2, k_h, v_h, closed, heads, rows)
                 out_h[:, rows], logs_h[:, rows] = h, logarithms
         return out, logs
@@ -78,10 +79,10 @@ class _Tiled(torch.autograd.Function):
             with_logs, grad = torch.cat([q, -logs], -1) / LOG2, torch.cat([grad, -shares], -1)
             far = bool((logs.abs() > FAR).any())
             tensors = q, k, v, with_logs, grad, dq, dk, dv
-            for heads, q_h, k_h, v_h, *others in _by_heads(*tensors):
+            for heads, q_h, k_h, v_h, *others in _by_heads(closed.tile, *tensors):
                 k_h, v_h = (extend(x, 1, -1, 1.0) for x in (k_h, v_h))
                 part = _Head(q_h, k_h, v_h, *others)
-                for rows in _cuts(0, q.shape[-2], ROWS):
+                for rows in _cuts(0, q.shape[-2], closed.tile[0]):
                     _spread(part, closed, heads, rows, far)
         return None, None, dv, dmask, dq, dk
 
@@ -99,6 +100,7 @@ class _Closed(BlockMask):
     ) -> None:
         super().__init__(attn_mask, is_causal, v)
         self.M = v.shape[-2]
+        self.tile = (min(ROWS, CAUSAL), min(KEYS, CAUSAL)) if is_causal else (ROWS, KEYS)
         self.dmask = None if dmask is None else flat_heads(dmask, dmask.dim() - 2)
 
     def seen(self, rows: slice) -> int:
@@ -129,11 +131,13 @@ def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
     return part if mask.shape[-1] == 1 else part[..., keys.start :]
 
 
-def _by_heads(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+def _by_heads(
+    tile: tuple[int, int], q: Tensor, k: Tensor, *others: Tensor
+) -> Iterator[tuple[Any, ...]]:
     """Iterate over leading dimensions, viewed as one: some heads at a time."""
     flat = [flat_heads(x, q.dim() - 2) for x in (q, k, *others)]
-    tile = min(q.shape[-2], ROWS) * min(k.shape[-2], KEYS) * k.shape[-3]
-    for heads in _cuts(0, len(flat[0]), max(1, SCORES // max(tile, 1))):
+    scores = min(q.shape[-2], tile[0]) * min(k.shape[-2], tile[1]) * k.shape[-3]
+    for heads in _cuts(0, len(flat[0]), max(1, SCORES // max(scores, 1))):
         yield heads, *(x[heads] for x in flat)
 
 
@@ -147,7 +151,7 @@ def _average(
     """Return h (b, C, Dv) and l (b, C, 1) of q / log 2 (b, C, E), where k and v end in ones."""
     top, sums = None, q.new_zeros(*q.shape[:-1], v.shape[-1])
     with_feature = extend(q, 1, -1)
-    for keys in _cuts(0, closed.seen(rows), KEYS):
+    for keys in _cuts(0, closed.seen(rows), closed.tile[1]):
         s = _scores(with_feature, k, closed, heads, rows, keys)
         if top is None:  # the largest score of the first tile is subtracted from all
             top = s.amax((1, 3)).unsqueeze(-1)  # (b, C, 1)
@@ -210,7 +214,7 @@ def _spread(x: _Head, closed: _Closed, heads: slice, rows: slice, far: bool) -> 
     """Add the contributions of those queries to the gradients."""
     q, with_logs, grad, dq = (y[:, rows] for y in (x.q, x.with_logs, x.grad, x.dq))
     g = grad[..., :-1]
-    for keys in _cuts(0, closed.seen(rows), KEYS):
+    for keys in _cuts(0, closed.seen(rows), closed.tile[1]):
         p = _scores(with_logs, x.k, closed, heads, rows, keys)
         p = (p.clamp_(max=0) if far else p).exp2_()
         beyond = grad @ x.v[:, keys].mT  # (b, C, T)
