@@ -123,13 +123,20 @@ def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the runs that are written at `path`, if they are of the same settings.
 
-    Without their times, if another machine took them.
+    Without their times, if another machine took them. Those that chose learning rates are among
+    them, if the choice is the same; of their metrics there is only the one that chooses.
     """
     data = json.loads(path.read_text())
     if data["settings"] != plan["settings"]:
         raise ValueError(f"{path.name} has settings {data['settings']}; expected those of the plan")
     timed = set() if data["machine"] == machine() else {"seconds", "cpu_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in data["rows"]]
+    rows = [{k: v for k, v in row.items() if k not in timed} for row in data["rows"]]
+    if "rates" in plan and data.get("budget") == plan["steps"][-2]:
+        unknown = dict.fromkeys(metric for metric, *_ in plan["columns"][1:])
+        chosen_by = plan["columns"][0][0]
+        choosing = [row for row in data["tuning"] if chosen_by in row]
+        rows += [{**unknown, "steps": data["budget"], **row} for row in choosing]
+    return rows
 
 
 def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:

@@ -896,12 +896,15 @@ def test_runs_that_are_kept_are_not_repeated(monkeypatch, tmp_path, capsys):
     data["machine"]["processor"] = "another"
     for row in data["rows"]:
         row["bits"] = 7.0
+    for row in data["tuning"]:
+        row["bits"] += 7
     path.write_text(json.dumps(data))
     rows = command(2, "--keep")
     assert {run for run, row in rows.items() if row["bits"] == 7} == {
         (arm, 0, steps) for arm in ("a", "b") for steps in (1, 2)
     }
     assert all(("seconds" in row) == (seed == 1) for (_, seed, _), row in rows.items())
+    assert json.loads(path.read_text())["tuning"] == data["tuning"]
     data["settings"] = {"task": "another"}
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"small_tiny_cpu.json has settings .*'another'"):
