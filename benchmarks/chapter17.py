@@ -193,7 +193,7 @@ EXPERIMENTS = {
         ARMS,
         [RIGHT, ("long", "right among 1024 tokens, %", 100, 1), SIZE],
         steps=(400, 800),
-        seeds=8,
+        seeds=5,
         task="look_up",
     ),
     "newest": deciding(
@@ -202,7 +202,7 @@ EXPERIMENTS = {
         ARMS,
         [RIGHT, SIZE],
         steps=(500, 1000),
-        seeds=8,
+        seeds=5,
         task="newest",
     ),
     "count": deciding(
