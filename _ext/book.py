@@ -145,6 +145,18 @@ class Kernels(SphinxDirective):
         return [table(*rows, ["da-benchmarks"]) for rows in made]
 
 
+class Fused(SphinxDirective):
+    """``{fused}``: times with a kernel and without it, as GPUs have measured them."""
+
+    def run(self):
+        """Return a table for each GPU, or a line."""
+        results = {m: files for m, files in tables.load().items() if tables.fused_table(files)}
+        made = [table(*tables.fused_table(files), ["da-benchmarks"]) for files in results.values()]
+        captions = [paragraph(tables.caption(files)) for files in results.values()]
+        both = [x for pair in zip(captions, made, strict=True) for x in pair]
+        return both or [paragraph("No GPU has measured any.")]
+
+
 def _result_files(names) -> list[str]:
     return [str(p) for n in names for p in sorted(tables.RESULTS.glob(f"*/{n}.json"))]
 
@@ -463,6 +475,7 @@ def setup(app):
     app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("kernels", Kernels)
+    app.add_directive("fused", Fused)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())

@@ -1,6 +1,6 @@
 """Train every mechanism on what a layer may be needed for: ``python -m benchmarks.chapter17``.
 
-About five hours on one thread of a CPU. All arms share one model, `Frame`, of one layer; what a
+About six hours on one thread of a CPU. All arms share one model, `Frame`, of one layer; what a
 mechanism takes of its own is what the registry says for the length of the task. A new entry of the
 registry is a new row. What has finished is not repeated. The results go to `training/recorded/`,
 from where chapter 17 reads them. ``python -m benchmarks.chapter17 cost`` measures what a step of
@@ -193,7 +193,7 @@ EXPERIMENTS = {
         ARMS,
         [RIGHT, ("long", "right among 1024 tokens, %", 100, 1), SIZE],
         steps=(400, 800),
-        seeds=5,
+        seeds=8,
         task="look_up",
     ),
     "newest": deciding(
@@ -202,7 +202,7 @@ EXPERIMENTS = {
         ARMS,
         [RIGHT, SIZE],
         steps=(500, 1000),
-        seeds=5,
+        seeds=8,
         task="newest",
     ),
     "count": deciding(

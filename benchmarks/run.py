@@ -39,6 +39,7 @@ ROUNDS = {"cpu": 9, "cuda": 50}
 DTYPES = {"cpu": [torch.float32], "cuda": [torch.bfloat16]}
 
 UNFUSED = " unfused"
+UNFUSED_UP_TO = 16_384  # tokens: beside a kernel, the form without it takes seconds beyond
 
 Call = Callable[[], Any]
 
@@ -122,7 +123,7 @@ def time_cases(
 
     A ratio is taken within each round, so that a slow minute of the machine cancels. What does not
     fit into a GPU's memory has no row. Where a GPU has a kernel of ours, it is timed with it, and
-    the form without it takes part, too.
+    the form without it takes part, too, up to `UNFUSED_UP_TO` tokens.
     """
     tensors = inputs(length, dtype, device, mode != MODES[0], dim)
     cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
@@ -132,14 +133,18 @@ def time_cases(
     }
     if device == "cuda":
         for name in names:
-            if cases[name].kernel:
+            if cases[name].kernel and length <= UNFUSED_UP_TO:
                 options = cases[name].options(length, dim) | {"fused": False}
                 calls[name + UNFUSED] = call(cases[name].fast, tensors, options)
         calls = {name: fn for name, fn in calls.items() if fits(name, fn)}
     taken = time_rounds(calls, rounds, device)
     # No counter looks into a kernel.
-    counted = {name: calls.get(name + UNFUSED, fn) for name, fn in calls.items()}
-    operations = {name: count_flops(counted[name]) for name in cases if name in calls}
+    counted = {
+        name: calls.get(name + UNFUSED, None if device == "cuda" and case.kernel else calls[name])
+        for name, case in cases.items()
+        if name in calls
+    }
+    operations = {name: fn and count_flops(fn) for name, fn in counted.items()}
     return {
         name: {
             "length": length,
@@ -149,7 +154,7 @@ def time_cases(
             "seconds": quartiles(taken[name]),
             "baseline_seconds": quartiles(taken[baseline]),
             "ratio": quartiles(taken[name] / taken[baseline]),
-            "operations": operations[name] / operations[baseline],
+            "operations": operations[name] and operations[name] / operations[baseline],
         }
         | unfused(taken, name, baseline)
         for name in names

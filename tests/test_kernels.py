@@ -11,6 +11,7 @@ import torch
 from cases import Case, causality_of
 from helpers import every_mechanism, needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from derived_attention.attention.engine import kernels
 
@@ -86,6 +87,39 @@ def test_who_insists_hears_what_is_missing(monkeypatch, what, found):
     with pytest.raises(ValueError, match=f"fused is True, and .*{found}"):
         kernels.chosen(True, Q.cpu())
     assert kernels.chosen(None, Q) is False
+
+
+def test_what_watches_operations_sees_those_of_pytorch_s_form(monkeypatch):
+    q = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    primal = types.SimpleNamespace(tangent=None)
+    answers = {"may_look_at": True, "unpack_dual": primal, "interpreted": False, "_obstacle": ""}
+    for name, said in answers.items():
+        monkeypatch.setattr(kernels, name, lambda *_, said=said: said)
+    assert kernels._may_try((q,))
+    with FlopCounterMode(display=False):
+        assert not kernels._may_try((q,))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "device", "capability", "width"),
+    [
+        (torch.bfloat16, "cuda", (9, 0), 64),
+        (torch.float16, "cuda", (9, 0), 64),
+        (torch.float32, "cuda", (9, 0), 16),
+        (torch.bfloat16, "cuda", (8, 0), 16),
+        (torch.bfloat16, "cuda", (12, 0), 16),
+        (torch.bfloat16, "cpu", None, 16),
+    ],
+)
+def test_no_tile_is_so_narrow_that_an_assembler_fails(
+    dtype, device, capability, width, monkeypatch
+):
+    from derived_attention.attention.engine import triton as engine
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert engine.narrowest(dtype, torch.device(device)) == width
+    assert engine.padded(24, width) == max(32, width) and engine.padded(100, width) == 128
 
 
 def test_compilers_and_transforms_get_what_they_can_look_into():

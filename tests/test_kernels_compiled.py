@@ -193,9 +193,9 @@ def test_lengths_need_no_graphs_of_their_own(kernel):
     for n in (150, 9, 70, 33, 300):
         causal = "causal" if kernel == "linear" else ""
         trial = Trial(kernel, DTYPE, n, n, H=1, D=2, DV=2, mask=causal)
-        made, options = trials.inputs(trial)
+        made, options = trials.inputs(trial, DEVICE)
         for x in "qkv":
-            made[x] = made[x].to(DEVICE).requires_grad_()
+            made[x] = made[x].detach().requires_grad_()
             torch._dynamo.mark_dynamic(made[x], made[x].dim() - 2)
         found = compiled(**made, **options, fused=True)
         beside = form(**made, **options, fused=False)

@@ -150,6 +150,31 @@ def test_the_place_of_a_tile_has_64_bits():
     assert out.max() > 2**33
 
 
+# --- digits --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounds(x, out, SIZE: tl.constexpr):
+    each = tl.arange(0, SIZE)
+    tl.store(out + each, engine._nearest(tl.load(x + each)))
+
+
+def test_factors_in_tf32_are_rounded_to_nearest_and_not_cut_off():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, generator=generator) * torch.logspace(-30, 30, 1024)
+    x[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    x, out = x.to(DEVICE), torch.empty(1024, device=DEVICE)
+    engine.launch(
+        _rounds, (1,), x, {"x": x, "out": out, "SIZE": 1024, "num_warps": 4, "num_stages": 1}
+    )
+    assert torch.equal(out[:4].isnan(), x[:4].isnan()) and torch.equal(out[:2], x[:2])
+    exact, found = x[3:].double(), out[3:].double()
+    digits = torch.frexp(found)[0] * 2**11
+    assert torch.equal(digits, digits.round()), "11 digits"
+    assert ((found - exact).abs() <= exact.abs() * 2**-11).all()
+    assert ((found - exact) * exact > 0).double().mean() > 0.4, "up as often as down"
+
+
 # --- what benchmarks say of them -----------------------------------------------------------------
 
 

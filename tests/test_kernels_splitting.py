@@ -138,12 +138,13 @@ def test_nothing_is_launched_where_there_is_nothing(empty):
 
 @pytest.mark.parametrize("power", [None, 5])
 @pytest.mark.parametrize(
-    "dtype, tol", [(torch.float32, 1e-4), (torch.float16, 4e-3), (torch.bfloat16, 6e-2)]
+    "dtype, tol", [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 6e-2)]
 )
 def test_other_dtypes(small_blocks, dtype, tol, power):
     """Against the reference in float64, from the same rounded numbers.
 
-    To round them to bfloat16 changes gradients of q and k by 4 to 9 %, before any sum.
+    To round them to bfloat16 changes gradients of q and k by 4 to 9 %, before any sum. Those of λ
+    and ρ in float16 are sums over all pairs of factors that are rounded to TF32.
     """
     if DEVICE == "cuda" and dtype == torch.float32:
         tol = TOL

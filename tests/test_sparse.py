@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from helpers import B, H, assert_all_close, boolean, needs_triton, output_and_gradients
+from helpers import B, H, assert_all_close, boolean, needs_interpreter, output_and_gradients
 from helpers import qkv as any_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
@@ -231,7 +231,7 @@ def test_bad_patterns_are_named():
 FLEX = {"window 3": 3, "window 40": 40, "stride 3": 3, "stride 8": 8, "fixed 4 2": 4}
 
 
-@needs_triton
+@needs_interpreter
 @pytest.mark.parametrize("pattern", FLEX)
 @pytest.mark.parametrize(("n", "m"), [(7, 5), (300, 300), (130, 259), (259, 130)])
 def test_flexattention_is_the_form_by_blocks(pattern, n, m):
@@ -251,7 +251,7 @@ def test_flexattention_is_the_form_by_blocks(pattern, n, m):
             assert_all_close(given[0], given[2], tol)
 
 
-@needs_triton
+@needs_interpreter
 @pytest.mark.parametrize("pattern", ["window 3", "stride 3", "fixed 4 2"])
 def test_flexattention_takes_any_leading_dimensions_and_shared_heads(pattern):
     (form, _, _), options = PATTERNS[pattern]
@@ -294,7 +294,7 @@ def test_the_blocks_of_a_pattern_are_those_of_pytorch(name, is_causal, monkeypat
     assert again is ours, "made once for a pattern, its lengths and a device"
 
 
-@needs_triton
+@needs_interpreter
 def test_flexattention_says_where_it_cannot_run():
     q, k, v = any_qkv(n=5, m=5)
     run = functools.partial(window_attention, window=1, fused=True)
@@ -315,7 +315,7 @@ def test_flexattention_says_where_it_cannot_run():
         strided_attention(q, k, v, stride=2, fused="yes")
 
 
-@needs_triton
+@needs_interpreter
 def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(trust, "_verdicts", {})

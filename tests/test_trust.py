@@ -117,6 +117,22 @@ def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
             call("mgk", fused=True)
 
 
+def test_a_kernel_that_harms_the_gpu_ends_this_process_and_no_other(monkeypatch, another_process):
+    monkeypatch.setattr(mixture, "attend", does_not_compile)
+    monkeypatch.setattr(trust, "usable", lambda device: False)
+    with pytest.raises(RuntimeError, match="kernel for mgk fp32 .*cannot use the GPU.*Start it"):
+        call("mgk")
+    monkeypatch.setattr(trust, "usable", None)
+    monkeypatch.setattr(trust, "compare", None)  # calling either would raise
+    another_process()
+    with pytest.raises(TypeError):
+        call("mgk")
+    monkeypatch.setattr(trust, "usable", lambda device: True)
+    another_process()
+    with pytest.warns(RuntimeWarning, match="PyTorch's form runs in its place"):
+        assert torch.equal(call("mgk"), call("mgk", fused=False))
+
+
 def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_machine):
     def full(*args):
         raise torch.OutOfMemoryError("full")

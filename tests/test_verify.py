@@ -7,7 +7,7 @@ import json
 import nbformat
 import pytest
 import torch
-from helpers import NO_TRITON
+from helpers import NO_TRITON, needs_interpreter
 
 from benchmarks import gpu
 from derived_attention.attention import trials, verify
@@ -18,6 +18,7 @@ if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
 from derived_attention.attention.linear import triton as linear  # noqa: E402
 
+pytestmark = needs_interpreter
 CPU = torch.device("cpu")
 TINY = Trial("linear", "fp32", 20, 20, 5, 5, H=1, mask="causal")
 

@@ -33,6 +33,12 @@ def trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
     -----
     RuntimeWarning
         Where it does not, once in a process for each kind of problem.
+
+    Raises
+    ------
+    RuntimeError
+        If the trial has left the GPU unable to compute in this process, as a wrong address does.
+        That kernel is not tried again, so that the next process runs PyTorch's form.
     """
     name, key = place_of(device), (place_of(device), str(trial))
     if key in _verdicts:
@@ -47,6 +53,12 @@ def trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
             return False  # says nothing of the kernel: another call may try it
         _write(device, _read(device) | {str(trial): fault})
     _verdicts[key] = fault
+    if fault and not usable(device):
+        raise RuntimeError(
+            f"the Triton kernel for {trial} {fault}, on {name}, and this process cannot use the "
+            "GPU any more. Start it again: PyTorch's form will run in the kernel's place. "
+            "Please report this line."
+        )
     if fault:
         warnings.warn(
             f"the Triton kernel for {trial} {fault}, on {name}. PyTorch's form runs in its place. "
@@ -76,6 +88,14 @@ def fault_of(trial: Trial, device: torch.device) -> str:
     if found.agrees:
         return ""
     return f"is not exact enough (its error is {found.worst:.3g} of what it may be)"
+
+
+def usable(device: torch.device) -> bool:
+    """Say whether a GPU can still compute in this process, as after a wrong address it cannot."""
+    try:
+        return bool(torch.ones(1, device=device).sum() == 1)
+    except RuntimeError:
+        return False
 
 
 def place_of(device: torch.device) -> str:

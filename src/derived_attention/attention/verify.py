@@ -32,7 +32,7 @@ from derived_attention.attention.trials import (
     repeats,
     results,
 )
-from derived_attention.attention.trust import file_of, place_of
+from derived_attention.attention.trust import file_of, place_of, usable
 from derived_attention.runtime import write_atomically
 
 TIMES = 10  # that bits are to repeat
@@ -98,14 +98,6 @@ def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
         return {"agrees": False, "fault": f"{type(error).__name__}: {lines[0][:300]}"}
     errors = {"kernel": found.kernel, "pytorch": found.pytorch, "rounded": found.rounded}
     return {"agrees": found.agrees, "repeats": again, "worst": found.worst, "errors": errors}
-
-
-def usable(device: torch.device) -> bool:
-    """Say whether a GPU can still compute in this process, as after a wrong address it cannot."""
-    try:
-        return bool(torch.ones(1, device=device).sum() == 1)
-    except RuntimeError:
-        return False
 
 
 # --- times ----------------------------------------------------------------------------------------

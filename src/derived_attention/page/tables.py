@@ -132,7 +132,8 @@ def time_table(
         found = [row for row in rows[name] if row]
         if not found:
             raise ValueError(f"no results for {name} at N = {length}")
-        front = [case["label"], case["baseline"]["label"], f"{found[0]['operations']:.2g}"]
+        counted = next((f"{row['operations']:.2g}" for row in found if row["operations"]), "–")
+        front = [case["label"], case["baseline"]["label"], counted]
         goal = _goal(name, case["goal"], results) if length == GOAL["length"] else ""
         lines.append([*front, goal, *map(_share, rows[name])])
     return header, lines
@@ -219,6 +220,11 @@ def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
     """Read what ``python -m benchmarks.kernels`` has computed; nothing, where there is no file."""
     empty: dict[str, Any] = {"usage": [], "rooflines": []}
     return json.loads(path.read_text("utf8")) if path.exists() else empty
+
+
+def load_verified(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read what ``python -m derived_attention.attention.verify`` has found, on each GPU."""
+    return [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("verified-*.json"))]
 
 
 def load_spills(path: Path = SPILLS) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = "derived_attention"
 PLOT = f"{ROOT}.page.plot"
@@ -132,7 +134,10 @@ def imports(source: str) -> tuple[tuple[int, str], ...]:
 @cache
 def code(source: str) -> str:
     """Return the syntax tree of `source` as text, without docstrings, comments and layout."""
-    return ast.dump(_NoDocstrings().visit(ast.parse(source)))
+    tree = _NoDocstrings().visit(ast.parse(source))
+    empty: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    # The same in every Python: from 3.12 on a function names the parameters of its types.
+    return ast.dump(tree, **empty).replace(", type_params=[]", "")
 
 
 class _NoDocstrings(ast.NodeTransformer):

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from derived_attention.attention.frame.checks import may_look_at
 
@@ -174,6 +175,8 @@ def _may_try(tensors: tuple[Tensor, ...]) -> bool:
             return False  # nothing to try it on; and captured graphs must not wait for a trial
         if any(unpack_dual(x).tangent is not None for x in tensors):
             return False  # kernels have no forward mode
+        if is_in_torch_dispatch_mode():
+            return False  # what counts operations, say, sees none of a kernel's
     return not (interpreted() or _obstacle(tensors))
 
 

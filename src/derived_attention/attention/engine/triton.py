@@ -72,7 +72,17 @@ def dot(a, b, total, PRECISION: tl.constexpr):
     ACC: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
     if INTERPRETED and a.dtype == tl.bfloat16:  # the interpreter would multiply its bits
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=ACC)
+    ROUNDED: tl.constexpr = PRECISION == "rounded"
+    if ROUNDED:
+        a, b = _nearest(a), _nearest(b)
+    return tl.dot(a, b, total, input_precision="tf32" if ROUNDED else PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def _nearest(x):
+    """Round float32 to the nearest number of TF32: tensor cores cut off all further digits."""
+    bits = x.to(tl.int32, bitcast=True) + 0x1000
+    return tl.where(x == x, (bits & -0x2000).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -100,15 +110,27 @@ def launch(
         kernel[grid](**{name: arguments[name] for name in names})
 
 
-def padded(size: int) -> int:
+def padded(size: int, least: int = 16) -> int:
     """Return the width of a tile for a size: a power of two, at least 16 for a product."""
-    return max(16, triton.next_power_of_2(size))
+    return max(least, triton.next_power_of_2(size))
+
+
+def narrowest(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the least width of tiles that are multiplied in a dtype on a device.
+
+    On GPUs of compute capability 9.0 (Hopper) tiles of half precision are 64 wide at least. The
+    assembler that comes with Triton 3.5 to 3.7, of CUDA 12.8, computes the address of a narrower
+    factor wrong where it does not change in a loop: results are wrong, or memory is missed.
+    """
+    half = dtype.itemsize == 2 and device.type == "cuda"
+    return 64 if half and torch.cuda.get_device_capability(device) == (9, 0) else 16
 
 
 def precision(dtype: torch.dtype | None = None) -> str:
     """Return how products of float32 are taken: as PyTorch takes its own.
 
-    TF32 has the digits of float16, so tensors of that dtype always get it.
+    TF32 has the digits of float16, so tensors of that dtype always get it, rounded to nearest.
     """
-    tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    if dtype == torch.float16:
+        return "rounded"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -38,6 +38,7 @@ from derived_attention.attention.engine.triton import (
     launch,
     load_numbers,
     load_rows,
+    narrowest,
     padded,
     precision,
     scores,
@@ -86,7 +87,7 @@ def blocks(F: int, V: int, options: Options, backward: bool = False) -> dict[str
     return {"C": C, "num_warps": 8, "num_stages": 1}
 
 
-def values_at_once(F: int, options: Options) -> int:
+def values_at_once(F: int, options: Options, least: int = 16) -> int:
     """Return for how many values the state fits in registers; 0 if for none.
 
     The sums of a value depend on no other, so that the wrapper can go on with the next ones.
@@ -95,7 +96,7 @@ def values_at_once(F: int, options: Options) -> int:
         return 0
     if options.product != torch.bfloat16 and options.precision == "ieee":
         return 16  # without tensor cores products take more registers
-    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // padded(F)
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // padded(F, least)
 
 
 # --- what kernels share --------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def _precise(a, b, total, FIRST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.
     """Add A B to total, with one factor, the first or the second, rounded to two numbers."""
     wide = a if FIRST else b
     high = wide.to(DOT)
-    precise: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
+    precise: tl.constexpr = PRECISION if PRECISION == "ieee" else "tf32x3"
     total = dot(high, b, total, precise) if FIRST else dot(a, high, total, precise)
     if DOT == tl.bfloat16:
         low = (wide - high.to(wide.dtype)).to(DOT)
@@ -448,7 +449,7 @@ def causal_sums(
         ``(..., H, N, Dv)``.
     """
     options = Options(scale or 1.0, elu, normalize, q.dtype if dtype is None else dtype)
-    width = values_at_once(q.shape[-1], options)
+    width = values_at_once(q.shape[-1], options, narrowest(options.product, q.device))
     if not width:
         raise ValueError(f"q has {q.shape[-1]} features a head; expected at most {WIDEST}")
     m = min(q.shape[-2], k.shape[-2])
@@ -535,11 +536,12 @@ class _Call:
         self.dtype = torch.promote_types(q.dtype, torch.promote_types(options.dtype, torch.float32))
         segment = segment_length(N, self.heads, q.device)
         self.count = triton.cdiv(N, segment)
-        self.sizes = padded(D), padded(DV), options
+        least = narrowest(options.product, q.device)
+        self.sizes = padded(D, least), padded(DV, least), options
         self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
         self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
-        self.size = padded(D) * (padded(DV) + 1)  # of a state
-        self.pool |= tensors | _constants(D, DV, R, options, priors is not None)
+        self.size = self.sizes[0] * (self.sizes[1] + 1)  # of a state
+        self.pool |= tensors | _constants(D, DV, R, options, priors is not None, least)
         for name, x in tensors.items():
             dimensions = zip("bhrn" if name == "k" else "bhn", x.stride(), strict=False)
             self.pool |= {f"{name[0]}_{letter}": stride for letter, stride in dimensions}
@@ -588,13 +590,15 @@ def segment_length(N: int, heads: int, device: torch.device) -> int:
     return SEGMENT * max(triton.cdiv(triton.cdiv(N, SEGMENT), count), 1)
 
 
-def _constants(D: int, DV: int, R: int, options: Options, mixed: bool) -> dict[str, Any]:
+def _constants(
+    D: int, DV: int, R: int, options: Options, mixed: bool, least: int = 16
+) -> dict[str, Any]:
     """Return the constants of kernels, without the positions of a block."""
     acc = torch.promote_types(options.product, torch.float32)
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny,
-        "F": padded(D), "V": padded(DV), "RP": triton.next_power_of_2(R),
+        "F": padded(D, least), "V": padded(DV, least), "RP": triton.next_power_of_2(R),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 

@@ -38,6 +38,7 @@ from derived_attention.attention.engine.triton import (
     launch,
     load_numbers,
     load_rows,
+    narrowest,
     padded,
     place,
     precision,
@@ -458,13 +459,18 @@ def _launch(
     strides += (0, 0, 0, 0) if mask is None else mask.stride()
     arguments: dict[str, Any] = {x: w if y is None else y for x, y in tensors.items()}  # not read
     arguments |= dict(zip(STRIDES, strides, strict=True)) | sizes
-    arguments |= {"H": H, "N": N, "M": M} | _constants(D, Dv, R, k.shape[2] < R, hard)
+    arguments |= {"H": H, "N": N, "M": M} | _constants(
+        D, Dv, R, k.shape[2] < R, hard, narrowest(q.dtype, q.device)
+    )
     arguments |= {"CAUSAL": int(is_causal), "HAS_U": u is not None}
     launch(kernel, (count * B * H,), q, arguments | {"HAS_MASK": mask is not None})
 
 
-def _constants(D: int, Dv: int, R: int, shared: bool, hard: bool) -> dict[str, Any]:
-    sizes = {"R": R, "D": D, "DV": Dv, "BLOCK_D": padded(D), "BLOCK_DV": padded(Dv)}
+def _constants(
+    D: int, Dv: int, R: int, shared: bool, hard: bool, least: int = 16
+) -> dict[str, Any]:
+    sizes = {"R": R, "D": D, "DV": Dv}
+    sizes |= {"BLOCK_D": padded(D, least), "BLOCK_DV": padded(Dv, least)}
     return sizes | {"SHARED": shared, "HARD": hard, "PRECISION": precision()}
 
 

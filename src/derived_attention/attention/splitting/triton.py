@@ -39,6 +39,7 @@ from derived_attention.attention.engine.triton import (
     launch,
     load_numbers,
     load_rows,
+    narrowest,
     padded,
     place,
     precision,
@@ -347,9 +348,10 @@ class _Run:
         self.wide = k.dtype
         self.tile = torch.bfloat16 if dtype == torch.bfloat16 else k.dtype
         self.k, self.v = (x.to(self.tile).contiguous() for x in (k, v))
+        least = narrowest(self.tile, k.device)
         self.arguments = {
             "K": self.k, "V": self.v, "heads": self.heads, "N": N, "M": self.M, "D": self.D,
-            "DV": self.DV, "BLOCK_D": padded(self.D), "BLOCK_V": padded(self.DV),
+            "DV": self.DV, "BLOCK_D": padded(self.D, least), "BLOCK_V": padded(self.DV, least),
             "prefix": options.prefix, "POWER": options.power or 0, "CAUSAL": options.is_causal,
             "EXCLUDE": options.exclude_self, "PRECISION": precision(dtype),
         }  # fmt: skip
