@@ -450,6 +450,17 @@ def test_committed_peers_are_whole_and_as_they_are(folder, peers):
         check_peer(data, wanted["lengths"], dim)
 
 
+def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
+    (committed,) = tables.load_verified()
+    assert all(x["agrees"] and x["repeats"] for x in committed["trials"].values())
+    (tmp_path / "verified-a.json").write_text(json.dumps({"place": "a GPU, kernels 123"}))
+    for digest, current in (("123", True), ("124", False)):
+        monkeypatch.setattr(
+            "derived_attention.attention.trust.digest", lambda digest=digest: digest
+        )
+        assert [data["current"] for data in tables.load_verified(tmp_path)] == [current]
+
+
 def test_the_committed_kernels_are_those_that_compile():
     """Always: memory that fits, and 8 numbers spill at most. One compiler: the same numbers."""
     committed = tables.load_kernels()

@@ -223,8 +223,14 @@ def load_kernels(path: Path = KERNELS) -> dict[str, Any]:
 
 
 def load_verified(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read what ``python -m derived_attention.attention.verify`` has found, on each GPU."""
-    return [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("verified-*.json"))]
+    """Read what ``python -m derived_attention.attention.verify`` has found, on each GPU.
+
+    ``"current"`` says whether it has tried the kernels as they are now.
+    """
+    from derived_attention.attention.trust import digest
+
+    found = [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("verified-*.json"))]
+    return [data | {"current": data["place"].endswith(f"kernels {digest()}")} for data in found]
 
 
 def load_spills(path: Path = SPILLS) -> dict[str, Any]:
