@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -47,14 +48,13 @@ def resized(launch: Launch, sizes: Sizes) -> Launch:
 
 def jobs(shipped: bool, capabilities: Sequence[int]) -> Iterator[tuple[str, Any]]:
     """Yield the name of each compilation, and what `compiled` wants; shipped sizes first."""
-    for dtype, dim in ((x, y) for x in DTYPES for y in HEAD_DIMS):
-        for launch in launches(dim, DTYPES[dtype]):
+    for dtype, dim, capability in itertools.product(DTYPES, HEAD_DIMS, capabilities):
+        for launch in launches(dim, DTYPES[dtype], capability):
             own = sizes_of(launch)
             for sizes in [own] if shipped else list(candidates(own))[1:]:
-                for capability in capabilities:
-                    numbers = ",".join(map(str, sizes.values()))
-                    name = f"{launch.name} {dtype} {dim} {numbers} sm_{capability}"
-                    yield name, (resized(launch, sizes), capability, dim, dtype)
+                numbers = ",".join(map(str, sizes.values()))
+                name = f"{launch.name} {dtype} {dim} {numbers} sm_{capability}"
+                yield name, (resized(launch, sizes), capability, dim, dtype)
 
 
 def compiled(launch: Launch, capability: int, dim: int, dtype: str) -> dict[str, Any]:

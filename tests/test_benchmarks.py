@@ -461,14 +461,33 @@ def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
         assert [data["current"] for data in tables.load_verified(tmp_path)] == [current]
 
 
+def test_tiles_of_an_h100_are_near_the_fastest_that_were_timed():
+    """Each within a tenth of the fastest for its mechanism, as soft and hard share sizes."""
+    from derived_attention.attention.mixture import triton as mixture
+    from derived_attention.attention.splitting import triton as splitting
+
+    (data,) = tables.load_tuned()
+    assert len(data["milliseconds"]) == 28
+    for label, times in data["milliseconds"].items():
+        family, name = label.split()[0].split(".")
+        width, *_, dtype = int(label.split()[-1]), torch.bfloat16
+        if family == "mixture":
+            keys, hard = 1 if " shifted " in label else 2, " hard " in label
+            sizes = mixture.blocks(getattr(mixture, name), width, dtype, keys, hard, hopper=True)
+        else:
+            sizes = splitting.blocks(getattr(splitting, name), dtype, width, hopper=True)
+        took = times[",".join(str(sizes[x]) for x in data["sizes"])]
+        assert took <= 1.1 * min(x for x in times.values() if x is not None), label
+
+
 def test_the_committed_kernels_are_those_that_compile():
-    """Always: memory that fits, and 8 numbers spill at most. One compiler: the same numbers."""
+    """Always: memory that fits, and few numbers that spill. One compiler: the same numbers."""
     committed = tables.load_kernels()
     same = committed["versions"]["triton"] == run.version_of("triton")
     usage, architectures = kernels.usage(), ARCHITECTURES
     assert not same or committed["usage"] == usage, "run python -m benchmarks.kernels"
     for row in [*usage, *committed["usage"]]:
-        assert row["spills"] <= 32, row
+        assert row["spills"] <= (700 if row["capability"] == 90 else 32), row
         assert row["shared"] <= architectures[row["capability"]].block_shared, row
         assert (8 if row["dtype"] == "bfloat16" else 4) <= row["resident"] <= 64, row
     rows = list(kernels.rooflines())
@@ -630,7 +649,7 @@ def test_the_machine_code_has_as_many_exponentials():
     code = """
 import json, torch
 from derived_attention.attention import resources
-for launch in resources.launches(64, torch.bfloat16):
+for launch in resources.launches(64, torch.bfloat16, 80):
     if launch.name.startswith("mixture") or launch.name == "lasso query":
         sizes = {x: launch.constants[x] for x in ("BLOCK_N", "BLOCK_M")}
         count = resources.compile_for(launch, 80).asm["ptx"].count("ex2.approx")
@@ -694,7 +713,8 @@ def test_the_committed_spills_are_those_of_the_shipped_sizes():
         assert tuple(map(int, version.split("."))) >= OLDEST
         stale = set(data["spills"]) - set(names)
         assert data["compiled"] == len(names) and not stale, "run python -m benchmarks.tiles"
-        assert max(data["spills"].values()) <= 72, "18 numbers a thread"
+        for name, size in data["spills"].items():  # on an H100 tiles are chosen by time
+            assert size <= (700 if name.endswith("sm_90") else 72), f"{name}: 18 numbers a thread"
     same = found[committed["versions"]["triton"]]["spills"]
     for row in committed["usage"]:
         front, end = (

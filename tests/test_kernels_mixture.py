@@ -292,9 +292,10 @@ def test_the_layer_hands_it_on(options, monkeypatch):
 # --- what a GPU is to do -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_launches_name_every_argument(dtype):
-    for launch in module.launches(64, dtype):
+def test_launches_name_every_argument(dtype, hopper):
+    for launch in module.launches(64, dtype, hopper):
         names = launch.kernel.arg_names
         assert list(launch.arguments) == names
         assert set(launch.constants) == {k for k, t in launch.arguments.items() if t == "constexpr"}

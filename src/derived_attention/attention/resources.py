@@ -20,7 +20,7 @@ import torch
 
 from derived_attention.attention.engine.kernels import HEAD_DIMS, Launch
 
-MODULES = ("linear", "mixture", "splitting")  # with a function `launches(head_dim, dtype)` each
+MODULES = ("linear", "mixture", "splitting")  # each with a function `launches`
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Usage:
     resident: int  # warps on a multiprocessor, of 64
 
 
-def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
-    """Yield all kernels as they are launched for that many features a head."""
+def launches(head_dim: int, dtype: torch.dtype, capability: int) -> Iterator[Launch]:
+    """Yield all kernels as they are launched on an architecture, for so many features a head."""
     for name in MODULES:
         yield from importlib.import_module(f"derived_attention.attention.{name}.triton").launches(
-            head_dim, dtype
+            head_dim, dtype, capability == 90
         )
 
 
@@ -136,8 +136,8 @@ def main() -> int:
     """Print what each kernel takes on two architectures, for both head dimensions."""
     for head_dim in HEAD_DIMS:
         for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
-            for launch in launches(head_dim, dtype):
-                for capability in PRINTED:
+            for capability in PRINTED:
+                for launch in launches(head_dim, dtype, capability):
                     print(json.dumps(asdict(usage(launch, capability, head_dim, name))), flush=True)
     return 0
 

@@ -233,6 +233,11 @@ def load_verified(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [data | {"current": data["place"].endswith(f"kernels {digest()}")} for data in found]
 
 
+def load_tuned(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read how long kernels take with other sizes of tiles, on each GPU that has tried them."""
+    return [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("tiles-*.json"))]
+
+
 def load_spills(path: Path = SPILLS) -> dict[str, Any]:
     """Read what ``python -m benchmarks.tiles`` has found to spill: by version, oldest first."""
     found = json.loads(path.read_text("utf8")) if path.exists() else {}

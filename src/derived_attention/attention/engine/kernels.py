@@ -100,12 +100,16 @@ def versions() -> dict[str, str]:
 
 @constant
 def interpreted() -> bool:
-    """Say whether kernels run in Triton's interpreter, and so on the CPU too.
+    """Say whether kernels run in Triton's interpreter, and so on the CPU too."""
+    return available() and _has_interpreter()
 
-    The type of a compiled function says so in every version; the setting has moved.
+
+@functools.cache
+def _has_interpreter() -> bool:
+    """Ask Triton: the type of a compiled function says so in every version; the setting has moved.
+
+    Once: it reads the source of that function, which takes longer than to launch a kernel.
     """
-    if not available():
-        return False
     import triton
 
     def kernel() -> None: ...

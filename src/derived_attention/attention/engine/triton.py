@@ -122,8 +122,12 @@ def narrowest(dtype: torch.dtype, device: torch.device) -> int:
     assembler that comes with Triton 3.5 to 3.7, of CUDA 12.8, computes the address of a narrower
     factor wrong where it does not change in a loop: results are wrong, or memory is missed.
     """
-    half = dtype.itemsize == 2 and device.type == "cuda"
-    return 64 if half and torch.cuda.get_device_capability(device) == (9, 0) else 16
+    return 64 if dtype.itemsize == 2 and is_hopper(device) else 16
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Say whether a device has compute capability 9.0, as the H100 and the H200 have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def precision(dtype: torch.dtype | None = None) -> str:

@@ -615,8 +615,8 @@ TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp
 STRIDE = "i32:16"  # a multiple of 16, as are those of rows
 
 
-def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
-    """Return the kernels as `linear_attention` launches them, for `resources`."""
+def launches(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[Launch]:
+    """Return the kernels as `linear_attention` launches them, everywhere with the same sizes."""
     options = Options(1.0, True, True, dtype)
     values = min(head_dim, values_at_once(head_dim, options))
     sizes = padded(head_dim), padded(values), options

@@ -70,15 +70,18 @@ def components_of(
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
-    pi = per_component("priors", priors, k).to(wide(q))
-    positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
-    log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
+    if priors is None:
+        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=wide(q), device=k.device)
+    else:
+        pi = per_component("priors", priors, k).to(wide(q))
+        positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
+        log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
     if isinstance(variances, Tensor):
         precisions, scale = 1 / per_component("variances", variances, k).to(wide(q)), 1.0
     else:
         variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
-        precisions, scale = pi.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
-    if normalized:
+        precisions, scale = log_weights.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
+    if normalized and learned:
         log_weights = log_weights + D / 2 * precisions.log()
     autocast = q.dtype != torch.float64 and autocasts(q.device)
     input_dtype = dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
@@ -170,7 +173,7 @@ def kernel_arguments(
     q, k, v = kernel_tensors(q, k, v, parts, mask)
     a, w, u = parts.scale * parts.precisions, parts.log_weights, None
     if parts.distance:
-        w = w - a * _squares(k, a) / 2
+        w = torch.addcmul(w, a, _squares(k, a), value=-0.5)
     if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
         u = (a.amin(-3, keepdim=True) - a) * _squares(q, a).unsqueeze(-3) / 2
         u = u.squeeze(-1)

@@ -36,6 +36,7 @@ from derived_attention.attention.engine.operators import needed, operator
 from derived_attention.attention.engine.triton import (
     dot,
     hide,
+    is_hopper,
     launch,
     load_numbers,
     load_rows,
@@ -313,14 +314,23 @@ def value_kernel(
 # --- how they are launched ------------------------------------------------------------------------
 
 
-def blocks(kernel: Any, dtype: torch.dtype, dim: int) -> dict[str, int]:
+def blocks(kernel: Any, dtype: torch.dtype, dim: int, hopper: bool) -> dict[str, int]:
     """Return the sizes of tiles, warps and stages for a dtype, with up to that many features.
 
     At most a few numbers spill, by `derived_attention.attention.resources`: in bfloat16 a warp has
-    16 rows of the sums and of one operand in its registers, and all of the other operand.
+    16 rows of the sums and of one operand in its registers, and all of the other operand. Those of
+    the H100 in bfloat16 are the fastest of many there.
     """
     wide = dim > 64
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and hopper:
+        N, M, warps, stages = {
+            residual_kernel: (64, 128, 4, 2),
+            mix_kernel: (64, 128, 4, 2) if wide else (64, 64, 4, 3),
+            query_kernel: (64, 64, 4, 2),
+            value_kernel: (64, 64, 4, 2),
+            key_kernel: (16 if wide else 32, 64, 4, 2),
+        }[kernel]
+    elif dtype == torch.bfloat16:
         N, M, warps, stages = {
             residual_kernel: (64, 32 if wide else 64, 4, 2),
             mix_kernel: (64, 32 if wide else 64, 4, 2),
@@ -362,7 +372,7 @@ class _Run:
     def __call__(self, kernel: Any, **tensors: Any) -> None:
         """Launch one: a program for each block of queries, or of keys."""
         width = self.D if kernel is residual_kernel else max(self.D, self.DV)
-        sizes = blocks(kernel, self.tile, width)
+        sizes = blocks(kernel, self.tile, width, is_hopper(self.k.device))
         if self.tile in NAMES:
             label = f"lasso.{kernel.__name__} {NAMES[self.tile]} {self.D} {self.DV}"
             sizes = tuned(self.k.device, label, sizes)
@@ -474,13 +484,13 @@ def _backward(
 _coding = operator("lasso", _forward, _backward, _fake)
 
 
-def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
+def launches(head_dim: int, dtype: torch.dtype, hopper: bool) -> Iterator[Launch]:
     """Yield the kernels as they are launched for heads of that many features, with p = 5."""
     types = dict.fromkeys(("K", "V", "T", "DR", "G"), f"*{NAMES[dtype]}")
     types |= dict.fromkeys(("heads", "N", "M", "prefix", "steps", "last"), "i32")
     fixed = {"PRECISION": precision(dtype), "POWER": 5, "CAUSAL": False, "EXCLUDE": True}
     fixed |= dict.fromkeys(("D", "DV", "BLOCK_D", "BLOCK_V"), head_dim)
     for kernel in (residual_kernel, mix_kernel, query_kernel, value_kernel, key_kernel):
-        constants = fixed | blocks(kernel, dtype, head_dim)
+        constants = fixed | blocks(kernel, dtype, head_dim, hopper)
         name = f"lasso {kernel.__name__.removesuffix('_kernel')}"
         yield Launch.of(name, kernel, types, "*fp32", constants)
