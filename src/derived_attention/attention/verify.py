@@ -36,7 +36,7 @@ from derived_attention.attention.trust import file_of, place_of, usable
 from derived_attention.runtime import write_atomically
 
 TIMES = 10  # that bits are to repeat
-LONG = 4096  # tokens of what is timed, of 8 heads
+LONG = 16_384  # tokens of what is timed, of 8 heads: a kernel takes longer than to call it
 KERNELS = (*MIXTURES, "linear", "mlk", "lasso", *PATTERNS)
 TIMED = ("bf16", "fp32")
 
