@@ -44,6 +44,9 @@ MARK = re.compile(f"([{''.join(MARKS)}])\N{VARIATION SELECTOR-16}?")
 # Names, punctuation and spaces in code have the colour of all text, and were up to a quarter of the
 # elements of a page.
 PLAIN = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
+# The steps of a slider, in a script that no other element needs: up to half of a page's bytes.
+STEPS = re.compile(r"<script>([^<]{8000,})</script></div>")
+SLIDERS = "sliders"  # a folder of _static
 
 
 def draw_marks(body: str) -> str:
@@ -54,6 +57,29 @@ def draw_marks(body: str) -> str:
         return f'<span class="da-mark {shape}" role="img" aria-label="{name}"></span>'
 
     return MARK.sub(drawn, body)
+
+
+def put_aside(body: str, static: Path, place: str) -> str:
+    """Write the steps of large sliders to files, which a page asks for when all else is there.
+
+    Parameters
+    ----------
+    body : str
+        A page's HTML.
+    static : Path
+        The folder of the book's own files.
+    place : str
+        Where a page finds that folder.
+    """
+
+    def moved(found: re.Match) -> str:
+        content = found[1].encode()
+        name = f"{SLIDERS}/{hashlib.sha256(content).hexdigest()[:12]}.js"
+        (static / SLIDERS).mkdir(parents=True, exist_ok=True)
+        (static / name).write_bytes(content)
+        return f'<script type="text/plain" data-src="{place}/{name}"></script></div>'
+
+    return STEPS.sub(moved, body)
 
 
 def _is_needed(script) -> bool:
@@ -76,6 +102,11 @@ def _lighten(app, pagename, templatename, context, doctree):
     context["body"] = heights.say_heights(body)
 
 
+def _put_aside(app, pagename, templatename, context, doctree):
+    static = Path(app.outdir) / "_static"
+    context["body"] = put_aside(context.get("body", ""), static, context["pathto"]("_static", 1))
+
+
 @lru_cache
 def _version() -> str:
     """Return what changes when the style sheet may change: a browser then loads it again."""
@@ -96,6 +127,9 @@ def _finish(app, error):
     css = stylesheet.gather([static / name for name in names], static)
     words = stylesheet.words_of(pages, scripts)
     (static / STYLES).write_text(stylesheet.prune(css, words), "utf8")
+    for path in (static / SLIDERS).glob("*.js"):
+        if not any(path.name in page for page in pages):  # of an earlier build
+            path.unlink()
     for pattern in UNPUBLISHED:
         for path in static.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -104,5 +138,6 @@ def _finish(app, error):
 def setup(app):
     """Register what trims pages, after everything that adds to them."""
     app.connect("html-page-context", _lighten, priority=950)
+    app.connect("html-page-context", _put_aside, priority=951)
     app.connect("build-finished", _finish, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 from bs4 import BeautifulSoup
-from bs4.element import Tag
+from bs4.element import Script, Tag
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build" / "html"
@@ -84,6 +84,10 @@ def clean(element: Tag) -> str:
         section.name = "div"
     for image in element.find_all("img"):
         image["src"] = f"images/{Path(image['src']).name}"
+    for script in element.select("script[data-src]"):  # a page asks for it, a deck has it
+        file = HTML / "_static" / "sliders" / Path(script["data-src"]).name
+        script.attrs = {}
+        script.append(Script(file.read_text("utf8")))
     return str(element)
 
 

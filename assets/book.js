@@ -218,6 +218,19 @@ measure();
 // A font that arrives late makes a formula wider, and leaves its box as it is.
 document.fonts.addEventListener("loadingdone", measure);
 
+// --- sliders --------------------------------------------------------------------------------------
+
+// The steps of large ones lie in files, which lean.py made, and come when all else is there.
+addEventListener("load", () =>
+  (window.requestIdleCallback ?? setTimeout)(() =>
+    all("script[data-src]").forEach((place) => {
+      const script = document.createElement("script");
+      script.src = place.dataset.src;
+      place.replaceWith(script);
+    })
+  )
+);
+
 // --- paper -----------------------------------------------------------------------------------------
 
 // Paper is light, shows sliders at their start, and is as wide as what A4 has between its margins.

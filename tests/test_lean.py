@@ -45,6 +45,16 @@ def test_plain_words_of_code_are_no_elements():
     assert context["body"] == f'x <span class="o">=</span>{signature}'
 
 
+def test_large_sliders_have_their_steps_in_a_file(tmp_path):
+    small, large = (f"(x=>{{x&&{'9' * n}}})" for n in (10, 9000))
+    body = "".join(f"<div><script>{x}</script></div>" for x in (small, large))
+    found = lean.put_aside(body, tmp_path, "../_static")
+    (file,) = (tmp_path / lean.SLIDERS).iterdir()
+    assert file.read_text("utf8") == large
+    place = f'<script type="text/plain" data-src="../_static/sliders/{file.name}"></script>'
+    assert found == body.replace(f"<script>{large}</script>", place)
+
+
 def test_a_page_names_the_faces_of_its_formulas():
     def faces(body):
         context = {"body": body}

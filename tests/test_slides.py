@@ -67,6 +67,7 @@ def test_a_chapter_s_statements_predictions_figures_and_takeaways_are_there(tree
         assert text.count(title) >= 2, title
     assert tree.select(".katex") and "math-error" not in str(tree)
     assert tree.select(".da-slider input[type=range]")
+    assert all(script.string for script in tree.select(".da-slider script"))
     assert "Proof" not in [x.get_text(strip=True) for x in tree.select("summary")]
 
 
