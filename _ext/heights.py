@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 SECTION = re.compile(r"<(/?)section\b([^>]*)>")
+ENTRY = re.compile(r"<(/?)dl\b([^>]*)>")  # of the API, or a list within one
 DETAILS = re.compile(r"<(/?)details\b[^>]*>")
 UNSEEN = re.compile(
     r'<span class="katex-mathml">.*?</span>|<(script|style|template)\b.*?</\1>', re.S
@@ -25,17 +26,28 @@ PIXELS = {
     "narrow": (0.75, 19, 190, 370, 50, 190, 45),
 }
 
+# The same for what describes the API: each character, line of code, name and paragraph.
+API = {"wide": (0.35, 27, 50, 35), "narrow": (0.82, 28, 44, 31)}
+
 
 def say_heights(body: str) -> str:
-    """Return a page's HTML whose sections of the second level say how tall they will be."""
+    """Return a page's HTML whose sections of the second level say how tall they will be.
+
+    So do the entries of the API in them, as each waits for its own turn.
+    """
+    return _say(_say(body, SECTION, 2, ""), ENTRY, 1, 'class="py ')
+
+
+def _say(body: str, box: re.Pattern, level: int, has: str) -> str:
+    """Let boxes of a level, and with that in their tag, say how tall they will be."""
     parts, depth, done, start = [], 0, 0, None
-    for tag in SECTION.finditer(body):
+    for tag in box.finditer(body):
         depth += -1 if tag[1] else 1
-        if not tag[1] and depth == 2:
+        if not tag[1] and depth == level and has in tag[2]:
             start = tag
-        elif tag[1] and depth == 1 and start is not None:
+        elif tag[1] and depth == level - 1 and start is not None:
             style = ";".join(f"--{x}:{y}px" for x, y in heights(body[start.end() : tag.start()]))
-            parts += body[done : start.start()], f'<section{start[2]} style="{style}">'
+            parts += body[done : start.end() - 1], f' style="{style}">'
             done, start = start.end(), None
     return "".join(parts) + body[done:]
 
@@ -48,10 +60,12 @@ def heights(section: str) -> list[tuple[str, int]]:
     lines = sum(code.count("\n") + 1 for code in CODE.findall(section))
     text = SPACE.sub(" ", TAG.sub("", DRAWN.sub("", CODE.sub("", section))))
     formulas, rows = section.count("katex-display"), section.count("<tr")
-    counts = (len(text), lines, formulas, figures, rows, folded, 1)
+    counts: tuple[int, ...] = (len(text), lines, formulas, figures, rows, folded, 1)
+    if api := '<dt class="sig' in section:
+        counts = (len(text), lines, section.count("<dt"), section.count("<p"))
     return [
         (name, round(sum(x * y for x, y in zip(counts, pixels, strict=True))))
-        for name, pixels in PIXELS.items()
+        for name, pixels in (API if api else PIXELS).items()
     ]
 
 

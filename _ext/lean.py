@@ -47,6 +47,13 @@ PLAIN = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
 # The steps of a slider, in a script that no other element needs: up to half of a page's bytes.
 STEPS = re.compile(r"<script>([^<]{8000,})</script></div>")
 SLIDERS = "sliders"  # a folder of _static
+# In the contents beside the API: methods and fields, which stand under their class, and wrappings.
+METHODS = re.compile(
+    r'<ul class="[^"]*">\s*(?:<li class="toc-h4[^"]*"><a [^>]*href="#derived_attention\.[^>]*>'
+    r"(?:(?!</li>).)*</li>\s*)+</ul>",
+    re.S,
+)
+WRAPPED = re.compile(r'<code class="[^"]*"><span class="pre">([^<]*)</span></code>')
 
 
 def draw_marks(body: str) -> str:
@@ -82,6 +89,11 @@ def put_aside(body: str, static: Path, place: str) -> str:
     return STEPS.sub(moved, body)
 
 
+def shorten(contents: str) -> str:
+    """Return a page's contents without what is too small for them, and in fewer elements."""
+    return WRAPPED.sub(r"<code>\1</code>", METHODS.sub("", contents))
+
+
 def _is_needed(script) -> bool:
     name, body = str(script.filename), str(script.attributes.get("body"))
     return not any(part in name for part in NEVER) and not any(part in body for part in INLINE)
@@ -100,6 +112,10 @@ def _lighten(app, pagename, templatename, context, doctree):
     context["da_styles"] = f"{STYLES}?v={_version()}"
     body = PLAIN.sub(r"\1", draw_marks(context.get("body", "")))
     context["body"] = heights.say_heights(body)
+    if make := context.get("generate_toc_html"):  # the theme's
+        context["generate_toc_html"] = lambda kind="html": (
+            shorten(str(make(kind))) if kind == "html" else make(kind)
+        )
 
 
 def _put_aside(app, pagename, templatename, context, doctree):

@@ -10,10 +10,11 @@ const one = (selector, root = document) => root.querySelector(selector);
 
 const without = (attribute, selector) =>
   all(selector).forEach((node) => node.removeAttribute(attribute));
-// Buttons are called what they say; references are no list without list items.
+// Buttons are called what they say; references are no list without list items, and the role of one
+// of them is not in use any more.
 without("aria-label", "summary, .search-button-field");
 without("title", ".theme-switch");
-without("role", ".citation-list");
+without("role", ".citation-list, .citation");
 
 // --- light and dark: `setMode` is in the head of the page, so that nothing flashes ----------------
 

@@ -45,6 +45,31 @@ def test_plain_words_of_code_are_no_elements():
     assert context["body"] == f'x <span class="o">=</span>{signature}'
 
 
+def test_contents_of_the_api_name_functions_and_classes_alone():
+    def entry(level, name, more=""):
+        code = f'<code class="docutils"><span class="pre">{name}</span></code>'
+        link = f'<a class="nav-link" href="#derived_attention.x.{name}">{code}</a>'
+        return f'<li class="toc-h{level} entry">{link}{more}</li>'
+
+    methods = f'<ul class="nav">\n{entry(4, "A.f()")}\n{entry(4, "A.g()")}\n</ul>'
+    found = lean.shorten(f"<ul>{entry(3, 'A', methods)}{entry(3, 'b()')}</ul>")
+    plain = "<ul>" + entry(3, "A") + entry(3, "b()") + "</ul>"
+    assert found == plain.replace('<code class="docutils"><span class="pre">', "<code>").replace(
+        "</span></code>", "</code>"
+    )
+    chapter = '<ul class="nav"><li class="toc-h4"><a href="#a-heading">A heading</a></li></ul>'
+    assert lean.shorten(chapter) == chapter
+
+
+def test_entries_of_the_api_say_how_tall_they_are():
+    inner = (
+        '<dl class="py class"><dd>four<dl class="py method">x</dl></dd></dl><dl class="no">y</dl>'
+    )
+    found = heights.say_heights(f"<section><section>{inner}</section></section>")
+    assert found.count("--wide") == 2 and '<dl class="py class" style="--wide' in found
+    assert '<dl class="py method">' in found and '<dl class="no">' in found
+
+
 def test_large_sliders_have_their_steps_in_a_file(tmp_path):
     small, large = (f"(x=>{{x&&{'9' * n}}})" for n in (10, 9000))
     body = "".join(f"<div><script>{x}</script></div>" for x in (small, large))
