@@ -44,6 +44,9 @@ MARK = re.compile(f"([{''.join(MARKS)}])\N{VARIATION SELECTOR-16}?")
 # Names, punctuation and spaces in code have the colour of all text, and were up to a quarter of the
 # elements of a page.
 PLAIN = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
+# In signatures each word has two, of which none is needed.
+SIGNATURE = re.compile(r'<dt class="sig .*?</dt>', re.S)
+WORD = re.compile(r'<span class="pre">([^<]*)</span>')
 # The steps of a slider, in a script that no other element needs: up to half of a page's bytes.
 STEPS = re.compile(r"<script>([^<]{8000,})</script></div>")
 SLIDERS = "sliders"  # a folder of _static
@@ -110,7 +113,8 @@ def _lighten(app, pagename, templatename, context, doctree):
         if script.filename:
             script.attributes["defer"] = "defer"
     context["da_styles"] = f"{STYLES}?v={_version()}"
-    body = PLAIN.sub(r"\1", draw_marks(context.get("body", "")))
+    body = SIGNATURE.sub(lambda name: WORD.sub(r"\1", name[0]), context.get("body", ""))
+    body = PLAIN.sub(r"\1", draw_marks(body))
     context["body"] = heights.say_heights(body)
     if make := context.get("generate_toc_html"):  # the theme's
         context["generate_toc_html"] = lambda kind="html": (

@@ -39,10 +39,12 @@ def test_prune_keeps_what_can_apply(css, kept):
 def test_plain_words_of_code_are_no_elements():
     code = '<span class="n">x</span><span class="w"> </span><span class="o">=</span>'
     signature = '<span class="n"><span class="pre">x</span></span>'
-    context = {"body": code + signature}
+    name = f'<dt class="sig sig-object py">{signature}</dt>'
+    context = {"body": code + signature + name}
     app = SimpleNamespace()
     lean._lighten(app, "page", "page.html", context, None)
-    assert context["body"] == f'x <span class="o">=</span>{signature}'
+    plain = '<dt class="sig sig-object py">x</dt>'
+    assert context["body"] == f'x <span class="o">=</span>{signature}{plain}'
 
 
 def test_contents_of_the_api_name_functions_and_classes_alone():
