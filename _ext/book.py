@@ -183,22 +183,38 @@ class Experiments(SphinxDirective):
 
 
 class Mechanisms(SphinxDirective):
-    """``{mechanisms}``: a table of the registry, and the modules of ``attention/``.
+    """``{mechanisms}``: a table of the registry."""
+
+    def run(self):
+        """Return the table, in the order of the chapters."""
+        self.env.note_dependency(registry.__file__)
+        return _parsed(self, mechanisms_table(self.env.found_docs))
+
+
+class Modules(SphinxDirective):
+    """``{modules} softmax.fast frame.layer``: what these modules of ``attention/`` hold.
 
     Of a module that has public names, only these: the rest serves other modules.
     """
 
+    required_arguments = 1
+    final_argument_whitespace = True
+
     def run(self):
-        """Return what is documented, in the order of the chapters."""
+        """Return the entries, in the order of the arguments."""
         self.env.note_dependency(registry.__file__)
-        lines = [*mechanisms_table(self.env.found_docs), "", "```{eval-rst}"]
-        for module in attention_modules():
+        lines = ["```{eval-rst}"]
+        for module in self.arguments[0].split():
             name = f"{registry.PACKAGE}.{module}"
             public = ", ".join(n for n, where in registry.PUBLIC.items() if where == name)
             lines += [f".. automodule:: {name}", f"   :members: {public}".rstrip(), ""]
-        part = nodes.container()
-        self.state.nested_parse(StringList([*lines, "```"], registry.__file__), 0, part)
-        return part.children
+        return _parsed(self, [*lines, "```"])
+
+
+def _parsed(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
+    part = nodes.container()
+    directive.state.nested_parse(StringList(lines, registry.__file__), 0, part)
+    return part.children
 
 
 def mechanisms_table(docs) -> list[str]:
@@ -223,19 +239,6 @@ def mechanisms_table(docs) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def attention_modules() -> list[str]:
-    """Return the modules of ``attention/``: those of the registry first, in its order."""
-    families = [
-        where.rpartition(".")[0]
-        for entry in registry.MECHANISMS.values()
-        for where in (entry.function, entry.layer)
-    ]
-    home = Path(registry.__file__).parent
-    files = (path.relative_to(home).with_suffix("") for path in home.rglob("[!_]*.py"))
-    found = sorted(".".join(file.parts) for file in files)
-    return list(dict.fromkeys([*families, *found]))
 
 
 class Measured(SphinxRole):
@@ -477,6 +480,7 @@ def setup(app):
     app.add_directive("kernels", Kernels)
     app.add_directive("fused", Fused)
     app.add_directive("mechanisms", Mechanisms)
+    app.add_directive("modules", Modules)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
     app.connect("config-inited", _no_default_repository, priority=900)

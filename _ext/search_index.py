@@ -20,7 +20,7 @@ from pathlib import Path
 from sphinx.search.en import SearchEnglish
 
 FOLDER = "search"  # in _static
-PACKAGE = "book/api"
+PACKAGE = "book/api"  # how the names of its pages begin
 SUMMARY = 300  # characters of a description of its functions
 LIBRARY = Path(__file__).parents[1] / "node_modules" / "minisearch"
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
@@ -263,7 +263,7 @@ def index(folder: Path, docs: list[str]) -> dict:
     for doc in docs:
         page = (folder / f"{doc}.html").read_text("utf8")
         found = read(page)
-        if doc == PACKAGE:  # a name is looked for, or the first sentences
+        if doc.startswith(PACKAGE):  # a name is looked for, or the first sentences
             found = [{**e, "kind": "api", "text": e.get("text", "")[:SUMMARY]} for e in found]
         sections += [{"page": len(pages), **entry} for entry in found]
         number = NUMBER.search(page)
