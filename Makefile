@@ -29,7 +29,8 @@ help: ## list what make can do
 book: $(HTML)/.complete ## build the book, as `make` alone does; what has not changed is not done again
 	@echo "The book is ready. Open $(PAGES)"
 
-test: lint book ## check everything: style, types, the book with warnings as errors, all tests
+# The book first: a fresh clone then builds it with what it installs, and nothing of the tools.
+test: book lint ## check everything: the book with warnings as errors, style, types, all tests
 	@echo "Running the tests: some minutes; each dot is one that has passed."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n auto --dist worksteal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 
@@ -15,6 +16,12 @@ if not torch.cuda.is_available():
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update""".split()
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector, which measuring memory calls, what the tests are made of."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
