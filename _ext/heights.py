@@ -26,16 +26,19 @@ PIXELS = {
     "narrow": (0.75, 19, 190, 370, 50, 190, 45),
 }
 
-# The same for what describes the API: each character, line of code, name and paragraph.
-API = {"wide": (0.35, 27, 50, 35), "narrow": (0.82, 28, 44, 31)}
+# The same for what describes the API: each character, line of code, name and paragraph, and the
+# gap below each entry of a section.
+API = {"wide": (0.35, 27, 50, 35, 48), "narrow": (0.82, 28, 44, 31, 48)}
+SAID = "--wide:"  # by an entry
 
 
 def say_heights(body: str) -> str:
     """Return a page's HTML whose sections of the second level say how tall they will be.
 
-    So do the entries of the API in them, as each waits for its own turn.
+    So do the entries of the API in them, as each waits for its own turn: first, since a section
+    must have room for what its entries say.
     """
-    return _say(_say(body, SECTION, 2, ""), ENTRY, 1, 'class="py ')
+    return _say(_say(body, ENTRY, 1, 'class="py '), SECTION, 2, "")
 
 
 def _say(body: str, box: re.Pattern, level: int, has: str) -> str:
@@ -62,7 +65,8 @@ def heights(section: str) -> list[tuple[str, int]]:
     formulas, rows = section.count("katex-display"), section.count("<tr")
     counts: tuple[int, ...] = (len(text), lines, formulas, figures, rows, folded, 1)
     if api := '<dt class="sig' in section:
-        counts = (len(text), lines, section.count("<dt"), section.count("<p"))
+        names, paragraphs, entries = map(section.count, ("<dt", "<p", SAID))
+        counts = (len(text), lines, names, paragraphs, entries)
     return [
         (name, round(sum(x * y for x, y in zip(counts, pixels, strict=True))))
         for name, pixels in (API if api else PIXELS).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,13 @@ def test_entries_of_the_api_say_how_tall_they_are():
     found = heights.say_heights(f"<section><section>{inner}</section></section>")
     assert found.count("--wide") == 2 and '<dl class="py class" style="--wide' in found
     assert '<dl class="py method">' in found and '<dl class="no">' in found
+
+
+def test_a_section_has_room_for_what_its_entries_say_and_the_gaps_below_them():
+    entry = '<dl class="py function"><dt class="sig x">name</dt><dd><p>Text.</p></dd></dl>'
+    found = heights.say_heights(f"<section><section>{3 * entry}</section></section>")
+    section, *entries = map(int, re.findall(r"--wide:(\d+)px", found))
+    assert len(entries) == 3 and section == pytest.approx(sum(entries) + 3 * 48, abs=2)
 
 
 def test_large_sliders_have_their_steps_in_a_file(tmp_path):
