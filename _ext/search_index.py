@@ -148,9 +148,10 @@ class Reader(HTMLParser):
                 pass
 
     def handle_data(self, data):
-        """Take text."""
+        """Take text, in which a new line means something only in code."""
         if not self.skipping and self.open:
-            self._write(data)
+            in_code = "\n" in data and any(tag == "pre" for tag, _, _ in self.open)
+            self._write(data if in_code else data.replace("\n", " "))
 
     # --- sections -------------------------------------------------------------------------------
 

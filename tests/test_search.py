@@ -93,7 +93,8 @@ shown = <span>1</span></pre></div>
 <dl class="simple glossary"><dt id="term-A">A<a class="headerlink">#</a></dt><dt id="term-B">B</dt>
 <dd><p>what</p></dd><dt id="term-C">C</dt><dd><p>other</p></dd></dl>
 <dl class="py function"><dt class="sig" id="m.f"><span class="descname">f</span>(x)</dt>
-<dd><p>Doubles.</p></dd></dl>
+<dd><p>Doubles
+it.</p></dd></dl>
 <div class="citation" id="id1"><span class="label"><span class="fn-bracket">[</span>Dao, 2022<span
 class="fn-bracket">]</span></span><p>Dao. <em>Flash</em>.</p></div>
 </section></article><footer>By the developers</footer>
@@ -108,7 +109,7 @@ def test_a_page_is_read_by_section_without_what_nobody_reads():
         {"anchor": "below", "titles": ["Below"], "text": "one\ntwo three"} | section,
         {"anchor": "term-A", "kind": "term", "titles": ["A", "B"], "text": "what"},
         {"anchor": "term-C", "kind": "term", "titles": ["C"], "text": "other"},
-        {"anchor": "m.f", "kind": "api", "titles": ["f"], "text": "Doubles."},
+        {"anchor": "m.f", "kind": "api", "titles": ["f"], "text": "Doubles it."},
         {"anchor": "id1", "kind": "reference", "titles": ["Dao, 2022"], "text": "Dao. Flash."},
     ]  # fmt: skip
 
