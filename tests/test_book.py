@@ -2,6 +2,7 @@
 
 import csv
 import html
+import inspect
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 from docutils import nodes
 from scipy.stats import norm
 
+import derived_attention
 from derived_attention.attention import registry
 from derived_attention.page import claims
 from derived_attention.page import ledger as ledger_page
@@ -222,9 +224,20 @@ def test_the_readme_counts_as_the_ledger_does(five):
     assert all(words in text for words in said), f"README.md must say {said}"
 
 
-def test_the_api_has_every_mechanism_and_module_with_public_signatures():
-    pages = {p.stem: p.read_text("utf8") for p in (HTML / "book").glob("api*.html")}
-    entries = pages["api_attention"] + pages["api_inside"]
+@pytest.fixture(scope="module")
+def api():
+    return {page.stem: page.read_text("utf8") for page in (HTML / "book").glob("api*.html")}
+
+
+def test_the_api_has_every_function_and_class_that_can_be_imported_from_the_package(api):
+    entries = "".join(api.values())
+    for name, module in derived_attention.places().items():
+        if inspect.isroutine(thing := getattr(derived_attention, name)) or inspect.isclass(thing):
+            assert f'id="{module}.{name}"' in entries, name
+
+
+def test_the_api_has_every_mechanism_and_module_with_public_signatures(api):
+    entries = api["api_attention"] + api["api_inside"]
     home = Path(registry.__file__).parent
     files = [p.relative_to(home).with_suffix("").parts for p in home.rglob("[!_]*.py")]
     modules = [".".join(parts) for parts in files if parts[-1] != "triton"]
@@ -232,10 +245,10 @@ def test_the_api_has_every_mechanism_and_module_with_public_signatures():
     for module in modules:
         assert f'id="{registry.PACKAGE}.{module}.' in entries, module
     for name, entry in registry.MECHANISMS.items():
-        assert f"&quot;{name}&quot;</span>" in pages["api"], name
+        assert f"&quot;{name}&quot;</span>" in api["api"], name
         anchor = f"{registry.PACKAGE}.{entry.function}"
-        assert f'href="api_attention.html#{anchor}"' in pages["api"], name
-        signature = pages["api_attention"].partition(f'id="{anchor}"')[2]
+        assert f'href="api_attention.html#{anchor}"' in api["api"], name
+        signature = api["api_attention"].partition(f'id="{anchor}"')[2]
         assert "enable_gqa" in signature.partition("</dt>")[0], name
 
 
