@@ -18,6 +18,7 @@ from urllib.parse import quote
 import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
@@ -239,6 +240,57 @@ def mechanisms_table(docs) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+class ChapterLink(nodes.Inline, nodes.TextElement):
+    """A link to a page by its number, until all pages are read."""
+
+
+class Chapter(SphinxRole):
+    """``{chapter}`04_three_attentions```: a link that prints "chapter 4", with the title as tooltip.
+
+    An appendix prints "appendix A", an audit "audit II", a page between chapters its topic. A link
+    that begins a sentence has a capital; one that begins a cell of a table prints the title, too.
+    """
+
+    def run(self):
+        """Leave a placeholder."""
+        doc = f"book/{self.text}"
+        if not (ROOT / f"{doc}.md").exists() or number(doc) is None:
+            message = self.inliner.reporter.error(f"chapter: {self.text!r} has no number")
+            return [], [message]
+        return [ChapterLink(doc=doc)], []
+
+
+def chapter_name(doc: str) -> str:
+    """Return how a sentence names a chapter, an appendix, an audit or a page between chapters."""
+    name = doc.rpartition("/")[2]
+    if name.startswith("audit_"):
+        return f"audit {number(doc)}"
+    if name[0].isdigit() or name[0].isupper():
+        return f"{'chapter' if name[0].isdigit() else 'appendix'} {number(doc)}"
+    return f"the page on {name}"
+
+
+class ResolveChapters(SphinxPostTransform):
+    """Turn the placeholders of the role ``chapter`` into links."""
+
+    default_priority = 9
+
+    def run(self, **kwargs):
+        """Write the text of each link by what stands before it."""
+        for node in list(self.document.findall(ChapterLink)):
+            siblings = node.parent.children
+            before = "".join(x.astext() for x in siblings[: siblings.index(node)])
+            name, title = chapter_name(node["doc"]), page_title(self.app, node["doc"])
+            if not before.strip() and isinstance(node.parent.parent, nodes.entry):
+                name = f"{number(node['doc'])} {title}" if node["doc"][5].isdigit() else title
+            elif not before.strip() or re.search(r"[.!?:][)*\u201d]?\s+$", before):
+                name = name[0].upper() + name[1:]
+            uri = self.app.builder.get_relative_uri(self.env.docname, node["doc"])
+            node.replace_self(
+                nodes.reference("", name, internal=True, refuri=uri, reftitle=title)
+            )
 
 
 class Measured(SphinxRole):
@@ -475,6 +527,7 @@ def setup(app):
     """Register everything above."""
     app.add_node(Pending)
     app.add_node(PendingInline)
+    app.add_node(ChapterLink)
     app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("kernels", Kernels)
@@ -483,6 +536,8 @@ def setup(app):
     app.add_directive("modules", Modules)
     app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
+    app.add_role("chapter", Chapter())
+    app.add_post_transform(ResolveChapters)
     app.connect("config-inited", _no_default_repository, priority=900)
     app.connect("builder-inited", _begin)
     app.connect("env-get-outdated", _outdated)

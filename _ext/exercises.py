@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pybtex.database import parse_file
 
-from book import ROOT, number
+from book import ROOT, chapter_name, number
 
 BOOK, WRONG = ROOT / "book", ROOT / "tests" / "wrong_answers"
 OPEN = "🔬"  # the mark of an exercise whose end is not known
@@ -325,6 +325,8 @@ def _role(role: str, target: str, path: Path) -> str:
         if target not in numbers():
             raise ValueError(f"{path.name} refers to {target!r}; expected a label of the book")
         return numbers()[target]
+    if role == "chapter":
+        return chapter_name(f"book/{target}")
     if role == "doc":
         title = re.search(r"^# (.+)$", (BOOK / f"{target}.md").read_text("utf8"), re.M)[1]
         return f"*{title}*"

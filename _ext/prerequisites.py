@@ -17,7 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 
 CARD = re.compile(r"Before you start\n(.*?)\n\n", re.DOTALL)
 SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z{])")
-LINK = re.compile(r"\{doc\}`(?:[^`<]*<)?/?([^`>]+)>?`")
+LINK = re.compile(r"\{(?:doc|chapter)\}`(?:[^`<]*<)?/?([^`>]+)>?`")
 WIDE, HIGH, THIN = 104, 58, 6  # of a box, and of an arrow that passes it
 GAP, RISE, LINE = 14, 46, 14  # between boxes, rows and lines of text
 

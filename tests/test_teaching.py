@@ -32,7 +32,7 @@ def sections(name):
 def said(name):
     """Return what the line "Needs" of a chapter's card names, read in another way."""
     line = re.search(r"^Needs (.*?\.)(?:\s|$)", read(name), flags=re.M | re.DOTALL)
-    return re.findall(r"\{doc\}`(\w+)`", line[1]) if line else None
+    return re.findall(r"\{chapter\}`(\w+)`", line[1]) if line else None
 
 
 def reached(links, name):
@@ -117,7 +117,7 @@ def test_what_others_imply_is_not_drawn():
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_has_a_plan_of_fifty_minutes(chapter):
     plan = sections("teaching_plans")[f"plan-{chapter[:2] if chapter[0].isdigit() else chapter}"]
-    assert f"{{doc}}`{chapter}`" in plan
+    assert f"{{chapter}}`{chapter}`" in plan
     minutes = re.findall(r"^\*\*(\w+), (\d+) min\.\*\*", plan, flags=re.M)
     assert [kind for kind, _ in minutes] == ["Board", "Live", "Ask", "Close"]
     assert sum(int(x) for _, x in minutes) == 50
@@ -138,17 +138,17 @@ def test_a_syllabus_has_its_weeks_and_its_minutes_come_from_the_build(label, wee
     assert [int(week) for week, _ in rows] == list(range(1, weeks + 1))
     for _, row in rows:
         read_before, hand_in, _ = row.split(" | ")
-        assert re.search(r"\{doc\}.*\(\{measured\}`read ", read_before) and hand_in.strip()
+        assert re.search(r"\{chapter\}.*\(\{measured\}`read ", read_before) and hand_in.strip()
         assert not re.search(r"\d+ (min|hour)", row)
 
 
 def test_the_long_syllabus_has_every_chapter():
     text = sections("teaching_syllabi")["syllabus-12"]
-    assert not [x for x in CHAPTERS if f"{{doc}}`{x}`" not in text]
+    assert not [x for x in CHAPTERS if f"{{chapter}}`{x}`" not in text]
 
 
 def test_the_entry_leads_to_every_page_for_lecturers():
     text = read("teaching")
     pages = {path.stem for path in BOOK.glob("teaching_*.md")}
     assert pages and not [x for x in pages if f"{{doc}}`{x}`" not in text]
-    assert not [x for x in CHAPTERS if f"| {{doc}}`{x}` |" not in text]
+    assert not [x for x in CHAPTERS if f"| {{chapter}}`{x}` |" not in text]
