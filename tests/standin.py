@@ -11,7 +11,7 @@ Import it before anything computes a gradient, in a process of its own, as it ch
     python tests/standin.py 04_three_attentions 12_primal_attention
 
 For each it prints how many operations and synchronisations it took, or where it failed; the exit
-status is the number of chapters that failed. Without a name it runs every chapter.
+status is the number of chapters that failed. Without a name it runs every page that has code.
 """
 
 from __future__ import annotations
@@ -287,6 +287,20 @@ def run_chapter(path):
     assert code_of(notebook)
 
 
+def computing_there(measured):
+    """Refuse to measure a function that runs nothing on the device that its caller names."""
+
+    @functools.wraps(measured)
+    def refusing(fn, *, device):
+        before = counts["operations"]
+        found = measured(fn, device=device)
+        if here(device) and counts["operations"] == before:
+            raise RuntimeError(f"fn runs nothing on {NAME}; a GPU's memory would be read as 0")
+        return found
+
+    return refusing
+
+
 def main(names):
     """Run chapters; return how many failed."""
     root = Path(__file__).resolve().parents[1]
@@ -303,9 +317,9 @@ def main(names):
         return dataclasses.replace(start(*args, **kwargs), device=torch.device(NAME))
 
     runtime.start = start_here
-    measure._device = lambda device: torch.device(NAME if device is None else device)
-    paths = sorted(root.glob("book/[0-9]*.md"))
-    paths = [p for p in paths if p.stem in names] if names else paths
+    measure.peak_bytes = computing_there(measure.peak_bytes)
+    pages = (p for p in sorted(root.glob("book/*.md")) if "{code-cell}" in p.read_text("utf8"))
+    paths = [p for p in pages if not names or p.stem in names]
     failed = 0
     for path in paths:
         with counting():

@@ -19,6 +19,7 @@ from derived_attention.attention.registry import MECHANISMS
 from derived_attention.tasks.model import Config
 from derived_attention.tasks.recall.loss import Questions, answer_loss
 from derived_attention.tasks.recall.model import Recaller
+from derived_attention.training import measure
 from derived_attention.training.fit import evaluate, fit
 
 DEVICE = torch.device(standin.NAME)
@@ -62,6 +63,16 @@ def test_the_device_refuses_to_mix_and_counts_what_waits():
         y.to(DEVICE, non_blocking=True) + x[1:].sum() + torch.zeros(3, device=DEVICE)
         x.masked_fill(x > 0, 1.0)[torch.arange(2, device=DEVICE)]
     assert counts["synchronisations"] == 0 and counts["operations"] >= 7
+
+
+def test_the_device_refuses_to_measure_what_runs_on_the_cpu():
+    peak = standin.computing_there(measure.peak_bytes)
+    x = torch.ones(8)
+    assert (
+        peak(lambda: x.to(DEVICE) + 1, device=DEVICE) > 0 and peak(lambda: x + 1, device="cpu") > 0
+    )
+    with pytest.raises(RuntimeError, match="runs nothing on standin"):
+        peak(lambda: x + 1, device=DEVICE)
 
 
 # Of a mechanism, causal or not, that chooses its way by the numbers it is given.

@@ -1,6 +1,7 @@
 """Costs against independent counts, memory against growth, diagnostics against known answers."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -194,9 +195,16 @@ def test_compare_takes_ratios_within_rounds(monkeypatch):
 @pytest.mark.parametrize("wrong", [{"repeats": 0}, {"warmup": -1}])
 def test_time_refuses_wrong_counts(wrong):
     with pytest.raises(ValueError, match="expected at least 1"):
-        compare({"one": print}, **wrong)
+        compare({"one": print}, device="cpu", **wrong)
     with pytest.raises(ValueError, match="functions is empty"):
-        compare({})
+        compare({}, device="cpu")
+
+
+def test_a_measure_must_be_told_the_device():
+    """A function of the CPU would be read as 0 bytes in 0 seconds on a machine with a GPU."""
+    for measured in (partial(compare, {"one": print}), partial(peak_bytes, print)):
+        with pytest.raises(TypeError, match="device"):
+            measured()
 
 
 # Memory

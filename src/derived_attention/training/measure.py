@@ -199,7 +199,7 @@ def compare(
     *,
     repeats: int = 20,
     warmup: int = 3,
-    device: str | torch.device | None = None,
+    device: str | torch.device,
 ) -> dict[str, Timing]:
     """Time functions in rounds, with one call of each function per round.
 
@@ -211,9 +211,8 @@ def compare(
         At least one; called without arguments.
     repeats, warmup : int
         Rounds that are timed, at least 1, and rounds before them that are not, at least 0.
-    device : str or torch.device, optional
-        The device of the functions, by default CUDA if there is a GPU. CUDA is timed by its
-        events, the CPU by the clock.
+    device : str or torch.device
+        Where the functions compute. CUDA is timed by its events, the CPU by the clock.
 
     Returns
     -------
@@ -233,7 +232,7 @@ def compare(
         )
     names = list(functions)
     # torch.utils.benchmark has no rounds, and calls one function at least three times in a row.
-    clock = _cuda_seconds if _device(device).type == "cuda" else _cpu_seconds
+    clock = _cuda_seconds if torch.device(device).type == "cuda" else _cpu_seconds
     seconds = np.empty((repeats, len(names)))
     for turn in range(-warmup, repeats):
         for i in range(len(names)):
@@ -247,12 +246,6 @@ def compare(
         name: Timing(*pair)
         for name, pair in zip(names, np.stack([medians, ratios], 1).tolist(), strict=True)
     }
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
 
 
 def _cpu_seconds(fn: Callable[[], Any]) -> float:
@@ -271,7 +264,7 @@ def _cuda_seconds(fn: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / 1000.0
 
 
-def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device | None = None) -> int:
+def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device) -> int:
     """Return the peak memory of PyTorch during `fn()`, in bytes, beyond what it held before.
 
     It includes buffers inside fused kernels and the result of `fn`; on CUDA it is taken from the
@@ -284,10 +277,10 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device | None = Non
     ----------
     fn : callable
         Called twice without arguments; the first call sets up workspaces and is not measured.
-    device : str or torch.device, optional
-        The device of `fn`, by default CUDA if there is a GPU.
+    device : str or torch.device
+        Where `fn` computes: memory of another device is not counted.
     """
-    device = _device(device)
+    device = torch.device(device)
     fn()
     gc.collect()
     if device.type != "cuda":
