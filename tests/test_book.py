@@ -410,3 +410,19 @@ def test_all_attentions_are_on_one_page_and_fit_it():
     shown = re.sub("<[^>]+>", "", (HTML / "book" / "formulas.html").read_text("utf8"))
     for name in re.findall(r"^def (\w+)", "\n".join(lines), flags=re.M):
         assert f"def {name}(" in shown, name
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "text"),
+    [
+        ("02_duality", "You have written DeltaNet", ["Chapter 15", "chapter 15"]),
+        ("03_softmax_expansion", "Audit: support vectors", ["Audit II"]),
+        ("01_attention", "Where a token stands", ["the page on positions"]),
+        ("teaching_machines", "In the models you have", ["Appendix A"]),
+        ("teaching_syllabi", "Side by side", ["17 Side by side", "chapter 17"]),
+    ],
+)
+def test_a_link_to_a_chapter_has_its_number_and_the_title_as_tooltip(page, title, text):
+    html = (HTML / "book" / f"{page}.html").read_text("utf8")
+    links = re.findall(rf'<a class="reference internal"[^>]* title="{title}">([^<]*)</a>', html)
+    assert links and set(links) <= set(text), links

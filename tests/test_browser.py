@@ -202,6 +202,11 @@ def undrawn(page) -> list[str]:
             if (!style.maskImage.includes("url") && style.display !== "none")
                 problems.push("no drawing: " + icon.outerHTML);
         }
+        for (const title of document.querySelectorAll(".admonition > .admonition-title")) {
+            const {content, display, maskImage} = getComputedStyle(title, "::after");
+            if (/[\uE000-\uF8FF]/.test(content) && display !== "none" && maskImage === "none")
+                problems.push("no drawing: the box " + title.parentElement.className);
+        }
         for (const [found] of document.body.innerText.matchAll(/\p{Emoji_Presentation}|[✍⌨]/gu))
             problems.push("needs a font of emoji: " + found);
         return problems;
@@ -759,6 +764,10 @@ DEFECTS = {
     "svg without role": (nameless_figures, "<svg></svg>"),
     "role=img without": (nameless_figures, '<svg role="img" aria-label=" "></svg>'),
     "no drawing": (undrawn, '<i class="fa-solid fa-horse"></i>'),
+    "no drawing: the box": (
+        undrawn,
+        '<div class="admonition warning"><p class="admonition-title">Careful</p></div>',
+    ),
     "font of emoji": (undrawn, "<p>✍ Prove it.</p>"),
     "no cue": (unreachable, '<pre style="width: 9px; overflow-x: auto; mask: none">unmarked</pre>'),
     "type of 8.5 px": (small_labels, '<svg><text style="font-size: 8.5px">small</text></svg>'),

@@ -73,3 +73,21 @@ def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
     (names,) = re.findall(r"^```\{benchmarks\} (.+)$", shown.pop("speed"), flags=re.M)
     assert sorted(names.split()) == sorted({p.stem for p in tables.RESULTS.glob("*/*.json")})
     assert not [page for page, text in shown.items() if "```{benchmarks}" in text]
+
+
+# --- links and captions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_to_a_chapter_prints_its_number(page):
+    """The bare title of a chapter, in the middle of a sentence, garbles it: see ``{chapter}``."""
+    text = (BOOK / f"{page}.md").read_text("utf8")
+    assert not re.findall(r"\{doc\}`(?:\d\d|[A-D]|audit)_\w+`|\{doc\}`positions`", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_captions_of_sliders_do_not_say_left_or_right(page):
+    """The panels of a slider stand below each other on a phone."""
+    cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
+    captions = [re.search(r'caption: "(.*)"', cell) for cell in cells if "slider(" in cell]
+    assert not [x[1] for x in captions if x and re.search(r"\b([Ll]eft|[Rr]ight)\b[,:]", x[1])]
