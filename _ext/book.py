@@ -247,7 +247,7 @@ class ChapterLink(nodes.Inline, nodes.TextElement):
 
 
 class Chapter(SphinxRole):
-    """``{chapter}`04_three_attentions```: a link that prints "chapter 4", with the title as tooltip.
+    """``{chapter}`04_three_attentions```: a link that prints "chapter 4"; its tooltip is the title.
 
     An appendix prints "appendix A", an audit "audit II", a page between chapters its topic. A link
     that begins a sentence has a capital; one that begins a cell of a table prints the title, too.

@@ -13,7 +13,7 @@ import book  # noqa: E402
 import prerequisites  # noqa: E402
 
 CHAPTERS = [x.removeprefix("book/") for x in book.parts() if not x.startswith("book/audit_")]
-LINK = re.compile(r"\{(?:numref|prf:ref|ref|eq|doc|py:func)\}`")
+LINK = re.compile(r"\{(?:numref|prf:ref|ref|eq|(?:doc|chapter)|py:func)\}`")
 
 
 def read(name):
