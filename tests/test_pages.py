@@ -67,6 +67,16 @@ def test_curves_over_steps_say_which_is_which(page):
     assert all("legend(" in cell or "yticklabels" in cell for cell in drawn)
 
 
+BOUND = re.compile(r"\bat (?:most|least) \{[^{}]*:\.\d[^{}]*\}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_bounds_are_rounded_to_their_side(page):
+    """6.25 as "at most 6.2" is false: `measure.at_most` and `measure.at_least` round."""
+    assert BOUND.search('f"at most {100 / 16:.1f} %"')
+    assert not BOUND.findall((BOOK / f"{page}.md").read_text("utf8"))
+
+
 def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
     """Its table names the cases in the order of the chapters, so one might be forgotten."""
     shown = {page: (BOOK / f"{page}.md").read_text("utf8") for page in PAGES}
