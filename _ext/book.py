@@ -284,7 +284,7 @@ class ResolveChapters(SphinxPostTransform):
             before = "".join(x.astext() for x in siblings[: siblings.index(node)])
             name, title = chapter_name(node["doc"]), page_title(self.app, node["doc"])
             if not before.strip() and isinstance(node.parent.parent, nodes.entry):
-                name = f"{number(node['doc'])} {title}" if node["doc"][5].isdigit() else title
+                name = f"{number(node['doc'])}. {title}" if node["doc"][5].isdigit() else title
             elif not before.strip() or re.search(r"[.!?][)*\u201d]?\s+$", before):
                 name = name[0].upper() + name[1:]
             uri = self.app.builder.get_relative_uri(self.env.docname, node["doc"])
