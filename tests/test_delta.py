@@ -77,9 +77,20 @@ def test_it_is_one_sweep_and_sweeps_end_in_ridge():
     assert_all_close([q @ (C.mT @ k).mT], [solved], 1e-8, "ridge")
 
 
-def test_a_key_that_has_just_been_written_is_known():
-    q, k, v, *_, state = draw(130, 130)
-    assert_all_close([delta_attention(k, k, v, is_causal=True, state=state)], [v], 1e-9, "known")
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-150])
+def test_a_key_that_has_just_been_written_is_known(size):
+    _, k, v, *_, state = draw(130, 130)
+    k = size * k
+    found = delta_attention(k, k, v, is_causal=True, state=state / size)
+    assert_all_close([found], [v], 1e-9, "known")
+
+
+def test_a_key_whose_square_is_no_normal_number_is_not_written():
+    """Its strength 1/‖k‖² would be infinite."""
+    k, v = torch.full((H, 2, D), 1e-20), torch.ones(H, 2, DV)
+    k[:, 1] = 0
+    for function in (delta_attention, delta_attention_reference):
+        assert not function(torch.ones(H, 2, D), k, v).any()
 
 
 def test_a_state_is_handed_over():
@@ -115,13 +126,44 @@ def test_what_is_wrong_under_a_key_shrinks_by_1_minus_beta(beta, size):
     assert_all_close([(after @ k.mT).norm()], [size * (state @ k.mT).norm()], 1e-12, "error")
 
 
-def test_strong_decay_does_not_overflow():
-    q, k, v, beta, _, _ = (x.float().requires_grad_() for x in draw(64, 64))
-    decay = torch.full((H, 64), -50.0)
-    found = output_and_gradients(
-        lambda q, k, v: delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay), [q, k, v]
-    )
-    assert all(bool(x.isfinite().all()) for x in found)
+STRONG = {
+    "one": lambda t: t == 10,
+    "one document after the other": lambda t: t % 9 == 0,
+    "first fifty": lambda t: t < 50,
+    "all": lambda t: t >= 0,
+}
+
+
+def causal_and_last(q, k, v, beta, decay, state):
+    """The formula's results, and its state after all keys, transposed."""
+    own = dict(beta=beta, decay=decay, state=state)
+    last = delta_attention_reference(torch.eye(D).to(q).expand(B, H, D, D), k, v, **own)
+    return torch.cat([delta_attention_reference(q, k, v, is_causal=True, **own), last], -2)
+
+
+def causal_and_last_in_pieces(q, k, v, beta, decay, S):
+    parts = []
+    for c in (slice(0, 70), slice(70, 80)):
+        k_c, v_c, own = k[..., c, :], v[..., c, :], dict(beta=beta[..., c], decay=decay[..., c])
+        parts.append(delta_attention(q[..., c, :], k_c, v_c, is_causal=True, state=S, **own))
+        S = delta_state(k_c, v_c, state=S, **own)
+    return torch.cat([*parts, S.mT.to(q.dtype)], -2)
+
+
+@pytest.mark.parametrize("where", STRONG)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weak_decays_are_exact_after_strong_ones(where, dtype):
+    """Results, states and all gradients are those of the recurrence in float64."""
+    for strength in (50.0, 1e4, 1e9, 1e38):
+        inputs = [x.to(dtype) for x in draw(80, 80)]
+        inputs[4][..., STRONG[where](torch.arange(80))] = -strength
+        leaves, exact = ([x.to(t).requires_grad_() for x in inputs] for t in (dtype, torch.float64))
+        found = output_and_gradients(causal_and_last_in_pieces, leaves)
+        for i, y in enumerate(output_and_gradients(causal_and_last, exact)):
+            error, size = (found[i].double() - y).norm(), y.norm()
+            assert error <= 16 * torch.finfo(dtype).eps * size, (
+                f"{strength:g}: [{i}], {error / size}"
+            )
 
 
 def test_a_masked_key_is_not_written_and_forgets_nothing():
@@ -169,18 +211,40 @@ def test_the_layer_s_strengths(kind, least, most):
     [
         ({"beta": 0.5}, TypeError, "beta has type float; expected a floating Tensor"),
         ({"beta": torch.ones(7)}, ValueError, r"beta has shape \(7,\); .*a number a key"),
-        ({"decay": torch.ones(9)}, ValueError, "decay has numbers from 1 to 1; .*at most 0"),
-        ({"decay": torch.full((9,), -torch.inf)}, ValueError, "decay .*expected finite"),
         ({"erase": 1}, TypeError, "erase"),
         ({"state": torch.ones(2, 2)}, ValueError, r"state has shape \(2, 2\)"),
+        ({"decay": -torch.ones(9, device="meta")}, ValueError, "decay is on device meta; expected"),
         ({"attn_mask": torch.ones(9)}, ValueError, "attn_mask has numbers other than 0"),
+        ({"attn_mask": torch.full((9,), torch.nan)}, ValueError, "attn_mask contains NaN"),
+        ({"attn_mask": torch.ones(7).bool()}, ValueError, r"attn_mask has shape \(7,\)"),
+        ({"attn_mask": torch.ones(9).long()}, TypeError, "attn_mask has dtype torch.int64"),
+        ({"attn_mask": torch.ones(5, 9).bool()}, ValueError, r"attn_mask has shape \(5, 9\)"),
+        ({"v": torch.ones(B, H, 8, DV)}, ValueError, r"v has shape \(2, 3, 8, 5\)"),
+        ({"v": torch.ones(1, H, 9, DV)}, ValueError, r"v has shape \(1, 3, 9, 5\)"),
+        ({"v": torch.ones(B, H, 9, DV).double()}, TypeError, "v has dtype torch.float64"),
+        ({"v": torch.ones(B, H, 9, DV, device="meta")}, ValueError, "v is on device meta"),
+        ({"v": [1.0]}, TypeError, "v is of type list; expected a Tensor"),
     ],
 )
-def test_wrong_options(own, error, words):
-    q, k, v, *_ = draw(5, 9)
+def test_wrong_arguments(own, error, words):
+    """Of the attention, the formula and the state."""
+    q, k, v, *_ = draw(5, 9, dtype=torch.float32)
     for function in (delta_attention, delta_attention_reference):
         with pytest.raises(error, match=words):
-            function(q, k, v, **own)
+            function(q, **{"k": k, "v": v, **own})
+    with pytest.raises(error, match=words):
+        delta_state(**{"k": k, "v": v, **own})
+
+
+@pytest.mark.parametrize("absent", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_a_state_reads_a_floating_mask_as_the_attention_does(absent):
+    q, k, v, beta, decay, _ = draw(5, 9)
+    keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 0]).bool()
+    mask = torch.zeros(9).masked_fill(~keep, absent)
+    own = dict(beta=beta, decay=decay)
+    S = delta_state(k, v, mask, **own)
+    assert_all_close([S], [delta_state(k, v, keep, **own)], 0, "boolean")
+    assert_all_close([q @ S.mT], [delta_attention(q, k, v, mask, **own)], 1e-12, "the attention")
 
 
 def test_wrong_options_of_the_layer():

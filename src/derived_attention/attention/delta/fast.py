@@ -8,13 +8,13 @@ The equation of this module, for a state S (Dv, D) that starts at 0, is ::
 attention, Mamba-2's form. Keys and values of a chunk enter the state at once: with l_t the sum of
 the decays of a chunk up to t, and R_tj = e^(l_t − l_j) for j ≤ t, the corrections u_t of a chunk
 solve a triangular system, (I + tril(B (K Kᵀ ∘ R), −1)) u = B V − B e^l K Sᵀ, and
-S ← e^(l_C) S + uᵀ (e^(l_C − l) K).
+S ← e^(l_C) S + uᵀ (e^(l_C − l) K). The exponents l_t − l_j are sums of the decays from j + 1 to t:
+a difference of the sums l would lose a weak decay that follows a strong one.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,10 +24,11 @@ from derived_attention.attention.frame.checks import (
     FLOATING,
     broadcasts,
     check_flag,
+    check_keys,
     check_no_bias,
+    check_numbers,
     check_parameter,
     is_symbolic,
-    may_look_at,
     wide,
 )
 from derived_attention.attention.frame.convention import (
@@ -35,6 +36,7 @@ from derived_attention.attention.frame.convention import (
     full_precision,
     in_groups,
     mechanism,
+    prepare,
 )
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.linear.fast import in_chunks, segment_length, segments
@@ -72,7 +74,8 @@ def delta_state(
         h = delta_attention(q_t, k_t, v_t, is_causal=True, state=S)
         S = delta_state(k_t, v_t, state=S)
     """
-    mask = Mask(attn_mask)
+    check_keys(k, v)
+    mask, _ = prepare(k[..., :1, :], k, v, attn_mask, False, None)  # a mask over keys, as for q
     with full_precision(k.device):
         return _last(prepare_writes(k, v, mask, beta, decay, erase, state))
 
@@ -108,9 +111,10 @@ def delta_attention(
         Finite and positive; multiplies q. Left out, nothing is multiplied, so that S_t k_t = v_t at
         β_t = 1/‖k_t‖².
     beta : Tensor, optional
-        β, broadcastable to ``(..., H, M)``. Left out: 1/‖k‖², and 0 for a key of zeros, so that
-        each key is known exactly once it is written; 1 where nothing is erased. Stable for
-        0 ≤ β‖k‖² ≤ 2; above it errors grow with every key that is written again.
+        β, broadcastable to ``(..., H, M)`` and finite. Left out: 1/‖k‖², so that each key is known
+        exactly once it is written, and 0 for a key whose ‖k‖² is no normal number, such as a key
+        of zeros; 1 where nothing is erased. Stable for 0 ≤ β‖k‖² ≤ 2; above it errors grow with
+        every key that is written again.
     decay : Tensor, optional
         log α, broadcastable to ``(..., H, M)``, finite and at most 0. Left out: nothing is
         forgotten.
@@ -141,29 +145,28 @@ def prepare_writes(
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, UNWEIGHTED)
     k, v = k.to(wide(k)), v.to(wide(v))
-    if beta is None:
-        size = k.square().sum(-1)
-        beta = torch.where(size > 0, 1 / size.where(size > 0, 1), 0) if erase else 1 + 0 * size
-    beta = _per_key("beta", beta, k)
     present = mask.presence(k)
+    if beta is not None:
+        beta = _per_key("beta", beta, k, present, "finite")
+    elif erase:
+        size = k.square().sum(-1)
+        known = present & (size >= torch.finfo(size.dtype).tiny)
+        beta = torch.where(known, 1 / size.where(known, 1), 0)
+    else:
+        beta = present.to(k.dtype)
     if decay is not None:
-        decay = _per_key("decay", decay, k)
-        if may_look_at(decay) and not bool(((decay <= 0) & (decay > -math.inf)).all()):
-            raise ValueError(
-                f"decay has numbers from {decay.min():.3g} to {decay.max():.3g}; expected finite "
-                "ones, at most 0: the logarithm of a factor of the state"
-            )
-        decay = decay.masked_fill(~present, 0)
+        decay = _per_key("decay", decay, k, present, "finite and at most 0")
     shape = (*k.shape[:-2], v.shape[-1], k.shape[-1])
     if state is None:
         state = k.new_zeros(shape)
     else:
         check_parameter("state", state, k, (shape,), "a matrix Dv × D for each head")
-    return Writes(k, v, beta.masked_fill(~present, 0), decay, erase, state.to(k.dtype))
+        state = state.to(k.dtype, copy=True)  # autograd stores no tensor made in inference mode
+    return Writes(k, v, beta, decay, erase, state)
 
 
-def _per_key(name: str, x: Tensor, k: Tensor) -> Tensor:
-    """Return a number for each key of k (..., M, D), checked and in the dtype of k."""
+def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor, kind: str) -> Tensor:
+    """Return a number for each key of k (..., M, D), checked, and 0 where a key is masked."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
         kind = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise TypeError(f"{name} has {kind}; expected a floating Tensor")
@@ -174,7 +177,9 @@ def _per_key(name: str, x: Tensor, k: Tensor) -> Tensor:
         )
     if x.device != k.device:
         raise ValueError(f"{name} is on device {x.device}; expected {k.device}, that of the keys")
-    return x.to(k.dtype).expand(shape)
+    x = x.to(k.dtype).expand(shape).masked_fill(~present, 0)
+    check_numbers(name, x, kind)
+    return x
 
 
 class Chunk(NamedTuple):
@@ -201,18 +206,18 @@ def _cut(x: Tensor, n: int) -> Tensor:
     return in_chunks(x, n, CHUNK)
 
 
-def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None]:
-    """Return the chunks of n positions, and the ratios R (..., n / C, C, C) of their decays."""
+def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None, Tensor | None]:
+    """Return the chunks of n positions, and of their decays R (..., n / C, C, C) and e^l."""
     k, v, b = (_cut(x, n) for x in (writes.k, writes.v, writes.beta.unsqueeze(-1)))
-    late, fade, R = k, None, None
+    late, fade, R, since = k, None, None, None
     written = b * v, b * k
     if writes.decay is not None:
-        total = _cut(writes.decay.unsqueeze(-1), n).cumsum(-2)  # l, (..., n / C, C, 1)
-        future = torch.ones(total.shape[-2], total.shape[-2], device=k.device).triu(1).bool()
-        R = (total - total.mT).masked_fill(future, -math.inf).exp()  # a later j would overflow
-        end = total[..., -1:, :]
-        late, fade = (end - total).exp() * k, end.exp()
-        written = b * v, b * total.exp() * k
+        decay = _cut(writes.decay.unsqueeze(-1), n)  # (..., n / C, C, 1)
+        C = decay.shape[-2]
+        sums = decay.mT.expand(*decay.shape[:-2], C, C).triu(1).cumsum(-1)  # l_t − l_j, at (j, t)
+        R, since = sums.exp().triu().mT, decay.cumsum(-2).exp()
+        late, fade = R[..., -1:, :].mT * k, since[..., -1:, :]
+        written = b * v, b * since * k
     U, W = written[0], None
     if writes.erase:
         A = b * (k @ k.mT) if R is None else b * (k @ k.mT) * R
@@ -226,7 +231,7 @@ def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None]:
     return [
         Chunk(*(None if x is None else x[c] for x in parts))  # type: ignore[arg-type]
         for c in range(count)
-    ], R
+    ], R, since
 
 
 def _segments(writes: Writes, n: int) -> list[Writes]:
@@ -263,11 +268,11 @@ def _read(q: Tensor, writes: Writes) -> Tensor:
     parts, S, outputs = _segments(writes, q.shape[-2]), writes.state.mT, []
     for q_s, part in zip(segments(q), parts, strict=True):
         n = q_s.shape[-2]
-        chunks, R = _chunks(part, n)
+        chunks, R, since = _chunks(part, n)
         k, queries = _cut(part.k, n), _cut(q_s, n)
         inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
-        if part.decay is not None:
-            queries = _cut(part.decay.unsqueeze(-1), n).cumsum(-2).exp() * queries
+        if since is not None:
+            queries = since * queries
         read = []
         for q_c, P_c, chunk in zip(queries.unbind(-3), inside.unbind(-3), chunks, strict=True):
             u = chunk.corrections(S)

@@ -2,8 +2,8 @@
 
 A check runs before any work, reads shapes, dtypes and devices only, and raises ``TypeError``
 (wrong kind: not a tensor, wrong dtype) or ``ValueError`` (wrong shape, device or value) with a
-message that names the argument, what it was and what was expected. The one check that must read
-data, `check_mask_values`, says what that costs.
+message that names the argument, what it was and what was expected. Two checks must read data,
+`check_mask_values` and `check_numbers`, and say what that costs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from torch import Tensor
 POOLED = "the steps of a pooled key have no scores to which it could be added"
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Mechanism = Callable[..., Any]  # (q, k, v, attn_mask, ...) to H; for a model also a class of layers
+RANGES: dict[str, Callable[[Tensor], Tensor]] = {  # which numbers a parameter may have
+    "finite": torch.isfinite,
+    "finite and positive": lambda x: (x > 0) & (x < math.inf),
+    "finite and at least 0": lambda x: (x >= 0) & (x < math.inf),
+    "finite and at most 0": lambda x: (x <= 0) & (x > -math.inf),
+}
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = False) -> None:
@@ -172,6 +178,17 @@ def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
         raise ValueError(f"{name} has numbers other than 0 and -inf; expected no others: {because}")
 
 
+def check_numbers(name: str, x: Tensor, kind: str = "finite") -> None:
+    """Refuse numbers of a parameter that are outside of a range in `RANGES`, and NaN.
+
+    A softmax or a division could turn them into a plausible result. On a GPU it waits for the
+    device. It is skipped where `may_look_at` is False.
+    """
+    if may_look_at(x) and not bool((right := RANGES[kind](x.detach())).all()):
+        wrong = float(x.detach()[~right][0])
+        raise ValueError(f"{name} contains {wrong:.3g}; expected numbers that are {kind}")
+
+
 def check_query_mask(query_mask: Tensor | None, q: Tensor) -> None:
     """Check for None, or a boolean mask that is False where a query of q (..., N, D) is padding."""
     if query_mask is None:
@@ -220,6 +237,12 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
+def check_flags(**flags: bool) -> None:
+    """Check for True or False, by name."""
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
 def check_callable(name: str, value: Mechanism, expected: str = "a function of (q, k, v)") -> None:
     """Check that `value` can be called."""
     if not callable(value):
@@ -259,8 +282,14 @@ def check_shape(name: str, x: Tensor, expected: tuple, meaning: str) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}: {meaning}")
 
 
-def check_parameter(name: str, value: Any, q: Tensor, shapes: tuple, meaning: str) -> Tensor:
-    """Check for a floating tensor with one of these shapes on the device of `q`, and return it."""
+def check_parameter(
+    name: str, value: Any, q: Tensor, shapes: tuple, meaning: str, kind: str = ""
+) -> Tensor:
+    """Check for a floating tensor with one of these shapes on the device of `q`, and return it.
+
+    Its numbers are of a `kind` in `RANGES`, if one is given. Matrices and states have none, because
+    a NaN in them makes results NaN, as in `q`.
+    """
     if not isinstance(value, Tensor) or value.dtype not in FLOATING:
         kind = f"of dtype {value.dtype}" if isinstance(value, Tensor) else _kind(value)
         raise TypeError(f"{name} is {kind}; expected a floating Tensor")
@@ -270,6 +299,8 @@ def check_parameter(name: str, value: Any, q: Tensor, shapes: tuple, meaning: st
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; expected one of {shapes}: {meaning}"
         )
+    if kind:
+        check_numbers(name, value, kind)
     return value
 
 
