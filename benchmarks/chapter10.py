@@ -163,7 +163,33 @@ def look_up(
         found = {"accuracy": float(right.mean())} | shares(model.eval(), *asked)
     if task == "both":
         found |= {"first": float(right[:, 0].mean()), "second": float(right[:, 1].mean())}
+        found |= fetched(model, asked, answers)
     return found | attention_cost(model, *(z[:1] for z in asked))
+
+
+@torch.no_grad()
+def fetched(model: Lookup, inputs: tuple[Tensor, ...], answers: Tensor) -> dict[str, float]:
+    """Return what a model with two answers fetches.
+
+    The mean weights of the two records, where they differ; the share of answers whose two likeliest
+    values are the right values of both questions, where these differ; the cross-entropy.
+    """
+    names, _, asked = inputs
+    question, tokens = model.tokens(*inputs)
+    A = model.attend(question, tokens, tokens)[1]  # (B, N, N), mean over heads
+    own = names[:, :, None] == asked[..., None]  # (B, 2, N, N): the record of each question
+    two = ~(own[:, 0] & own[:, 1]).any(-1)  # (B, N): there are two records
+    first, second = (float((A * own[:, i]).sum(-1)[two].mean()) for i in (0, 1))
+    logits = model(*inputs)
+    likeliest = logits.topk(2, 1).indices.sort(1)[0]  # (B, 2, answers, N)
+    pair = answers.sort(1)[0][:, :, None].expand_as(likeliest)
+    same = (likeliest == pair).all(1).float().transpose(1, 2)[answers[:, 0] != answers[:, 1]]
+    return {
+        "weight of first": first,
+        "weight of second": second,
+        "two likeliest": float(same.mean()),
+        "loss": float(cross_entropy(logits, answers)),
+    }
 
 
 def shares(model: Lookup, names: Tensor, values: Tensor, asked: Tensor) -> dict[str, float]:
