@@ -796,6 +796,21 @@ def test_singular_vectors_are_known_where_they_are():
     assert found(other, right, 0.5) == near([size, reach / 2, 0, 0])
 
 
+def test_hand_set_head_fetches_both_values_and_names_the_louder_first():
+    torch.manual_seed(0)
+    layers = chapter10.LAYERS["both"]
+    model = chapter10.Lookup(layers[chapter10.BY_HAND], 2)
+    chapter10.by_hand(model)
+    found = chapter10.fetched(model, *chapter10.pose(100, "both"))
+    assert found["weight of first"] == pytest.approx(1 / (1 + math.exp(-0.2)), abs=1e-3)
+    assert found["weight of first"] + found["weight of second"] == pytest.approx(1, abs=1e-3)
+    assert found["two likeliest"] == 1 and found["loss"] > 3  # sure, and wrong for half of them
+    model = chapter10.Lookup(layers["uniform"], 2)
+    found = chapter10.fetched(model, *chapter10.pose(100, "both"))
+    assert found["weight of first"] == found["weight of second"] == pytest.approx(1 / 8)
+    assert found["two likeliest"] < 0.1
+
+
 def test_layers_without_matrices_have_none():
     for arm, layer in (chapter14.CROSS | chapter14.DECODER).items():
         if layer and layer is not chapter14.ByPlace:
