@@ -92,6 +92,21 @@ def test_a_state_goes_through_long_pieces(name):
 
 
 @with_states
+def test_a_state_of_inference_mode_is_continued_with_gradients(name):
+    form, inputs = draw(name, 12)
+    with torch.inference_mode():
+        early = state_of(form, *(x[..., :6, :] for x in inputs[1:]))
+    normal = state_of(form, *(x[..., :6, :].detach() for x in inputs[1:]))
+
+    def rest(state):
+        return output_and_gradients(
+            lambda *x: in_pieces(form, *(y[..., 6:, :] for y in x), [1, 5], state)[0], inputs
+        )
+
+    assert_all_close(rest(early), rest(normal), 1e-12, name)
+
+
+@with_states
 def test_a_state_is_that_of_its_sequence_and_of_all_before(name):
     """Another sequence's state, one that is a token late, and none at all give other results."""
     more = {"beta": torch.full((H, 1), 0.1)} if name == "delta" else {}  # 1/‖k‖² writes once
@@ -310,7 +325,7 @@ def test_a_model_writes_the_same_with_and_without_a_state(name):
 def test_a_text_in_pieces_has_the_logits_of_the_whole(name):
     model, x = writer(name, taps=3).eval(), torch.randint(256, (B, 24))
     whole, parts, read = model(x), [], ()
-    for piece in x.split([1, 1, 5, 1, 16], 1):
+    for piece in x.split([0, 1, 1, 0, 5, 1, 16], 1):
         logits, *read = model.step(piece, *read)
         parts.append(logits)
     assert_all_close([torch.cat(parts, 1)], [whole], 1e-9, name)

@@ -28,17 +28,21 @@ from derived_attention import (
     MultiheadAttention,
     MultiresolutionAttention,
     ScaledHeadsAttention,
+    conv1d_attention,
     downsample,
     linear_attention,
     linear_attention_reference,
     multiresolution_attention,
     multiresolution_attention_reference,
     multiresolution_layer,
+    normalized_attention,
     scaled_heads_attention,
     softmax_attention,
     upsample,
+    window_attention,
 )
-from derived_attention.attention.frame.convention import weights_of
+from derived_attention.attention.frame.convention import is_per_key, weights_of
+from derived_attention.attention.registry import MECHANISMS, plain_keys
 from derived_attention.tasks.model import Config
 from derived_attention.tasks.series.model import SeriesClassifier
 from derived_attention.training.measure import count_flops
@@ -177,6 +181,55 @@ def test_a_causal_head_reads_windows_that_have_ended():
     assert_all_close([on[..., :10, :]], [out], 1e-12)
 
 
+def base_of(name):
+    """A mechanism, and its formula where it takes any mask, with the options of one head."""
+    entry = MECHANISMS[name]
+    own = {
+        key: x.double() if torch.is_tensor(x) else x for key, x in entry.options(N, 1, 8).items()
+    }
+    own |= {key: 2 for key in ("window", "block", "stride") if key in own}
+    fast, formula = (functools.partial(form, **own) for form in (entry.fast, entry.reference))
+    return fast, None if is_per_key(formula) else formula
+
+
+PER_KEY = [  # with a key for each token
+    name for name, entry in MECHANISMS.items()
+    if entry.causal and entry.alone and not entry.square and entry.keys is plain_keys
+    and is_per_key(entry.fast)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PER_KEY)
+def test_causal_windows_of_two_scales_attend_what_has_ended(name):
+    """A band is one of windows by their numbers, and late queries attend all keys, if N > M."""
+    fast, formula = base_of(name)
+    assert bool(getattr(fast.func, "placed", None)) == MECHANISMS[name].placed
+    for n, m in ((N, N), (33, 9), (9, 33), (0, 5), (5, 0)):
+        q, k, v = (x.detach() for x in qkv((2, 1), n=n, m=m))
+        for s, t in ((2, 3), (3, 2), (1, 4), (4, 1), (3, 40), (40, 3)):
+            own = {"scales": [s], "key_scales": [t], "is_causal": True}
+            out = multiresolution_attention(q, k, v, attention=fast, **own)
+            if formula is None:  # each window of queries alone, among keys that have ended
+                alone = [fast(*x) for x in ended_windows(q, k, v, s, t)]
+                expected = torch.cat([v[..., :0, :], *alone], -2)
+                expected = expected[..., torch.arange(n) // s, :]
+            else:
+                expected = multiresolution_attention_reference(q, k, v, attention=formula, **own)
+            assert_all_close([out], [expected], 1e-10, f"{name}, {(n, m)}, {(s, t)}")
+
+
+def ended_windows(q, k, v, s, t):
+    """Each causal window of s queries, with the windows of t keys that have ended."""
+
+    def pooled(x, r):
+        whole = x[..., 1 : 1 + (x.shape[-2] - 1) // r * r, :]
+        return torch.cat([x[..., :1, :], downsample(whole, r)], -2) if x.shape[-2] else x
+
+    Q, K, V = pooled(q, s), pooled(k, t), pooled(v, t)
+    for i in range(Q.shape[-2]):
+        yield Q[..., i : i + 1, :], *(x[..., : i * s // t + 1, :] for x in (K, V))
+
+
 @pytest.mark.parametrize("name", WAVELETS)
 def test_wavelets_pool_the_heads(name):
     q, k, v = qkv(n=16, m=24)
@@ -257,14 +310,15 @@ def test_layer_leaves_padded_queries_out_of_the_windows():
 def test_layer_costs_less_than_its_heads_would():
     x = torch.zeros(1, 64, 32)
     counts = {}
-    for scales in ([1] * 8, [1, 1, 2, 2, 4, 4, 8, 8]):
+    for scales in ([1] * 8, [4] * 8, [1, 1, 2, 2, 4, 4, 8, 8]):
         made = MultiresolutionAttention(32, 8, scales=scales)
         counts[scales[-1]] = count_flops(functools.partial(made, x, x, x, need_weights=False))
     projections, products = 4 * 2 * 64 * 32 * 32, 4 * 64 * 64 * 32
     share = sum(2 / s for s in (1, 2, 4, 8)) / 8
     square = sum(2 / s**2 for s in (1, 2, 4, 8)) / 8
     assert counts[1] == projections + products
-    assert counts[8] == pytest.approx(projections * share + products * square)
+    assert counts[4] == projections / 4 + products / 16
+    assert counts[8] == projections * (3 * share + 1) / 4 + products * square
 
 
 def test_composed_layers():
@@ -343,6 +397,11 @@ def test_what_is_wrong_is_named():
         ({"attn_mask": torch.full((N,), 0.5)}, ValueError, "attn_mask has numbers other than 0"),
         ({"attn_mask": torch.ones(N, N)}, ValueError, "attn_mask has shape .* in place of N"),
     ]
+    mixing = functools.partial(conv1d_attention, weight=torch.ones(3).double())
+    inside = functools.partial(normalized_attention, attention=window_attention)
+    for base, name in ((mixing, "conv1d_attention"), (inside, "window_attention")):
+        two = {"attention": base, "key_scales": OTHERS, "is_causal": True}
+        bad.append((two, ValueError, f"key_scales differ from scales .* runs {name}; expected"))
     for own, error, match in bad:
         with pytest.raises(error, match=match):
             multiresolution_attention(q, k, v, **{"scales": SCALES, **own})

@@ -468,15 +468,17 @@ def sink(q, k, v, mask, scale, *, bias):
 def selected(q, k, v, mask, scale, *, block, kept):
     """Softmax over a query's own block and the `kept` others of largest q_i·k̄_J.
 
-    If causal, those are blocks before its own. k̄_J is the mean over present keys.
+    If causal, those are blocks before its own. k̄_J is the mean over the keys of J
+    that the query may attend.
     """
     i, j = places(q, k)
-    W = windows(k.shape[-2], block, device=k.device)  # (M/b, M)
-    P = averages(W, mask.presence(k), k.dtype)
-    pooled = (q @ (P @ k).mT).detach()  # (..., N, M/b)
+    keep = mask.rows(q, k)[0].to(k.dtype)
+    W = windows(k.shape[-2], block, device=k.device).to(k.dtype)  # (M/b, M)
+    count = keep @ W.mT
+    # (..., N, M/b)
+    pooled = (keep * (q @ k.mT) @ W.mT / count.clamp(min=1)).detach()
     J = torch.arange(W.shape[0], device=k.device)
-    other = (J < i // block) if mask.is_causal else (J != i // block)
-    other = other & P.any(-1).unsqueeze(-2)
+    other = (J != i // block) & (count > 0)
     best = pooled.masked_fill(~other, -math.inf).topk(min(kept, W.shape[0])).indices
     best = torch.zeros_like(pooled).scatter(-1, best, 1.0) * other
     read = (best @ W.to(best.dtype) > 0) | (i // block == j // block)

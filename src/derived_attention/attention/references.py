@@ -353,7 +353,7 @@ def sink_attention_reference(q, k, v, mask, scale, *, bias) -> Arguments:
     return {"bias": check_sink(bias, q)}
 
 
-@reference(formulas.selected, per_key=True)
+@reference(formulas.selected)
 def selected_attention_reference(q, k, v, mask, scale, *, block, kept) -> Arguments:
     """Check the blocks."""
     return {"block": check_count("block", block, 1), "kept": check_count("kept", kept, 1)}

@@ -38,11 +38,13 @@ from derived_attention.attention.frame.checks import (
     wide,
 )
 from derived_attention.attention.frame.convention import (
+    depends_on_position,
     extend,
     full_precision,
     in_full,
     in_groups,
     mechanism,
+    repeat_heads,
     takes_fewer_heads,
     with_any_heads,
 )
@@ -50,6 +52,7 @@ from derived_attention.attention.frame.masks import Mask, masked_softmax, narrow
 from derived_attention.attention.linear.fast import (
     CHUNK,
     FeatureMap,
+    apply_feature_map,
     elu_feature_map,
     linear_attention,
     ratio,
@@ -454,6 +457,7 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
+@depends_on_position
 @takes_fewer_heads
 def fmm_attention(
     q: Tensor,
@@ -485,6 +489,10 @@ def fmm_attention(
     """
     maps = check_maps(feature_maps)
     w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
+    if mask.by_query:
+        fields: dict[str, Any] = {"near": w_near, "far": w_far, "window": window}
+        fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
+        return in_full(formulas.fmm)(q, *repeat_heads(q, k, v), mask, scale, **fields)
     options = {**mask.keywords, "scale": scale}
     H = w_near * with_any_heads(window_attention, q, k, v, window=window, **options)
     linear = functools.partial(with_any_heads, linear_attention, q, k, v, **options)
@@ -506,7 +514,8 @@ def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
 def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
     """Check the weight of a field, and return it as (..., 1, 1), in float32 at least."""
     shapes = (), tuple(q.shape[-3:-2])
-    weight = check_parameter(name, weight, q, shapes, "one number, or one for each head")
+    meaning = "one number, or one for each head"
+    weight = check_parameter(name, weight, q, shapes, meaning, "finite")
     return weight.to(wide(q))[..., None, None]
 
 

@@ -7,10 +7,11 @@ that has the arguments of ``torch.nn.functional.scaled_dot_product_attention`` a
 checks, masks, dropout and shared heads. The decorator's arguments say what else holds of the form,
 and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
 for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
-that a query's result does not depend on other queries, ``softmax`` that adding a number to all
-scores of a query changes nothing, ``shared`` that the form is one that `takes_fewer_heads`,
-``state`` (or None) computes what the form's option `state` tells it of the keys before the first. A
-formula decorated with `in_full` runs in float32 at least.
+that a query's result does not depend on other queries, ``placed`` (or None) is a form that
+`depends_on_position`, ``softmax`` that adding a number to all scores of a query changes nothing,
+``shared`` that the form is one that `takes_fewer_heads`, ``state`` (or None) computes what the
+form's option `state` tells it of the keys before the first. A formula decorated with `in_full` runs
+in float32 at least.
 """
 
 from __future__ import annotations
@@ -317,6 +318,16 @@ def takes_fewer_heads(form: Mechanism) -> Mechanism:
     and no state is given. Otherwise their heads are repeated.
     """
     form.shared = True  # type: ignore[attr-defined]
+    return form
+
+
+def depends_on_position(form: Mechanism) -> Mechanism:
+    """Say of a form that a query's result depends on its position, and that it takes any mask.
+
+    For masks that differ between queries, as causal windows of two scales have, it may store (N, M)
+    matrices. It is the attribute ``placed`` of its mechanism.
+    """
+    form.placed = form  # type: ignore[attr-defined]
     return form
 
 

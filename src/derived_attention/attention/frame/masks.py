@@ -194,6 +194,11 @@ class Mask:
         return divide(kernel, kernel.sum(-1, keepdim=True))
 
     @property
+    def by_query(self) -> bool:
+        """Whether it is given, and may differ between queries."""
+        return self.given is not None and self.given.shape[-2] != 1
+
+    @property
     def for_all_heads(self) -> bool:
         """Whether it is the same for all heads."""
         return self.given is None or self.given.dim() < 3 or self.given.shape[-3] == 1

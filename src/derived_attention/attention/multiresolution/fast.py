@@ -49,6 +49,7 @@ from derived_attention.attention.frame.checks import (
 from derived_attention.attention.frame.convention import (
     is_per_key,
     mechanism,
+    parts_of,
     takes_fewer_heads,
     with_any_heads,
 )
@@ -88,8 +89,9 @@ def multiresolution_attention(
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
-        s ≠ s', a mask of (N / s) (M / s') entries is stored. Not with wavelets, whose filters reach
-        into the future, and not with a class token.
+        s ≠ s', a mask of (N / s) (M / s') entries is stored, and scores with an `attention` whose
+        patterns depend on positions; they are those of windows by their numbers. Not with wavelets,
+        whose filters reach into the future, and not with a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
         wavelets.
@@ -103,6 +105,7 @@ def multiresolution_attention(
         left out of its pooled query.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
+        If causal with s ≠ s', one that treats each query alone.
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     laid = check_filters(filters, pairs, class_token, mask.is_causal)
@@ -175,10 +178,30 @@ def causal_windows(
     base: Mechanism, query: Tensor, key: Tensor, s: int, t: int
 ) -> tuple[Mechanism, Tensor | None]:
     """Let windows of s queries attend windows of t keys that have ended: a function, a mask."""
-    if is_per_key(base):
+    *inner, own = parts_of(base)
+    placed = getattr(own, "placed", None)
+    if is_per_key(base) and not placed:
+        for part in (*inner, own):
+            if getattr(part, "placed", None) or not getattr(part, "alone", True):
+                raise ValueError(
+                    "key_scales differ from scales with is_causal=True, and the attention runs "
+                    f"{part.__name__}; expected the same scales, or an attention that treats each "
+                    "query alone, wherever it is"
+                )
         return functools.partial(_in_step, base, s, t), None
     i, j = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
-    return base, j * t <= (i * s)[:, None]
+    ended = j * t <= (i * s)[:, None]
+    return (functools.partial(_under, base, ended), None) if placed else (base, ended)
+
+
+def _under(
+    base: Mechanism, ended: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
+    attn_mask: Tensor | None, is_causal: bool, scale: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Attend windows that have ended by the form of a base that depends on positions."""
+    while isinstance(base, functools.partial):
+        options, base = base.keywords | options, base.func
+    return base.placed(q, k, v, Mask(ended), scale, **options)  # type: ignore[attr-defined]
 
 
 def _in_step(
@@ -186,16 +209,20 @@ def _in_step(
 ) -> Tensor:
     """Attend with query i among the keys j t ≤ i s, by a base that has only j ≤ i.
 
-    Query i takes the place ⌊i s / t⌋, that of its last key. At most ⌈t / s⌉ queries have the same
-    place: they are put into as many sequences, whose other places repeat the first query.
+    Query i takes the place ⌊i s / t⌋, that of its last key; places after all keys attend them all.
+    At most ⌈t / s⌉ queries have the same place: they are put into as many sequences, whose other
+    places repeat the first query.
     """
-    i = torch.arange(q.shape[-2], device=q.device)
+    N, M = q.shape[-2], k.shape[-2]
+    if N == 0:
+        return base(q, k, v, **options)
+    i = torch.arange(N, device=q.device)
     place = i * s // t
     lane = i - (place * t + s - 1) // s  # i minus the first query with this place
-    source = i.new_zeros(-(-t // s), k.shape[-2])
+    source = i.new_zeros(-(-t // s), torch.sym_max(M, (N - 1) * s // t + 1))
     source[lane, place] = i
     lanes = len(source)
-    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., M, D), as heads stay the third from last
+    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., ·, D), as heads stay the third from last
     k, v = (x.expand(lanes, *x.shape) for x in (k, v))
     return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
 

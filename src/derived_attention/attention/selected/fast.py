@@ -29,6 +29,7 @@ from derived_attention.attention import formulas
 from derived_attention.attention.engine.pooling import windows
 from derived_attention.attention.frame.checks import check_count, is_symbolic, wide
 from derived_attention.attention.frame.convention import (
+    depends_on_position,
     extend,
     full_precision,
     in_full,
@@ -44,6 +45,7 @@ SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 
 @mechanism(per_key=True)
+@depends_on_position
 @in_groups
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
@@ -68,7 +70,7 @@ def selected_attention(
     check_count("block", block, 1)
     check_count("kept", kept, 1)
     N, M = q.shape[-2], k.shape[-2]
-    if is_symbolic(N, M):
+    if is_symbolic(N, M) or mask.by_query:
         return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     blocks, rows = -(-M // block), -(-N // block)
     if q.numel() == 0 or k.numel() == 0 or kept >= blocks - (rows <= blocks):

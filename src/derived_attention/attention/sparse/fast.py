@@ -27,8 +27,9 @@ from torch import Tensor
 
 from derived_attention.attention import formulas
 from derived_attention.attention.engine.blocks import stands_for_many, to_front
-from derived_attention.attention.frame.checks import check_count, is_symbolic, wide
+from derived_attention.attention.frame.checks import check_count, check_flag, is_symbolic, wide
 from derived_attention.attention.frame.convention import (
+    depends_on_position,
     extend,
     full_precision,
     in_full,
@@ -96,6 +97,7 @@ def fixed_mask(
 
 
 def _past(i: Tensor, j: Tensor, keep: Tensor, is_causal: bool) -> Tensor:
+    check_flag("is_causal", is_causal)
     return keep & (j <= i) if is_causal else keep
 
 
@@ -109,6 +111,7 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
 
 
 @mechanism(per_key=True)
+@depends_on_position
 @in_groups
 def window_attention(
     q: Tensor,
@@ -137,7 +140,7 @@ def window_attention(
     check_count("window", window, 0)
     if flex.runs(fused, "window", q, k, v, mask, by_default=True):
         return flex.attend("window", (window,), q, k, v, mask, scale)
-    if is_symbolic(q.shape[-2], k.shape[-2]):
+    if is_symbolic(q.shape[-2], k.shape[-2]) or mask.by_query:
         return in_full(formulas.window)(q, k, v, mask, scale, window=window)
     column = _key_column(mask, k.shape[-2])
     if q.numel() == 0 or k.numel() == 0:
@@ -171,6 +174,7 @@ def window_attention(
 
 
 @mechanism(per_key=True)
+@depends_on_position
 @in_groups
 def strided_attention(
     q: Tensor,
@@ -203,10 +207,13 @@ def strided_attention(
     check_count("stride", stride, 1)
     if flex.runs(fused, "strided", q, k, v, mask, by_default=False):
         return flex.attend("strided", (stride,), q, k, v, mask, scale)
+    if mask.by_query:
+        return in_full(formulas.strided)(q, k, v, mask, scale, stride=stride)
     return _two_groups(q, k, v, mask, scale, stride, 0)
 
 
 @mechanism(per_key=True)
+@depends_on_position
 @in_groups
 def fixed_attention(
     q: Tensor,
@@ -237,6 +244,8 @@ def fixed_attention(
     check_fixed(stride, summary)
     if flex.runs(fused, "fixed", q, k, v, mask, by_default=False):
         return flex.attend("fixed", (stride, summary), q, k, v, mask, scale)
+    if mask.by_query:
+        return in_full(formulas.fixed)(q, k, v, mask, scale, stride=stride, summary=summary)
     return _two_groups(q, k, v, mask, scale, stride, summary)
 
 

@@ -121,5 +121,6 @@ class ByteLM(Encoder):
             last = tokens.new_zeros(shape) if last is None else last
             check_shape("read.last", last, shape, "those of one batch")
             both = torch.cat([last, tokens], 1)
-            tokens, last = tokens + self.before(both.mT).mT, both[:, n:]
+            last = both[:, n:]
+            tokens = tokens + self.before(both.mT).mT if n else tokens
         return self.dropout(tokens + self.positions[read.seen : end]), last
