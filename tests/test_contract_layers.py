@@ -11,6 +11,7 @@ import torch
 from helpers import (
     B,
     H,
+    additive,
     assert_all_close,
     every_causal_mechanism,
     every_mechanism,
@@ -36,6 +37,11 @@ def make_layer(name, dtype=torch.float64, heads=H, **own):
         for p in layer.parameters():
             p.add_(0.1 * torch.randn(p.shape))
     return layer.eval()
+
+
+def causal_layer(name):
+    own = "causal" in inspect.signature(type(make_layer(name))).parameters
+    return make_layer(name, **{"causal": True} if own else {})
 
 
 def sequences(dtype=torch.float64):
@@ -115,6 +121,25 @@ def test_layer_takes_padding_as_absence(name):
     assert torch.equal(nothing, layer.out_proj.bias.expand_as(nothing))
 
 
+@every_mechanism
+def test_layer_keeps_nan_and_infinity_at_padding(name):
+    """With PyTorch's layer they reach every token: here neither outputs nor gradients of others."""
+    for causal in (False, True)[: 1 + MECHANISMS[name].causal]:
+        layer, x = causal_layer(name) if causal else make_layer(name), sequences()
+
+        def run(x, gone, need_weights, layer=layer, causal=causal):
+            x = x.requires_grad_()
+            out = layer(x, x, x, gone, need_weights, is_causal=causal)[0][~GONE]
+            leaves = [x, *layer.parameters()]
+            return [out, *torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)]
+
+        for need_weights in (False, True):
+            expected = run(x.masked_fill(GONE[..., None], 0), GONE, need_weights)
+            for bad, gone in ((math.nan, GONE), (math.inf, additive(~GONE)), (-math.inf, GONE)):
+                found = run(x.masked_fill(GONE[..., None], bad), gone, need_weights)
+                assert_all_close(found, expected, 1e-10, f"{name}, {causal}, {bad}")
+
+
 @every_mechanism_with_weights
 def test_layer_gives_weights_that_reproduce_its_output(name):
     layer, x = make_layer(name), sequences()
@@ -134,6 +159,43 @@ def test_layer_gives_weights_that_reproduce_its_output(name):
     assert A.shape == (B, H, N, N) and not A[0, ..., GONE[0]].any()
 
 
+class Doubled(nn.Module):
+    """A module in the place of a Linear, as LoRA makes it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+CALLING = {  # layers with more modules than the sample options give
+    "delta": {"gated": True},
+    "fmm": {"feature_maps": [nn.Sequential(nn.Linear(4, 4), nn.Softplus())]},
+    "mrs": {"scales": [2] * H},
+    "sh": {"pooling": "convolution"},
+    "bn_sh": {"pooling": "convolution"},
+}
+
+
+@every_mechanism
+def test_layer_calls_its_modules(name):
+    """A hook of a module has an effect, and so has what replaces the output projection."""
+    x = sequences()
+    for layer in (make_layer(name), make_layer(name, **CALLING.get(name, {}))):
+        out, lists = output(layer.double(), x), (nn.ParameterDict, nn.ModuleList)
+        for path, module in layer.named_modules():
+            if module is layer or isinstance(module, lists) or not [*module.parameters()]:
+                continue
+            called = []
+            module.register_forward_hook(lambda *call, called=called: called.append(call[-1]))
+            output(layer, x)
+            assert called, f"{name}: {path}"
+        layer.out_proj = Doubled(layer.out_proj)
+        assert_all_close([output(layer, x)], [2 * out], 1e-12, name)
+
+
 @every_mechanism_with_weights
 def test_layer_drops_weights_in_training_only(name):
     layer, x = make_layer(name, dropout=0.5), sequences()
@@ -149,8 +211,7 @@ def test_layer_drops_weights_in_training_only(name):
 
 @every_causal_mechanism
 def test_causal_layer_sees_no_future(name):
-    own = "causal" in inspect.signature(type(make_layer(name))).parameters
-    layer, x = make_layer(name, **{"causal": True} if own else {}), sequences()
+    layer, x = causal_layer(name), sequences()
     for need_weights in (False, True):
         out = layer(x, x, x, None, need_weights, is_causal=True)[0]
         for t in (0, 4, N - 2):

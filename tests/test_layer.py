@@ -228,6 +228,18 @@ def test_a_fully_masked_row_gives_the_bias_where_pytorch_gives_nan():
             assert not result["query"][1].any() and not result["value"][1].any()
 
 
+def test_nan_at_padding_stays_there_where_pytorch_spreads_it():
+    gone, (q, k, v) = boolean(B, M), three()
+    ours, theirs = pair(torch.float64)
+    for options in ({}, {"attn_mask": CAUSAL}, {"is_causal": True, "attn_mask": CAUSAL}):
+        options |= {"key_padding_mask": gone}
+        hidden = [x.masked_fill(gone[..., None], math.nan) for x in (k, v)]
+        assert_same(run(ours, (q, *hidden), **options), run(ours, (q, k, v), **options), 1e-12)
+        assert bool(theirs(q, *hidden, **options)[0].isnan().all())
+    one = ours(q[0], *(x[0] for x in hidden), gone[0])[0]
+    torch.testing.assert_close(one, ours(q, k, v, gone)[0][0])
+
+
 def test_is_causal_needs_no_mask_and_where_there_is_one_both_hold():
     ours, theirs = pair(torch.float64)
     padding, other = {"key_padding_mask": boolean(B, M)}, boolean(N, M)

@@ -30,6 +30,7 @@ from derived_attention.attention.frame.checks import (
     check_callable,
     check_count,
     check_flag,
+    check_flags,
     check_floating,
     check_no_bias,
     check_probability,
@@ -64,7 +65,7 @@ class Group(NamedTuple):
     base: Mechanism  # their function, without the parameters that `mechanism` adds
     spread: Callable[[Tensor], Tensor] | None = None  # weights (..., N, M') to those of M steps
     query: Tensor | None = None  # (B, N', embed_dim), if these heads have fewer queries
-    restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·); linear
+    restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·); of 1 is 1
 
 
 class MultiheadAttention(nn.Module):
@@ -81,7 +82,10 @@ class MultiheadAttention(nn.Module):
     - there is no `add_bias_kv` and no `add_zero_attn`;
     - a layer is declared to be self-attention or cross-attention, by `cross`;
     - nested tensors, which ``nn.TransformerEncoder`` makes in evaluation, are padded internally;
-    - a mask with NaN or +inf is an error.
+    - a mask with NaN or +inf is an error;
+    - NaN and infinity in padded tokens count as 0 and reach neither outputs nor gradients of other
+      tokens, where in PyTorch's layer 0 times NaN makes every output NaN. Tokens that are excluded
+      only by `attn_mask` or by causality have to be finite, as in PyTorch's layer.
 
     From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism except those
     whose tokens lie on a grid, Attention-Conv2D and CvT. The minimum length has to be larger than
@@ -177,6 +181,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         D, G = _head_sizes(embed_dim, num_heads, head_dim, kv_heads)
         check_probability("dropout", dropout)
+        check_flags(bias=bias, batch_first=batch_first)
         if not batch_first:
             raise ValueError(
                 "batch_first is False; expected True: inputs are (batch, length, features)"
@@ -311,6 +316,8 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, its value and what was expected.
         """
+        weights = dict(need_weights=need_weights, average_attn_weights=average_attn_weights)
+        check_flags(is_causal=is_causal, **weights)
         inputs, padding = (query, key, value), (key_padding_mask, query_padding_mask)
         rest: tuple[Any, ...] = (need_weights, attn_mask, average_attn_weights, is_causal)
         if any(isinstance(x, Tensor) and x.is_nested for x in inputs):
@@ -341,7 +348,7 @@ class MultiheadAttention(nn.Module):
             check_no_bias("key_padding_mask", key_padding_mask, because)
             output, A = self._run_without_padding(inputs, mask, need_weights)
         else:
-            output, A = self.run(query, key, value, mask, need_weights)
+            output, A = self.run(*_cleaned(mask, *inputs), mask, need_weights)
         return output, A if A is None or not average_attn_weights else A.mean(-3)
 
     def _run_without_padding(
@@ -585,22 +592,15 @@ class MultiheadAttention(nn.Module):
     def _join(self, outputs: list[Tensor], groups: list[Group]) -> Tensor:
         """Join the heads' outputs by W_O: (B, N, embed_dim).
 
-        Heads with fewer queries are projected first and restored to N afterwards, which is less
-        work and gives the same result, as both maps are linear.
+        Heads that all have the same fewer queries are restored to N after it, which is less work.
         """
-        if not self.projected:
-            pairs = zip(outputs, groups, strict=True)
-            outputs = [H if group.restore is None else group.restore(H) for H, group in pairs]
-        if not self.projected or all(group.restore is None for group in groups):
-            heads = in_order(outputs, self._order(groups))
-            return self.out_proj(heads.transpose(-3, -2).flatten(-2))
-        columns = self.out_proj.weight.unflatten(-1, (self.num_heads, -1))  # (embed_dim, H, D)
-        joined: Any = 0 if self.out_proj.bias is None else self.out_proj.bias
-        for H, group in zip(outputs, groups, strict=True):
-            weight = pick(columns, group.heads, at=-2).flatten(-2)
-            part = F.linear(H.transpose(-3, -2).flatten(-2), weight)
-            joined = joined + (part if group.restore is None else group.restore(part))
-        return joined.to(part.dtype)  # under autocast that of a product, not of the bias
+        pairs = [(H, group.restore) for H, group in zip(outputs, groups, strict=True)]
+        after = pairs[0][1] if len(pairs) == 1 else None
+        if after is None:
+            outputs = [H if restore is None else restore(H) for H, restore in pairs]
+        heads = in_order(outputs, self._order(groups))
+        joined = self.out_proj(heads.transpose(-3, -2).flatten(-2))
+        return joined if after is None else after(joined)
 
     def _order(self, groups: list[Group]) -> list[int]:
         every = range(self.num_heads)
@@ -636,6 +636,23 @@ def _head_sizes(E: int, H: int, head_dim: int | None, kv_heads: int | None) -> t
 def _moved(x: Tensor, order: Tensor) -> Tensor:
     """Put the steps of x (..., N, E) into an order (..., N, 1)."""
     return x.gather(-2, order.expand(*order.shape[:-1], x.shape[-1]))
+
+
+def _cleaned(
+    mask: Mask, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set padded keys and values to 0, and in padded queries only what is no finite number.
+
+    A weight of 0 would not remove a NaN of a value, and in the backward pass a NaN of a query would
+    reach all keys. Other numbers of padded queries stay, as their results are PyTorch's.
+    """
+    if mask.queries is not None:
+        query = torch.where(mask.queries.mT, query, query.nan_to_num(0.0, 0.0, 0.0))
+    if mask.keys is not None:
+        absent = ~mask.keys.mT
+        cleaned = key.masked_fill(absent, 0)
+        key, value = cleaned, cleaned if value is key else value.masked_fill(absent, 0)
+    return query, key, value
 
 
 def _text(value: Any) -> str:

@@ -27,10 +27,10 @@ class MultiresolutionAttention(MultiheadAttention):
     """MrsHA in H heads, with the interface and the parameters of `MultiheadAttention`.
 
     It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
-    joins the heads before it repeats their results. Padded keys and queries are left out of the
-    windows. The attention weights it returns are those of the steps. If a scale is above 1 the
-    forward pass takes no `attn_mask`; padding goes into `key_padding_mask`. With ``cross=True`` the
-    scales of queries have to be 1.
+    repeats the heads' results before it joins them, or after it where all have one scale. Padded
+    keys and queries are left out of the windows. The attention weights it returns are those of the
+    steps. If a scale is above 1 the forward pass takes no `attn_mask`; padding goes into
+    `key_padding_mask`. With ``cross=True`` the scales of queries have to be 1.
 
     Parameters
     ----------
