@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -324,6 +325,56 @@ def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
     assert len(page.run()[0]) == 3, "all claims are free again"
 
 
+def test_no_run_is_started_after_an_error(page):
+    class Two:
+        """Workers whose first run fails while the second goes on."""
+
+        slots, calls = 2, 0
+
+        def submit(self, call, *arguments):
+            self.calls += 1
+            future = Future()
+            if self.calls == 1:
+                future.set_exception(ArithmeticError("the first"))
+            else:
+                threading.Timer(0.1, future.set_result, [call(*arguments)]).start()
+            return future
+
+        def stop(self):
+            pass
+
+    workers = Two()
+    with pytest.raises(ArithmeticError, match="the first"):
+        run_grid(page.load().train_once, CONFIGS, page.store, workers=workers)
+    assert workers.calls == 2
+    assert len(list(page.store.rglob("*.json"))) == 1, "the second run is stored"
+
+
+def test_a_run_may_change_its_arguments(tmp_path):
+    def empties(sizes):
+        return {"sum": sum(sizes.pop() for _ in range(len(sizes)))}
+
+    for _ in range(2):
+        (result,) = run_grid(empties, [{"sizes": [1, 2]}], tmp_path)
+        assert result["sizes"] == [1, 2] and result["sum"] == 3
+    (path,) = tmp_path.rglob("*.json")
+    assert json.loads(path.read_bytes())["config"] == {"sizes": [1, 2]}
+
+
+def test_a_run_that_another_process_stores_before_the_claim_is_not_made_again(page, monkeypatch):
+    first, _ = page.run(grid=[{"seed": 0}])
+    (path,) = page.store.rglob("*.json")
+    content, lock = path.read_bytes(), experiments._lock
+    path.unlink()
+
+    def late(claimed):
+        path.write_bytes(content)  # by the process that held the lock until now
+        return lock(claimed)
+
+    monkeypatch.setattr(experiments, "_lock", late)
+    assert page.run(grid=[{"seed": 0}]) == (first, 0)
+
+
 def test_a_failing_run_loses_nothing(page):
     grid = [{"seed": 0}, {"seed": 1}, {"seed": 2}]
     edit = ("seed_everything(seed)", "seed_everything(seed if seed < 2 else -1)")
@@ -344,8 +395,8 @@ DAMAGE = {
     "null": b"null",
     "not UTF-8": b"\xff\xfe",
     "no key": b"{}",
-    "other key": b'{"key": "x", "result": {}}',
-    "no result": b'{"key": "KEY", "result": 5}',
+    "other key": b'{"key": "x", "result": {}, "seconds": 1.0, "cpu_seconds": 1.0}',
+    "no result": b'{"key": "KEY", "result": 5, "seconds": 1.0, "cpu_seconds": 1.0}',
     "no times": b'{"key": "KEY", "result": {}, "seconds": "1", "cpu_seconds": 1.0}',
     "deep": b"[" * 100_000,
     "half": None,
