@@ -1,5 +1,6 @@
 """Each check passes what is true, rejects what is not, and refuses to be unable to fail."""
 
+import copy
 import dataclasses
 import html
 import json
@@ -184,9 +185,7 @@ def test_entries_of_different_sizes_need_relative_errors():
     claims.equal("000.eq1", zeros, [1.0, 0.0], mutant=pair, relative=True)
     with pytest.raises(ClaimError, match="error inf"):
         claims.equal(None, pair, zeros, mutant=zeros + pair**2, relative=True)
-    claims.equal(
-        "000.eq1", np.sin(0 * one), np.log(one), mutant=two
-    )  # nothing but zeros hides nothing
+    claims.equal("000.eq1", np.log(one), 0.0, mutant=two)  # nothing but zeros hides nothing
 
 
 def test_an_item_s_tolerance_is_small():
@@ -208,7 +207,7 @@ def test_a_mutant_within_ten_times_the_tolerance_is_not_rejected():
     with pytest.raises(ClaimError, match="mutant not rejected"):
         claims.certificate(None, primal=two, dual=2.0, tol=1e-6, mutant=close)
     claims.equal(None, two, 2.0, tol=1e-6, mutant=away)
-    claims.certificate(None, primal=two, dual=2.0, tol=1e-6, mutant=two + 22e-6 * two)
+    claims.certificate(None, primal=two, dual=2 + 1e-9, tol=1e-6, mutant=two + 22e-6 * two)
 
 
 # --- Checks that show nothing ---------------------------------------------------------------------
@@ -263,6 +262,117 @@ def test_a_copy_is_no_second_computation():
     ):
         with pytest.raises(ClaimError, match="with a small change"):
             check()
+
+
+A = rng.normal(size=(3, 3))
+B = A @ A.T + np.eye(3)
+sines, cosines = np.sin(A), np.cos(A)
+
+
+def twin(z):
+    return z
+
+
+def one_each(f):
+    total = f + 1
+    return total - f
+
+
+def stored(array, folder):
+    np.save(folder / "array.npy", array)
+    return folder / "array.npy"
+
+
+DISGUISED = {  # a check that cannot fail, why it is refused, and an honest one that looks like it
+    "deepcopy": (
+        lambda _: claims.equal(None, sines, copy.deepcopy(sines), mutant=A),
+        "same expression",
+        lambda _: claims.equal(None, sines, np.cos(A - np.pi / 2), mutant=A),
+    ),
+    "deepcopy of an argument": (
+        lambda _: claims.equal(None, np.exp(A), np.exp(copy.deepcopy(A)), mutant=A),
+        "same array",
+        lambda _: claims.equal(None, np.exp(A), np.exp(2 * copy.deepcopy(A) / 2), mutant=A),
+    ),
+    "transpose": (
+        lambda _: claims.equal(None, A, np.transpose(A.T.copy()), mutant=sines),
+        "same expression",
+        lambda _: claims.equal(None, B, B.T.copy(), mutant=sines),  # it is symmetric
+    ),
+    "axes": (
+        lambda _: claims.equal(None, A, np.flip(np.flip(A, 0), 0), mutant=sines),
+        "same expression",
+        lambda _: claims.equal(None, np.flip(np.flip(A, 0), 1), np.rot90(A, 2).copy(), mutant=A),
+    ),
+    "function": (
+        lambda _: claims.equal(None, twin(A), A, mutant=sines),
+        "same expression",
+        lambda _: claims.equal(None, twin(A), np.tanh(np.arctanh(A / 9)) * 9, mutant=sines),
+    ),
+    "file": (
+        lambda folder: claims.equal(None, A, np.load(stored(A, folder)), mutant=sines),
+        "same array",
+        lambda folder: claims.equal(
+            None, A, np.load(stored(np.log(np.exp(A)), folder)), mutant=sines
+        ),
+    ),
+    "inverse": (
+        lambda _: claims.equal(None, np.linalg.inv(np.linalg.inv(B)), B, mutant=A),
+        "same expression",
+        lambda _: claims.equal(None, np.linalg.inv(np.linalg.solve(B, np.eye(3))), B, mutant=A),
+    ),
+    "zero": (
+        lambda _: claims.equal(None, 0 * sines, 0 * cosines, mutant=A),
+        "same for all inputs",
+        lambda _: claims.equal(None, sines - np.cos(A - np.pi / 2), 0 * cosines, mutant=A),
+    ),
+    "zero by a name": (
+        lambda _: claims.equal(None, sines * np.log(one), cosines * np.log(one), mutant=A),
+        "0 in every entry, perhaps for all inputs",
+        lambda _: claims.equal(None, np.triu(np.tril(A), 1), np.zeros((3, 3)), mutant=A),
+    ),
+    "clip": (
+        lambda _: claims.equal(None, sines.clip(1, 1), np.clip(cosines, 1, 1), mutant=A),
+        "same for all inputs",
+        lambda _: claims.equal(None, (2 + sines).clip(0, 1), np.ones((3, 3)), mutant=A),
+    ),
+    "one": (
+        lambda _: claims.equal(None, sines.clip(1, 1), np.ones(sines.shape), mutant=A),
+        "same for all inputs",
+        lambda _: claims.equal(None, sines**2 + cosines**2, np.ones(sines.shape), mutant=A),
+    ),
+    "one by a function": (
+        lambda _: claims.equal(None, one_each(pair), one_each(root(pair**2)), mutant=pair),
+        "1 in every entry, perhaps for all inputs",
+        lambda _: claims.equal(None, one_each(pair), [1.0] * len(pair), mutant=pair),
+    ),
+    "extremes": (
+        lambda _: claims.inequality(None, A.min(), A.max(), mutant=A.min() - A.var()),
+        "exceeds smaller for every value",
+        lambda _: claims.inequality(None, (A @ B).max(), abs(A).max() * abs(B).sum(0).max(),
+                                    mutant=(A @ B).mean()),
+    ),
+    "mean": (
+        lambda _: claims.inequality(None, A.mean(), A.max(), mutant=A.min()),
+        "exceeds smaller for every value",
+        lambda _: claims.inequality(None, A.mean(), B.max(), mutant=A.min()),
+    ),
+    "certificate": (
+        lambda _: claims.certificate(None, primal=B.sum(), dual=abs(B.sum()), mutant=A.sum()),
+        "same number, computed once",
+        lambda _: claims.certificate(
+            None, primal=np.trace(B), dual=np.diag(B).sum(), mutant=A.sum()
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISGUISED)
+def test_a_disguise_is_refused_and_an_honest_check_is_not(name, tmp_path):
+    disguise, reason, honest = DISGUISED[name]
+    with pytest.raises(ClaimError, match=reason):
+        disguise(tmp_path)
+    honest(tmp_path)
 
 
 def test_values_that_differ_may_come_from_one_text():
@@ -430,16 +540,64 @@ def test_one_check_under_two_names_is_refused_but_for_another_source():
     claims.equal("000.eq11", three, 3.0, mutant=two)
 
 
+def test_one_check_with_other_last_digits_is_refused_under_a_second_name():
+    first = claims.equal("000.eq10", root(A**2), abs(A), mutant=A)
+    with pytest.raises(ClaimError, match="000.eq11: this is the check of 000.eq10"):
+        claims.equal("000.eq11", root(A**2) + 1e-15, abs(A), mutant=A)
+    way = np.exp(np.log(abs(A)))
+    other = claims.equal("000.eq11", way, abs(A) + way - way, mutant=A**2)  # another mistake
+    zeros = [np.log(one) + n * 1e-17 for n in range(2)]
+    claims.equal("000.eq12", zeros[0], 0.0, mutant=two)
+    with pytest.raises(ClaimError, match="this is the check of 000.eq12"):
+        claims.equal("000.eq13", zeros[1], 0.0, mutant=two)
+    small = 1e-150 * pair
+    for item, z in (("000.eq14", small), ("000.eq15", 2 * small)):
+        claims.equal(item, root(z) ** 2, z, mutant=root(z), relative=True)
+    rows = [("one", dataclasses.asdict(first)), ("two", dataclasses.asdict(other))]
+    claims.ledger(rows)
+    rows[1][1]["digest"] = "other " + first.digest.split()[1]
+    with pytest.raises(ValueError, match="one check for two items"):
+        claims.ledger(rows)
+
+
+def test_a_refused_check_is_free_for_another_item():
+    for problem, item, condition in (
+        ("holds_if is", "000.eq10", "always"),
+        ("not an id", "000.eq999", None),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            claims.equal(item, two, 2.0, mutant=one, holds_if=condition)
+        assert not claims._checked
+    claims.equal("000.eq11", two, 2.0, mutant=one)
+    with pytest.raises(ClaimError, match="this is the check"):
+        claims.equal("000.eq10", two, 2.0, mutant=three)
+    claims.equal("000.eq12", two, 2.0 + 1e-13, mutant=three)  # the refused one has left nothing
+
+
 def test_a_definition_is_what_the_inventory_calls_one():
     with pytest.raises(ClaimError, match="004.thm1 states more than shapes"):
         claims.definition("004.thm1", "a theorem", W=(root(pair), (2,)))
 
 
-@pytest.mark.parametrize("condition", ["", " ", "always", "true.", "-", "as-printed"])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "",
+        " ",
+        "always",
+        "true.",
+        "-",
+        "as-printed",
+        "a = a",
+        "h > 0 and A≤ a",
+        "0 < 1",
+    ],
+)
 def test_a_condition_is_stated(condition):
     with pytest.raises(ValueError, match="holds_if is .*; expected a condition"):
         claims.equal("000.eq2", two, 2.0, mutant=one, holds_if=condition)
-    claims.equal("000.eq2", two, 2.0, mutant=one, holds_if="h>0")
+    for condition in ("h>0", "0 < p, q < 1", "a = a + b", "i = j if i = 0", "N = 2 N'"):
+        claims.equal("000.eq2", two, 2.0, mutant=one, holds_if=condition)
 
 
 def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys):

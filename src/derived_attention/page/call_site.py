@@ -34,8 +34,16 @@ COPIES = {"clone", "copy", "deepcopy", "detach", "contiguous", "cpu", "numpy", "
           "sympify"}  # fmt: skip
 METHODS = {"to", "astype"}  # those of COPIES that are methods with arguments
 NEUTRAL = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.Div: 1, ast.Pow: 1}
+# Pairs of these that are applied one after the other return their argument.
+INVOLUTIONS = {"T": "transpose", "mT": "transpose", "t": "transpose", "swapaxes": "transpose",
+               **{name: name for name in ("transpose", "inv", "inverse", "pinv", "reciprocal",
+                                          "negative", "neg", "conj", "flip", "fliplr", "flipud")},
+               "invert": "inv", "Inverse": "inv"}  # fmt: skip
+FILLS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+LOADS = {"load", "loads", "loadtxt", "genfromtxt", "fromfile", "frombuffer", "memmap"}
 HIGHER = {"abs", "absolute", "maximum", "max", "amax", "fmax", "ceil"}
 LOWER = {"minimum", "min", "amin", "fmin", "floor"}
+BETWEEN = {"mean", "median", "average"}  # between the smallest and the largest entry
 OPERATORS = {"multiply": ast.Mult, "mul": ast.Mult, "divide": ast.Div, "div": ast.Div,
              "add": ast.Add, "subtract": ast.Sub, "sub": ast.Sub}  # fmt: skip
 ITERATORS = {"zip", "enumerate", "range", "reversed", "items", "values", "keys"}
@@ -82,16 +90,64 @@ class CallSite:
             return False
         return _dump(self.arguments[one]) == _dump(self.arguments[other])
 
+    def copied(self, one: str, other: str) -> bool:
+        """Return whether one of two arguments with equal values is a copy of the other.
+
+        It is if the file that was just written is loaded, or if both are the same expression once
+        copies are taken out of it everywhere.
+        """
+        if one not in self.arguments or other not in self.arguments:
+            return False
+        nodes = [self._definition(self.arguments[name]) for name in (one, other)]
+        if any(_called(node) in LOADS for node in nodes):
+            return True
+        return len({ast.dump(Plain().visit(copy.deepcopy(node))) for node in nodes}) == 1
+
+    def derived(self, one: str, other: str) -> bool:
+        """Return whether one of two arguments consists of operations that the other has, too."""
+        if one not in self.arguments or other not in self.arguments:
+            return False
+        first, second = (_operations(self._definition(self.arguments[x])) for x in (one, other))
+        return first <= second or second <= first
+
+    def constant(self, name: str) -> bool:
+        """Return whether an argument is the same for all inputs: a number, 0 x, clip(x, 1, 1)."""
+        return name in self.arguments and (
+            self.literal(name) or _constant(self._definition(self.arguments[name]))
+        )
+
+    def fills(self, name: str) -> bool:
+        """Return whether an argument repeats one number openly, as np.ones(3) or [1.0] * 3 does."""
+        if name not in self.arguments:
+            return True
+        node = self._definition(self.arguments[name])
+        repeated = isinstance(node, ast.BinOp) and isinstance(node.left, ast.List)
+        return _called(node) in FILLS or repeated or self.constant(name)
+
+    def _definition(self, node: ast.expr) -> ast.expr:
+        """Return an expression without copies; for a name from elsewhere, what it stands for."""
+        node = _peel(node)
+        frame = self._frame
+        if frame is None or not isinstance(node, ast.Name):
+            return node
+        if frame.f_locals is not frame.f_globals and node.id in frame.f_locals:
+            return node
+        return _peel(self._outer(node.id) or node)
+
     def cancels(self, name: str) -> bool:
         """Return whether an argument, or an entry of it, is an expression minus or over itself."""
         return name in self.arguments and _cancels(self.arguments[name])
 
     def exceeds(self, larger: str, smaller: str) -> bool:
-        """Return whether `larger` >= `smaller` by construction, such as |x| or max(x, y) >= x."""
+        """Return whether `larger` >= `smaller` by construction, as max(x) >= mean(x) is."""
         if larger not in self.arguments or smaller not in self.arguments:
             return False
         high, low = (_peel(self.arguments[name]) for name in (larger, smaller))
-        return _dump(low) in _operands(high, HIGHER) or _dump(high) in _operands(low, LOWER)
+        above, below = {*_operands(high, HIGHER)}, {*_operands(low, LOWER)}
+        return bool(
+            above & {_dump(low), *below, *_operands(low, BETWEEN)}
+            or below & {_dump(high), *_operands(high, BETWEEN)}
+        )
 
     def literal(self, name: str) -> bool:
         """Return whether an argument consists of literals only.
@@ -205,11 +261,8 @@ class CallSite:
         """Return the expression of a name outside its function, or in an earlier cell."""
         if "@" in name:
             return self._scope.values.get(name)
-        for source in self._outside:
-            tree = _parse(source)
-            if tree is not None and any(name in _bound(statement) for statement in tree.body):
-                scope = Scope(self.names)
-                scope.read(tree.body)
+        for bound, scope in map(_scope, self._outside):
+            if name in bound:
                 return scope.values.get(f"{name}@{scope.versions[name]}")
         return None
 
@@ -234,6 +287,46 @@ def _cancels(node: ast.expr) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Sub, ast.Div)):
         return False
     return _dump(node.left) == _dump(node.right)
+
+
+def _called(node: ast.expr) -> str:
+    """Return the name of the function or method whose result, or part of it, a node is."""
+    while isinstance(node, ast.Subscript):
+        node = _peel(node.value)
+    function = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _operations(node: ast.expr) -> set[str]:
+    """Return the operators, functions, attributes and indices of an expression without copies."""
+    found = set()
+    for part in ast.walk(Plain().visit(copy.deepcopy(node))):
+        if isinstance(part, ast.operator | ast.unaryop | ast.cmpop):
+            found.add(type(part).__name__)
+        elif isinstance(part, ast.Call | ast.Attribute):
+            found.add(getattr(part, "attr", "") or _called(part))
+        elif isinstance(part, ast.Subscript):
+            found.add(ast.unparse(part.slice))
+    return found
+
+
+def _constant(node: ast.expr) -> bool:
+    node = _peel(node)
+    if isinstance(node, ast.BinOp):
+        left, right = _number(node.left), _number(node.right)
+        if isinstance(node.op, ast.Mult) and 0 in (left, right):
+            return True
+        if isinstance(node.op, ast.Pow) and right == 0:
+            return True
+        return all(_number(x) is not None or _constant(x) for x in (node.left, node.right))
+    if not isinstance(node, ast.Call):
+        return False
+    name, arguments = _called(node), [*node.args, *(k.value for k in node.keywords)]
+    if name in ("clip", "clamp"):
+        return len(arguments) > 1 and _dump(arguments[-1]) == _dump(arguments[-2])
+    if name in ("full", "full_like"):
+        return len(arguments) > 1 and _number(arguments[1]) is not None
+    return name in FILLS
 
 
 def _operands(node: ast.expr, functions: set[str]) -> list[str]:
@@ -363,9 +456,37 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             yield from _pairs(part, value.elts[i] if matches else each)  # type: ignore[attr-defined]
 
 
+def _undoes_itself(node: Any) -> tuple[str, ast.expr | None]:
+    """Return the name and the operand of a function that undoes itself, such as a transpose."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return "negative", node.operand
+    if isinstance(node, ast.Attribute):
+        return INVOLUTIONS.get(node.attr, ""), node.value
+    if not isinstance(node, ast.Call) or _called(node) not in INVOLUTIONS:
+        return "", None
+    parts = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+    operand = next((x for x in parts if any(isinstance(n, ast.Name) for n in ast.walk(x))), None)
+    axes = [ast.unparse(x) for x in (*node.args, *node.keywords) if x is not operand]
+    return " ".join([INVOLUTIONS[_called(node)], *axes]), operand
+
+
+class Plain(ast.NodeTransformer):
+    """Takes copies out of an expression, at any depth."""
+
+    def visit(self, node: ast.AST) -> Any:  # noqa: D102
+        return self.generic_visit(_peel(node) if isinstance(node, ast.expr) else node)
+
+
 def _peel(node: Any) -> Any:
-    """Remove operations that return their operand's value: copies, + 0, [:]."""
+    """Remove operations that return their operand's value: copies, + 0, [:], inv(inv(x))."""
     while True:
+        name, operand = _undoes_itself(node)
+        if name and operand is not None:
+            again, inner = _undoes_itself(_peel(operand))
+            if again != name or inner is None:
+                return node
+            node = inner
+            continue
         function = node.func if isinstance(node, ast.Call) else None
         if isinstance(function, ast.Attribute):
             if function.attr not in COPIES:
@@ -374,6 +495,11 @@ def _peel(node: Any) -> Any:
                 node = function.value  # x.clone()
             else:
                 node = node.args[0]  # np.array(x)
+        elif isinstance(function, ast.Lambda):  # a function of the cell that returns its argument
+            names, result = [a.arg for a in function.args.args], _peel(function.body)
+            if getattr(result, "id", None) not in names[: len(node.args)]:
+                return node
+            node = node.args[names.index(result.id)]
         elif isinstance(function, ast.Name):
             if function.id not in COPIES or len(node.args) != 1:
                 return node
@@ -423,6 +549,14 @@ def _parse(source: str) -> ast.Module | None:
         return ast.parse(source) if source else None
     except SyntaxError:  # the file has changed since it was loaded
         return None
+
+
+@lru_cache(maxsize=256)
+def _scope(source: str) -> tuple[set[str], Scope]:
+    """Return the names that a file or a cell assigns, and their expressions at its end."""
+    scope, tree = Scope({}), _parse(source) or ast.Module(body=[], type_ignores=[])
+    scope.read(tree.body)
+    return set().union(*map(_bound, tree.body)), scope
 
 
 def _find_call(

@@ -4,9 +4,9 @@ A page calls these functions where it derives a claim. Each of them
 
 1. checks the claim, and raises `ClaimError` if it does not hold,
 2. checks a *mutant*, a plausible wrong version of it, and raises if that is **not** rejected,
-3. refuses a vacuous check: the same computation on both sides, only numeric literals, a mutant
-   that is a literal, a random number or a side with a small change, or a check that is already
-   recorded for another item of the same source,
+3. refuses a vacuous check: the same computation or a copy on both sides, sides that are the same
+   for all inputs, a mutant that is a literal, a random number or a side with a small change, or a
+   check that is already recorded for another item of the same source,
 4. displays one line with both margins, and stores the claim as data in the cell's output, from
    which the book's ledger is built.
 
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,7 +63,7 @@ class Claim:
     margin: float  # the error of the claim, or its slack if it is an inequality
     mutant_margin: float | None  # of the rejected mutant; None for a definition
     anchor: str  # id of the line on its page, for links from the ledger
-    digest: str = ""  # of the check's two sides, as items of a paper must not share a check
+    digest: str = ""  # of the check's sides, as items of a paper must not share a check
     grade: str | None = None  # one of `GRADES`, if the item is wrong as printed
     same_as: str | None = None  # the item whose mistake this one repeats or inherits
     unit: str = ""  # of the margins; empty for dimensionless numbers
@@ -208,8 +209,8 @@ def identity(
     size = max(_magnitude(expression) for expression in _entries(mutant, "mutant"))
     if size == 0:
         raise ClaimError(f"{_name(item)}: the mutant is zero too, so this check cannot fail")
-    digest = _digest(item, "identity", residual, mutant)
-    return _record(item, "identity", holds_if, statement, 0.0, size, digest=digest)
+    sides = (residual, mutant)
+    return _record(item, "identity", holds_if, statement, 0.0, size, sides=sides)
 
 
 def equal(
@@ -244,8 +245,8 @@ def equal(
     ClaimError
         If the error exceeds `tol` or is not a number, or the mutant's does not exceed ``10 * tol``.
     """
-    _check_call(item, equal, ("left", "right"), wrong="mutant")
-    _check_distinct(item, left=left, right=right)
+    site = _check_call(item, equal, ("left", "right"), wrong="mutant")
+    _check_distinct(item, site, left=left, right=right)
     _check_tol(item, tol)
     error = _error(left, right, "right", relative)
     if item is not None and not relative:
@@ -255,8 +256,9 @@ def equal(
         raise ClaimError(f"{_name(item)}: error {error:.3e} exceeds tol={tol:.0e}")
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its error is only {wrong:.3e}")
-    digest = _digest(item, "equal", left, right)
-    return _record(item, "equal", holds_if, statement, error, wrong, digest=digest)
+    _check_varies(item, site, left, right)
+    more: dict[str, Any] = {"sides": (left, right), "mutant": None if relative else mutant}
+    return _record(item, "equal", holds_if, statement, error, wrong, **more)
 
 
 def inequality(
@@ -288,8 +290,8 @@ def inequality(
     ClaimError
         If an entry exceeds its bound, if none exceeds the mutant's, or if the slack is too large.
     """
-    _check_call(item, inequality, ("smaller", "larger"), wrong="mutant")
-    _check_distinct(item, smaller=smaller, larger=larger)
+    site = _check_call(item, inequality, ("smaller", "larger"), wrong="mutant")
+    _check_distinct(item, site, smaller=smaller, larger=larger)
     slack, wrong = _slack(smaller, larger, "larger"), _slack(smaller, mutant, "mutant")
     if not slack >= -_rounding(smaller, larger):
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
@@ -300,8 +302,8 @@ def inequality(
             f"{_name(item)}: the bound has slack {slack:.3g}, and the mutant is violated by "
             f"{-wrong:.3g}; choose an instance on which the bound is tighter"
         )
-    digest = _digest(item, "inequality", smaller, larger)
-    return _record(item, "inequality", holds_if, statement, slack, -wrong, digest=digest)
+    more: dict[str, Any] = {"sides": (smaller, larger), "mutant": mutant}
+    return _record(item, "inequality", holds_if, statement, slack, -wrong, **more)
 
 
 def certificate(
@@ -333,7 +335,8 @@ def certificate(
     Raises
     ------
     ClaimError
-        If the gap or a residual exceeds `tol`, or the mutant's gap does not exceed ``10 * tol``.
+        If the gap or a residual exceeds `tol`, if the mutant's gap does not exceed ``10 * tol``, or
+        if `primal` and `dual` are one number, to the last bit, and computed by the same operations.
     """
     site = _check_call(item, certificate, ("primal", "dual"), wrong="mutant")
     if site.literal_entries("kkt"):
@@ -346,9 +349,11 @@ def certificate(
     wrong = abs(primal - mutant) / (1 + abs(primal))
     if not wrong > 10 * tol:
         raise ClaimError(f"{_name(item)}: mutant not rejected, its gap is only {wrong:.3e}")
-    digest = _digest(item, "certificate", primal, dual)
+    if primal == dual and site.derived("primal", "dual"):
+        raise ClaimError(f"{_name(item)}: primal and dual are the same number, computed once")
     worst = float(max(residuals.values()))
-    return _record(item, "certificate", holds_if, statement, worst, float(wrong), digest=digest)
+    more: dict[str, Any] = {"sides": (primal, dual), "mutant": mutant}
+    return _record(item, "certificate", holds_if, statement, worst, float(wrong), **more)
 
 
 def refuted(
@@ -411,9 +416,9 @@ def refuted(
         raise ValueError(f"relation is {relation!r}; expected '<=' or '=='")
     if not correction.strip():
         raise ValueError("correction is empty; expected the corrected statement")
-    _check_call(item, refuted, ("actual", "corrected"), wrong="printed", allow_literal=True)
+    site = _check_call(item, refuted, ("actual", "corrected"), wrong="printed", allow_literal=True)
     _check_tol(item, tol)
-    _check_distinct(item, actual=actual, corrected=corrected)
+    _check_distinct(item, site, actual=actual, corrected=corrected)
     measure = (lambda a, b: -_slack(a, b, "printed")) if relation == "<=" else _difference
     violation, remaining = measure(actual, printed), measure(actual, corrected)
     if not violation > 10 * tol:
@@ -427,8 +432,8 @@ def refuted(
             f"{_name(item)}: the correction has slack {-remaining:.3g}, and the printed bound is "
             f"violated by {violation:.3g}; choose an instance on which it is tighter"
         )
-    digest = _digest(item, "refuted", printed, actual, corrected)
-    more = {"digest": digest, "grade": grade, "same_as": same_as, "unit": unit}
+    more: dict[str, Any] = {"sides": (printed, actual, corrected)}
+    more |= {"grade": grade, "same_as": same_as, "unit": unit}
     return _record(item, "refuted", None, correction, violation, remaining, **more)
 
 
@@ -462,8 +467,8 @@ def definition(item: str | None, statement: str, **shapes: tuple[Any, tuple[int,
             raise ClaimError(
                 f"{_name(item)}: {name} has shape {np.shape(array)}; expected {tuple(shape)}"
             )
-    digest = _digest(item, "definition", *(array for array, _ in shapes.values()))
-    return _record(item, "definition", None, statement, 0.0, None, digest=digest)
+    sides = tuple(array for array, _ in shapes.values())
+    return _record(item, "definition", None, statement, 0.0, None, sides=sides)
 
 
 def measured(
@@ -526,7 +531,8 @@ def measured(
             f"the page says {outcome!r}, the runs {result!r}: {difference:+.3g} {unit}, "
             f"interval {low:+.3g} to {high:+.3g}"
         )
-    more = {"unit": unit, "seeds": min(len(a), len(b)), "interval": (low, high)}
+    more: dict[str, Any] = {"unit": unit, "interval": (low, high)}
+    more["seeds"] = min(len(a), len(b))
     return _record(None, "measured", result, statement, difference, None, **more)
 
 
@@ -570,7 +576,7 @@ def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[st
             continue
         _check_item(item)
         checks.setdefault(item, []).append((page, claim))
-        if digest := claim.get("digest"):
+        for digest in claim.get("digest", "").split():
             first = digests.setdefault((item.partition(".")[0], digest), (item, page))
             if first[0] != item:
                 raise ValueError(
@@ -658,18 +664,25 @@ def _record(
     statement: str,
     margin: float,
     mutant_margin: float | None,
+    *,
+    sides: tuple[Any, ...] = (),
+    mutant: Any = None,
     **more: Any,
 ) -> Claim:
-    """Display and return a claim; the `condition` of a measured claim is its outcome."""
+    """Display and return a claim; the `condition` of a measured claim is its outcome.
+
+    Nothing of a claim that is refused here is kept.
+    """
     if item is not None:
         _check_item(item)
     measured = kind == "measured"
     if condition is not None and not measured:
-        if not re.search(r"\w.*[\s<>=≤≥≠|].*\w", condition):
+        if not re.search(r"\w.*[\s<>=≤≥≠|].*\w", condition) or _is_tautology(condition):
             raise ValueError(f"holds_if is {condition!r}; expected a condition")
     special = {"refuted": "wrong as printed", "definition": "definition", "measured": condition}
     verdict = special.get(kind) or ("holds if" if condition else "holds")
     text = " ".join((statement if measured else condition or statement).split())
+    more["digest"] = _register(item, kind, sides, mutant)
     claim = Claim(item, kind, verdict, text, margin, mutant_margin, _next_anchor(item), **more)
     if _shell() is None:
         print(claim)
@@ -678,6 +691,16 @@ def _record(
 
         display(claim)
     return claim
+
+
+def _is_tautology(condition: str) -> bool:
+    """Return whether a part of a condition compares an expression with itself, or two numbers."""
+    for part in re.split(r"[,;]|\b(?:and|or|if)\b", condition.casefold()):
+        sides = ["".join(side.split()) for side in re.split(r"[<>=≤≥]+", part)]
+        for one, other in pairwise(sides):
+            if one == other or all(re.fullmatch(r"[-+.\de]+", side) for side in (one, other)):
+                return True
+    return False
 
 
 def _check_call(
@@ -696,6 +719,8 @@ def _check_call(
         raise ClaimError(f"{name}: call the check by its name, with its arguments written out")
     if site.arguments and all(site.literal(side) for side in sides):
         raise ClaimError(f"{name}: {' and '.join(sides)} are literals; expected computations")
+    if len(sides) == 2 and all(site.constant(side) for side in sides):
+        raise ClaimError(f"{name}: {' and '.join(sides)} are the same for all inputs")
     for side in sides:
         if site.cancels(side):
             raise ClaimError(f"{name}: {side} has an expression minus itself, or over itself")
@@ -735,16 +760,29 @@ def _shell() -> Any:
     return get_ipython()
 
 
-def _check_distinct(item: str | None, **sides: Any) -> None:
-    """Raise ClaimError if both sides are the same array, or equal views of it."""
+def _check_distinct(item: str | None, site: CallSite, **sides: Any) -> None:
+    """Raise ClaimError if both sides are the same array, equal views of it, or equal copies."""
     (one, a), (other, b) = sides.items()
-    numbers: list[Any] = [
-        x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
-        for x in (a, b)
-    ]
-    arrays = all(isinstance(x, np.ndarray) for x in numbers)
-    if arrays and np.may_share_memory(*numbers) and np.array_equal(*numbers):
+    if np.shape(a) != np.shape(b) or not np.array_equal(_float(a, one), _float(b, other)):
+        return
+    arrays = [x for x in map(_numpy, (a, b)) if isinstance(x, np.ndarray)]
+    if site.copied(one, other) or (len(arrays) == 2 and np.may_share_memory(arrays[0], arrays[1])):
         raise ClaimError(f"{_name(item)}: {one} and {other} are the same array")
+
+
+def _check_varies(item: str | None, site: CallSite, left: Any, right: Any) -> None:
+    """Raise ClaimError if both sides are one number, computed twice, instead of that number."""
+    if site.fills("left") or site.fills("right"):
+        return
+    entries = [np.asarray(_numpy(side)) for side in (left, right)]
+    if any(x.dtype.kind not in "fc" for x in entries):  # counts
+        return
+    number = entries[0].flat[0]
+    if all((x == number).all() and (x.size > 1 or number == 0) for x in entries):
+        raise ClaimError(
+            f"{_name(item)}: left and right are {number:g} in every entry, perhaps for all inputs; "
+            "expected entries that differ, or that number on one side"
+        )
 
 
 def _check_magnitude(item: str | None, right: Any, tol: float) -> None:
@@ -770,16 +808,36 @@ def _check_tol(item: str | None, tol: float) -> None:
         raise ClaimError(f"{item}: tol is {tol:.0e}; expected at most {LARGEST_TOL:.0e}")
 
 
-def _digest(item: str | None, kind: str, *sides: Any) -> str:
-    """Return a check's digest; raise ClaimError if another item of the paper has the same."""
+def _register(item: str | None, kind: str, sides: tuple[Any, ...], mutant: Any) -> str:
+    """Return the digests of a check; raise ClaimError if another item of the paper has one.
+
+    One is of the sides, to the last bit; the other of sides and mutant, without the last digits.
+    There, sides that are tiny beside the mutant count as zero.
+    """
     if item is None:
         return ""
-    texts = [str(x) if kind == "identity" else _float(x, "").tobytes().hex() for x in sides]
-    digest = hashlib.sha256(repr((kind, texts)).encode()).hexdigest()[:16]
-    other = _checked.setdefault((item.partition(".")[0], digest), item)
-    if other != item:
-        raise ClaimError(f"{item}: this is the check of {other}; expected one for each item")
-    return digest
+    if kind == "identity":
+        parts: list[list] = [[str(side) for side in sides]]
+    else:
+        exact = [_float(side, "") for side in sides]
+        arrays = exact if mutant is None else [*exact, _float(mutant, "mutant")]
+        parts = [[x.tobytes().hex() for x in exact], _rounded(arrays)]
+    digests = [hashlib.sha256(repr((kind, p)).encode()).hexdigest()[:16] for p in parts]
+    keys = [(item.partition(".")[0], digest) for digest in digests]
+    for key in keys:
+        if (other := _checked.get(key, item)) != item:
+            raise ClaimError(f"{item}: this is the check of {other}; expected one for each item")
+    _checked.update(dict.fromkeys(keys, item))
+    return " ".join(digests)
+
+
+def _rounded(arrays: list[np.ndarray]) -> list:
+    """Return the largest entry, and the shape and a mean of each array, to nine digits."""
+    arrays = [np.where(np.isfinite(x), x, 0) for x in arrays]
+    largest = max(float(np.abs(x).max()) for x in arrays) or 1.0
+    means = [(x.ravel() / largest * np.cos(np.arange(x.size))).mean() for x in arrays]
+    shapes = [x.shape for x in arrays]
+    return [f"{largest:.9g}", shapes, [complex(np.round(mean, 9) + 0) for mean in means]]
 
 
 def _check_item(item: str) -> None:
@@ -825,11 +883,16 @@ def _magnitude(expression: sympy.Expr) -> float:
     raise ClaimError(f"the mutant {expression} is zero at 8 random points")
 
 
+def _numpy(value: Any) -> Any:
+    """Return a tensor as an array that shares its memory where it can; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu().resolve_conj().resolve_neg()
+    return (value.double() if value.dtype == torch.bfloat16 else value).numpy()
+
+
 def _float(value: Any, name: str) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        value = (value.to(torch.complex128) if value.is_complex() else value.double()).numpy()
-    array = np.asarray(value)
+    array = np.asarray(_numpy(value))
     if array.dtype == bool and array.ndim == 0:
         raise ValueError(f"{name} is {array}; expected the numbers that were compared")
     array = array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
