@@ -46,7 +46,7 @@ from derived_attention.attention.cases import (
     variants,
     written_as_numbers,
 )
-from derived_attention.attention.frame.checks import Mechanism, check_callable
+from derived_attention.attention.frame.checks import Mechanism, check_callable, check_flags
 from derived_attention.attention.frame.convention import shares, weights_of
 from derived_attention.attention.frame.masks import causal_mask
 from derived_attention.attention.registry import Entry, Options, get_attention, plain_keys
@@ -986,6 +986,7 @@ def check_mechanism(
     for name, known in [*((x, [*PROMISES]) for x in chosen), *((x, FLAGS) for x in flags)]:
         if name not in known:
             raise ValueError(f"{name!r} is unknown; expected one of {', '.join(known)}")
+    check_flags(verbose=verbose, **flags)
     with torch.random.fork_rng(devices=[]):
         subject = subject_for(mechanism, formula, options, keys)
     for flag, value in flags.items():

@@ -18,7 +18,7 @@ from derived_attention.attention.efficient.fast import (
     orthogonal_features,
     performer_attention,
 )
-from derived_attention.attention.frame.checks import Mechanism, check_count
+from derived_attention.attention.frame.checks import Mechanism, check_count, check_flag
 from derived_attention.attention.frame.layer import QUERY, Heads, MultiheadAttention, pick
 from derived_attention.attention.linear.fast import FeatureMap, elu_feature_map
 
@@ -51,6 +51,7 @@ class LinformerAttention(MultiheadAttention):
         **options: Any,
     ) -> None:
         shape = check_count("kept", kept, 1), check_count("length", length, 1)
+        check_flag("shared", shared)
         super().__init__(*args, attention=attention, **options)
         self.kept, self.length, self.shared = kept, length, shared
 

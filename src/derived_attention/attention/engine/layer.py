@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from derived_attention.attention.frame.checks import check_flag
 from derived_attention.attention.frame.layer import MultiheadAttention
 
 
@@ -17,6 +18,8 @@ class FusedAttention(MultiheadAttention):
     """
 
     def __init__(self, *args: Any, fused: bool | None = None, **options: Any) -> None:
+        if fused is not None:
+            check_flag("fused", fused)
         super().__init__(*args, **options)
         self.fused = fused
 

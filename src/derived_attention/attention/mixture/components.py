@@ -97,7 +97,9 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
     R, heads = k.shape[-3], k.shape[-4:-3]
     if value is None:
         return torch.ones(R, 1, 1, device=k.device)
-    check_parameter(name, value, k, ((R,), (*heads, R)), "one number a component, or for each head")
+    meaning = "one number a component, or for each head"
+    kind = "finite and positive" if name == "variances" else "finite and at least 0"
+    check_parameter(name, value, k, ((R,), (*heads, R)), meaning, kind)
     return value[..., None, None]
 
 

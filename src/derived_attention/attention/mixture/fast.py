@@ -38,6 +38,7 @@ from derived_attention.attention.engine.blocks import (
 from derived_attention.attention.engine.kernels import chosen
 from derived_attention.attention.engine.tiles import attend_by_tiles
 from derived_attention.attention.frame.checks import (
+    check_flag,
     check_keys,
     check_mask_kind,
     check_shape,
@@ -401,6 +402,7 @@ def em_priors(
         sums to 1 over R, and is uniform where no query counts.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale, components=True)
+    check_flag("weighted", weighted)
     parts = components_of(q, k, scale, False, **mixture)
     if query_mask is not None:
         check_mask_kind("query_mask", query_mask, q.device)

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.attention.engine.layer import FusedAttention
-from derived_attention.attention.frame.checks import Mechanism, check_count, check_positive
+from derived_attention.attention.frame.checks import (
+    Mechanism,
+    check_count,
+    check_flags,
+    check_positive,
+)
 from derived_attention.attention.frame.convention import weights_of
 from derived_attention.attention.frame.layer import ALL, KEY, Heads
 from derived_attention.attention.frame.masks import Mask
@@ -83,6 +88,7 @@ class MixtureAttention(FusedAttention):
         **options: Any,
     ) -> None:
         R = check_count("components", components, 1)
+        check_flags(shifted=shifted, hard=hard, linear=linear, learn_variances=learn_variances)
         if priors not in ("fixed", "learned", "em"):
             raise ValueError(f"priors is {priors!r}; expected 'fixed', 'learned' or 'em'")
         if linear and (hard or variances is not None or learn_variances or priors == "em"):

@@ -28,7 +28,12 @@ from derived_attention.attention.engine.blocks import (
     split_shares,
     spread_product,
 )
-from derived_attention.attention.frame.checks import check_floating, check_shape, may_look_at
+from derived_attention.attention.frame.checks import (
+    check_floating,
+    check_numbers,
+    check_shape,
+    may_look_at,
+)
 from derived_attention.attention.frame.convention import full_precision, mechanism
 from derived_attention.attention.frame.masks import BlockMask, Mask
 from derived_attention.attention.mixture.components import (
@@ -60,6 +65,7 @@ def check_shifts(k: Tensor, shifts: Tensor) -> None:
     R = shifts.shape[-2] if shifts.dim() > 1 and shifts.shape[-2] else "R"
     heads = k.shape[-3:-2] if shifts.dim() > 2 else ()
     check_shape("shifts", shifts, (*heads, R, k.shape[-1]), "(R, D) or (H, R, D), with R ≥ 1")
+    check_numbers("shifts", shifts)
 
 
 @mechanism

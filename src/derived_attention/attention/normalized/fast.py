@@ -239,7 +239,8 @@ def check_normalization(
     eps = None if eps is None else check_positive("eps", eps)
     if isinstance(beta, Tensor):
         heads = (q.shape[-3],) if q.dim() > 2 else (1,)
-        check_parameter("beta", beta, q, ((), (1,), heads), "one number, or one per head of q")
+        meaning = "one number, or one per head of q"
+        check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
         return beta.to(wide(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):
         kind = type(beta).__name__

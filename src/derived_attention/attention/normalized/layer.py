@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.checks import Mechanism
+from derived_attention.attention.frame.checks import Mechanism, check_flag
 from derived_attention.attention.frame.layer import Heads, MultiheadAttention
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.fast import check_normalization, normalized_attention
@@ -41,6 +41,9 @@ class NormalizedAttention(MultiheadAttention):
         center_keys: bool | None = None,
         **options: Any,
     ) -> None:
+        check_flag("learn_beta", learn_beta)
+        if center_keys is not None:
+            check_flag("center_keys", center_keys)
         super().__init__(*args, **options)
         betas = list(beta) if isinstance(beta, Sequence) else [beta] * self.num_heads
         if len(betas) != self.num_heads:

@@ -16,7 +16,7 @@ from derived_attention.attention.engine.pooling import (
     max_pooling,
     to_steps,
 )
-from derived_attention.attention.frame.checks import check_no_bias
+from derived_attention.attention.frame.checks import check_flag, check_no_bias
 from derived_attention.attention.frame.layer import Group, MultiheadAttention, refuse
 from derived_attention.attention.frame.masks import Mask
 from derived_attention.attention.normalized.layer import NormalizedAttention
@@ -63,6 +63,7 @@ class ScaledHeadsAttention(MultiheadAttention):
             like = self.out_proj.weight
             pooling = ConvolutionPooling(scales, device=like.device, dtype=like.dtype)
         check_pooling(pooling, class_token)
+        check_flag("positional", positional)
         self.scales, self.pooling = tuple(scales), pooling
         self.how = pooling if isinstance(pooling, str) else "of its own"
         self.class_token, self.positional = class_token, positional

@@ -102,7 +102,7 @@ def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
     """Check b for queries (..., H, N, D), and return it as a tensor () or (H, 1, 1)."""
     if isinstance(bias, Tensor):
         shapes = ((), (q.shape[-3],)) if q.dim() > 2 else ((),)
-        b = check_parameter("bias", bias, q, shapes, "one number, or one for each head")
+        b = check_parameter("bias", bias, q, shapes, "one number, or one for each head", "finite")
         return b[:, None, None] if b.dim() else b
     if isinstance(bias, bool) or not isinstance(bias, (int, float)):
         kind = type(bias).__name__

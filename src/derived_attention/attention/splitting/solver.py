@@ -108,7 +108,8 @@ def penalty(name: str, value: Penalty, q: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         return q.new_full(q.shape[:-2], check_positive(name, value))
     shapes = ((), *([q.shape[-3:-2]] if q.dim() > 2 else []))
-    value = check_parameter(name, value, q, shapes, "one, or one for each head")
+    kind = "finite and positive"
+    value = check_parameter(name, value, q, shapes, "one, or one for each head", kind)
     return value.to(q.dtype).expand(q.shape[:-2])
 
 
