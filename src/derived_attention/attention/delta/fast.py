@@ -228,10 +228,14 @@ def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None, Tensor 
     parts = [U.unbind(-3), None if W is None else W.unbind(-3), late.mT.unbind(-3)]
     parts.append(None if fade is None else fade.unbind(-3))
     count = k.shape[-3]
-    return [
-        Chunk(*(None if x is None else x[c] for x in parts))  # type: ignore[arg-type]
-        for c in range(count)
-    ], R, since
+    return (
+        [
+            Chunk(*(None if x is None else x[c] for x in parts))  # type: ignore[arg-type]
+            for c in range(count)
+        ],
+        R,
+        since,
+    )
 
 
 def _segments(writes: Writes, n: int) -> list[Writes]:
