@@ -364,6 +364,14 @@ DISGUISED = {  # a check that cannot fail, why it is refused, and an honest one 
             None, primal=np.trace(B), dual=np.diag(B).sum(), mutant=A.sum()
         ),
     ),
+    "certificate plus zero": (
+        lambda _: claims.certificate(None, primal=B.sum(), dual=B.sum() + np.log(one), mutant=one),
+        "same number, computed once",
+        lambda _: claims.certificate(
+            None, primal=root(two * two) + np.log(one), dual=root(root(two * two * two * two)),
+            mutant=one,
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -297,16 +297,16 @@ def _called(node: ast.expr) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
-def _operations(node: ast.expr) -> set[str]:
-    """Return the operators, functions, attributes and indices of an expression without copies."""
-    found = set()
+def _operations(node: ast.expr) -> Counter[str]:
+    """Count the operators, functions, attributes and indices of an expression without copies."""
+    found: Counter[str] = Counter()
     for part in ast.walk(Plain().visit(copy.deepcopy(node))):
         if isinstance(part, ast.operator | ast.unaryop | ast.cmpop):
-            found.add(type(part).__name__)
+            found[type(part).__name__] += 1
         elif isinstance(part, ast.Call | ast.Attribute):
-            found.add(getattr(part, "attr", "") or _called(part))
+            found[getattr(part, "attr", "") or _called(part)] += 1
         elif isinstance(part, ast.Subscript):
-            found.add(ast.unparse(part.slice))
+            found[ast.unparse(part.slice)] += 1
     return found
 
 
