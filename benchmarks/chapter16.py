@@ -1,6 +1,6 @@
 """Train what chapter 16 predicts: ``python -m benchmarks.chapter16``.
 
-Twenty minutes on one thread of a CPU. One head looks values up by their names, and the arms differ
+Half an hour on one thread of a CPU. One head looks values up by their names, and the arms differ
 in what is kept of the past, or in how it is weighted. What has finished is not repeated. The
 results go to `training/recorded/`.
 """
@@ -163,6 +163,17 @@ EXPERIMENTS = {
         [*(f"r = {r}" for r in (2, 4, 6, 8, 12, 14, 16)), "6 + 6", *CONTROLS],
         EXPLAINED,
         steps=(500, 1000, 2000),
+        experiment="rank",
+    ),
+    "rank_longer": deciding(
+        "the same with eight times as many steps",
+        look_up,
+        [f"r = {r}" for r in (6, 8, 12, 14)],
+        EXPLAINED,
+        steps=(4000, 8000),
+        rates=(3e-3, 1e-2, 3e-2),
+        seeds=5,
+        tuned_at_end=True,
         experiment="rank",
     ),
 }

@@ -60,18 +60,22 @@ def deciding(
     seeds: int = 8,
     rates: Sequence[float] = RATES,
     best: Callable[..., float] = max,
+    tuned_at_end: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Describe an experiment of the protocol.
 
     ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
     twice the one before it, the budget. `best` is max or min: which value of the first column's
-    metric chooses a learning rate. Further arguments are those of `experiment`.
+    metric chooses a learning rate. With `tuned_at_end` the worst seed chooses it, at the last
+    number of steps: a rate at which a run may collapse after it has learned is then too high.
+    Further arguments are those of `experiment`.
     """
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
         raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
     plan = experiment(title, function, names, columns, seeds, **settings)
-    return plan | {"steps": list(steps), "rates": list(rates), "best": best}
+    own = {"steps": list(steps), "rates": list(rates), "best": best, "tuned_at_end": tuned_at_end}
+    return plan | own
 
 
 def run(
@@ -140,13 +144,13 @@ def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
-    """Choose the learning rate of each arm, by the mean over the seeds for it."""
-    metric, budget = plan["columns"][0][0], plan["steps"][-2]
+    """Choose the learning rate of each arm, by the mean over the seeds for it, or by the worst."""
+    metric, budget, at_end = plan["columns"][0][0], plan["steps"][-2], plan["tuned_at_end"]
     if len(plan["rates"]) == 1:  # nothing to choose
         rates = dict.fromkeys(plan["names"], plan["rates"][0])
         return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": []}
     grid = [
-        {"arm": arm, "seed": seed, "steps": budget, "lr": lr}
+        {"arm": arm, "seed": seed, "steps": plan["steps"][-1 if at_end else -2], "lr": lr}
         for arm in plan["names"]
         for lr in plan["rates"]
         for seed in TUNING_SEEDS
@@ -154,10 +158,12 @@ def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -
     rows = results(grid)
 
     def score(arm: str, lr: float) -> float:
-        return sum(row[metric] for row in rows if (row["arm"], row["lr"]) == (arm, lr))
+        values = [row[metric] for row in rows if (row["arm"], row["lr"]) == (arm, lr)]
+        worst = min if plan["best"] is max else max
+        return worst(values) if at_end else sum(values)
 
     rates = {arm: plan["best"](plan["rates"], key=partial(score, arm)) for arm in plan["names"]}
-    kept = ("arm", "seed", "lr", metric)
+    kept = ("arm", "seed", *["steps"] * at_end, "lr", metric)
     tuning = [{key: row[key] for key in kept} for row in rows]
     return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": tuning}
 

@@ -931,6 +931,28 @@ def test_a_deciding_experiment_chooses_rates_on_other_seeds(monkeypatch, tmp_pat
     assert "A text" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("at_end, rate", [(False, 1e-2), (True, 3e-3)])
+def test_at_the_end_a_rate_at_which_a_seed_falls_back_is_not_chosen(
+    monkeypatch, tmp_path, at_end, rate
+):
+    columns, how = [("right", "right", 1, 2)], {"steps": (1, 2), "tuned_at_end": at_end}
+    plan = deciding("A text", falling_back, ["a"], columns, seeds=1, **how)
+    monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan})
+    monkeypatch.setattr(small, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for options in ([], ["--keep"]):
+        assert small.main(["tiny", *options]) == 0
+        (data,) = load_experiment("small_tiny", tmp_path)
+        assert data["rates"] == {"a": rate}
+        assert [row.get("steps") for row in data["tuning"]] == [2 if at_end else None] * 6
+
+
+def falling_back(arm, seed, steps, lr, device):
+    """Be right more often at larger rates, but for one seed of the largest at the end."""
+    fallen = lr == 1e-2 and (seed, steps) == (1000, 2)
+    return {"right": 0.75 if fallen else 0.8 + 20 * lr * (lr == 1e-2) + lr}
+
+
 def test_runs_that_are_kept_are_not_repeated(monkeypatch, tmp_path, capsys):
     columns, how = [("bits", "bits", 1, 2)], {"steps": (1, 2), "best": min}
     plan = {n: deciding("A text", falling, ["a", "b"], columns, seeds=n, **how) for n in (1, 2)}

@@ -58,6 +58,21 @@ def test_a_table_shows_prediction_budget_and_its_double(experiment):
         results_table("tiny", "accuracy", predicted={"mean": ""})
 
 
+@pytest.mark.parametrize(
+    ("tuning", "words"),
+    [
+        ([], "one learning rate for all"),
+        ([{"arm": "a"}], "learning rate chosen on other seeds"),
+        ([{"steps": 2000}], "learning rate chosen after 2,000 steps by the worst of other seeds"),
+    ],
+)
+def test_a_table_says_how_the_rate_was_chosen(experiment, monkeypatch, tuning, words):
+    data = decided.load_experiment("tiny")[0] | {"tuning": tuning}
+    monkeypatch.setattr(decided, "load_experiment", lambda name: [data])
+    text = results_table("tiny", "accuracy", predicted={"linear": "less"}).data
+    assert f"; {words}; " in text
+
+
 def test_curves_are_drawn_over_steps(experiment):
     _, ax = plt.subplots()
     plot_curves(ax, "tiny", "accuracy", linear="C3")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from derived_attention.training.recorded import FOLDER, load_experiment, scores
+from derived_attention.training.recorded import FOLDER, curves, load_experiment, scores
 
 
 def test_every_file_is_read_and_every_arm_has_its_seeds():
@@ -45,3 +45,28 @@ def test_reading_needs_no_torch():
         "import sys; import derived_attention.training.recorded; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def fallen(name):
+    """Return the arms with a run that lost 20 points of what its seed had in half of the steps."""
+    metrics = [metric for metric, _, _, digits in load_experiment(name)[0]["columns"] if digits]
+    every = {a: list(z.values())[-2:] for m in metrics for a, z in curves(name, m).items()}
+    return {a for a, z in every.items() if any(x - y > 0.2 for x, y in zip(*z, strict=True))}
+
+
+@pytest.mark.parametrize("task", ["look_up", "newest", "count", "places"])
+def test_no_run_of_the_six_jobs_falls_back_after_it_has_learned(task):
+    assert fallen("chapter17_count_fast") == {"softmax"}  # at the rate that all of them had
+    assert not fallen(f"chapter17_{task}")
+
+
+@pytest.mark.parametrize("name", ["chapter16_rank_longer", "chapter17_count"])
+def test_rates_are_those_of_the_best_worst_seed_at_the_last_step(name):
+    data = load_experiment(name)[0]
+    metric, worst = data["columns"][0][0], {}
+    for row in data["tuning"]:
+        assert row["steps"] == data["steps"][-1] and row["seed"] >= 1000
+        key = row["arm"], row["lr"]
+        worst[key] = min(row[metric], worst.get(key, 1.0))
+    for arm, rate in data["rates"].items():
+        assert worst[arm, rate] == max(x for (a, _), x in worst.items() if a == arm)

@@ -68,8 +68,13 @@ def results_table(
         rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
     seeds = len(values)
     least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), seeds)
-    alone = data.get("tuning") == []  # one rate, so that there was nothing to choose
-    rate = "one learning rate for all" if alone else "learning rate chosen on other seeds"
+    tuning, rate = data.get("tuning"), "learning rate chosen on other seeds"
+    if tuning == []:  # one rate, so that there was nothing to choose
+        rate = "one learning rate for all"
+    elif tuning and "steps" in tuning[0]:
+        rate = (
+            f"learning rate chosen after {tuning[0]['steps']:,} steps by the worst of other seeds"
+        )
     line = (
         f"{seeds} seeds, mean ± 95 % interval; {rate}; the smallest "
         f"difference of two arms that these seeds detect with a probability of 80 %: "
