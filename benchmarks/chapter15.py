@@ -19,8 +19,8 @@ from derived_attention.training.recorded import FOLDER
 
 NAMES, WRITTEN, VALUES = 64, 16, 32  # of the overwritten names
 CUPS = torch.tensor([[1, 0, 2], [2, 1, 0], [0, 2, 1]])  # where each of three swaps sends a ball
-STEP_SIZES = {"β < 1": 1.0, "β < 2": 2.0, "delta": 1.0, "gated delta": 1.0}
-CLAMPED = "β ≤ 2, clamped"
+STEP_SIZES = {"β < 1": 1.0, "β < 2": 2.0, "β < 2, steep": 2.0, "delta": 1.0, "gated delta": 1.0}
+CLAMPED, GAIN = "β ≤ 2, clamped", {"β < 2, steep": 3.0}  # the slopes at 0 are then equal, 1.5
 ERASING = (*STEP_SIZES, CLAMPED)
 GATED = ("gated linear", "gated delta")
 UNIT = (*ERASING, "linear", "gated linear", "ridge")  # of queries and keys with length 1
@@ -93,7 +93,7 @@ class Memory(nn.Module):
         free = self.beta(x).transpose(1, 2)
         if self.arm == CLAMPED:
             return (1 + 1.5 * free.tanh()).clamp(0, 2)
-        return STEP_SIZES[self.arm] * free.sigmoid()
+        return STEP_SIZES[self.arm] * (GAIN.get(self.arm, 1.0) * free).sigmoid()
 
 
 # --- the tasks ------------------------------------------------------------------------------------
@@ -189,7 +189,8 @@ def learn(arm: str, seed: int, steps: int, lr: float, device: str, task: str) ->
 
 CONTROLS = ["uniform", "alone", "position only"]
 ORDER_BLIND = ["softmax", "linear", "ridge"]
-STEPS = ["β < 1", "β < 2", CLAMPED]
+STEPS = ["β < 1", "β < 2", "β < 2, steep", CLAMPED]
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FAR = [("far", "places 225–256, right, %", 100, 1), ("near", "places 25–32, right, %", 100, 1)]
 EXPERIMENTS = {
     "overwritten": deciding(
@@ -206,6 +207,7 @@ EXPERIMENTS = {
         [*STEPS, "softmax", *CONTROLS],
         FAR,
         steps=(400, 800, 1600),
+        rates=RATES,
         task="cups",
     ),
     "parity": deciding(
@@ -214,6 +216,7 @@ EXPERIMENTS = {
         [*STEPS, "gated linear", "softmax", *CONTROLS],
         FAR,
         steps=(150, 300, 600),
+        rates=RATES,
         task="parity",
     ),
 }
