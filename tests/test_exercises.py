@@ -1,5 +1,8 @@
 """Self-checks: they wait for an answer, accept the right one and explain the wrong one."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,9 @@ from derived_attention.page.exercises import (
     check_properties,
     largest_tensor,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
+from exercises import BOOK, read_exercises  # noqa: E402
 
 
 def test_a_placeholder_is_not_an_error(capsys):
@@ -143,3 +149,55 @@ def test_the_largest_tensor_is_the_matrix_that_is_formed():
     x = torch.randn(7, 2)
     assert largest_tensor(lambda a: a @ (a.T @ a), x) == 14
     assert largest_tensor(lambda a: (a @ a.T) @ a, x) == 49
+
+
+SINK = """def with_sink(q, k, v, b):
+    scale = q.shape[-1] ** -0.5
+    one, nothing = q.new_ones(len(q), 1), k.new_zeros(len(k), 1)
+    sink = torch.cat([q.new_zeros(1, q.shape[-1]), q.new_full((1, 1), b / scale)], 1)
+    Q, K = torch.cat([q, one], 1), torch.cat([torch.cat([k, nothing], 1), sink])
+    V = torch.cat([v, v.new_zeros(1, v.shape[-1])])
+    return F.scaled_dot_product_attention({}, scale=scale){}"""
+MASK = """def with_sink(q, k, v, b):
+    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))
+    mask = torch.cat([q.new_zeros(1, len(k)), q.new_full((1, 1), b)], 1)
+    return F.scaled_dot_product_attention({}, mask){}"""
+DIRECT = "import torch.nn.functional as F\n"
+RIGHT = [
+    ("16_what_to_keep", "ex-16-sdpa", form.format(arguments, index))
+    for form, names in ((SINK, "QKV"), (MASK, "qKV"))
+    for arguments, index in (
+        (", ".join(names), ""),
+        (", ".join(f"{x}[None]" for x in names), "[0]"),
+        (", ".join(f"{x}[None, None]" for x in names), "[0, 0]"),
+    )
+] + [
+    (
+        "05_normalise_and_scale",
+        "ex-05-common",
+        f"{DIRECT}own_attention = lambda q, k, v: "
+        "F.scaled_dot_product_attention(q - q.mean(-2, keepdim=True), k, v)",
+    ),
+    (
+        "05_normalise_and_scale",
+        "ex-05-causal",
+        f"{DIRECT}def causal_bn(q, k, v, beta):\n"
+        "    mean = k.cumsum(-2) / torch.arange(1, k.shape[-2] + 1)[:, None]\n"
+        "    return F.scaled_dot_product_attention(q - beta * mean, k, v, is_causal=True)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "label", "answer"), RIGHT)
+def test_other_right_answers_pass_whatever_pytorch_s_attention_forms(page, label, answer, capsys):
+    (exercise,) = (x for x in read_exercises(BOOK / f"{page}.md") if x.label == label)
+    exec("\n".join([*exercise.needed, exercise.before, answer, exercise.test]), {})
+    assert capsys.readouterr().out == "Correct.\n"
+
+
+def test_a_matrix_around_pytorch_s_attention_counts():
+    x = torch.randn(1, 9, 2)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert largest_tensor(lambda: attention(x, x, x)) == 18
+    assert largest_tensor(lambda: attention(x, x, x, x.new_zeros(9, 9))) == 81
+    assert largest_tensor(lambda: attention(x, x, torch.eye(9)[None])) == 81

@@ -31,7 +31,14 @@ WRONG = {
         (  # right, by the matrix
             HEAD + "    a = (q @ k.T * scale).exp()\n"
             "    return a @ v / (np.exp(b) + a.sum(1, keepdim=True))",
-            r"No tensor has N M numbers\. Not so for N = M = 400, D = 4: the largest has 160000",
+            r"No tensor, and no mask, has N M numbers\. Not so for N = M = 400.*has 160000",
+        ),
+        (  # right, by a mask of the size of the matrix
+            HEAD + "    mask = q.new_zeros(len(q), len(k) + 1)\n"
+            "    mask[:, -1] = b\n"
+            "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
+            "    return F.scaled_dot_product_attention(q, K, V, mask)",
+            r"No tensor, and no mask, has N M numbers\. Not so for N = M = 400.*has 160400",
         ),
     ],
     "ex-16-absorb": [
