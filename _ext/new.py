@@ -7,11 +7,12 @@ goes through the steps. No file that exists is changed.
 
 from __future__ import annotations
 
+import keyword
 import re
 import sys
 from pathlib import Path
 
-from derived_attention.attention.registry import MECHANISMS
+from derived_attention.attention.registry import MECHANISMS, PUBLIC
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/derived_attention/attention/{name}"
@@ -176,16 +177,17 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     Raises
     ------
     ValueError
-        If the name is no name of a module, or is taken.
+        If the name is no name of a module, a keyword of Python, or taken.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", name) or keyword.iskeyword(name):
         raise ValueError(
             f"NAME is {name!r}; expected lower-case letters, digits and _, a letter first, "
-            "15 at most"
+            "15 at most, and no keyword of Python"
         )
-    package = PACKAGE.format(name=name)
+    package = root / PACKAGE.format(name=name)
     paths = {root / path.format(name=name): text for path, text in FILES.items()}
-    if name in MECHANISMS or (root / package).exists() or any(path.exists() for path in paths):
+    names = {*MECHANISMS, *(x.removesuffix("_attention") for x in PUBLIC)}
+    if name in names or any(x.exists() for x in (package, package.with_suffix(".py"), *paths)):
         raise ValueError(f"NAME is {name!r}, which is taken; expected the name of something new")
     label = name.replace("_", " ").capitalize()
     for path, text in paths.items():

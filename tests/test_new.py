@@ -1,5 +1,6 @@
 """A mechanism of a reader's own, from the template to the last promise, in a temporary copy."""
 
+import keyword
 import os
 import shutil
 import subprocess
@@ -92,11 +93,16 @@ def test_what_is_filled_in_keeps_every_promise(copy):
         ("../up", "NAME is '../up'; expected lower-case letters"),
         ("softmax", "NAME is 'softmax', which is taken"),
         ("warm", "NAME is 'warm', which is taken"),
+        ("contract", "NAME is 'contract', which is taken"),  # a module, which a folder would hide
+        ("shifted_mixture", "NAME is 'shifted_mixture', which is taken"),  # a public function
+        *((name, f"NAME is '{name}'; .* no keyword") for name in keyword.kwlist if name.islower()),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(copy, name, message):
+    before = set(copy.rglob("*"))
     with pytest.raises(ValueError, match=message):
         new.begin(name, copy)
+    assert set(copy.rglob("*")) == before
 
 
 def test_no_name_is_asked_for(capsys):

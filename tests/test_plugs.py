@@ -132,6 +132,111 @@ def test_softmax_is_theirs(family):
     assert model.config._attn_implementation == "sdpa"
 
 
+def latent(nope, rope, values):
+    """The sizes of heads in models as DeepSeek's: their configuration's head_dim is `rope`."""
+    sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": values}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "num_key_value_heads": H}
+    return ALIKE | ENDS | sizes | {"mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 2}
+
+
+SOUND = {"input_values": torch.randn(B, 2000, generator=torch.Generator().manual_seed(0)).double()}
+EARS = {"conv_dim": (8,), "conv_stride": (40,), "conv_kernel": (80,), "num_feat_extract_layers": 1}
+EARS |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+SAM = {  # 2 heads of 8 features in the image encoder, and 4 of 4 or of 2 in what is equipped
+    "vision_config": {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "image_size": 32, "patch_size": 8, "mlp_dim": 16, "window_size": 2}
+    | {"num_pos_feats": 8, "global_attn_indexes": [0]},
+    "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8},
+    "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 4, "mlp_dim": 16}
+    | {"iou_head_hidden_dim": 16},
+}
+MOONSHINE = {
+    f"{x}_{key}": n
+    for x in TWO
+    for key, n in {"num_hidden_layers": 1, "num_attention_heads": H}.items()
+}
+MOONSHINE |= {"hidden_size": 20, "intermediate_size": 24, "vocab_size": 31}
+MOONSHINE |= {"pad_head_dim_to_multiple_of": 8, "bos_token_id": 1, "eos_token_id": 2}
+SEEN = {"pixel_values": torch.ones(1, 3, 32, 32).double()}
+SEEN |= {"input_points": torch.tensor([[[[3.0, 20.0]]]]).double()}
+OTHERS = {  # class, configuration, inputs, features of a head
+    "latent": ("Glm4MoeLiteModel", latent(12, 4, 16), {"input_ids": IDS}, {16}),
+    "latent, as shipped": ("Glm4MoeLiteModel", latent(192, 64, 256), {"input_ids": IDS}, {256}),
+    "NeoX": ("GPTNeoXModel", ALIKE | ENDS, {"input_ids": IDS}, {4}),
+    "Sam": ("SamModel", SAM, SEEN, {2, 4}),
+    "Conformer": ("Wav2Vec2ConformerModel", ALIKE | EARS, SOUND, {4}),
+    "padded": ("MoonshineModel", MOONSHINE, SOUND | {"decoder_input_ids": IDS}, {8}),
+    "sinks": ("GptOssModel", ALIKE | ENDS | {"num_local_experts": 4}, {"input_ids": IDS}, "s_aux"),
+    "two sizes": ("DeepseekV3Model", latent(12, 4, 8), {"input_ids": IDS}, "value has 8 features"),
+    "eager": (
+        "SplinterModel",
+        ALIKE | {"question_token_id": 5},
+        {"input_ids": IDS},
+        "'eager' code",
+    ),
+}
+
+
+def other(case, **changed):
+    """A small model of theirs, one more, and what it does with the inputs."""
+    kind, options, given, _ = OTHERS[case]
+    torch.manual_seed(0)
+    kind = getattr(transformers, kind)
+    model = kind(kind.config_class(**options | changed)).eval()
+    model = model if case == "sinks" else model.double()
+    with torch.no_grad():
+        for x in model.parameters():
+            x.normal_(std=x[0].numel() ** -0.5) if x.dim() > 1 else None
+
+    def run(model):
+        out = model(**given)
+        return out["pred_masks"] if "pred_masks" in out else out[0]
+
+    return model, run
+
+
+@pytest.mark.parametrize("case", [x for x, case in OTHERS.items() if isinstance(case[3], set)])
+def test_heads_have_the_sizes_that_are_called(case, monkeypatch):
+    """However a model calls them; and if it is misread, nothing wrong is computed."""
+    model, run = other(case, attn_implementation="eager")
+    with torch.no_grad():
+        wanted = run(model)
+        wrong, plug = copy.deepcopy(model), plugs.equip(copy.deepcopy(model), "softmax")
+        assert_all_close([run(plug)], [wanted], 1e-5, case)  # their softmax is in float32
+        run(plugs.equip(plug, "mgk", N))
+        sizes = {x.head_dim for key, x in plug.named_modules() if key.endswith(plugs.CHILD)}
+        assert sizes == OTHERS[case][3]
+        monkeypatch.setattr(plugs, "_sizes", lambda module: (H, 3))
+        assert_all_close([run(plugs.equip(wrong, "softmax"))], [wanted], 1e-5, case)
+        with pytest.raises(
+            ValueError, match=r"query has 4 heads of \d+ features; expected 4 of 3, as"
+        ):
+            run(plugs.equip(wrong, "mgk", N))
+
+
+@pytest.mark.parametrize("case", [x for x, case in OTHERS.items() if isinstance(case[3], str)])
+def test_a_model_that_attends_otherwise_is_refused(case):
+    plugs.register()
+    model, run = other(case)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=f"{OTHERS[case][3]}.*; (expected|choose)"):
+            run(plugs.equip(copy.deepcopy(model), "softmax"))
+        model.set_attn_implementation("derived:softmax")
+        with pytest.raises(ValueError, match=f"{OTHERS[case][3]}.*; (expected|choose)"):
+            run(model)
+
+
+def test_a_model_without_known_sizes_is_refused(monkeypatch):
+    monkeypatch.setattr(plugs, "HEADS", ("heads",))
+    monkeypatch.setattr(plugs, "FEATURES", ("head_dim", "features"))
+    assert plugs._sizes(make("Llama").model.layers[0].self_attn) == (H, D)
+    monkeypatch.setattr(plugs, "FEATURES", ("size", "features"))
+    with pytest.raises(
+        ValueError, match="LlamaAttention, whose heads or features are unknown; exp"
+    ):
+        plugs.equip(make("Llama"), "softmax")
+
+
 @every_causal_mechanism
 def test_a_decoder_ignores_padding_and_sees_no_future(name):
     model = equipped("Llama", name)
@@ -692,6 +797,9 @@ def test_timm_says_what_is_wrong():
     assert model(IMAGES).shape == (B, 5)
     with pytest.raises(ValueError, match="that is not equipped yet"):
         plugs.equip_timm(model, "mgk")
+    free = timm.create_model("naflexvit_base_patch16_gap", embed_dim=E, num_heads=H, depth=1)
+    with pytest.raises(ValueError, match="NaFlexVit without prefix tokens before one grid of pat"):
+        plugs.equip_timm(free, "softmax")
 
 
 def test_a_refusal_leaves_nothing_behind():

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ LENGTH = 1024  # the default number of tokens for sample options
 CHILD = "derived_attention"  # name of the layer that `equip` adds to a module that attends
 CROSS = re.compile("cross|encoder_attn|encdec", re.IGNORECASE)  # paths of cross-attention modules
 CALLED_WITH = ("q", "k", "v", "attn_mask", "is_causal")  # arguments that are no options
-REFUSED = ("softcap", "s_aux", "output_attentions", "cache")  # arguments that no mechanism takes
+REFUSED = ("softcap", "s_aux", "sinks", "output_attentions", "cache")  # no mechanism takes them
+HEADS = ("num_heads", "num_attention_heads", "n_heads")  # names that models have for H, and for D
+BACKENDS = ("_supports_sdpa", "_supports_attention_backend")
+FEATURES = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 # --- a layer without projections -----------------------------------------------------------------
 
@@ -134,8 +138,8 @@ def _recorded(layer: Any, name: str, H: int, D: int, length: int, path: str, opt
     """Add a record of the options that a layer was made with, including sample options."""
     sample = MECHANISMS[name].plug(length, H, D).keywords  # type: ignore[attr-defined]
     kept = {k: x for k, x in (sample | options).items() if k not in ("length", "device", "dtype")}
+    layer.plugged, layer.sized = name, bool(layer.state_dict())
     layer.add_module(name, Record(name, length, kept, path))
-    layer.plugged = name
     return layer
 
 
@@ -282,8 +286,10 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
     ------
     ValueError
         For a name that is not in the registry; a mechanism that is not causal in a causal model;
-        a model that does not use Transformers' attention interface. In a forward pass: for what a
-        mechanism does not support (any mask but padding, a cache, a soft cap).
+        a model that does not use Transformers' attention interface, or always with its own
+        attention; one that does not say how many heads it has. In a forward pass: for what a
+        mechanism does not support (any mask but padding, a cache, a soft cap, sinks), and for heads
+        of another size than the mechanism's parameters have.
     """
     get_attention(name)  # raises for an unknown name
     register()
@@ -300,9 +306,11 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
 
 def _layer_for(module: Any, path: str, name: str, length: int, options: dict[str, Any]) -> Any:
     """Make the layer for a module that attends, at `path` in the equipped model."""
-    causal, (H, D) = getattr(module, "is_causal", True), _sizes(module)
+    causal = getattr(module, "is_causal", True)
     cross = not causal and CROSS.search(path) is not None
     _check_kind(name, causal, cross)
+    _check_family(type(module))  # type: ignore[arg-type]
+    H, D = _sizes(module)
     like = next(module.parameters())
     options = options | _if_taken(name, causal=causal)
     layer = make_heads(name, H, D, length, device=like.device, dtype=like.dtype, **options)
@@ -452,16 +460,34 @@ def _asks(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+@functools.lru_cache
+def _check_family(kind: Any) -> None:
+    """Refuse a class whose models Transformers runs with their own attention alone."""
+    models = [x for x in vars(sys.modules[kind.__module__]).values() if hasattr(x, BACKENDS[0])]
+    if models and not any(getattr(x, flag) for x in models for flag in BACKENDS):
+        raise ValueError(
+            f"model has attention of the class {kind.__name__}, which Transformers runs with its "
+            "own 'eager' code alone; expected a model that also takes attn_implementation='sdpa': "
+            "the masks of others are not those of the interface"
+        )
+
+
 def _sizes(module: Any) -> tuple[int, int]:
-    """Return heads and features of each; models have several names for both."""
+    """Return heads and features of each, which every call compares with its query."""
     sources = (module, getattr(module, "config", None))
-
-    def first(*names: str) -> int:
-        values = (getattr(source, name, None) for source in sources for name in names)
-        return next(x for x in values if x is not None)
-
-    H = first("num_heads", "num_attention_heads", "n_heads")
-    return H, first("head_dim", "attention_head_size", "key_value_proj_dim")
+    found = (getattr(source, name, None) for source in sources for name in HEADS)
+    H = next((x for x in found if isinstance(x, int)), None)
+    D = next((vars(module)[name] for name in FEATURES if name in vars(module)), None)
+    widths = [x.in_features for x in module.children() if isinstance(x, nn.Linear)]
+    if not (H and D) and not ((H or D) and widths):
+        raise ValueError(
+            f"model has attention of the class {type(module).__name__}, whose heads or features "
+            f"are unknown; expected attributes such as {HEADS[0]} and {FEATURES[1]}: set them "
+            "before equip, or equip another part of the model"
+        )
+    H = H or widths[-1] // (D or 1)  # the last linear map joins the heads
+    D = D or widths[-1] // H
+    return int(H), int(D) + getattr(module, "head_dim_padding", 0)
 
 
 def _if_taken(name: str, **options: Any) -> dict[str, Any]:
@@ -528,6 +554,7 @@ def _attention_forward(
     cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
     _check_kind(name, causal, cross)
     if layer is None or layer.plugged != name:
+        _check_family(type(module))  # type: ignore[arg-type]
         layer = _shared(name, H, D, causal)
         config: Any = getattr(module, "config", None)
         if module.training and getattr(config, "_attn_implementation", None) == PREFIX + name:
@@ -537,7 +564,13 @@ def _attention_forward(
             f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "
             f"{name}, for its filters"
         )
-    layer.dropout, layer.training = dropout, module.training
+    if layer.num_heads != H or (layer.head_dim != D and layer.sized):
+        raise ValueError(
+            f"query has {H} heads of {D} features; expected {layer.num_heads} of {layer.head_dim}, "
+            f"as the attributes of {type(module).__name__} said when it was equipped with {name}: "
+            "correct them before equip, or choose a mechanism without parameters, such as softmax"
+        )
+    layer.dropout, layer.training, layer.head_dim = dropout, module.training, D
     if scaling is not None and not math.isclose(scaling, D**-0.5):
         query = query * (scaling * math.sqrt(D))
     key, value = share_heads("key", key, query, -3), share_heads("value", value, query, -3)
@@ -548,14 +581,21 @@ def _attention_forward(
 def _check_others(name: str, others: dict[str, Any], value: Tensor, D: int) -> None:
     """Refuse arguments that change the attention in a way that this mechanism does not have."""
     window = others.get("sliding_window")
-    refused = {key: others[key] for key in REFUSED if others.get(key) not in (None, False)}
+    given = {key: others.get(key) for key in REFUSED}
+    refused = {key: x for key, x in given.items() if x is not None and x is not False}
     if window is not None and not MECHANISMS[name].any_mask:
         refused["sliding_window"] = window
     for key, x in refused.items():
         shown = x if isinstance(x, (int, float)) else type(x).__name__
-        raise ValueError(f"{key} is {shown}; expected None: {name} does not support it")
+        raise ValueError(
+            f"{key} is {shown}; expected None: {name} does not support it; choose a configuration "
+            "or a model without it"
+        )
     if value.shape[-1] != D:
-        raise ValueError(f"value has {value.shape[-1]} features; expected {D}, as query has")
+        raise ValueError(
+            f"value has {value.shape[-1]} features; expected {D}, as query has: choose a "
+            "configuration in which they are equal"
+        )
 
 
 def _with_bias(
@@ -702,12 +742,15 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
     from timm.layers import Attention
 
     paths = [path for path, x in model.named_modules() if type(x) is Attention]
-    if not paths:
+    first = getattr(model, "num_prefix_tokens", None)
+    size = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if not paths or first is None or size is None:
+        lacks = "timm's Attention" if not paths else "prefix tokens before one grid of patches"
         raise ValueError(
-            f"model is a {type(model).__name__} without timm's Attention; expected a "
-            "VisionTransformer that is not equipped yet"
+            f"model is a {type(model).__name__} without {lacks}; expected a VisionTransformer "
+            "that is not equipped yet"
         )
-    first, grid = model.num_prefix_tokens, tuple(model.patch_embed.grid_size)
+    grid = tuple(size)
     places = _if_taken(name, grid=grid, class_token=first > 0)
     if "class_token" in places and first > 1:
         raise ValueError(f"model has {first} tokens before its patches; expected 0 or 1 for {name}")
