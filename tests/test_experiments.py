@@ -613,6 +613,12 @@ def test_duration():
     assert times == ["less than a second", "41 s", "2 min", "60 min", "14 h"]
 
 
+def test_a_store_that_cannot_be_made_is_named_before_any_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be made .* pass another one as store, or set DERIV"):
+        run_grid(lambda seed: pytest.fail("has run"), [{"seed": 0}], tmp_path / "file" / "runs")
+
+
 RESULTS = [
     {"attention": "softmax", "seed": 0, "accuracy": 0.9},
     {"attention": "softmax", "seed": 1, "accuracy": 0.8},
