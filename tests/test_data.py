@@ -235,6 +235,13 @@ def test_no_network(monkeypatch, tmp_path, error):
     assert list((tmp_path / "series").iterdir()) == []  # no half download is left to be believed
 
 
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DERIVED_ATTENTION_SERIES", str(tmp_path / "file" / "series"))
+    with pytest.raises(OSError, match=r"series cannot be written .*: set DERIVED_ATTENTION_SERIES"):
+        load_series("Libras")
+
+
 def test_download_is_kept(monkeypatch, tmp_path):
     """With a network, the set is downloaded once, to the cache, and read from there afterwards."""
     real, calls = aeon.datasets.load_classification, []

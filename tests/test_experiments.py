@@ -613,10 +613,22 @@ def test_duration():
     assert times == ["less than a second", "41 s", "2 min", "60 min", "14 h"]
 
 
-def test_a_store_that_cannot_be_made_is_named_before_any_run(tmp_path):
+@pytest.mark.parametrize("place", ["file/store", "file", "/proc/store"])
+def test_a_store_that_cannot_be_written_is_named_before_any_run(tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot be made .* pass another one as store, or set DERIV"):
-        run_grid(lambda seed: pytest.fail("has run"), [{"seed": 0}], tmp_path / "file" / "runs")
+    monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / place))
+    for store in (None, tmp_path / place):
+        with pytest.raises(OSError, match=f"{place}/.* cannot be written .* as store, or set DERI"):
+            run_grid(lambda seed: pytest.fail("has run"), [{"seed": 0}], store)
+
+
+def test_stored_runs_are_read_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def run(seed):
+        return {"loss": 1.0}
+
+    stored = run_grid(run, [{"seed": 0}], tmp_path)
+    monkeypatch.setattr(experiments, "make_folder", lambda *_: pytest.fail("made"))
+    assert run_grid(run, [{"seed": 0}], tmp_path) == stored
 
 
 RESULTS = [

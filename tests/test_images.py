@@ -104,6 +104,12 @@ def test_other_files_are_refused(tmp_path):
         load_images("fashion-mnist", 7)
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"images cannot be written .*: set DERIVED_ATTENTION_IMAGES"):
+        images._download(tmp_path / "file" / "images")
+
+
 def test_download(tmp_path, monkeypatch):
     train_x, train_y, test_x, test_y = small_set()
     monkeypatch.setattr(images, "FASHION_DIGEST", images.digest(*small_set()))

@@ -17,6 +17,7 @@ import hashlib
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -303,6 +304,21 @@ def cache_dir(kind: str) -> Path:
     import platformdirs  # not at the top: the core does not depend on it
 
     return Path(platformdirs.user_cache_dir("derived-attention", appauthor=False)) / kind
+
+
+def make_folder(folder: Path, instead: str) -> None:
+    """Create a folder; raise OSError, which says what to do `instead`, if no file can be written.
+
+    Whether one can is tried, since permissions do not say it for every file system and user.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be written ({error.strerror}); expected a folder for new files: "
+            f"{instead}"
+        ) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -37,6 +37,7 @@ from derived_attention.runtime import (
     current_profile,
     device_name,
     digest,
+    make_folder,
     write_atomically,
 )
 from derived_attention.training import cluster
@@ -101,7 +102,7 @@ def run_grid(
     ValueError
         If a metric has the name of an argument.
     OSError
-        If the folder of the results cannot be made.
+        If a run has to be stored and the folder of the results cannot be written.
     Exception
         What the function raises, with a note that names the run. No further run is started, and
         the runs of other workers are finished and stored first; but if a local worker process
@@ -129,10 +130,11 @@ def run_grid(
         _check_json("config", config)
     executor, function_identity = cluster.workers(workers), identity(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
-    _make(folder)
     keys = [digest(function_identity, _to_json(config, sort_keys=True)) for config in configs]
     paths = [folder / f"{key}.json" for key in keys]
     left = sum(not path.exists() for path in paths)
+    if left:
+        make_folder(folder, "pass another one as store, or set DERIVED_ATTENTION_RUNS")
     announced = current_profile() != "full" or not left
     if not announced:
         print(_before(function.__name__, len(paths), left), flush=True)
@@ -155,17 +157,6 @@ def run_grid(
             results[index] = times | configs[index] | record["result"]
             show(results)
     return [results[index] for index in range(len(paths))]
-
-
-def _make(folder: Path) -> None:
-    """Make the folder of the results; raise OSError that names it and a way out if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be made ({error.strerror}); expected a folder that can be written: "
-            "pass another one as store, or set DERIVED_ATTENTION_RUNS"
-        ) from error
 
 
 class _Grid:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from derived_attention.runtime import cache_dir, check_count, digest
+from derived_attention.runtime import cache_dir, check_count, digest, make_folder
 from derived_attention.tasks.checks import check_name, system_paths
 from derived_attention.tasks.series.data import SeriesSplit
 
@@ -137,6 +137,7 @@ def _read_idx(file: Path) -> np.ndarray:
 def _download(folder: Path) -> tuple[Pixels, Pixels]:
     from sklearn.datasets import fetch_openml
 
+    make_folder(folder, "set DERIVED_ATTENTION_IMAGES")
     try:
         fashion = fetch_openml(
             "Fashion-MNIST", version=1, data_home=folder, as_frame=False, parser="pandas"

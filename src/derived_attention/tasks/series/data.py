@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from derived_attention.runtime import cache_dir
+from derived_attention.runtime import cache_dir, make_folder
 from derived_attention.tasks.checks import check_type
 
 # The sets of three tables of [Nguyen2023]. First, ten to classify; also Tables 5, 10 and 12.
@@ -235,7 +235,7 @@ def _load_both(load: Load, name: str, folder: Path) -> tuple[Cases, Cases]:
 
 
 def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tuple[Cases, Cases]:
-    downloads.mkdir(parents=True, exist_ok=True)
+    make_folder(downloads, "set DERIVED_ATTENTION_SERIES")
     # The folder gets its name when it is complete, so that half a download is never read.
     with tempfile.TemporaryDirectory(dir=downloads, prefix=".partial-") as partial:
         try:
