@@ -39,6 +39,7 @@ SOURCES = ("pyproject.toml", "constraints.txt", "package.json", "package-lock.js
 LEVELS = ("book,plugs", "build", "build,course", "dev")
 PIP = ["-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
 TORCH = ("torch", "torchvision")  # built together: one for CPUs cannot be used beside one for CUDA
+TRY_TORCH = ["-c", "import torchvision"]  # which fails if torch is of another build
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 # Where the driver of an NVIDIA GPU shows, also in a container and in WSL.
 GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
@@ -175,6 +176,12 @@ def install(folder: Path, extras: str, torch: str) -> None:
     mark.unlink()
     if failed:
         fail("The installation failed")
+    if run([python, *TRY_TORCH]):
+        say(
+            "  torchvision cannot be imported, nor can timm: it does not fit this build of torch. "
+            "Pages and tests mend this for themselves. To have both from one index that can be "
+            f"reached, such as {CPU_BUILDS}: make install TORCH=ADDRESS"
+        )
     say(f"  done in {time.time() - start:.0f} s")
 
 

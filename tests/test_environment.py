@@ -30,7 +30,8 @@ def project(tmp_path, monkeypatch):
     started = []
 
     def run(command):
-        started.append(command)
+        if command[1:] != environment.TRY_TORCH:
+            started.append(command)
         if "venv" in command:
             script(command[-1], HEALTHY)
             (command[-1] / "pyvenv.cfg").touch()
@@ -126,6 +127,24 @@ def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
     made()
     assert kinds(project) == ["venv", "torch", "pip", "npm"]
     assert "pip's own sources are asked. Theirs may be with CUDA" in capsys.readouterr().out
+
+
+def test_builds_that_do_not_fit_are_reported_with_a_way_to_replace_both(
+    project, monkeypatch, capsys
+):
+    run = environment.run
+    wrong = [True]
+    monkeypatch.setattr(
+        environment, "run", lambda x: run(x) or int(wrong[0] and x[1:] == environment.TRY_TORCH)
+    )
+    made()
+    message = capsys.readouterr().out
+    advice = re.search(r"torchvision cannot be imported.* such as (\S+): make install", message)
+    wrong[0] = False
+    monkeypatch.setenv("TORCH", advice[1])
+    made()
+    assert kinds(project[4:]) == ["uninstall", "torch", "pip", "npm"]
+    assert "torchvision" not in capsys.readouterr().out
 
 
 def dangle(folder):
