@@ -531,17 +531,10 @@ def _shared(name: str, H: int, D: int, causal: bool) -> Any:
 
 
 def _attention_forward(
-    name: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    name: str, module: Any, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as Transformers asks: q (B, H, N, D), k and v (B, G, M, D), to (B, N, H, D)."""
     B, H, N, D = query.shape
     position_bias = others.pop("position_bias", None)
@@ -611,11 +604,8 @@ def _with_bias(
         dense = Mask(mask, causal and mask is None).dense(N, M, bias.device)
         bias = bias[..., :M]
         return bias if dense is None else within(allowed(dense), bias)
-    if (
-        mask is not None
-        and not any_mask
-        and (mask.dtype != torch.bool or mask.shape[-3:-1] != (1, 1))
-    ):
+    padding = mask is None or (mask.dtype == torch.bool and mask.shape[-3:-1] == (1, 1))
+    if mask is not None and not any_mask and not padding:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected "
             f"a padding mask (B, M): {name} takes no other mask"
@@ -624,16 +614,10 @@ def _with_bias(
 
 
 def _make_mask(
-    name: str,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **others: Any,
-) -> Tensor | None:
+    name: str, batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
+    kv_offset: int = 0, mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None, **others: Any,
+) -> Tensor | None:  # fmt: skip
     """Make the mask that `_attention_forward` takes, or None without padding.
 
     If a mechanism takes any mask, it is (B, 1, N, M), as for PyTorch's own attention. Otherwise it
