@@ -53,9 +53,9 @@ notebooks: book ## bring the committed notebooks in step with the pages
 pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; needs Chromium
 	@echo "The PDF is ready. Open $(abspath $(PDF))"
 
-course: FORCE ## write the assignments of a course; SEED=7 gives other hidden tests, KEY=… more problems
+course: FORCE ## write the assignments of a course; SEED=… chooses the hidden tests, KEY=… adds problems
 	@$(ENVIRONMENT) build,course
-	@$(BIN)/python _ext/course.py $(if $(SEED),--seed $(SEED)) $(if $(KEY),--key "$(KEY)")
+	@$(BIN)/python _ext/course.py $(if $(SEED),--seed "$(SEED)") $(if $(KEY),--key "$(KEY)")
 
 zip: book ## pack the book into one archive, for readers without a network
 	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."

@@ -4,6 +4,9 @@ For each page with exercises there is a notebook for students, one for the lectu
 of an assignment for nbgrader, all three from one list of cells. ``seal FOLDER`` packs problems that
 only lecturers should see into course/problems.enc; ``--key`` takes such a folder, or the archive's
 passphrase, and puts its problems behind those of the book.
+
+A secret decides the draws of the hidden tests. It is in no notebook, and is kept in secret.txt
+beside them, so that the next call writes the same tests.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import ast
 import base64
 import csv
 import getpass
+import hashlib
 import io
 import json
 import math
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tarfile
@@ -37,6 +42,7 @@ from notebooks import set_up
 TARGET, ARCHIVE = ROOT / "_build" / "course", ROOT / "course" / "problems.enc"
 PASSPHRASE = "COURSE_PASSPHRASE"  # the variable with which `seal` does not ask
 SALT = 16  # bytes
+SECRET = 8  # the least characters of the secret behind hidden tests
 OPEN_POINTS = 20  # of an exercise whose end is not known
 PREPARED = "# What the exercises need, of the chapter or of their own."
 STUB, TEXT_STUB = "# Your answer, in the place of the three dots.", "*Your answer.*"
@@ -47,8 +53,13 @@ VERBS += "|Express|Sketch|Choose|Take|Design|Build|Train|Check|Solve|Describe|Ex
 CONFIG = '''\
 """Settings of nbgrader for the assignments of "Derived Attention", written by `make course`."""
 
+import warnings
+
 from derived_attention.page import grading
 from nbgrader import preprocessors as theirs
+
+# What nbgrader's way of using its database makes SQLAlchemy say of every student.
+warnings.filterwarnings("ignore", message="Object of type .* not in session")
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "derived-attention"
@@ -57,6 +68,8 @@ c.ClearSolutions.text_stub = %(text_stub)r
 # The scheme of an answer that is marked by hand stands in the locked cell above it.
 c.ClearMarkScheme.enforce_metadata = False
 c.Autograde.pre_convert_hook = grading.find_renamed
+c.Autograde.exporter_class = grading.Reader
+c.ExportApp.plugin_class = grading.Grades
 c.Autograde.sanitize_preprocessors = [
     grading.HandIn,
     theirs.ClearOutput,
@@ -123,7 +136,8 @@ def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbfor
     cells.append(_code(set_up(), "set-up", locked=True))
     prepared = dict.fromkeys(x for e in exercises if not e.prelude for x in (*e.needed, e.before))
     text = "\n".join(_tidy([x for x in prepared if x]))
-    cells.append(_code(f"{PREPARED}\nSEED = {seed}\n{text}", "from-the-chapter", locked=True))
+    number = _course_number(seed) if any(e.prelude for e in exercises) else ""
+    cells.append(_code(f"{PREPARED}\n{number}{text}", "from-the-chapter", locked=True))
     for exercise in exercises:
         for i, (kind, text) in enumerate(exercise.prelude):
             name_ = f"{exercise.label}-before-{i}"
@@ -140,6 +154,14 @@ def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbfor
     for cell in cells:  # the same source makes the same file
         cell.id = cell.metadata["nbgrader"]["grade_id"][:64]
     return notebook
+
+
+def _course_number(seed: int) -> str:
+    """Return the statement with the number of two digits that lecturers' problems vary with.
+
+    It tells apart a hundred courses, and says as little as that about the seed of hidden tests.
+    """
+    return f"SEED = {hashlib.sha256(str(seed).encode()).digest()[0] % 100}\n"
 
 
 def _introduction(title: str, name: str, exercises: list[Exercise]) -> str:
@@ -362,8 +384,15 @@ def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exerc
             exercises += read_exercises(extra, first=len(exercises) + 1)
         found[assignment(page)] = (part, title_of(path), exercises)
     for path in sorted(problems.glob("*.md")) if problems else []:
-        if path.stem not in dict(pages()):
-            found[assignment(path.stem)] = ("", title_of(path), read_exercises(path))
+        name, of_book = assignment(path.stem), {assignment(page): page for page, _ in pages()}
+        if path.stem in of_book.values():
+            continue
+        if name.lower() in map(str.lower, found):
+            raise ValueError(
+                f"{path.name} would replace the assignment {name}; expected another name, or "
+                f"{of_book.get(name, 'the name of a page')}.md to add problems to it"
+            )
+        found[name] = ("", title_of(path), read_exercises(path))
     return found
 
 
@@ -436,7 +465,7 @@ def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float
     for e in exercises:
         prelude += [text for kind, text in e.prelude if kind == "code"]
         if e.name:
-            before = [f"SEED = {seed}", *(e.needed or prelude)]
+            before = [_course_number(seed), *(e.needed or prelude)]
             todo.append((e.label, "\n".join([*before, e.before, e.code, _test(e, seed)])))
     done = subprocess.run(
         [sys.executable, "-c", PROVE], input=json.dumps(todo), capture_output=True, text=True
@@ -489,7 +518,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", nargs="?", default="write", choices=("write", "seal"))
     parser.add_argument("folder", nargs="?", type=Path, help="of the pages to seal")
-    parser.add_argument("--seed", type=int, default=1, help="of the draws in hidden tests")
+    parser.add_argument("--seed", default="", help="the secret behind the draws of hidden tests")
     parser.add_argument("--key", default="", help="a folder of problems, or the passphrase")
     given = parser.parse_args()
     try:
@@ -503,10 +532,24 @@ def main() -> int:
             if given.key and problems is None:
                 problems = Path(folder)
                 unseal(given.key, problems)
-            return make(given.seed, problems)
+            return make(hidden_seed(given.seed), problems)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def hidden_seed(given: str = "", target: Path = TARGET) -> int:
+    """Return the seed of hidden tests: from what is given, from the last call, or a new one."""
+    path = target / "secret.txt"
+    secret = given or (path.read_text("utf8") if path.exists() else secrets.token_hex(SECRET))
+    if len(secret) < SECRET:
+        raise ValueError(
+            f"SEED has {len(secret)} characters; expected {SECRET} or more, which students cannot "
+            "guess, or none for a secret that is drawn"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    path.write_text(secret, "utf8")
+    return int.from_bytes(hashlib.sha256(secret.encode()).digest()[:5])
 
 
 def make(seed: int, problems: Path | None) -> int:

@@ -1,5 +1,6 @@
 """Assignments from the pages: nothing is given away, and nbgrader marks what students hand in."""
 
+import copy
 import csv
 import dataclasses
 import os
@@ -112,6 +113,10 @@ def text_of(notebook):
     return "\n\n".join(cell.source for cell in notebook.cells)
 
 
+def title_of(notebook):
+    return notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+
+
 # --- what is written -----------------------------------------------------------------------------
 
 
@@ -142,6 +147,8 @@ def test_students_get_no_solution(name):
     assert not re.search("BEGIN|END (SOLUTION|HIDDEN|MARK)|check_refuses|Rubric", text)
     # The lecturer's notebook has what the students' has not.
     lecturers = text_of(course.for_lecturers(source))
+    assert not re.search(r"\bSEED\b", text)
+    assert students == course.for_students(course.source(title_of(source), name, exercises, 8))
     assert all(e.code in lecturers and e.solution in lecturers for e in exercises)
     assert not re.search("^(###|===) ", lecturers, re.M) and re.search("Rubric|Solution", lecturers)
 
@@ -283,34 +290,159 @@ def test_a_solution_that_does_not_pass_is_named():
 # --- what is handed in ---------------------------------------------------------------------------
 
 
-def test_a_missing_cell_comes_back_where_it_was_and_answers_come_back_empty():
+def restored(*changes):
+    """Return a notebook of chapter 5 after changes to its list of cells by name, and the notes."""
     _, source = assignments()["chapter05"]
     given = course.for_students(source)
-    names = [grading.grade_id(cell) for cell in given.cells]
+    cells = {grading.grade_id(cell): cell for cell in given.cells}
+    for change in changes:
+        change(given.cells, cells)
+    notes = list(grading.restore(given, copy.deepcopy(source), course.for_students(source)))
+    return given, notes
+
+
+def names_of(notebook):
+    return [grading.grade_id(cell) for cell in notebook.cells]
+
+
+def insert_copy(name, text, where=1, beside=None, **others):
+    """Return a change that puts a copy of a cell, with another text, behind a cell or before it."""
+
+    def change(cells, by_name):
+        twin = copy.deepcopy(by_name[name])
+        twin |= {"id": f"twin-{len(cells)}", "source": text, **others}
+        cells.insert(cells.index(by_name[beside or name]) + where, twin)
+
+    return change
+
+
+def test_a_missing_cell_comes_back_where_it_was_and_answers_come_back_as_released():
     gone = {"ex-05-rms-answer", "ex-05-causal-check", "introduction"}
-    given.cells = [cell for cell in given.cells if grading.grade_id(cell) not in gone]
-    notes = list(grading.restore(given, nbformat.from_dict(source)))
-    assert [grading.grade_id(cell) for cell in given.cells] == names
-    assert len(notes) == 3 and "answer 'ex-05-rms-answer' was missing" in notes[1]
-    answer = given.cells[names.index("ex-05-rms-answer")]
-    assert answer.source == "# There was no answer."
 
+    def remove(cells, by_name):
+        cells[:] = [cell for name, cell in by_name.items() if name not in gone]
 
-def test_a_renamed_notebook_is_found_and_two_of_them_are_not(tmp_path, caplog):
+    given, notes = restored(remove)
     _, source = assignments()["chapter05"]
-    other = tmp_path / "chapter05 (1).ipynb"
+    assert names_of(given) == names_of(source)
+    assert len(notes) == 3 and "answer 'ex-05-rms-answer' was missing" in notes[1]
+    answer = given.cells[names_of(given).index("ex-05-rms-answer")]
+    assert answer.source == f"rms_attention = ...\n{course.STUB}"
+
+
+def test_an_untouched_notebook_gets_the_source_s_locked_cells_and_no_note():
+    given, notes = restored()
+    _, source = assignments()["chapter05"]
+    assert notes == [] and names_of(given) == names_of(source)
+    for cell, original in zip(given.cells, source.cells, strict=True):
+        locked = original.metadata["nbgrader"]["locked"]
+        assert cell.metadata == original.metadata
+        assert (cell.source == original.source) == locked or original.cell_type == "markdown"
+
+
+OLD = {"nbgrader": {"grade_id": "ex-05-rms-answer", "schema_version": 1}}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [OLD, {}, {"nbgrader": {}}, {"nbgrader": None}, {"nbgrader": {"grade_id": ["rms"]}}],
+    ids=["old schema", "none", "empty", "null", "list"],
+)
+def test_a_cell_without_its_metadata_gets_them_back(metadata):
+    def strip(cells, by_name):
+        by_name["ex-05-rms-answer"] |= {"metadata": copy.deepcopy(metadata), "source": "mine"}
+
+    given, notes = restored(strip)
+    answer = given.cells[names_of(given).index("ex-05-rms-answer")]
+    assert notes == [] and answer.source == "mine"
+    assert answer.metadata["nbgrader"]["schema_version"] == 3
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["before", "behind"])
+def test_of_copies_of_an_answer_in_words_the_one_that_was_worked_on_is_marked(where):
+    (name, *_) = (x for x in names_of(assignments()["chapter05"][1]) if x.endswith("-words"))
+    given, notes = restored(insert_copy(name, "By the theorem.", where))
+    (kept,) = (cell for cell in given.cells if grading.grade_id(cell) == name)
+    assert kept.source == "By the theorem." and f"{name!r} is there 2 times" in notes[0]
+
+
+def test_behind_each_copy_of_an_answer_its_check_is_tried_and_the_best_counts():
+    forged = {"derived_attention": {"trial": "ex-05-causal-check"}}
+    given, notes = restored(
+        insert_copy("ex-05-rms-answer", "worse = 1"),
+        insert_copy("ex-05-causal-answer", "pass", metadata=forged),
+    )
+    assert len(notes) == 1 and "best result counts" in notes[0]
+    at = [i for i, cell in enumerate(given.cells) if grading._trial(cell)]
+    check = names_of(given).index("ex-05-rms-check")
+    assert [given.cells[i].source for i in at] == [given.cells[check].source] * 2
+    wrong = nbformat.v4.new_output("error", ename="E", evalue="no", traceback=[])
+    first, second = (given.cells[i] for i in at)
+    second.outputs, given.cells[check].outputs = [wrong], [wrong]
+    grading.keep_best(given)
+    assert not any(map(grading._trial, given.cells))
+    check = given.cells[names_of(given).index("ex-05-rms-check")]
+    assert check.outputs == first.outputs == []
+
+
+def test_a_changed_check_is_put_back():
+    def change(cells, by_name):
+        by_name["ex-05-rms-check"].source = "pass"
+
+    given, notes = restored(change)
+    assert notes == ["The check 'ex-05-rms-check' had been changed, and has been put back."]
+    check = given.cells[names_of(given).index("ex-05-rms-check")]
+    assert "check_refuses" in check.source
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b'{"cells": [', "JSONDecodeError: Expecting value: line 1 column 12"),
+        (b"[]", "cannot be read as a notebook"),
+        (b'{"cells": 3, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}', "cannot be read"),
+        ("é".encode("latin1"), "UnicodeDecodeError"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path, content, reason):
+    path = tmp_path / "chapter05.ipynb"
+    path.write_bytes(content)
+    assert reason in grading._read(path).metadata["derived_attention"]["ungraded"]
+
+
+@pytest.mark.parametrize("encoding", ["utf8", "utf-8-sig", "utf-16"])
+def test_a_notebook_is_read_in_any_encoding_of_unicode(tmp_path, encoding):
+    path, students = (
+        tmp_path / "chapter05.ipynb",
+        course.for_students(assignments()["chapter05"][1]),
+    )
+    path.write_text(nbformat.writes(students), encoding)
+    assert grading._read(path) == students
+    assert grading._ours_in(path) == {"assignment": "chapter05"}
+
+
+def test_a_renamed_notebook_is_found_and_two_of_them_are_not(tmp_path):
+    _, source = assignments()["chapter05"]
+    other, target = tmp_path / "chapter05 (1).ipynb", tmp_path / "chapter05.ipynb"
     nbformat.write(course.for_students(source), other)
-    given = [str(other)]
-    grading.find_renamed("chapter05", "*", given)
-    assert given[1:] == [str(tmp_path / "chapter05.ipynb")]
-    found = nbformat.read(given[1], as_version=4)
-    assert found.metadata["derived_attention"]["renamed"] == "chapter05 (1)"
-    (tmp_path / "chapter05.ipynb").unlink()
-    shutil.copy(other, tmp_path / "chapter05 (2).ipynb")
     (tmp_path / "broken.ipynb").write_text("{")
-    given = [str(other)]
+    for _ in range(2):  # also when the notebooks are graded again
+        given = [str(other)]
+        grading.find_renamed("chapter05", "*", given)
+        assert given[1:] == [str(target)]
+        assert grading._ours_in(target)["renamed"] == "chapter05 (1)"
+    shutil.copy(other, tmp_path / "chapter05 (2).ipynb")
     grading.find_renamed("chapter05", "*", given)
-    assert given == [str(other)] and "expected one" in caplog.text
+    assert "chapter05 (2).ipynb were handed in" in grading._ours_in(target)["ungraded"]
+    target.write_text("")  # the student's own file stays, whatever is in it
+    grading.find_renamed("chapter05", "*", given)
+    assert target.read_text() == "" and len(given) == 2
+
+
+def test_a_notebook_without_any_of_the_cells_is_not_graded():
+    given, _ = restored(lambda cells, by_name: cells.clear())
+    assert "none of this assignment's answers" in given.metadata["derived_attention"]["ungraded"]
 
 
 @pytest.mark.parametrize(
@@ -350,12 +482,20 @@ LEAVE = "import sys\nsys.exit()"
 PATCH = """import derived_attention.page.exercises as e
 e.check_properties = check_properties = lambda *a, **k: print("Correct.")
 causal_bn = lambda *a: None"""
+RMS = """def rms_attention(q, k, v, eps):
+    return softmax_attention(*((mean(x) + eps) ** -0.5 * x for x in (q, k)), v)"""
+COPIES = (  # an old version behind the answer, an answer split in two, a check before its answer
+    insert_copy("ex-05-common-answer", "own_attention = lambda q, k, v: q"),
+    insert_copy("ex-05-rms-answer", "mean = lambda x: x.square().mean(-1, keepdim=True)", 0),
+    insert_copy("ex-05-causal-check", "pass", 0, beside="ex-05-causal-answer"),
+)
+UNREADABLE = {"cut": b'{"cells": [', "blank": b"", "words": b"A notebook, in words."}
 
 
 @pytest.fixture(scope="module")
 def school(tmp_path_factory):
-    """Six students hand in chapter 5, and the lecturer's four commands are run."""
-    folder = tmp_path_factory.mktemp("school")
+    """Students hand in chapter 5, and the lecturer's four commands are run."""
+    folder = tmp_path_factory.mktemp("Kurs für alle")
     course.write(7, target=folder / "course")
     folder = folder / "course" / "nbgrader"
     for other in (folder / "source").iterdir():
@@ -370,6 +510,11 @@ def school(tmp_path_factory):
     hand_in(folder, "right", [right[x] for x in ANSWERS], words="By the theorem.")
     hand_in(folder, "wrong", [wrong[x] for x in ANSWERS], renamed="chapter05 (1)")
     hand_in(folder, "empty", [])
+    hand_in(folder, "copies", [right[ANSWERS[0]], RMS, right[ANSWERS[2]]], copies=COPIES)
+    for student, content in UNREADABLE.items():
+        name = "chapter05.ipynb" if student != "words" else "answer.txt"
+        (folder / "submitted" / student / "chapter05").mkdir(parents=True)
+        (folder / "submitted" / student / "chapter05" / name).write_bytes(content)
     hand_in(folder, "greedy", [LOOP, HUGE, right["ex-05-causal"]])
     (folder.parent / "beside").mkdir()
     delete = DELETE.format(folder=str(folder), beside=str(folder.parent / "beside"))
@@ -392,7 +537,7 @@ def nbgrader(folder, *arguments):
     return done.stderr
 
 
-def hand_in(folder, student, answers, words=None, renamed="chapter05"):
+def hand_in(folder, student, answers, words=None, renamed="chapter05", copies=()):
     """Put a student's notebook where nbgrader looks for it."""
     notebook = nbformat.read(folder / "release/chapter05/chapter05.ipynb", as_version=4)
     cells = {grading.grade_id(cell): cell for cell in notebook.cells}
@@ -401,9 +546,12 @@ def hand_in(folder, student, answers, words=None, renamed="chapter05"):
     for name, cell in cells.items():
         if words and name.endswith("-words"):
             cell.source = words
+    for change in copies:
+        change(notebook.cells, cells)
     target = folder / "submitted" / student / "chapter05"
     target.mkdir(parents=True)
-    nbformat.write(notebook, target / f"{renamed}.ipynb")
+    encoding = "utf-8-sig" if copies else "utf8"
+    (target / f"{renamed}.ipynb").write_text(nbformat.writes(notebook), encoding)
 
 
 def outcome(folder, student):
@@ -421,7 +569,7 @@ def outcome(folder, student):
 
 def marks(folder):
     with open(folder / "grades.csv", encoding="utf8") as file:
-        return {row["student_id"]: float(row["score"]) for row in csv.DictReader(file)}
+        return {row["student_id"]: row["score"] or row["note"] for row in csv.DictReader(file)}
 
 
 def test_nbgrader_releases_what_students_get(school):
@@ -433,8 +581,26 @@ def test_nbgrader_releases_what_students_get(school):
 def test_marks_are_those_that_the_answers_deserve(school):
     folder, _, _ = school
     found = marks(folder)
-    hostile = {"hostile": 0} if grading.fence_works() else {}
-    assert found == {"right": 35, "wrong": 0, "empty": 0, "greedy": 10, **hostile}
+    hostile = {"hostile": "0.0"} if grading.fence_works() else {}
+    graded = {name: mark for name, mark in found.items() if name not in UNREADABLE}
+    some = {"right": "35.0", "wrong": "0.0", "empty": "0.0", "greedy": "10.0", "copies": "35.0"}
+    assert graded == some | hostile
+
+
+def test_who_hands_in_what_cannot_be_read_gets_a_message_and_no_marks(school):
+    folder, _, said = school
+    found = marks(folder)
+    assert "JSONDecodeError" in found["cut"] and found["blank"] == "the file is empty"
+    assert found["words"] == "there is no notebook among answer.txt"
+    assert "blank, chapter05: It has not been graded: the file is empty" in said["autograde"]
+    assert "hand it in again" in outcome(folder, "cut")[1]
+
+
+def test_untouched_notebooks_cause_no_warning(school):
+    said = school[2]["autograde"]
+    warned = [line for line in said.splitlines() if "WARNING" in line]
+    assert not [line for line in warned if "checksum" in line or "right" in line], warned
+    assert "SAWarning" not in said
 
 
 def test_every_zero_has_a_reason(school):
@@ -493,8 +659,23 @@ def test_problems_stand_behind_those_of_the_book(problems, capsys):
     source = course.source("Five", "chapter05", found["chapter05"][2], 7)
     text = text_of(course.for_students(source))
     assert "unmistakable" not in text and "The number of this course" in text
-    assert "SEED = 7" in text and "2 for the argument" in text_of(source)
+    assert "SEED = 21\n" in text and "2 for the argument" in text_of(source)
     assert [e.number for e in found["exam"][2]] == ["1", "2"]
+
+
+@pytest.mark.parametrize("name", ["chapter05", "Chapter05", "05_else", "appendixD"])
+def test_problems_do_not_replace_those_of_the_book(problems, name):
+    (problems / f"{name}.md").write_text(PROBLEM, "utf8")
+    with pytest.raises(ValueError, match=f"{name}.md would replace the assignment {name[:4]}|05_"):
+        course.course(problems)
+
+
+def test_the_secret_behind_hidden_tests_is_kept_and_not_short(tmp_path):
+    drawn = course.hidden_seed("", tmp_path)
+    assert drawn == course.hidden_seed("", tmp_path) != course.hidden_seed("", tmp_path / "other")
+    assert course.hidden_seed("a long secret", tmp_path) == course.hidden_seed("", tmp_path)
+    with pytest.raises(ValueError, match="SEED has 1 characters; expected 8 or more"):
+        course.hidden_seed("7", tmp_path)
 
 
 def test_sealed_problems_open_with_their_passphrase_alone(problems, tmp_path):

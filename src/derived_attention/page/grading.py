@@ -1,8 +1,9 @@
 """Autograding with nbgrader: what students' code may use, and a reason for every zero.
 
-`make course` writes an ``nbgrader_config.py`` that names what is here. Beside what nbgrader does
-itself, a renamed notebook is found, a missing cell is put back, code that needs a human eye is
-listed, and an exercise that ends the kernel costs that exercise alone.
+`make course` writes an ``nbgrader_config.py`` that names what is here. In addition to what nbgrader
+does itself, this module finds renamed notebooks, puts missing cells back, grades copied and split
+cells, lists code that somebody should read, and lets an exercise that ends the kernel cost that
+exercise alone. Whoever hands in a file that cannot be read gets a message instead of marks.
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
 namespaces, it has no network, sees neither the course's folder nor other processes, and can write
@@ -12,12 +13,14 @@ to an empty folder alone. What it can still do is in the book's page on teaching
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import logging
 import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,18 @@ from typing import Any
 import nbformat
 from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbconvert.exporters import NotebookExporter
 from nbformat import NotebookNode
-from nbgrader.preprocessors import Execute, NbGraderPreprocessor
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbgrader.api import Gradebook
+from nbgrader.plugins import CsvExportPlugin
+from nbgrader.preprocessors import (
+    ClearHiddenTests,
+    ClearMarkScheme,
+    ClearSolutions,
+    Execute,
+    NbGraderPreprocessor,
+)
 from traitlets import Integer
 
 log = logging.getLogger(__name__)
@@ -40,9 +53,10 @@ KEPT = """PATH HOME LANG LC_ALL TZ LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV CONDA_
 # `ulimit -f` counts in half KiB, as POSIX says; the others are in KiB and seconds.
 LIMITED = 'ulimit -t "$0" && ulimit -d "$1" && ulimit -f "$2" && shift 2 && exec "$@"'
 # Hides the folder $0, leaves $1 as the only one that can be written, and gives the rights up that
-# this took.
-HIDDEN = """mount --bind "$1" "$1" && mount -t tmpfs none "$0" || exit 1
+# this took. The kernel writes a space in the name of a folder as \040, which printf decodes.
+HIDDEN = r"""mount --bind "$1" "$1" && mount -t tmpfs none "$0" || exit 1
 while read -r _ _ _ _ place options _; do
+  place=$(printf %b "$place")
   case "$place" in "$0" | "$1" | /proc | /proc/* | /sys | /sys/* | /dev | /dev/*) continue ;; esac
   mount -o "remount,bind,ro,${options#r[ow],}" "$place" || exit 1
 done </proc/self/mountinfo
@@ -55,6 +69,12 @@ STRANGE = set(
     eval exec exercises exit gc get_ipython globals importlib inspect multiprocessing open os
     pathlib quit setattr shutil signal socket subprocess sys threading vars""".split()
 )
+TRIED = "its check was tried behind each, and the best result counts"
+COPIES = {
+    "answer": f"{TRIED}; an answer in words counts as a whole",
+    "check": TRIED,
+    "cell": "the first is used",
+}
 
 
 # --- before the notebook is run ------------------------------------------------------------------
@@ -63,79 +83,179 @@ STRANGE = set(
 def find_renamed(assignment: str, student: str, notebooks: list[str]) -> None:
     """Take a notebook that was handed in under another name for the one that is expected.
 
-    nbgrader calls this for each student, with the paths of the notebooks that are there.
+    nbgrader calls this for each student, with the paths of the notebooks that are there. Where
+    several could be meant, it writes one that says so.
     """
     for folder in {Path(path).parent for path in notebooks}:
-        found = {path.stem: path for path in folder.glob("*.ipynb")}
-        ours = {stem: _assignment(path) for stem, path in found.items()}
-        for name in set(filter(None, ours.values())) - set(found):
-            others = sorted(stem for stem, of in ours.items() if of == name)
-            if len(others) > 1:
-                log.warning("%s: %s are all %s; expected one", folder, others, name)
-                continue
-            target = folder / f"{name}.ipynb"
-            notebook = nbformat.read(found[others[0]], as_version=4)
-            notebook.metadata["derived_attention"]["renamed"] = others[0]
-            nbformat.write(notebook, target)
+        ours = {path: _ours_in(path) for path in sorted(folder.glob("*.ipynb"))}
+        given = [path for path in ours if not {"renamed", "ungraded"} & set(ours[path])]
+        target = folder / f"{assignment}.ipynb"
+        if target in given or not given:
+            continue
+        found = [path for path in given if ours[path].get("assignment") == assignment] or given
+        if len(found) == 1:
+            notebook = _read(found[0])
+            _ours(notebook)["renamed"] = found[0].stem
+        else:
+            names = " and ".join(path.name for path in found)
+            notebook = _message(f"{names} were handed in; expected one notebook, {target.name}")
+        nbformat.write(notebook, target)
+        if str(target) not in notebooks:
             notebooks.append(str(target))
-            log.warning("%s: %s.ipynb is taken for %s.ipynb", folder, others[0], name)
 
 
-def _assignment(path: Path) -> str | None:
-    """Return the name of the assignment that a notebook is of, by its metadata."""
+def _ours_in(path: Path) -> dict:
+    """Return what the metadata in a notebook's file contain for this module."""
     try:
-        metadata = json.loads(path.read_text("utf8")).get("metadata", {})
-        return str(metadata["derived_attention"]["assignment"])
-    except (ValueError, LookupError, AttributeError, TypeError):
-        return None
+        return dict(json.loads(path.read_bytes())["metadata"]["derived_attention"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _ours(nb: NotebookNode) -> dict:
+    """Return the same for a notebook that has been read; it can be changed."""
+    if not isinstance(nb.metadata.get("derived_attention"), dict):
+        nb.metadata["derived_attention"] = NotebookNode()
+    return nb.metadata["derived_attention"]
+
+
+def _message(reason: str) -> NotebookNode:
+    """Return a notebook that only says why there is nothing to grade."""
+    return new_notebook(metadata={"derived_attention": {"ungraded": reason}})
+
+
+def _read(path: Path) -> NotebookNode:
+    """Return the notebook in a file of any Unicode encoding, or one that says what is wrong."""
+    try:
+        data = path.read_bytes()
+        if not data.strip():
+            return _message("the file is empty")
+        nb = nbformat.reads(json.dumps(json.loads(data)), as_version=4)
+        nb.nbformat_minor = max(nb.nbformat_minor, 5)  # from which on cells have names
+        _, nb = nbformat.validator.normalize(nb)
+        _ours(nb)
+        for cell in nb.cells:
+            cell.source.split()
+            cell.metadata.get("nbgrader")
+        return nb
+    except Exception as error:  # a file can contain anything
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return _message(f"the file cannot be read as a notebook ({what[:100]})")
+
+
+class Reader(NotebookExporter):
+    """Read what was handed in, whatever it is."""
+
+    def from_file(
+        self, file_stream: Any, resources: dict | None = None, **options: Any
+    ) -> tuple[NotebookNode, dict]:
+        """Convert a notebook; what cannot be read becomes one that says so."""
+        nb = _read(Path(file_stream.name))
+        return self.from_notebook_node(nb, resources=resources, **options)
 
 
 class HandIn(NbGraderPreprocessor):
-    """Put back what is missing, and say on top what student and lecturer should know."""
+    """Mend what nbgrader cannot grade, and say on top what student and lecturer should know."""
 
     def preprocess(self, nb: NotebookNode, resources: dict) -> tuple[NotebookNode, dict]:
         """Return the notebook with a cell of notes, if there are any."""
         given = resources["nbgrader"]
-        source = Path("source", given["assignment"], f"{given['notebook']}.ipynb")
-        notes = list(_order(nb)) + list(_strange(nb))
-        if renamed := nb.metadata.get("derived_attention", {}).get("renamed"):
+        path = Path("source", given["assignment"], f"{given['notebook']}.ipynb")
+        source = nbformat.read(path, as_version=4)
+        released = deepcopy(source)
+        for clear in (ClearSolutions, ClearHiddenTests, ClearMarkScheme):
+            released, _ = clear(parent=self).preprocess(released, {})
+        notes = list(_order(nb))
+        if renamed := _ours(nb).get("renamed"):
             notes.insert(0, f"It was handed in as {renamed}.ipynb.")
-        if source.exists():
-            notes += restore(nb, nbformat.read(source, as_version=4))
+        changes = list(restore(nb, source, released))
+        if reason := _ours(nb).get("ungraded"):
+            changes = [f"It has not been graded: {reason}. Save the notebook and hand it in again."]
+        notes += [*changes, *_strange(nb)]
         for note in notes:
             self.log.warning("%s, %s: %s", given["student"], given["notebook"], note)
         if notes:
             text = "\n".join(["**Notes on this submission**", "", *(f"- {x}" for x in notes)])
-            nb.cells.insert(0, nbformat.v4.new_markdown_cell(text))
+            nb.cells.insert(0, new_markdown_cell(text))
         return nb, resources
 
 
-def restore(nb: NotebookNode, source: NotebookNode) -> Iterator[str]:
-    """Put back the cells of an assignment that a notebook lacks; yield a note for each.
+def restore(nb: NotebookNode, source: NotebookNode, released: NotebookNode) -> Iterator[str]:
+    """Give each cell of an assignment its metadata and its place; yield a note for each change.
 
-    A cell for an answer comes back empty.
+    A missing cell comes back as it was released, and a locked one with its text. If a cell was
+    copied or split, one piece keeps its name, of an answer the first that was worked on; the others
+    stay as cells of the student's. Where an answer or its check is there more than once, the check
+    is put behind each of them, for `keep_best` to choose.
     """
+    cells = {
+        name: (cell, given)
+        for cell, given in zip(source.cells, released.cells, strict=True)
+        if (name := grade_id(cell))
+    }
+    found: dict[str | None, list[NotebookNode]] = {name: [] for name in (None, *cells)}
+    for cell in nb.cells:
+        found[next((x for x in (grade_id(cell), cell.get("id")) if x in cells), None)].append(cell)
+        for key in ("nbgrader", "derived_attention"):
+            cell.metadata.pop(key, None)
+    if not any(found[x] for x, (cell, _) in cells.items() if cell.metadata["nbgrader"]["grade"]):
+        _ours(nb).setdefault("ungraded", "it has none of this assignment's answers and checks")
     place = 0
-    for cell in source.cells:
-        name = grade_id(cell)
-        if name is None:
-            continue
-        where = [i for i, other in enumerate(nb.cells) if grade_id(other) == name]
-        if where:
-            place = where[0] + 1
-            continue
-        kind = cell.metadata["nbgrader"]
-        if kind["solution"]:
-            cell.source = "# There was no answer." if cell.cell_type == "code" else ""
-        nb.cells.insert(place, cell)
-        place += 1
+    for name, (cell, given) in cells.items():
+        kind, copies = cell.metadata["nbgrader"], found[name]
         what = "answer" if kind["solution"] else "check" if kind["grade"] else "cell"
-        yield f"The {what} {name!r} was missing, and has been put back."
+        changed = [x.source.split() != given.source.split() for x in copies]
+        if not copies:
+            nb.cells.insert(place, given)
+            kept = given
+            yield f"The {what} {name!r} was missing, and has been put back."
+        else:
+            kept = copies[changed.index(kind["solution"]) if len(set(changed)) > 1 else 0]
+        if kind["locked"] and copies and all(changed):
+            yield f"The {what} {name!r} had been changed, and has been put back."
+        if len(copies) > 1:
+            yield f"The {what} {name!r} is there {len(copies)} times: {COPIES[what]}."
+        kept.metadata["nbgrader"] = deepcopy(kind)
+        if kind["locked"]:
+            kept.source = cell.source
+        place = _index(nb, kept) + 1
+    for name, (cell, _) in cells.items():
+        pieces = found.get(f"{name.removesuffix('-check')}-answer", []), found[name]
+        if name.endswith("-check") and max(map(len, pieces)) > 1:
+            for piece in (x for x in (*pieces[0], *pieces[1]) if grade_id(x) != name):
+                trial = new_code_cell(cell.source, metadata={"derived_attention": {"trial": name}})
+                nb.cells.insert(_index(nb, piece) + 1, trial)
+
+
+def keep_best(nb: NotebookNode) -> None:
+    """Let a check that passed behind one of several pieces count; remove those put there."""
+    trials = [cell for cell in nb.cells if _trial(cell)]
+    passed = {_trial(cell): cell.outputs for cell in trials if not _failed(cell)}
+    for cell in nb.cells:
+        if (name := grade_id(cell)) and name in passed:
+            cell.outputs = passed[name]
+    nb.cells = [cell for cell in nb.cells if not _trial(cell)]
+
+
+def _trial(cell: NotebookNode) -> str:
+    """Return the name of the check that `restore` has put into this cell, if it did."""
+    return cell.metadata.get("derived_attention", {}).get("trial", "")
+
+
+def _failed(cell: NotebookNode) -> bool:
+    return any(output.output_type == "error" for output in cell.outputs)
+
+
+def _index(nb: NotebookNode, cell: NotebookNode) -> int:
+    """Return the place of this very cell: a copy is equal to it."""
+    return next(i for i, other in enumerate(nb.cells) if other is cell)
 
 
 def grade_id(cell: NotebookNode) -> str | None:
     """Return the name that nbgrader knows a cell by, if it has one."""
-    return cell.metadata.get("nbgrader", {}).get("grade_id")
+    kind = cell.metadata.get("nbgrader")
+    name = kind.get("grade_id") if isinstance(kind, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _order(nb: NotebookNode) -> Iterator[str]:
@@ -152,7 +272,8 @@ def _order(nb: NotebookNode) -> Iterator[str]:
 
 def _strange(nb: NotebookNode) -> Iterator[str]:
     """Yield a note for each cell of the student's that should be read by somebody."""
-    for number, cell in enumerate(nb.cells, 1):
+    cells = [cell for cell in nb.cells if not _trial(cell)]
+    for number, cell in enumerate(cells, 2):  # behind the cell of notes
         own = not cell.metadata.get("nbgrader", {}).get("locked", False)
         if cell.cell_type == "code" and own and (found := strange(cell.source)):
             yield f"Cell {number} should be read by somebody: it has {', '.join(found)}."
@@ -244,14 +365,29 @@ class Run(Execute):
                 "the network, and with access to this folder. Grade a copy, in a container."
             )
 
+    def preprocess(
+        self, nb: NotebookNode, resources: dict | None = None, km: Any = None
+    ) -> tuple[NotebookNode, dict | None]:
+        """Run the notebook, unless there is nothing to grade."""
+        reason = _ours(nb).get("ungraded")
+        if not reason:
+            nb, resources = super().preprocess(nb, resources, km)
+            keep_best(nb)
+        for cell in nb.cells if reason else ():
+            if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("grade"):
+                _fail(cell, f"not graded: {reason}")
+        return nb, resources
+
     def preprocess_cell(
         self, cell: NotebookNode, resources: dict, index: int
     ) -> tuple[NotebookNode, dict]:
         """Execute one cell; after the end of the kernel begin with a new one."""
         try:
             cell, resources = super().preprocess_cell(cell, resources, index)
-            if reason := _cut_short(cell):
-                _fail(cell, reason)
+            if _is_check(cell):
+                _hide(cell)
+                if reason := _cut_short(cell):
+                    _fail(cell, reason)
             return cell, resources
         except CellTimeoutError:
             reason = f"the cell took longer than {self.timeout} s, and was stopped"
@@ -274,18 +410,64 @@ class Run(Execute):
                 self.execute_cell(cell.copy(), number, store_history=False)
 
 
+def _is_check(cell: NotebookNode) -> bool:
+    """Return whether a cell is a check with hidden tests."""
+    graded = cell.metadata.get("nbgrader", {}).get("grade") or _trial(cell)
+    return bool(graded) and "check_refuses(" in cell.source
+
+
 def _fail(cell: NotebookNode, reason: str) -> None:
     """Give a cell an error, for which there are no points."""
     error = {"ename": "Stopped", "evalue": reason, "traceback": [f"Stopped: {reason}."]}
-    cell.outputs.append(nbformat.v4.new_output("error", **error))
+    cell.outputs.append(new_output("error", **error))
+
+
+def _hide(cell: NotebookNode) -> None:
+    """Leave only the message of an error: the lines around it are hidden tests."""
+    for output in cell.outputs:
+        if output.output_type == "error":
+            output.traceback = output.traceback[-1:]
 
 
 def _cut_short(cell: NotebookNode) -> str:
     """Return what is wrong if a check raised no error, and did not come to its end, either."""
-    if not cell.metadata.get("nbgrader", {}).get("grade") or "check_refuses(" not in cell.source:
-        return ""
-    if any(output.output_type == "error" for output in cell.outputs):
-        return ""
     said = "".join(x.text for x in cell.outputs if x.output_type == "stream")
     whole = said.count("Correct.") >= 2  # for the check that students see, and for the hidden one
-    return "" if whole else "the check was not run to its end"
+    return "" if whole or _failed(cell) else "the check was not run to its end"
+
+
+# --- the marks -----------------------------------------------------------------------------------
+
+
+class Grades(CsvExportPlugin):
+    """Export the marks; who has not been graded gets no number, and a note that says why."""
+
+    def export(self, gradebook: Gradebook) -> None:
+        """Write the table of nbgrader, with a column of notes."""
+        course = Path(self.parent.coursedir.root)
+        for assignment in gradebook.assignments:
+            for folder in course.glob(f"submitted/*/{assignment.name}"):
+                gradebook.update_or_create_student(folder.parent.name)
+        super().export(gradebook)
+        path = Path(self.to or "grades.csv")
+        with open(path, newline="") as file:
+            header, *rows = csv.reader(file)
+        numbers = [header.index(x) for x in ("raw_score", "late_submission_penalty", "score")]
+        student, assignment = map(header.index, ("student_id", "assignment"))
+        for row in rows:
+            row.append(_why_ungraded(course, row[student], row[assignment]))
+            for i in numbers if row[-1] else ():
+                row[i] = ""
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([[*header, "note"], *rows])
+
+
+def _why_ungraded(course: Path, student: str, assignment: str) -> str:
+    """Return why a student has no marks for an assignment; nothing if there are marks."""
+    graded = course / "autograded" / student / assignment / f"{assignment}.ipynb"
+    if graded.exists():
+        return _ours_in(graded).get("ungraded", "")
+    there = [x.name for x in (course / "submitted" / student / assignment).glob("*")]
+    if any(name.endswith(".ipynb") for name in there):
+        return "it has not been graded: run `nbgrader autograde`, and read its messages"
+    return f"there is no notebook among {', '.join(there)}" if there else "nothing was handed in"
