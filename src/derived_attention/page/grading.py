@@ -71,7 +71,7 @@ STRANGE = set(
 )
 TRIED = "its check was tried behind each, and the best result counts"
 COPIES = {
-    "answer": f"{TRIED}; an answer in words counts as a whole",
+    "answer": f"{TRIED}; if it is in words, all pieces should be read",
     "check": TRIED,
     "cell": "the first is used",
 }
