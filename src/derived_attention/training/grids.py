@@ -121,13 +121,7 @@ def run_grid(
     """
     configs = [dict(config) for config in grid]
     for config in configs:
-        try:
-            inspect.signature(function).bind(**config)
-        except TypeError as error:
-            raise TypeError(
-                f"grid contains {config}; expected arguments of {full_name(function)}: {error}"
-            ) from error
-        _check_json("config", config)
+        _check_config(function, config)
     executor, function_identity = cluster.workers(workers), identity(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
     keys = [digest(function_identity, _to_json(config, sort_keys=True)) for config in configs]
@@ -157,6 +151,17 @@ def run_grid(
             results[index] = times | configs[index] | record["result"]
             show(results)
     return [results[index] for index in range(len(paths))]
+
+
+def _check_config(function: Callable[..., Any], config: dict[str, Any]) -> None:
+    """Raise TypeError unless a function takes a config, and JSON can hold it."""
+    try:
+        inspect.signature(function).bind(**config)
+    except TypeError as error:
+        raise TypeError(
+            f"grid contains {config}; expected arguments of {full_name(function)}: {error}"
+        ) from error
+    _check_json("config", config)
 
 
 class _Grid:
