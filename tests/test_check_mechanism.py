@@ -87,6 +87,23 @@ def is_off_by_a_factor(q, k, v, *rest, scale, **options):
     return softmax_attention(q, k, v, *rest, scale=scale, **options) * other
 
 
+@breaks("values", "D = 128: the output is wrong by")
+def is_off_for_wide_heads(q, k, v, *rest, **options):
+    return softmax_attention(q, k, v, *rest, **options) * (1.1 if q.shape[-1] > 64 else 1)
+
+
+@breaks("values", "70 queries, 200 keys: the output is wrong by")
+def is_off_for_many_more_keys_than_queries(q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out * (1.1 if q.shape[-2] > 50 and k.shape[-2] > 2 * q.shape[-2] else 1)
+
+
+@breaks("dtypes", "the output of 200 tokens in torch.bfloat16 is wrong by")
+def is_off_for_long_texts_in_bfloat16(q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out * (1.2 if out.dtype == torch.bfloat16 and q.shape[-2] > 64 else 1)
+
+
 @breaks("dead rows", "the output holds NaN or infinity")
 def divides_zero_by_zero(q, k, v, attn_mask, *rest, **options):
     out = softmax_attention(q, k, v, attn_mask, *rest, **options)
@@ -249,6 +266,119 @@ def test_without_a_formula(name):
     report = check_mechanism(WRONG[name][0], promises=QUICK, verbose=False)
     expected = {"ignores_the_mask": "masks over keys", "has_a_wrong_backward": "finite differences"}
     assert report.failed == [expected[name]], str(report)
+
+
+def drops_gradients_of_late_keys(q, k, v, *rest, **options):
+    k = torch.cat([k[..., :64, :], k[..., 64:, :].detach()], -2)
+    return softmax_attention(q, k, v, *rest, **options)
+
+
+def averages_over_the_batch(q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out.mean(0, keepdim=True).expand(out.shape) if out.dim() > 3 else out
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "words"),
+    [
+        (
+            drops_gradients_of_late_keys,
+            "finite differences",
+            "200 keys: the gradient of k is wrong by",
+        ),
+        (averages_over_the_batch, "batch", "sequence 0 alone: the output is wrong by"),
+    ],
+)
+def test_without_a_formula_the_first_message_names_the_fault(function, first, words):
+    some = ["batch", "order of keys", "finite differences", "dropout"]
+    report = check_mechanism(function, promises=some, verbose=False)
+    assert report.failed[0] == first, str(report)
+    assert words in next(x.text for x in report.results if x.promise == first)
+
+
+# --- limits: what is inside passes, and what is outside fails -------------------------------------
+
+
+class Slope(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, by):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.by = inputs[1]
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * ctx.by, None
+
+
+def output_off_by(size, q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out + size
+
+
+def output_roundings(size, q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out * (1 + size * torch.finfo(out.dtype).eps)
+
+
+def gradient_roundings(size, q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return Slope.apply(out, 1 + size * torch.finfo(out.dtype).eps)
+
+
+def autocast_off_by(size, q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out * (1 + size * torch.is_autocast_enabled("cpu"))
+
+
+def large_scores_off_by(size, q, k, v, *rest, **options):
+    out = softmax_attention(q, k, v, *rest, **options)
+    return out + size * (out.dtype == torch.float64)
+
+
+def stores_a_share_of_the_weights(size, q, k, v, *rest, **options):
+    q.new_empty(int(size * q.shape[-2] * k.shape[-2]))
+    return softmax_attention(q, k, v, *rest, **options)
+
+
+def drops_a_share(size, q, k, v, attn_mask=None, dropout_p=0.0, *rest, **options):
+    def attend(v):
+        return softmax_attention(q, k, v, attn_mask, 0.0, *rest, **options)
+
+    if dropout_p in (0, 1):
+        return attend(v) * (1 - dropout_p)
+    A = attend(torch.eye(k.shape[-2], dtype=v.dtype).expand(*v.shape[:-1], -1))
+    return torch.where(torch.rand(A.shape) < dropout_p + size, 0, A / (1 - dropout_p)) @ v
+
+
+# the promise, what is done, inside of the limit, and outside by less than twice
+LIMITS = [
+    ("values", output_off_by, 0.7e-10, 2.5e-10),
+    ("dtypes", output_roundings, 1, 9),
+    ("dtypes", gradient_roundings, 9, 24),
+    ("autocast", autocast_off_by, 0.02, 0.05),
+    ("large scores", large_scores_off_by, 0.7e-8, 2.5e-8),
+    ("memory", stores_a_share_of_the_weights, 0.45, 0.6),
+    ("dropout", drops_a_share, 0.03, 0.08),
+]
+
+
+@pytest.mark.parametrize(("promise", "function", "inside", "outside"), LIMITS)
+def test_a_limit_is_where_it_is_said_to_be(promise, function, inside, outside):
+    verdicts = []
+    for size in (inside, outside):
+        mechanism = functools.partial(function, size)
+        report = check_mechanism(
+            mechanism, softmax_attention_reference, promises=[promise], verbose=False
+        )
+        verdicts += [x.verdict for x in report.results]
+    assert verdicts == ["kept", "BROKEN"]
 
 
 def test_what_is_neither_compiled_nor_mapped_nor_derived_twice():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,3 +209,41 @@ def test_the_yardstick_is_exact(monkeypatch):
 
         monkeypatch.setattr(trials, "results", wrong)
         assert trials.compare(trial, DEVICE).agrees is agrees
+
+
+# --- what is kept of verdicts ---------------------------------------------------------------------
+
+ONE, OTHER = (Trial("mgk", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
+
+
+def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, another_process):
+    monkeypatch.setattr(trust, "fault_of", lambda trial, device: "")
+    device = torch.device(DEVICE)
+    assert trust.trusted(ONE, device) and trust.trusted(OTHER, device)
+    another_process()
+    monkeypatch.setattr(trust, "fault_of", None)  # nothing is tried again
+    assert trust.trusted(ONE, device) and trust.trusted(OTHER, device)
+
+
+def test_what_may_not_be_tried_now_is_not_trusted_and_not_tried(monkeypatch):
+    monkeypatch.setattr(trust, "fault_of", lambda *_: pytest.fail("a compiler traces: no trial"))
+    assert not trust.trusted(ONE, torch.device(DEVICE), first=False)
+    monkeypatch.setattr(trust, "fault_of", lambda trial, device: "")
+    assert trust.trusted(ONE, torch.device(DEVICE))
+    assert trust.trusted(ONE, torch.device(DEVICE), first=False)
+
+
+@pytest.mark.parametrize("folder", trust.SOURCES)
+def test_the_digest_of_kernels_reads_every_folder(folder, monkeypatch):
+    before = trust.digest()
+    read = Path.read_bytes
+    changed = f"/{folder}/"
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda file: read(file) + b"#" * (changed in file.as_posix())
+    )
+    trust.digest.cache_clear()
+    try:
+        assert trust.digest() != before
+    finally:
+        monkeypatch.undo()
+        trust.digest.cache_clear()

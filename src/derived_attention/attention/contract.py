@@ -8,6 +8,7 @@ The tests hold the registry to the same functions.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -43,6 +44,7 @@ from derived_attention.attention.cases import (
     on_copies,
     parameters_of,
     relative_errors,
+    tensors,
     variants,
     written_as_numbers,
 )
@@ -258,9 +260,20 @@ def inputs(subject: Subject) -> str:
     return f"{worst}; no input written to"
 
 
+@promise("batch")
+@torch.no_grad()
+def batch(subject: Subject) -> str:
+    """Give each sequence of a batch the result that it has alone."""
+    case, worst = Case(subject), Worst()
+    for b in range(B):
+        alone = {key: case.tensors[key][b : b + 1] for key in COMMON[:3]}
+        worst.compare([case.run(**alone)], [case.run()[b : b + 1]], 1e-10, f"sequence {b} alone")
+    return str(worst)
+
+
 # --- the formula ----------------------------------------------------------------------------------
 
-LENGTHS = [(1, 1), (2, 1), (1, M), (M, N), (64, 64), (150, 150), (150, 5), (5, 150)]
+LENGTHS = [(1, 1), (2, 1), (1, M), (M, N), (64, 64), (150, 150), (150, 5), (5, 150), (70, 200)]
 
 
 def cases(subject: Subject) -> Iterator[tuple[str, Case]]:
@@ -270,10 +283,10 @@ def cases(subject: Subject) -> Iterator[tuple[str, Case]]:
     yield "as usual", case()
     for n, m in LENGTHS:
         yield f"{n} queries, {m} keys", case(n=n, m=m, leading=(H,), d=3, dv=2)
-    for leading in [(H,), (1,), (B, 1, H), *[()] * alike]:
+    for leading in [(H,), (1,), (1, 16), (B, 1, H), *[()] * alike]:
         yield f"leading dimensions {leading}", case(leading=leading)
     yield from ((f"Dv = {dv}", case(dv=dv)) for dv in (1, D, D + 3))
-    yield from ((f"D = {d}", case(d=d)) for d in (1, 7))
+    yield from ((f"D = {d}", case(d=d)) for d in (1, 7, 128))
 
 
 @promise("values", "formula")
@@ -309,17 +322,17 @@ def scale(subject: Subject) -> str:
 
 @promise("dtypes")
 def dtypes(subject: Subject) -> str:
-    """Return the dtype of q, right to 4 roundings, and gradients to 16."""
+    """Return the dtype of q, right to 6 roundings, and gradients to 16."""
     worst = Worst()
-    for dtype in DTYPES:
-        case = Case(subject, n=64, m=64, d=16, dtype=dtype)
+    for dtype, (n, d) in itertools.product(DTYPES, [(64, 16), (200, 128)]):
+        case = Case(subject, n=n, m=n, d=d, dtype=dtype)
         results, exact = case.results(), case.double().results(subject.exact)
         pairs = zip(PARTS, results, relative_errors(results, exact), strict=False)
         for i, (part, x, error) in enumerate(pairs):
             must(x.dtype == dtype, f"{part} is {x.dtype} where q is {dtype}")
-            error /= torch.finfo(dtype).eps
-            must(error < (16 if i else 4), f"{part} in {dtype} is wrong by {error:.1f} roundings")
-            worst.see(error, f"{part} in {dtype}")
+            error, what = error / torch.finfo(dtype).eps, f"{part} of {n} tokens in {dtype}"
+            must(error < (16 if i else 6), f"{what} is wrong by {error:.1f} roundings")
+            worst.see(error, what)
     return f"{len(DTYPES)} dtypes, at most {worst.error:.1f} roundings ({worst.where})"
 
 
@@ -571,7 +584,15 @@ def finite_differences(subject: Subject) -> str:
         case = Case(subject, n=4, m=len(keep), leading=(H,), d=2, dv=2, **common)
         run = functools.partial(run_with, case, list(case.tensors))
         torch.autograd.gradcheck(run, list(case.tensors.values()), nondet_tol=1e-12)
-    return f"torch.autograd.gradcheck of {' and '.join(map(said_of, options))}"
+    case = Case(subject, n=200 if subject.square else 70, m=200, leading=(H,), d=3, dv=2)
+    for key, x in case.tensors.items():
+        loss, step = loss_of(case, "fast", key), tensors(x.shape, seed=9)[0].detach()
+        along = float((torch.autograd.grad(loss(x), x)[0] * step).sum())
+        with torch.no_grad():
+            rise = float(loss(x + 1e-6 * step) - loss(x - 1e-6 * step)) / 2e-6
+        error = abs(along - rise) / max(abs(rise), 1e-4)
+        must(error < 1e-3, f"200 keys: the gradient of {key} is wrong by {error:.1%}")
+    return f"torch.autograd.gradcheck of {' and '.join(map(said_of, options))}; 200 keys"
 
 
 def run_with(case: Case, which: Sequence[str], *given: Tensor) -> Tensor:
