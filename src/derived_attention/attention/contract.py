@@ -266,7 +266,7 @@ def batch(subject: Subject) -> str:
     """Give each sequence of a batch the result that it has alone."""
     case, worst = Case(subject), Worst()
     for b in range(B):
-        alone = {key: case.tensors[key][b : b + 1] for key in COMMON[:3]}
+        alone: dict[str, Any] = {key: case.tensors[key][b : b + 1] for key in COMMON[:3]}
         worst.compare([case.run(**alone)], [case.run()[b : b + 1]], 1e-10, f"sequence {b} alone")
     return str(worst)
 
