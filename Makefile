@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 HTML   := _build/html
 PDF    := $(HTML)/derived-attention.pdf
 PAGES  := $(abspath $(HTML))/index.html
-SOURCES := $(shell find book src _ext assets $(wildcard benchmarks) -type f -not -path '*/__pycache__/*' -not -path '*.egg-info*')
+SOURCES := $(shell find book src _ext assets $(wildcard benchmarks experiments) -type f -not -path '*/__pycache__/*' -not -path '*.egg-info*')
 SETTINGS := $(DERIVED_ATTENTION_PROFILE) $(BOOK_REPOSITORY_URL) $(BOOK_REPOSITORY_BRANCH) $(BOOK_JUPYTERHUB_URL)
 
 ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
@@ -84,25 +84,8 @@ gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run a
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
 experiments: tools ## train what the pages have no room for: some twelve hours on one core
-	@$(BIN)/python -m benchmarks.control
-	@$(BIN)/python -m benchmarks.small
-	@$(BIN)/python -m benchmarks.chapter01
-	@$(BIN)/python -m benchmarks.chapter03
-	@$(BIN)/python -m benchmarks.chapter04
-	@$(BIN)/python -m benchmarks.chapter05
-	@$(BIN)/python -m benchmarks.chapter06
-	@$(BIN)/python -m benchmarks.chapter07
-	@$(BIN)/python -m benchmarks.chapter08
-	@$(BIN)/python -m benchmarks.chapter09
-	@$(BIN)/python -m benchmarks.chapter10
-	@$(BIN)/python -m benchmarks.chapter11
-	@$(BIN)/python -m benchmarks.chapter12
-	@$(BIN)/python -m benchmarks.chapter13
-	@$(BIN)/python -m benchmarks.chapter14
-	@$(BIN)/python -m benchmarks.chapter15
-	@$(BIN)/python -m benchmarks.chapter16
-	@$(BIN)/python -m benchmarks.chapter17
-	@$(BIN)/python -m benchmarks.chapter18
+	@for name in control small $(basename $(notdir $(wildcard experiments/chapter*.py))); do \
+	  $(BIN)/python -m experiments.$$name || exit 1; done
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)
@@ -138,7 +121,7 @@ tools: FORCE
 	@$(ENVIRONMENT) dev
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
-_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_attention/page/ledger/*.py) src/derived_attention/page/tables.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
+_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_book/ledger/*.py) src/derived_book/tables.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
 	@rm -rf _build/.doctrees $(HTML)/_modules
 	@touch $@
 

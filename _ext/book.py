@@ -23,11 +23,10 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
-from derived_attention import __version__
-from derived_attention.attention import registry
-from derived_attention.page import tables
-from derived_attention.page.ledger import claims_of, link, paragraph, table
-from derived_attention.training import recorded
+from derived_attention import __version__, registry
+from derived_book import tables
+from derived_book.ledger import claims_of, link, paragraph, table
+from derived_book.training import recorded
 from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
@@ -193,7 +192,7 @@ class Mechanisms(SphinxDirective):
 
 
 class Modules(SphinxDirective):
-    """``{modules} softmax.fast frame.layer``: what these modules of ``attention/`` hold.
+    """``{modules} softmax.core layer``: what these modules of the library hold.
 
     Of a module that has public names, only these: the rest serves other modules.
     """

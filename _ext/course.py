@@ -55,7 +55,7 @@ CONFIG = '''\
 
 import warnings
 
-from derived_attention.page import grading
+from derived_book import grading
 from nbgrader import preprocessors as theirs
 
 # What nbgrader's way of using its database makes SQLAlchemy say of every student.
@@ -270,12 +270,12 @@ def _test(exercise: Exercise, seed: int) -> str:
         "# Other draws than those above.",
         other_draws(exercise.test, seed),
         "# The check must still refuse what is wrong.",
-        "from derived_attention.page.exercises import check_refuses",
+        "from derived_book.exercises import check_refuses",
         f"test = {exercise.test!r}",
         *(f"check_refuses(test, [{code!r}], globals())" for code in wrong),
         MARKS[3],
     ]
-    imported = "from derived_attention.page.exercises import check, check_properties"
+    imported = "from derived_book.exercises import check, check_properties"
     return "\n".join([imported, call, "", exercise.test, *hidden])
 
 

@@ -36,7 +36,7 @@ from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from derived_attention.training.sources import Sources
+from derived_book.training.code_digest import Sources
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "_build" / ".jupyter_cache"
@@ -77,17 +77,17 @@ def settings() -> dict[str, str]:
 def digest(notebook, extra: dict[str, str]) -> str:
     """Hash everything that the page's outputs depend on."""
     page = code_of(notebook)
-    folder = ROOT / "src" / "derived_attention"
+    folder = ROOT / "src"
     package = Sources(folder)
     modules = package.imported(page)
     state = hashlib.sha256(json.dumps([page, extra], sort_keys=True).encode())
     state.update(package.digest(modules, page).encode())
     homes = package.dependencies(modules)
     for file in sorted(folder.rglob("*")):  # data, for those who use the package that they lie in
-        home = ".".join(file.parent.relative_to(folder.parent).parts)
+        home = ".".join(file.parent.relative_to(folder).parts)
         if file.suffix in (".csv", ".json") and home in homes:
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    if "derived_attention.page.tables" in homes:  # a page that shows what was measured
+    if "derived_book.tables" in homes:  # a page that shows what was measured
         for file in sorted((ROOT / "benchmarks" / "results").rglob("*.json")):
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return state.hexdigest()

@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from derived_attention.runtime import write_atomically
+from derived_attention.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "_build" / "full"

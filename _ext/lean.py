@@ -15,7 +15,7 @@ from pathlib import Path
 
 import heights
 import stylesheet
-from derived_attention.page.ledger import STATIC
+from derived_book.ledger import STATIC
 
 ROOT = Path(__file__).parents[1]
 STYLES = "book.min.css"

@@ -12,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from derived_attention.attention.registry import MECHANISMS, PUBLIC
+from derived_attention.registry import MECHANISMS, PUBLIC
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "src/derived_attention/attention/{name}"
+PACKAGE = "src/derived_attention/{name}"
 FILES = {
     f"{PACKAGE}/__init__.py": '"""{label} attention."""\n',
     f"{PACKAGE}/formula.py": '''"""{label} attention: the formula, slow and right."""
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from derived_attention.attention.frame.convention import in_full, mechanism
-from derived_attention.attention.frame.masks import Mask
+from derived_attention.common.convention import in_full, mechanism
+from derived_attention.common.masks import Mask
 
 
 @mechanism
@@ -40,14 +40,14 @@ def {name}_attention_reference(
     """H (..., N, Dv) of q (..., N, D), k (..., M, D), v (..., M, Dv), in three to eight lines."""
     raise NotImplementedError("not written yet: the formula, in {name}/formula.py")
 ''',
-    f"{PACKAGE}/fast.py": '''"""{label} attention without the (N, M) matrix."""
+    f"{PACKAGE}/core.py": '''"""{label} attention without the (N, M) matrix."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from derived_attention.attention.frame.convention import mechanism
-from derived_attention.attention.frame.masks import Mask
+from derived_attention.common.convention import mechanism
+from derived_attention.common.masks import Mask
 
 
 @mechanism
@@ -59,7 +59,7 @@ def {name}_attention(
     scale: float | None,
 ) -> Tensor:
     """{label} attention: what equation it implements, and what it costs."""
-    raise NotImplementedError("not written yet: the fast form, in {name}/fast.py")
+    raise NotImplementedError("not written yet: the fast form, in {name}/core.py")
 ''',
     f"{PACKAGE}/entry.py": '''"""{label} attention in the registry.
 
@@ -69,10 +69,10 @@ def {name}_attention(
 
 from __future__ import annotations
 
-from derived_attention.attention.frame.checks import Mechanism
-from derived_attention.attention.{name}.fast import {name}_attention
-from derived_attention.attention.{name}.formula import {name}_attention_reference
-from derived_attention.attention.registry import MECHANISMS, Entry
+from derived_attention.common.checks import Mechanism
+from derived_attention.{name}.core import {name}_attention
+from derived_attention.{name}.formula import {name}_attention_reference
+from derived_attention.registry import MECHANISMS, Entry
 
 
 class Own(Entry):
@@ -102,8 +102,8 @@ def register() -> None:
 import pytest
 
 from derived_attention import check_mechanism
-from derived_attention.attention.contract import PROMISES
-from derived_attention.attention.{name}.entry import ENTRY
+from derived_attention.testing.contract import PROMISES
+from derived_attention.{name}.entry import ENTRY
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -139,8 +139,9 @@ kernelspec:
 *Not written yet: the weights, with the conditions that make them optimal.*
 
 ```{{code-cell}} ipython3
-from derived_attention import check_mechanism, claims
-from derived_attention.attention.{name}.entry import ENTRY, register
+from derived_attention import check_mechanism
+from derived_book import claims
+from derived_attention.{name}.entry import ENTRY, register
 ```
 
 ## Prove

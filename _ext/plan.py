@@ -24,11 +24,12 @@ import torch
 from nbclient import NotebookClient
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from derived_attention.runtime import PROFILES, evaluating, write_atomically
-from derived_attention.tasks.series import data as series
-from derived_attention.training import fit as training
-from derived_attention.training import grids as experiments
-from derived_attention.training import measure
+from derived_attention.common.files import write_atomically
+from derived_book.runtime import PROFILES, evaluating
+from derived_book.tasks.series import data as series
+from derived_book.training import fit as training
+from derived_book.training import grids as experiments
+from derived_book.training import measure
 from execute import read_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +135,7 @@ class Sampler:
         return dict(numbers)
 
     def train_epoch(self, trainer, batches, rates, where):
-        """Stand for `derived_attention.training.fit.train_epoch`."""
+        """Stand for `derived_book.training.fit.train_epoch`."""
         rates = list(rates)
 
         def do(some):
@@ -143,7 +144,7 @@ class Sampler:
         return self.sampled((id(trainer.model), "train"), "steps", lambda: len(rates), do, batches)
 
     def evaluate(self, model, batches, loss):
-        """Stand for `derived_attention.training.fit.evaluate`."""
+        """Stand for `derived_book.training.fit.evaluate`."""
         device = next(model.parameters()).device
 
         def do(some):

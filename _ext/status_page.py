@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from docutils import nodes
 
-from derived_attention.training.grids import duration
+from derived_book.training.grids import duration
 from plan import RESULT
 
 # What slow reading took: a class of one reader, who worked through the formulas and the code.

@@ -15,7 +15,7 @@ from benchmarks import beside
 from benchmarks.cases import CASES
 from benchmarks.peers import LIBRARIES
 from benchmarks.run import DIMS, LENGTHS, ROUNDS, code, explained, rename, run, save, settings
-from derived_attention.page.tables import (
+from derived_book.tables import (
     NOTE,
     RESULTS,
     caption,
@@ -25,7 +25,7 @@ from derived_attention.page.tables import (
     slug,
     time_table,
 )
-from derived_attention.training.measure import machine
+from derived_book.training.measure import machine
 
 
 def whole(text: str) -> int:

@@ -1,6 +1,6 @@
 """What is timed: PyTorch's own attention, and each mechanism of the package beside it.
 
-The cases are the registry's, `derived_attention.attention.registry`: a new entry there is a new
+The cases are the registry's, `derived_attention.registry`: a new entry there is a new
 case, or two where it can be causal.
 """
 
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.attention.formulas import soft_threshold
-from derived_attention.attention.frame.checks import Mechanism
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.mixture.shifted import shifted_keys
-from derived_attention.attention.references import softmax_attention_reference
-from derived_attention.attention.registry import MECHANISMS, Entry
+from derived_attention.common.checks import Mechanism
+from derived_attention.common.masks import causal_mask
+from derived_attention.formulas import soft_threshold
+from derived_attention.mixture.shifted import shifted_keys
+from derived_attention.references import softmax_attention_reference
+from derived_attention.registry import MECHANISMS, Entry
 
 HEADS, DIM = 8, 64
 

@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks import run
 from benchmarks.cases import CASES, FUSED, HEADS
 from benchmarks.work import WORK, Work, sdpa
-from derived_attention.attention.engine.kernels import HEAD_DIMS, available
-from derived_attention.page.tables import KERNELS, MODES, RATES, load_kernels
+from derived_attention.common.kernels import HEAD_DIMS, available
+from derived_book.tables import KERNELS, MODES, RATES, load_kernels
 
 LENGTHS = (1024, 4096, 16384, 65536)
 SPECIAL = 16  # exponentials a clock and multiprocessor, by the CUDA C++ Programming Guide
@@ -38,7 +38,7 @@ def usage() -> list[dict[str, Any]]:
     """Compile every kernel in a process of its own, where none is interpreted; what each takes."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "derived_attention.attention.resources"],
+        [sys.executable, "-m", "benchmarks.gpu.resources"],
         env=environment,
         capture_output=True,
         text=True,

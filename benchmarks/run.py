@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Case
-from derived_attention.attention.frame.checks import Mechanism
-from derived_attention.page.tables import (
-    MODES,
-    SCHEMA,
-)
-from derived_attention.runtime import write_atomically
-from derived_attention.training import sources
-from derived_attention.training.identity import PACKAGE
-from derived_attention.training.measure import count_flops, machine, peak_bytes
+from derived_attention.common.checks import Mechanism
+from derived_attention.common.files import write_atomically
+from derived_book.tables import MODES, SCHEMA
+from derived_book.training import code_digest
+from derived_book.training.measure import count_flops, machine, peak_bytes
+from derived_book.training.run_key import PACKAGE
 
 BATCH = 1
 MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
@@ -328,9 +325,9 @@ def code(case: Case) -> str:
     while pending:
         module = pending.pop()
         seen.add(module)
-        more = PACKAGE.imported(PACKAGE.texts[module]) if module != sources.ROOT else set()
-        pending |= more - seen - {sources.REGISTRY}
-    texts = [(module, sources.code(PACKAGE.texts[module])) for module in sorted(seen)]
+        more = PACKAGE.imported(PACKAGE.texts[module]) if module not in code_digest.ROOTS else set()
+        pending |= more - seen - {code_digest.REGISTRY}
+    texts = [(module, code_digest.code(PACKAGE.texts[module])) for module in sorted(seen)]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 

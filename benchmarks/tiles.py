@@ -1,6 +1,6 @@
 """What kernels take with other sizes of tiles: ``python -m benchmarks.tiles``.
 
-Every candidate that `derived_attention.attention.verify` times on a GPU is compiled ahead of time,
+Every candidate that `benchmarks.gpu.verify` times on a GPU is compiled ahead of time,
 without one, for each architecture: registers, spills, shared memory, and whether it fits. What is
 done is in ``benchmarks/results/tiles.json``, and is not compiled again by the same Triton.
 ``benchmarks/results/spills.json`` keeps what spills of the shipped sizes, by the version of Triton.
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks import run
-from derived_attention.attention.engine.kernels import HEAD_DIMS, Launch, available, interpreted
-from derived_attention.attention.engine.tuning import Sizes, candidates
-from derived_attention.attention.resources import ARCHITECTURES, launches, usage
-from derived_attention.page.tables import RESULTS, SPILLS, load_spills
+from benchmarks.gpu.resources import ARCHITECTURES, launches, usage
+from derived_attention.common.kernels import HEAD_DIMS, Launch, available, interpreted
+from derived_attention.common.tuning import Sizes, candidates
+from derived_book.tables import RESULTS, SPILLS, load_spills
 
 TILES = RESULTS / "tiles.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -101,7 +101,7 @@ def linear(*, B: int, H: int, N: int, M: int, D: int, R: int = 1) -> dict[str, W
     """
     import torch
 
-    from derived_attention.attention.linear import triton as kernels
+    from derived_attention.linear import triton as kernels
 
     options = kernels.Options(1.0, True, True, torch.bfloat16)
     width = min(D, kernels.values_at_once(D, options))

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from derived_attention.attention.cases import DTYPES as DTYPES
-from derived_attention.attention.cases import Largest as Largest
-from derived_attention.attention.cases import boolean as boolean
-from derived_attention.attention.cases import output_and_gradients as output_and_gradients
-from derived_attention.attention.cases import relative_errors as relative_errors
-from derived_attention.attention.cases import tensors as tensors
-from derived_attention.attention.cases import written_as_numbers as written_as_numbers
-from derived_attention.attention.contract import TOLERANCE as TOLERANCE
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.registry import MECHANISMS
+from derived_attention.common import kernels
+from derived_attention.registry import MECHANISMS
+from derived_attention.testing.cases import DTYPES as DTYPES
+from derived_attention.testing.cases import Largest as Largest
+from derived_attention.testing.cases import boolean as boolean
+from derived_attention.testing.cases import output_and_gradients as output_and_gradients
+from derived_attention.testing.cases import relative_errors as relative_errors
+from derived_attention.testing.cases import tensors as tensors
+from derived_attention.testing.cases import written_as_numbers as written_as_numbers
+from derived_attention.testing.contract import TOLERANCE as TOLERANCE
 
 B, H, N, M, D, DV = 2, 3, 5, 7, 8, 6
 

@@ -4,20 +4,20 @@ import functools
 
 import torch
 
-from derived_attention.runtime import digest, seed_everything
-from derived_attention.tasks.control.data import Episodes
-from derived_attention.tasks.control.loss import Trajectories, action_loss
-from derived_attention.tasks.control.model import DecisionTransformer
-from derived_attention.tasks.detection.data import Scenes
-from derived_attention.tasks.detection.loss import SceneBatches, detection_loss
-from derived_attention.tasks.detection.model import DetectionTransformer
-from derived_attention.tasks.images.model import VisionTransformer
-from derived_attention.tasks.language.loss import Windows, byte_loss
-from derived_attention.tasks.language.model import ByteLM
-from derived_attention.tasks.model import Config, TokenClassifier
-from derived_attention.tasks.series.data import SeriesSplit
-from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
-from derived_attention.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.runtime import digest, seed_everything
+from derived_book.tasks.control.data import Episodes
+from derived_book.tasks.control.loss import Trajectories, action_loss
+from derived_book.tasks.control.model import DecisionTransformer
+from derived_book.tasks.detection.data import Scenes
+from derived_book.tasks.detection.loss import SceneBatches, detection_loss
+from derived_book.tasks.detection.model import DetectionTransformer
+from derived_book.tasks.images.model import VisionTransformer
+from derived_book.tasks.language.loss import Windows, byte_loss
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.model import Config, TokenClassifier
+from derived_book.tasks.series.data import SeriesSplit
+from derived_book.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_book.tasks.supervised import Examples, class_loss, number_loss
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
 

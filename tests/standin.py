@@ -307,8 +307,8 @@ def main(names):
     sys.path[:0] = [str(root / "_ext"), str(root)]
     import dataclasses
 
-    from derived_attention import runtime
-    from derived_attention.training import measure
+    from derived_book import runtime
+    from derived_book.training import measure
 
     start = runtime.start
 

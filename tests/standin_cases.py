@@ -14,13 +14,13 @@ from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
 import derived_attention as da
-from derived_attention.attention.cases import Case, added, variants
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.recall.loss import Questions, answer_loss
-from derived_attention.tasks.recall.model import Recaller
-from derived_attention.training import measure
-from derived_attention.training.fit import evaluate, fit
+from derived_attention.registry import MECHANISMS
+from derived_attention.testing.cases import Case, added, variants
+from derived_book.tasks.model import Config
+from derived_book.tasks.recall.loss import Questions, answer_loss
+from derived_book.tasks.recall.model import Recaller
+from derived_book.training import measure
+from derived_book.training.fit import evaluate, fit
 
 DEVICE = torch.device(standin.NAME)
 

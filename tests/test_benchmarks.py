@@ -19,12 +19,22 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (  # noqa: E402
-    beside,
+from benchmarks import __main__ as command
+from benchmarks import beside, kernels, run, tiles
+from benchmarks.cases import BASELINES, CASES
+from benchmarks.gpu.resources import ARCHITECTURES
+from benchmarks.peers import LIBRARIES, load
+from benchmarks.peers import flex_attention as flex_peer
+from derived_attention.common.kernel_cases import PATTERNS
+from derived_attention.common.kernels import OLDEST
+from derived_attention.linear.core import linear_attention
+from derived_attention.registry import MECHANISMS, grid_of, near_root
+from derived_book import tables
+from derived_book.training import measure
+from derived_book.training.measure import machine
+from derived_book.training.recorded import load_experiment
+from derived_book.training.run_key import PACKAGE
+from experiments import (
     chapter01,
     chapter03,
     chapter04,
@@ -43,25 +53,12 @@ from benchmarks import (  # noqa: E402
     chapter17,
     chapter18,
     control,
-    kernels,
-    run,
     small,
-    tiles,
 )
-from benchmarks.cases import BASELINES, CASES  # noqa: E402
-from benchmarks.experiments import deciding, experiment  # noqa: E402
-from benchmarks.peers import LIBRARIES, load  # noqa: E402
-from benchmarks.peers import flex_attention as flex_peer  # noqa: E402
-from derived_attention.attention.engine.kernels import OLDEST  # noqa: E402
-from derived_attention.attention.linear.fast import linear_attention  # noqa: E402
-from derived_attention.attention.registry import MECHANISMS, grid_of, near_root  # noqa: E402
-from derived_attention.attention.resources import ARCHITECTURES  # noqa: E402
-from derived_attention.attention.trials import PATTERNS  # noqa: E402
-from derived_attention.page import tables  # noqa: E402
-from derived_attention.training import measure  # noqa: E402
-from derived_attention.training.identity import PACKAGE  # noqa: E402
-from derived_attention.training.measure import machine  # noqa: E402
-from derived_attention.training.recorded import load_experiment  # noqa: E402
+from experiments.protocol import deciding, experiment
+
+ROOT = Path(__file__).parents[1]
+
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,8 +177,8 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     file = tmp_path / HERE / "conv1d.json"
     data = json.loads(file.read_text("utf8"))
     file.write_text(json.dumps({key: x for key, x in data.items() if key != "code"}))
-    text = PACKAGE.texts["derived_attention.attention.sparse.fast"] + "\nFASTER = True\n"
-    monkeypatch.setitem(PACKAGE.texts, "derived_attention.attention.sparse.fast", text)
+    text = PACKAGE.texts["derived_attention.sparse.core"] + "\nFASTER = True\n"
+    monkeypatch.setitem(PACKAGE.texts, "derived_attention.sparse.core", text)
     capsys.readouterr()
     assert measured() >= {"conv1d", "window", "window_causal", "strided"} and "bn" not in asked
     lines = capsys.readouterr().err.splitlines()
@@ -191,7 +188,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
 
 
 def test_code_is_that_of_a_form_without_comments(monkeypatch):
-    name = "derived_attention.attention.linear.triton"  # which mixtures of linear kernels reach
+    name = "derived_attention.linear.triton"  # which mixtures of linear kernels reach
     before = {case: run.code(CASES[case]) for case in ("linear", "mlk", "window")}
     changes = {
         "\n# a comment\n": set(),
@@ -203,7 +200,7 @@ def test_code_is_that_of_a_form_without_comments(monkeypatch):
         monkeypatch.setitem(PACKAGE.texts, name, source + text)
         assert {case for case in before if run.code(CASES[case]) != before[case]} == changed
     monkeypatch.setitem(PACKAGE.texts, name, source)
-    registry = "derived_attention.attention.registry"
+    registry = "derived_attention.registry"
     monkeypatch.setitem(PACKAGE.texts, registry, PACKAGE.texts[registry] + "\nX = 1\n")
     assert {case: run.code(CASES[case]) for case in before} == before
 
@@ -456,15 +453,15 @@ def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
     (tmp_path / "verified-a.json").write_text(json.dumps({"place": "a GPU, kernels 123"}))
     for digest, current in (("123", True), ("124", False)):
         monkeypatch.setattr(
-            "derived_attention.attention.trust.digest", lambda digest=digest: digest
+            "derived_attention.common.kernel_selftest.digest", lambda digest=digest: digest
         )
         assert [data["current"] for data in tables.load_verified(tmp_path)] == [current]
 
 
 def test_tiles_of_an_h100_are_near_the_fastest_that_were_timed():
     """Each within a tenth of the fastest for its mechanism, as soft and hard share sizes."""
-    from derived_attention.attention.mixture import triton as mixture
-    from derived_attention.attention.splitting import triton as splitting
+    from derived_attention.mixture import triton as mixture
+    from derived_attention.sparse_coding import triton as splitting
 
     (data,) = tables.load_tuned()
     assert len(data["milliseconds"]) == 28
@@ -648,7 +645,7 @@ def test_the_machine_code_has_as_many_exponentials():
     """In the loop over tiles, each thread has its share of a tile, and shrinks its rows."""
     code = """
 import json, torch
-from derived_attention.attention import resources
+from benchmarks.gpu import resources
 for launch in resources.launches(64, torch.bfloat16, 80):
     if launch.name.startswith("mixture") or launch.name == "lasso query":
         sizes = {x: launch.constants[x] for x in ("BLOCK_N", "BLOCK_M")}
@@ -743,7 +740,7 @@ def test_what_is_not_there_is_named(measured, tmp_path):
 
 
 def test_tables_need_no_torch():
-    code = "import sys; import derived_attention.page.tables; sys.exit('torch' in sys.modules)"
+    code = "import sys; import derived_book.tables; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -17,16 +17,15 @@ import yaml
 from docutils import nodes
 from scipy.stats import norm
 
+import book
 import derived_attention
-from derived_attention.attention import registry
-from derived_attention.page import claims
-from derived_attention.page import ledger as ledger_page
-from derived_attention.page.ledger import plain_maths
+from derived_attention import registry
+from derived_book import claims
+from derived_book import ledger as ledger_page
+from derived_book.ledger import plain_maths
 
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
-sys.path.insert(0, str(ROOT / "_ext"))
-import book  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ a page on purpose and expects each of them to notice.
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -18,10 +17,10 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 import pytest
 import yaml
 
+import pdf
+from lighthouse import find_browser
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import pdf  # noqa: E402
-from lighthouse import find_browser  # noqa: E402
 
 HTML = ROOT / "_build" / "html"
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from derived_attention import check_mechanism, softmax_attention, softmax_attention_reference
-from derived_attention.attention.contract import PROMISES
-from derived_attention.attention.frame.checks import (
+from derived_attention.common.checks import (
     check_flag,
     check_floating,
     check_mask,
@@ -19,7 +18,8 @@ from derived_attention.attention.frame.checks import (
     check_probability,
     check_qkv,
 )
-from derived_attention.attention.frame.convention import share_heads
+from derived_attention.common.convention import share_heads
+from derived_attention.testing.contract import PROMISES
 
 WRONG = {}  # name: the function, the promise it breaks, and what is said of it
 QUICK = [name for name in PROMISES if name not in ("compile", "memory")]

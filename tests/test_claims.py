@@ -15,8 +15,8 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from scipy import stats
 
-from derived_attention.page import claims
-from derived_attention.page.claims import ClaimError
+from derived_book import claims
+from derived_book.claims import ClaimError
 
 x, y = sympy.symbols("x y")
 one, two, three = (np.array(n) for n in (1.0, 2.0, 3.0))  # checks of typed numbers are refused
@@ -610,12 +610,12 @@ def test_a_condition_is_stated(condition):
 
 def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys):
     (tmp_path / "hidden.py").write_text(
-        "from derived_attention import claims\n"
+        "from derived_book import claims\n"
         "def check(a, b, item): claims.equal(item, a, b, mutant=a + b)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     shell = InteractiveShell.instance()
-    shell.run_cell("import numpy as np, hidden; from derived_attention import claims")
+    shell.run_cell("import numpy as np, hidden; from derived_book import claims")
     shell.run_cell("two = np.sqrt(4); way = np.exp(np.log(two)); how = {'mutant': two + 1}")
     cells = {
         "claims.equal('000.eq2', two, way, mutant=two + 1)": "",

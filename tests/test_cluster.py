@@ -10,22 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from derived_attention import runtime
-from derived_attention.training import cluster
-from derived_attention.training.grids import run_grid
+from derived_book import runtime
+from derived_book.training import cluster
+from derived_book.training.grids import run_grid
+from experiments import protocol as recorded
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks import experiments as recorded  # noqa: E402
 
 # A program without `if __name__ == "__main__"`, as a notebook is: its functions are in no module.
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from derived_attention import runtime
-from derived_attention.training import cluster
-from derived_attention.training.grids import run_grid
+from derived_book import runtime
+from derived_book.training import cluster
+from derived_book.training.grids import run_grid
 
 FOLDER, engine = sys.argv[1], sys.argv[2]
 RATE = torch.tensor(0.5)
@@ -205,7 +204,7 @@ def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
-from derived_attention.training.grids import run_grid
+from derived_book.training.grids import run_grid
 
 def waits(seed):
     Path(sys.argv[1], str(os.getpid())).touch()

@@ -10,10 +10,10 @@ from helpers import B, H, assert_all_close, assert_learns, boolean, qkv, with_gr
 from test_contract_layers import assert_weights_give
 from torch import Tensor
 
-from derived_attention.attention.frame.layer import ALL, KEY, QUERY, VALUE
-from derived_attention.attention.multiresolution.fast import multiresolution_attention
-from derived_attention.attention.multiresolution.layer import multiresolution_layer
-from derived_attention.attention.registry import MECHANISMS
+from derived_attention.layer import ALL, KEY, QUERY, VALUE
+from derived_attention.multiresolution.core import multiresolution_attention
+from derived_attention.multiresolution.layer import multiresolution_layer
+from derived_attention.registry import MECHANISMS
 
 N, D, E = 21, 4, 12
 SCALES = [1, 2, 3]

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from packaging.specifiers import SpecifierSet
 
+import environment
 from derived_attention import __version__
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import environment  # noqa: E402
 
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
 KNOWN = set("ARG CMD COPY ENV EXPOSE FROM RUN USER WORKDIR".split())

@@ -1,6 +1,6 @@
 """The registry keeps the contract: every mechanism, its fast form and its formula, every promise.
 
-The promises are functions of `derived_attention.attention.contract`, which readers can try on
+The promises are functions of `derived_attention.testing.contract`, which readers can try on
 mechanisms of their own; `test_check_mechanism` shows that they bite. A family's own file tests what
 is special about it, and `test_contract_layers` the layers.
 """
@@ -29,9 +29,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import derived_attention
-from derived_attention.attention.cases import Subject
-from derived_attention.attention.contract import FLAGS, PROMISES, try_promise
-from derived_attention.attention.registry import MECHANISMS, PUBLIC
+from derived_attention.registry import MECHANISMS, PUBLIC
+from derived_attention.testing.cases import Subject
+from derived_attention.testing.contract import FLAGS, PROMISES, try_promise
 
 OF_FORMULAS = """calling convention, dtypes, large scores, autocast, masks over keys, dead rows,
     large negative numbers, empty inputs, one key, shared heads, dropout, bad arguments"""

@@ -22,8 +22,8 @@ from helpers import (
 )
 from torch import nn
 
-from derived_attention.attention.frame.layer import ALL, KEY, VALUE
-from derived_attention.attention.registry import MECHANISMS
+from derived_attention.layer import ALL, KEY, VALUE
+from derived_attention.registry import MECHANISMS
 
 N, E = 21, 12
 GONE = torch.arange(N) >= torch.tensor([N - 5, N])[:, None]  # where a sequence has ended

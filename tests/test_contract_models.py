@@ -10,15 +10,15 @@ import torch
 from helpers import assert_all_close, every_mechanism, relative_errors
 from torch import nn
 
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.tasks.control.model import DecisionTransformer
-from derived_attention.tasks.detection.model import DetectionTransformer
-from derived_attention.tasks.images.model import VisionTransformer
-from derived_attention.tasks.language.model import ByteLM
-from derived_attention.tasks.model import Config, TokenClassifier
-from derived_attention.tasks.recall.model import Recaller
-from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_attention.layer import MultiheadAttention
+from derived_attention.registry import MECHANISMS
+from derived_book.tasks.control.model import DecisionTransformer
+from derived_book.tasks.detection.model import DetectionTransformer
+from derived_book.tasks.images.model import VisionTransformer
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.model import Config, TokenClassifier
+from derived_book.tasks.recall.model import Recaller
+from derived_book.tasks.series.model import SeriesClassifier, SeriesRegressor
 
 B, N, E, H = 3, 12, 16, 2
 GONE = torch.arange(N) >= torch.tensor([N, 7, 10])[:, None]  # where a sequence has ended

@@ -18,18 +18,15 @@ from test_contract_layers import GONE, E, N, make_layer, output, sequences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.multiresolution.fast import multiresolution_attention
-from derived_attention.attention.multiresolution.layer import (
-    MultiresolutionAttention,
-    multiresolution_layer,
-)
-from derived_attention.attention.normalized.layer import NormalizedAttention
-from derived_attention.attention.primal.fast import ksvd_objectives
-from derived_attention.attention.primal.layer import PrimalAttention
-from derived_attention.attention.registry import MECHANISMS, plain_keys
-from derived_attention.tasks.model import make_attention
+from derived_attention.batch_norm.layer import NormalizedAttention
+from derived_attention.layer import MultiheadAttention
+from derived_attention.mixture.layer import MixtureAttention
+from derived_attention.multiresolution.core import multiresolution_attention
+from derived_attention.multiresolution.layer import MultiresolutionAttention, multiresolution_layer
+from derived_attention.primal.core import ksvd_objectives
+from derived_attention.primal.layer import PrimalAttention
+from derived_attention.registry import MECHANISMS, plain_keys
+from derived_book.tasks.model import make_attention
 
 MIXING = [name for name, entry in MECHANISMS.items() if not entry.alone]
 BARE = [name for name in MECHANISMS if name in ("softmax", "ridge", "lasso")]

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.training.measure import peak_bytes
+from derived_attention.registry import MECHANISMS
+from derived_book.training.measure import peak_bytes
 
 WHICH = ["q", "k", "v"]
 

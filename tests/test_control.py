@@ -10,19 +10,13 @@ from kinds import actor, episodes, weights, writer
 from torch import nn
 
 from derived_attention import PrimalAttention, linear_attention
-from derived_attention.runtime import digest, seed_everything
-from derived_attention.tasks.control import data as control
-from derived_attention.tasks.control.data import (
-    QUALITIES,
-    SCRIPTS,
-    ControlData,
-    Episodes,
-    load_control,
-)
-from derived_attention.tasks.control.loss import Trajectories, action_loss, rollout
-from derived_attention.tasks.control.model import DecisionTransformer
-from derived_attention.tasks.model import Config
-from derived_attention.training.fit import evaluate, fit
+from derived_book.runtime import digest, seed_everything
+from derived_book.tasks.control import data as control
+from derived_book.tasks.control.data import QUALITIES, SCRIPTS, ControlData, Episodes, load_control
+from derived_book.tasks.control.loss import Trajectories, action_loss, rollout
+from derived_book.tasks.control.model import DecisionTransformer
+from derived_book.tasks.model import Config
+from derived_book.training.fit import evaluate, fit
 
 # --- Data -----------------------------------------------------------------------------------------
 

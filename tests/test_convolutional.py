@@ -27,28 +27,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from derived_attention.attention.convolutional.fast import (
+from derived_attention.batch_norm.core import normalized_attention
+from derived_attention.convolutional.core import (
     conv1d_attention,
     conv2d_attention,
     mixing_matrix_1d,
     mixing_matrix_2d,
 )
-from derived_attention.attention.convolutional.layer import (
-    Conv1DAttention,
-    Conv2DAttention,
-    CvTAttention,
-)
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.normalized.fast import normalized_attention
-from derived_attention.attention.references import (
+from derived_attention.convolutional.layer import Conv1DAttention, Conv2DAttention, CvTAttention
+from derived_attention.layer import MultiheadAttention
+from derived_attention.linear.core import linear_attention
+from derived_attention.references import (
     conv1d_attention_reference,
     conv2d_attention_reference,
     linear_attention_reference,
     normalized_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.softmax.core import softmax_attention
 
 M, D, DV = 9, 4, 3
 GRID = (3, 4)

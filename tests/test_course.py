@@ -14,12 +14,12 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import course
+from derived_book import grading
+from derived_book.exercises import ExerciseError, check_properties
+from exercises import SOLUTION
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import course  # noqa: E402
-from derived_attention.page import grading  # noqa: E402
-from derived_attention.page.exercises import ExerciseError, check_properties  # noqa: E402
-from exercises import SOLUTION  # noqa: E402
 
 NAMES = [course.assignment(page) for page, _ in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance
@@ -28,7 +28,7 @@ PROBLEM = """# Problems
 The number of this course is printed:
 
 ```{code-cell} ipython3
-from derived_attention.page.exercises import check_properties
+from derived_book.exercises import check_properties
 SEED = globals().get("SEED", 0)
 print(SEED)
 ```
@@ -267,7 +267,7 @@ def test_hidden_tests_take_the_solution_and_nothing_else(label, capsys):
 
 
 def test_a_changed_checker_is_noticed(monkeypatch):
-    from derived_attention.page import exercises as checker
+    from derived_book import exercises as checker
 
     exercise = {e.label: e for e in assignments()["chapter05"][0]}["ex-05-rms"]
     monkeypatch.setattr(checker, "check_properties", lambda *a, **k: None)
@@ -452,7 +452,7 @@ def test_a_notebook_without_any_of_the_cells_is_not_graded():
         ("import math\nfrom torch import nn", []),
         ("torch.randn = None", ["torch.randn = ..."]),
         ("import os.path as p", ["os"]),
-        ("from derived_attention.page import exercises", ["derived_attention", "exercises"]),
+        ("from derived_book import exercises", ["derived_attention", "exercises"]),
         ("x = ().__class__", ["__class__"]),
         ("!ls", ["!ls"]),
         ("def check_properties(*x): pass", ["check_properties"]),
@@ -479,7 +479,7 @@ for place in ({folder!r}, {beside!r}):  # the test's own: a fence that fails mus
     shutil.rmtree(place, ignore_errors=True)
 os._exit(0)"""
 LEAVE = "import sys\nsys.exit()"
-PATCH = """import derived_attention.page.exercises as e
+PATCH = """import derived_book.exercises as e
 e.check_properties = check_properties = lambda *a, **k: print("Correct.")
 causal_bn = lambda *a: None"""
 RMS = """def rms_attention(q, k, v, eps):

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.tasks.checks import check_series, check_tokens
-from derived_attention.tasks.series.data import (
-    TABLE_1,
-    TABLE_8,
-    TABLE_9,
-    SeriesSplit,
-    load_series,
-)
+from derived_book.tasks.checks import check_series, check_tokens
+from derived_book.tasks.series.data import TABLE_1, TABLE_8, TABLE_9, SeriesSplit, load_series
 
 SHIPPED = Path(aeon.datasets.__file__).parent / "data"
 FACTS = {  # train, test, channels, length, classes, clipped

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from derived_attention import curves, detectable, plot_curves, results_table, scores
-from derived_attention.page import decided
-from derived_attention.training import recorded
+from derived_book import curves, detectable, experiment_tables, plot_curves, results_table, scores
+from derived_book.training import recorded
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def experiment(tmp_path, monkeypatch):
     rates = {"softmax": 0.01, "linear": 0.003}
     data = {"schema": 1, "rows": rows, "budget": 10, "steps": [5, 10, 20], "rates": rates}
     (tmp_path / "tiny_cpu.json").write_text(json.dumps(data))
-    for module in (recorded, decided):
+    for module in (recorded, experiment_tables):
         read = lambda name: recorded_load(name, tmp_path)  # noqa: E731
         monkeypatch.setattr(module, "load_experiment", read)
     return rows
@@ -67,8 +66,8 @@ def test_a_table_shows_prediction_budget_and_its_double(experiment):
     ],
 )
 def test_a_table_says_how_the_rate_was_chosen(experiment, monkeypatch, tuning, words):
-    data = decided.load_experiment("tiny")[0] | {"tuning": tuning}
-    monkeypatch.setattr(decided, "load_experiment", lambda name: [data])
+    data = experiment_tables.load_experiment("tiny")[0] | {"tuning": tuning}
+    monkeypatch.setattr(experiment_tables, "load_experiment", lambda name: [data])
     text = results_table("tiny", "accuracy", predicted={"linear": "less"}).data
     assert f"; {words}; " in text
 

@@ -9,11 +9,8 @@ from torch import nn
 
 from derived_attention import (
     MECHANISMS,
-    ByteLM,
-    Config,
     MultiheadAttention,
     RidgeAttention,
-    generate,
     get_attention,
     linear_attention,
     linear_state,
@@ -24,9 +21,10 @@ from derived_attention import (
     ridge_attention,
     ridge_state,
 )
-from derived_attention.attention.cases import Largest
-from derived_attention.attention.frame.convention import state_of
-from derived_attention.training.measure import count_flops
+from derived_attention.common.convention import state_of
+from derived_attention.testing.cases import Largest
+from derived_book import ByteLM, Config, generate
+from derived_book.training.measure import count_flops
 
 WITH_STATES = ("linear", "performer", "mlk", "primal", "ridge", "delta")
 B, H, N, D = 2, 2, 80, 4  # longer than a chunk of 64

@@ -17,7 +17,7 @@ from derived_attention import (
     plugs,
     ridge_attention,
 )
-from derived_attention.attention.cases import output_and_gradients
+from derived_attention.testing.cases import output_and_gradients
 
 B, H, D, DV = 2, 3, 4, 5
 

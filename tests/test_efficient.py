@@ -26,7 +26,12 @@ from helpers import (
 )
 from torch import nn
 
-from derived_attention.attention.efficient.fast import (
+from derived_attention.common.convention import weights_of
+from derived_attention.common.masks import causal_mask
+from derived_attention.layer import ALL, KEY, QUERY, VALUE
+from derived_attention.linear import core as linear
+from derived_attention.linear.core import elu_feature_map, linear_attention_weights
+from derived_attention.linear_time.core import (
     flipped_elu_feature_map,
     fmm_attention,
     linformer_attention,
@@ -35,23 +40,18 @@ from derived_attention.attention.efficient.fast import (
     performer_attention,
     positive_features,
 )
-from derived_attention.attention.efficient.layer import (
+from derived_attention.linear_time.layer import (
     FMMAttention,
     LinformerAttention,
     LunaAttention,
     PerformerAttention,
 )
-from derived_attention.attention.frame.convention import weights_of
-from derived_attention.attention.frame.layer import ALL, KEY, QUERY, VALUE
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.linear import fast as linear
-from derived_attention.attention.linear.fast import elu_feature_map, linear_attention_weights
-from derived_attention.attention.multiresolution.fast import multiresolution_attention
-from derived_attention.attention.multiresolution.layer import multiresolution_layer
-from derived_attention.attention.references import performer_attention_reference
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.attention.softmax.fast import attention_weights, softmax_attention
-from derived_attention.attention.sparse.fast import window_mask
+from derived_attention.multiresolution.core import multiresolution_attention
+from derived_attention.multiresolution.layer import multiresolution_layer
+from derived_attention.references import performer_attention_reference
+from derived_attention.registry import MECHANISMS
+from derived_attention.softmax.core import attention_weights, softmax_attention
+from derived_attention.sparse.core import window_mask
 
 NAMES = ["linformer", "performer", "fmm", "luna"]
 E, LENGTH = 12, 21

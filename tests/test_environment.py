@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
 import environment
 
 ROOT = Path(__file__).parents[1]

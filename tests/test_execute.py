@@ -13,7 +13,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
 import execute
 import make_book
 
@@ -23,18 +22,17 @@ EXT = Path(make_book.__file__).parent
 @pytest.fixture
 def package(tmp_path):
     """A package in which `softmax` imports `helper`, `alone` nothing, and `recorded` has data."""
-    root = tmp_path / "derived_attention"
+    root = tmp_path / "src"
     files = {
-        "__init__.py": "",
-        "attention/__init__.py": "",
-        "attention/softmax.py": "from derived_attention import helper\n",
-        "helper.py": "VALUE = 1\n",
-        "alone.py": "import math\n",
-        "page/__init__.py": "",
-        "page/tables.py": "",
-        "inventory.csv": "id\n",
-        "recorded/__init__.py": "",
-        "recorded/scores.json": "[1]",
+        "derived_attention/__init__.py": "",
+        "derived_attention/softmax.py": "from derived_attention import helper\n",
+        "derived_attention/helper.py": "VALUE = 1\n",
+        "derived_attention/alone.py": "import math\n",
+        "derived_book/__init__.py": "",
+        "derived_book/tables.py": "",
+        "derived_attention/inventory.csv": "id\n",
+        "derived_book/recorded/__init__.py": "",
+        "derived_book/recorded/scores.json": "[1]",
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -49,24 +47,23 @@ def page(code):
 @pytest.fixture
 def digest(package, monkeypatch):
     monkeypatch.setattr(execute, "ROOT", package.parents[0])
-    (package.parents[0] / "src").symlink_to(package.parents[0])
     return lambda code, **settings: execute.digest(page(code), settings)
 
 
-SOFTMAX = "from derived_attention.attention.softmax import f"
-RECORDED = "from derived_attention import recorded"
+SOFTMAX = "from derived_attention.softmax import f"
+RECORDED = "from derived_book import recorded"
 
 
 @pytest.mark.parametrize(
     ("code", "file", "text", "differs"),
     [
-        (SOFTMAX, "helper.py", "VALUE = 2\n", True),
-        (SOFTMAX, "helper.py", '"""What it is."""\n\nVALUE = 1  # one\n', False),
-        (SOFTMAX, "alone.py", "import cmath\n", False),
-        (SOFTMAX, "inventory.csv", "id\n000.eq1\n", True),
-        (SOFTMAX, "recorded/scores.json", "[2]", False),
-        (RECORDED, "recorded/scores.json", "[2]", True),
-        ("import math", "inventory.csv", "id\n000.eq1\n", False),
+        (SOFTMAX, "derived_attention/helper.py", "VALUE = 2\n", True),
+        (SOFTMAX, "derived_attention/helper.py", '"""What it is."""\n\nVALUE = 1  # one\n', False),
+        (SOFTMAX, "derived_attention/alone.py", "import cmath\n", False),
+        (SOFTMAX, "derived_attention/inventory.csv", "id\n000.eq1\n", True),
+        (SOFTMAX, "derived_book/recorded/scores.json", "[2]", False),
+        (RECORDED, "derived_book/recorded/scores.json", "[2]", True),
+        ("import math", "derived_attention/inventory.csv", "id\n000.eq1\n", False),
     ],
 )
 def test_what_a_page_imports_changes_its_digest(digest, package, code, file, text, differs):
@@ -78,7 +75,7 @@ def test_what_a_page_imports_changes_its_digest(digest, package, code, file, tex
 def test_a_page_that_shows_measurements_changes_with_them(digest, package):
     (package.parents[0] / "benchmarks" / "results").mkdir(parents=True)
     file = package.parents[0] / "benchmarks" / "results" / "a.json"
-    shows, others = "from derived_attention.page import tables", "x = 1"
+    shows, others = "from derived_book import tables", "x = 1"
     before = digest(shows), digest(others)
     file.write_text("[1]")
     assert digest(shows) != before[0] and digest(others) == before[1]

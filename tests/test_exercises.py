@@ -1,22 +1,11 @@
 """Self-checks: they wait for an answer, accept the right one and explain the wrong one."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from derived_attention.page.exercises import (
-    ExerciseError,
-    Once,
-    check,
-    check_properties,
-    largest_tensor,
-)
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
-from exercises import BOOK, read_exercises  # noqa: E402
+from derived_book.exercises import ExerciseError, Once, check, check_properties, largest_tensor
+from exercises import BOOK, read_exercises
 
 
 def test_a_placeholder_is_not_an_error(capsys):

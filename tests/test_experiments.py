@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.tasks.series.data import SeriesSplit
-from derived_attention.training import grids as experiments
-from derived_attention.training.grids import run_grid, summarise
-from derived_attention.training.identity import PACKAGE, identity
+from derived_book.tasks.series.data import SeriesSplit
+from derived_book.training import grids as experiments
+from derived_book.training.grids import run_grid, summarise
+from derived_book.training.run_key import PACKAGE, identity
 
 PAGE = """
 import dataclasses, functools, math
 import numpy as np
 import torch
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.runtime import Run, seed_everything
+from derived_attention.softmax.core import softmax_attention
+from derived_book.runtime import Run, seed_everything
 
 EPOCHS = 3
 calls = []
@@ -183,7 +183,7 @@ def test_torch_and_profile_are_part_of_the_key(page, monkeypatch):
         assert page.run()[1] == 0
 
 
-LOCAL = ("seed_everything(seed)", "from derived_attention.page import claims")
+LOCAL = ("seed_everything(seed)", "from derived_book import claims")
 
 
 @pytest.mark.parametrize(
@@ -846,9 +846,9 @@ def test_what_a_module_counts_for_itself_changes_no_key(beside):
 
 
 def test_the_package_counts_where_a_module_beside_the_page_reaches_it(beside, monkeypatch):
-    beside.edit("import json", "from derived_attention.page import claims")
+    beside.edit("import json", "from derived_book import claims")
     beside.again()
-    texts, name = PACKAGE.texts, "derived_attention.page.claims"
+    texts, name = PACKAGE.texts, "derived_book.claims"
     monkeypatch.setitem(texts, name, f"{texts[name]}\nX = 1\n")
     assert beside.again()[1]
 
@@ -873,6 +873,6 @@ def test_a_module_with_a_very_long_expression_counts(beside):
 
 def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before():
     """What is stored stays found: modules of readers' own are added where there are any."""
-    from derived_attention.tasks.recall.run import train_recall
+    from derived_book.tasks.recall.run import train_recall
 
     assert len(identity(summarise)) == len(identity(train_recall)) == 4

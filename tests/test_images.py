@@ -9,8 +9,8 @@ import pytest
 import sklearn.datasets
 import torch
 
-from derived_attention.tasks.images import data as images
-from derived_attention.tasks.images.data import cut_patches, load_images
+from derived_book.tasks.images import data as images
+from derived_book.tasks.images.data import cut_patches, load_images
 
 NAMES = images.FASHION_FILES
 

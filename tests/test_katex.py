@@ -2,13 +2,11 @@
 
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
 import katex_prerender as katex
 
 FOLDER = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"

@@ -13,7 +13,7 @@ from helpers import every_mechanism, needs_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from derived_attention.attention.engine import kernels
+from derived_attention.common import kernels
 
 Q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -50,9 +50,7 @@ def test_nobody_needs_triton_who_does_not_insist(name, old_triton):
 
 @needs_triton
 def test_kernels_are_interpreted_where_triton_says_so():
-    code = (
-        "from derived_attention.attention.engine.kernels import interpreted; print(interpreted())"
-    )
+    code = "from derived_attention.common.kernels import interpreted; print(interpreted())"
     given = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     for own, said in (({}, "False"), ({"TRITON_INTERPRET": "1"}, "True")):
         command = [sys.executable, "-c", code]
@@ -115,7 +113,7 @@ def test_what_watches_operations_sees_those_of_pytorch_s_form(monkeypatch):
 def test_no_tile_is_so_narrow_that_an_assembler_fails(
     dtype, device, capability, width, monkeypatch
 ):
-    from derived_attention.attention.engine import triton as engine
+    from derived_attention.common import triton as engine
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert engine.narrowest(dtype, torch.device(device)) == width

@@ -9,16 +9,15 @@ from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
 
 from derived_attention import LassoAttention, get_attention
-from derived_attention.attention import trials, trust
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.trials import Trial
+from derived_attention.common import kernel_cases, kernel_selftest, kernels
+from derived_attention.common.kernel_cases import Trial
+from derived_attention.mixture.layer import MixtureAttention
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.attention.linear import triton as linear  # noqa: E402
-from derived_attention.attention.mixture import triton as mixture  # noqa: E402
-from derived_attention.attention.splitting import triton as splitting  # noqa: E402
+from derived_attention.linear import triton as linear
+from derived_attention.mixture import triton as mixture
+from derived_attention.sparse_coding import triton as splitting
 
 # Compilers look past a cache, and say so: what they are not to look into is one constant.
 pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
@@ -66,7 +65,7 @@ class Graphs:
 
 def results(form, trial, **more):
     """The output and the gradients of a linear functional, by the kernel."""
-    made, options = trials.inputs(trial, DEVICE)
+    made, options = kernel_cases.inputs(trial, DEVICE)
     made = {x: y.detach().requires_grad_() for x, y in made.items()}
     out = form(**made, **{"fused": True} | options | more)
     weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).to(out.dtype)
@@ -193,7 +192,7 @@ def test_lengths_need_no_graphs_of_their_own(kernel):
     for n in (150, 9, 70, 33, 300):
         causal = "causal" if kernel == "linear" else ""
         trial = Trial(kernel, DTYPE, n, n, H=1, D=2, DV=2, mask=causal)
-        made, options = trials.inputs(trial, DEVICE)
+        made, options = kernel_cases.inputs(trial, DEVICE)
         for x in "qkv":
             made[x] = made[x].detach().requires_grad_()
             torch._dynamo.mark_dynamic(made[x], made[x].dim() - 2)
@@ -215,7 +214,7 @@ def test_an_exported_program_of_any_length_has_the_kernel(kernel):
             return get_attention(kernel)(q, k, v, **options)
 
     lengths = [Trial(kernel, DTYPE, n, n, D=2, DV=2, mask=causal) for n in (70, 150)]
-    made = [[trials.inputs(trial, DEVICE)[0][x] for x in "qkv"] for trial in lengths]
+    made = [[kernel_cases.inputs(trial, DEVICE)[0][x] for x in "qkv"] for trial in lengths]
     sizes = [{x.dim() - 2: torch.export.Dim.DYNAMIC} for x in made[0]]
     program = torch.export.export(Model(), tuple(made[0]), dynamic_shapes=sizes, strict=False)
     assert operator_of(lengths[0]) in [node.target for node in program.graph.nodes]
@@ -230,7 +229,7 @@ def test_an_exported_program_of_any_length_has_the_kernel(kernel):
 def a_new_gpu(monkeypatch, tmp_path):
     """On which nobody has tried anything; the interpreter counts as a GPU."""
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
-    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
     monkeypatch.setattr(kernels, "TRIED", 20)
 
@@ -247,15 +246,19 @@ def test_by_default_a_graph_has_the_kernels_that_were_tried_before(kernel, a_new
         results(graphs.compile(form, **options), trial, fused=None)
         return operator_of(trial) in graphs.targets[0]
 
-    compare = trust.compare
-    monkeypatch.setattr(trust, "compare", None)  # nothing is tried while a compiler traces
-    assert not has_kernel() and not trust._verdicts
-    monkeypatch.setattr(trust, "compare", compare)
+    compare = kernel_selftest.compare
+    monkeypatch.setattr(
+        kernel_selftest, "compare", None
+    )  # nothing is tried while a compiler traces
+    assert not has_kernel() and not kernel_selftest._verdicts
+    monkeypatch.setattr(kernel_selftest, "compare", compare)
     results(form, trial, fused=None)
     assert has_kernel() and has_kernel(dynamic=True)
-    trust._verdicts.clear()  # another process finds what was tried
+    kernel_selftest._verdicts.clear()  # another process finds what was tried
     assert has_kernel()
-    trust._verdicts.update(dict.fromkeys(trust._verdicts, "is not exact enough"))
+    kernel_selftest._verdicts.update(
+        dict.fromkeys(kernel_selftest._verdicts, "is not exact enough")
+    )
     assert not has_kernel()
 
 
@@ -268,7 +271,7 @@ def test_by_default_a_graph_has_the_kernels_that_were_tried_before(kernel, a_new
 @pytest.mark.parametrize("kernel", ["mgk", "linear", "lasso"])
 def test_a_second_derivative_is_refused(kernel, backend, said):
     causal = "causal" if kernel == "linear" else ""
-    made, options = trials.inputs(Trial(kernel, DTYPE, 5, 5, D=2, DV=2, mask=causal), DEVICE)
+    made, options = kernel_cases.inputs(Trial(kernel, DTYPE, 5, 5, D=2, DV=2, mask=causal), DEVICE)
     q = made["q"].requires_grad_()
     out = Graphs(backend).compile(get_attention(kernel))(**made, **options, fused=True)
     with pytest.raises(RuntimeError, match=said):
@@ -279,9 +282,11 @@ def test_a_second_derivative_is_refused(kernel, backend, said):
 @pytest.mark.parametrize("kernel", ["mgk", "linear", "lasso"])
 def test_transforms_are_refused_in_a_graph_as_they_are_outside(kernel, monkeypatch):
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: not kernels._obstacle(tensors))
-    monkeypatch.setattr(trust, "trusted", lambda *_: True)
+    monkeypatch.setattr(kernel_selftest, "trusted", lambda *_: True)
     causal = "causal" if kernel == "linear" else ""
-    made, options = trials.inputs(Trial(kernel, "fp32", 5, 21, D=2, DV=2, mask=causal), DEVICE)
+    made, options = kernel_cases.inputs(
+        Trial(kernel, "fp32", 5, 21, D=2, DV=2, mask=causal), DEVICE
+    )
     q, rest = made.pop("q"), made | options
     form = get_attention(kernel)
 
@@ -298,7 +303,7 @@ def test_transforms_are_refused_in_a_graph_as_they_are_outside(kernel, monkeypat
 @pytest.mark.parametrize("kernel", ["mgk", "linear", "lasso"])
 def test_there_is_no_forward_mode(kernel):
     causal = "causal" if kernel == "linear" else ""
-    made, options = trials.inputs(Trial(kernel, DTYPE, 5, 5, D=2, DV=2, mask=causal), DEVICE)
+    made, options = kernel_cases.inputs(Trial(kernel, DTYPE, 5, 5, D=2, DV=2, mask=causal), DEVICE)
     with forward_ad.dual_level():
         made["q"] = forward_ad.make_dual(made["q"], torch.ones_like(made["q"]))
         with pytest.raises(NotImplementedError, match="forward mode"):

@@ -8,20 +8,20 @@ import pytest
 import torch
 from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_errors, tensors
 
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.linear import fast as module
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.mixture import fast as mixture
-from derived_attention.attention.mixture.fast import linear_mixture_attention
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.references import (
+from derived_attention.common import kernels
+from derived_attention.linear import core as module
+from derived_attention.linear.core import linear_attention
+from derived_attention.mixture import core as mixture
+from derived_attention.mixture.core import linear_mixture_attention
+from derived_attention.mixture.layer import MixtureAttention
+from derived_attention.references import (
     linear_attention_reference,
     linear_mixture_attention_reference,
 )
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.attention.linear import triton as linear  # noqa: E402
+from derived_attention.linear import triton as linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels have float64 in the interpreter alone.

@@ -20,18 +20,18 @@ from helpers import (
     with_gradients,
 )
 
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.mixture.fast import mixture_attention
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.mixture.shifted import shifted_mixture_attention
-from derived_attention.attention.references import (
+from derived_attention.common import kernels
+from derived_attention.mixture.core import mixture_attention
+from derived_attention.mixture.layer import MixtureAttention
+from derived_attention.mixture.shifted import shifted_mixture_attention
+from derived_attention.references import (
     mixture_attention_reference,
     shifted_mixture_attention_reference,
 )
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.attention.mixture import triton as module  # noqa: E402
+from derived_attention.mixture import triton as module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE, TOL = (torch.float32, 1e-4) if torch.cuda.is_available() else (torch.float64, 1e-10)

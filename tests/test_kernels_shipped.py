@@ -12,17 +12,16 @@ import pytest
 import torch
 from helpers import NO_TRITON
 
-from derived_attention.attention import trials
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.trials import Trial
+from derived_attention.common import kernel_cases, kernels
+from derived_attention.common.kernel_cases import Trial
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from derived_attention.attention.engine import triton as engine  # noqa: E402
-from derived_attention.attention.linear import triton as linear  # noqa: E402
+from derived_attention.common import triton as engine
+from derived_attention.linear import triton as linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,25 +32,25 @@ def length(trial):
         return 1000
     if trial.dtype == "fp32":
         return 37
-    return 145 if trial.D <= 64 and trial.kernel in trials.MIXTURES else 75
+    return 145 if trial.D <= 64 and trial.kernel in kernel_cases.MIXTURES else 75
 
 
-DESIGN = list(trials.design(length, [(20, 24), (70, 66), (136, 130)]))
+DESIGN = list(kernel_cases.design(length, [(20, 24), (70, 66), (136, 130)]))
 
 
 @pytest.mark.parametrize("trial", DESIGN, ids=str)
 def test_kernels_are_as_exact_as_pytorch_s_form(trial):
-    found = trials.compare(trial, DEVICE)
+    found = kernel_cases.compare(trial, DEVICE)
     assert found.agrees, found
 
 
 @pytest.mark.parametrize(
     ("kernels", "factors"),
     [
-        (trials.MIXTURES, ("kernel", "dtype", "D", "mask", "R", "strided", "own")),
+        (kernel_cases.MIXTURES, ("kernel", "dtype", "D", "mask", "R", "strided", "own")),
         (("linear", "mlk"), ("kernel", "dtype", "D", "R", "strided", "own", "features")),
         (("lasso",), ("dtype", "DV", "mask", "power", "prefix", "exclude", "strided")),
-        (trials.PATTERNS, ("kernel", "dtype", "D", "mask", "strided")),
+        (kernel_cases.PATTERNS, ("kernel", "dtype", "D", "mask", "strided")),
     ],
     ids=["mixtures", "linear", "lasso", "patterns"],
 )
@@ -67,7 +66,7 @@ def test_queries_see_a_ragged_last_block_of_the_keys_before_them():
     """Where blocks of queries and of keys are of different sizes, one begins inside another."""
     trial = Trial("mgk", "bf16", N=300 if DEVICE == "cuda" else 197, M=161, D=16, DV=16, H=1)
     for causal in ("causal", ""):
-        found = trials.compare(trials.dataclasses.replace(trial, mask=causal), DEVICE)
+        found = kernel_cases.compare(kernel_cases.dataclasses.replace(trial, mask=causal), DEVICE)
         assert found.agrees, found
 
 
@@ -77,7 +76,7 @@ def test_states_are_carried_over_many_segments(monkeypatch):
     monkeypatch.setattr(linear, "PROGRAMS", 1000)
     N = 16 * 20 + 5
     assert linear.segment_length(N, 1, torch.device(DEVICE)) == 16
-    found = trials.compare(Trial("linear", "fp32", N, N, 5, 6, H=1, mask="causal"), DEVICE)
+    found = kernel_cases.compare(Trial("linear", "fp32", N, N, 5, 6, H=1, mask="causal"), DEVICE)
     assert found.agrees, found
 
 
@@ -89,8 +88,10 @@ def test_bits_repeat_whatever_memory_held_before(kernel):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert trials.repeats(Trial(kernel, "bf16", **sizes), 10 if DEVICE == "cuda" else 2, DEVICE)
-        assert trials.compare(Trial(kernel, "fp32", **sizes), DEVICE).agrees
+        assert kernel_cases.repeats(
+            Trial(kernel, "bf16", **sizes), 10 if DEVICE == "cuda" else 2, DEVICE
+        )
+        assert kernel_cases.compare(Trial(kernel, "fp32", **sizes), DEVICE).agrees
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -123,7 +124,7 @@ def test_numbers_beyond_two_to_the_thirty_first_are_found(kernel, tmp_path):
     options = {"is_causal": True}
     if kernel == "mgk":
         k = k.unsqueeze(2)
-    attend = trials.get_attention(kernel)
+    attend = kernel_cases.get_attention(kernel)
     near = [x.contiguous() for x in (q, k, v)]
     assert torch.equal(attend(q, k, v, fused=True, **options), attend(*near, fused=True, **options))
 

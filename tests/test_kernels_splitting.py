@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from derived_attention import LassoAttention, lasso_attention, lasso_attention_reference
-from derived_attention.attention.engine import kernels
+from derived_attention.common import kernels
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
@@ -61,7 +61,7 @@ def sizes(rows):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of queries and of keys from few of them; no two lengths are equal."""
-    from derived_attention.attention.splitting import triton as splitting
+    from derived_attention.sparse_coding import triton as splitting
 
     if DEVICE == "cpu":
         monkeypatch.setattr(splitting, "blocks", lambda *_: sizes(32))
@@ -174,7 +174,7 @@ def test_keys_that_are_not_finite_show(small_blocks):
 
 def test_memory_does_not_grow_with_n_times_m(monkeypatch):
     """Not even in bytes: so the interpreter counts what it copies."""
-    from derived_attention.attention.splitting import triton as splitting
+    from derived_attention.sparse_coding import triton as splitting
 
     if DEVICE == "cpu":
         monkeypatch.setattr(splitting, "blocks", lambda *_: sizes(128))
@@ -211,7 +211,7 @@ def test_what_the_kernels_are_not_for(change, message):
 
 def test_only_who_insists_gets_kernels(monkeypatch):
     q, k, v, *_ = (x.detach() for x in inputs(4, 4))
-    monkeypatch.setitem(sys.modules, "derived_attention.attention.splitting.triton", None)
+    monkeypatch.setitem(sys.modules, "derived_attention.sparse_coding.triton", None)
     for fused in (None, False):
         assert lasso_attention(q, k, v, fused=fused).isfinite().all()
     monkeypatch.setattr(kernels, "interpreted", lambda: False)

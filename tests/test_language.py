@@ -7,19 +7,19 @@ import torch
 from kinds import text, weights, writer
 from torch import nn
 
-from derived_attention.attention.softmax.controls import identity_attention
-from derived_attention.runtime import seed_everything
-from derived_attention.tasks.language.data import load_text, ngram_bits
-from derived_attention.tasks.language.loss import Windows, byte_loss, generate
-from derived_attention.tasks.language.model import ByteLM
-from derived_attention.tasks.language.sessions import (
+from derived_attention.softmax.controls import identity_attention
+from derived_book.runtime import seed_everything
+from derived_book.tasks.language.data import load_text, ngram_bits
+from derived_book.tasks.language.loss import Windows, byte_loss, generate
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.language.sessions import (
     Sessions,
     draw_sessions,
     right_answers,
     session_bits,
 )
-from derived_attention.tasks.model import Config
-from derived_attention.training.fit import evaluate, fit
+from derived_book.tasks.model import Config
+from derived_book.training.fit import evaluate, fit
 
 
 def train(model, data, steps=300, **how):

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import derived_attention
-from derived_attention.attention.frame.layer import ALL, KEY, QUERY, MultiheadAttention
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.softmax.fast import attention_weights, softmax_attention
+from derived_attention.common.masks import causal_mask
+from derived_attention.layer import ALL, KEY, QUERY, MultiheadAttention
+from derived_attention.softmax.core import attention_weights, softmax_attention
 
 B, N, M, E, H = 2, 5, 7, 12, 3
 D = E // H

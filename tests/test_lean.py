@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from docutils import nodes
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
-
-import heights  # noqa: E402
-import katex_prerender  # noqa: E402
-import labels  # noqa: E402
-import lean  # noqa: E402
-import stylesheet  # noqa: E402
+import heights
+import katex_prerender
+import labels
+import lean
+import stylesheet
 
 
 @pytest.mark.parametrize(

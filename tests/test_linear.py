@@ -9,20 +9,17 @@ import torch
 from helpers import B, D, H, M, N, assert_all_close, boolean, output_and_gradients, qkv
 from torch import nn
 
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.linear import fast as linear
-from derived_attention.attention.linear.fast import (
+from derived_attention.common.masks import causal_mask
+from derived_attention.linear import core as linear
+from derived_attention.linear.core import (
     CHUNK,
     SEGMENT,
     elu_feature_map,
     linear_attention,
     linear_attention_weights,
 )
-from derived_attention.attention.references import (
-    linear_attention_reference,
-    softmax_attention_reference,
-)
-from derived_attention.training import measure
+from derived_attention.references import linear_attention_reference, softmax_attention_reference
+from derived_book.training import measure
 
 FORMS = [linear_attention, linear_attention_reference]
 

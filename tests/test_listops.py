@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention.tasks.listops import data as listops
-from derived_attention.tasks.listops.data import (
+from derived_book.tasks.listops import data as listops
+from derived_book.tasks.listops.data import (
     LRA,
     SHORT,
     TOKENS,
@@ -15,7 +15,7 @@ from derived_attention.tasks.listops.data import (
     make_listops,
     prefix_rule,
 )
-from derived_attention.tasks.series.data import SeriesSplit
+from derived_book.tasks.series.data import SeriesSplit
 
 CLOSE = TOKENS.index("]")
 SMALL = dict(train=300, validation=50, test=100, min_length=5, max_length=40)

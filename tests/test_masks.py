@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Largest, boolean
 
-from derived_attention.attention.frame.masks import (
+from derived_attention.common.masks import (
     BlockMask,
     Mask,
     allowed,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from derived_attention import MultiheadAttention
-from derived_attention.training import measure
-from derived_attention.training.measure import (
+from derived_book.training import measure
+from derived_book.training.measure import (
     at_least,
     at_most,
     attention_flops,
@@ -186,7 +186,7 @@ def test_compare_interleaves_and_gives_ratios_to_the_first():
 def test_compare_takes_ratios_within_rounds(monkeypatch):
     """The second function takes 2, 4 and 2 times as long, on a machine that slows down."""
     seconds = iter([1, 2, 8, 2, 10, 20])  # one two, two one, one two
-    monkeypatch.setattr("derived_attention.training.measure._cpu_seconds", lambda fn: next(seconds))
+    monkeypatch.setattr("derived_book.training.measure._cpu_seconds", lambda fn: next(seconds))
     times = compare({"one": print, "two": print}, repeats=3, warmup=0, device="cpu")
     assert times["two"].ratio == 2
     assert times["one"].median == 2

@@ -24,24 +24,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.engine import blocks, tiles
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.mixture import fast as mixture
-from derived_attention.attention.mixture.fast import (
+from derived_attention.common import blocks, tiles
+from derived_attention.common.masks import causal_mask
+from derived_attention.linear.core import linear_attention
+from derived_attention.mixture import core as mixture
+from derived_attention.mixture.core import (
     em_priors,
     hard_mixture_attention,
     linear_mixture_attention,
     mixture_attention,
     responsibilities,
 )
-from derived_attention.attention.references import (
+from derived_attention.references import (
     hard_mixture_attention_reference,
     linear_mixture_attention_reference,
     mixture_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.softmax.fast import softmax_attention
+from derived_attention.softmax.core import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3
 SOFT = (mixture_attention, mixture_attention_reference)

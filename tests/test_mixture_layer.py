@@ -12,9 +12,9 @@ import torch
 from helpers import assert_learns
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.mixture.fast import em_priors, mixture_attention, responsibilities
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.references import (
+from derived_attention.mixture.core import em_priors, mixture_attention, responsibilities
+from derived_attention.mixture.layer import MixtureAttention
+from derived_attention.references import (
     hard_mixture_attention_reference,
     linear_mixture_attention_reference,
     mixture_attention_reference,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from derived_attention.attention.convolutional.layer import CvTAttention
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.normalized.layer import NormalizedAttention
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.attention.sparse.fast import window_attention
-from derived_attention.tasks.images.model import VisionTransformer
-from derived_attention.tasks.language.model import ByteLM
-from derived_attention.tasks.model import Config, TokenClassifier, make_attention, sinusoids
-from derived_attention.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_attention.batch_norm.layer import NormalizedAttention
+from derived_attention.convolutional.layer import CvTAttention
+from derived_attention.layer import MultiheadAttention
+from derived_attention.linear.core import linear_attention
+from derived_attention.softmax.core import softmax_attention
+from derived_attention.sparse.core import window_attention
+from derived_book.tasks.images.model import VisionTransformer
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.model import Config, TokenClassifier, make_attention, sinusoids
+from derived_book.tasks.series.model import SeriesClassifier, SeriesRegressor
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)

@@ -41,11 +41,11 @@ from derived_attention import (
     upsample,
     window_attention,
 )
-from derived_attention.attention.frame.convention import is_per_key, weights_of
-from derived_attention.attention.registry import MECHANISMS, plain_keys
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.series.model import SeriesClassifier
-from derived_attention.training.measure import count_flops
+from derived_attention.common.convention import is_per_key, weights_of
+from derived_attention.registry import MECHANISMS, plain_keys
+from derived_book.tasks.model import Config
+from derived_book.tasks.series.model import SeriesClassifier
+from derived_book.training.measure import count_flops
 
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
 DB2 = pywt.Wavelet("db2")

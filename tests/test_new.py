@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import new
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import new  # noqa: E402
 
 FORMULA = """    return mask.softmax(scaled(q, scale) @ k.mT / 2) @ v
 """
@@ -24,8 +24,8 @@ SPECIAL = """    import torch
     torch.testing.assert_close(ENTRY.fast(q, k, v), softer)
 """
 NEXT = "from __future__ import annotations\n"
-SCALED = "from derived_attention.attention.frame.convention import scaled\n"
-FUSED = "import math\n\nfrom derived_attention.attention.softmax.fast import sdpa\n"
+SCALED = "from derived_attention.common.convention import scaled\n"
+FUSED = "import math\n\nfrom derived_attention.softmax.core import sdpa\n"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def copy(tmp_path_factory):
     root = tmp_path_factory.mktemp("copy")
     skipped = shutil.ignore_patterns("recorded", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", root / "src", ignore=skipped)
-    recorded = "src/derived_attention/training/recorded/__init__.py"
+    recorded = "src/derived_book/training/recorded/__init__.py"
     (root / recorded).parent.mkdir()
     shutil.copy(ROOT / recorded, root / recorded)
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -62,20 +62,20 @@ def test_what_is_begun_says_politely_what_is_missing(copy):
     first = run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_warm.py", "-k",
                 "special or values or causality")  # fmt: skip
     assert first.returncode == 1
-    assert "not written yet: the fast form, in warm/fast.py" in first.stdout
+    assert "not written yet: the fast form, in warm/core.py" in first.stdout
     assert "not written yet: a test of your theorem" in first.stdout
     assert "Not written yet: the primal" in (copy / "book" / "warm.md").read_text("utf8")
-    style = run(copy, "ruff", "check", "src/derived_attention/attention/warm", "tests")
+    style = run(copy, "ruff", "check", "src/derived_attention/warm", "tests")
     assert style.returncode == 0, style.stdout
 
 
 def test_what_is_filled_in_keeps_every_promise(copy):
     folder, missing = (
-        copy / "src/derived_attention/attention/warm",
+        copy / "src/derived_attention/warm",
         "    raise NotImplementedError(",
     )
     fill(folder / "formula.py", old=missing, new=FORMULA, imports=SCALED)
-    fill(folder / "fast.py", old=missing, new=FAST, imports=FUSED)
+    fill(folder / "core.py", old=missing, new=FAST, imports=FUSED)
     entry = 'ENTRY = Own("Warm", "#b4641e", 18, "", any_mask=True)\n'
     fill(folder / "entry.py", old="ENTRY = ", new=entry)
     fill(copy / "tests/test_warm.py", old="    pytest.fail(", new=SPECIAL)
@@ -93,7 +93,7 @@ def test_what_is_filled_in_keeps_every_promise(copy):
         ("../up", "NAME is '../up'; expected lower-case letters"),
         ("softmax", "NAME is 'softmax', which is taken"),
         ("warm", "NAME is 'warm', which is taken"),
-        ("contract", "NAME is 'contract', which is taken"),  # a module, which a folder would hide
+        ("layer", "NAME is 'layer', which is taken"),  # a module, which a folder would hide
         ("shifted_mixture", "NAME is 'shifted_mixture', which is taken"),  # a public function
         *((name, f"NAME is '{name}'; .* no keyword") for name in keyword.kwlist if name.islower()),
     ],

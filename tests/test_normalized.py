@@ -29,18 +29,18 @@ from helpers import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.frame.masks import Mask, causal_mask
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.normalized.fast import key_statistics, normalized_attention
-from derived_attention.attention.normalized.layer import NormalizedAttention
-from derived_attention.attention.references import (
+from derived_attention.batch_norm.core import key_statistics, normalized_attention
+from derived_attention.batch_norm.layer import NormalizedAttention
+from derived_attention.common.masks import Mask, causal_mask
+from derived_attention.layer import MultiheadAttention
+from derived_attention.linear.core import linear_attention
+from derived_attention.references import (
     linear_attention_reference,
     normalized_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.softmax.fast import attention_weights, softmax_attention
-from derived_attention.attention.sparse.fast import window_attention, window_mask
+from derived_attention.softmax.core import attention_weights, softmax_attention
+from derived_attention.sparse.core import window_attention, window_mask
 
 FORMS = [normalized_attention, normalized_attention_reference]
 

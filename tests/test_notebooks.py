@@ -11,10 +11,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from execute import RUNS, read_page
+from notebooks import name_cells
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-from execute import RUNS, read_page  # noqa: E402
-from notebooks import name_cells  # noqa: E402
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
 KINDS = ("[A-Z]_*", "audit_*", "positions")  # pages with code that are not chapters

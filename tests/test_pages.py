@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from derived_attention.page import tables
+from derived_book import tables
 
 BOOK = Path(__file__).parents[1] / "book"
 PAGES = sorted(page.stem for page in BOOK.glob("*.md"))

@@ -14,8 +14,8 @@ import torch
 from helpers import assert_all_close, every_mechanism
 
 import derived_attention
-from derived_attention.attention.cases import B, Case, D, H, M, N
-from derived_attention.attention.registry import MECHANISMS
+from derived_attention.registry import MECHANISMS
+from derived_attention.testing.cases import B, Case, D, H, M, N
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 # Mechanism and parameter: an example with other numbers for each head, and what it may not hold.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
 
+import lighthouse
+import pdf
+
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
-sys.path.insert(0, str(ROOT / "_ext"))
-import lighthouse  # noqa: E402
-import pdf  # noqa: E402
 
 CHAPTER = "book/05_normalise_and_scale"
 PARTS = [("", ["book/index"]), ("A & B", [CHAPTER]), ("Back matter", ["book/references"])]

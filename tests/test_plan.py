@@ -8,19 +8,18 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from derived_attention.runtime import counted
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.series import data as series
-from derived_attention.tasks.series.data import load_series
-from derived_attention.tasks.series.model import SeriesClassifier
-from derived_attention.tasks.supervised import Examples, class_loss
-from derived_attention.training import fit as training
-from derived_attention.training import grids as experiments
-from derived_attention.training import measure
+import plan
+from derived_book.runtime import counted
+from derived_book.tasks.model import Config
+from derived_book.tasks.series import data as series
+from derived_book.tasks.series.data import load_series
+from derived_book.tasks.series.model import SeriesClassifier
+from derived_book.tasks.supervised import Examples, class_loss
+from derived_book.training import fit as training
+from derived_book.training import grids as experiments
+from derived_book.training import measure
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import plan  # noqa: E402
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def run(root, *arguments):
 def test_a_chapter_runs_unattended_and_says_how_far_it_is(tmp_path):
     (tmp_path / "notebooks").mkdir()
     cells = [
-        "from derived_attention.runtime import start\nrun = start()",
+        "from derived_book.runtime import start\nrun = start()",
         "import sys\nprint('so far', file=sys.stderr)",
         "print(run.pick(quick='short', full='long'))",
     ]

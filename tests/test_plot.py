@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.page import plot, sliders
-from derived_attention.page.sliders import Bars, Heat, Line, Panel, Points
+from derived_attention.registry import MECHANISMS
+from derived_book import plot, sliders
+from derived_book.sliders import Bars, Heat, Line, Panel, Points
 
 ALT = "The curve falls faster as β grows."
 DARK = ("#121212", "#14181e", "#1e1e1e")  # the book, its theme's default, Jupyter and VS Code

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 from derived_attention import elu_feature_map, flipped_elu_feature_map, linear_attention, plugs
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.registry import MECHANISMS, Entry
+from derived_attention.layer import MultiheadAttention
+from derived_attention.registry import MECHANISMS, Entry
 
 plugs.mend_torchvision()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from derived_attention import plugs
-from derived_attention.tasks.model import sinusoids
+from derived_book.tasks.model import sinusoids
 
 plugs.mend_torchvision()
 

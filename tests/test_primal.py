@@ -17,10 +17,10 @@ from kinds import KINDS, classifier, writer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.attention.frame.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
-from derived_attention.attention.frame.masks import Mask
-from derived_attention.attention.linear.fast import elu_feature_map
-from derived_attention.attention.primal.fast import (
+from derived_attention.common.masks import Mask
+from derived_attention.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
+from derived_attention.linear.core import elu_feature_map
+from derived_attention.primal.core import (
     cosine_feature_map,
     ksvd_objective,
     ksvd_objectives,
@@ -28,13 +28,13 @@ from derived_attention.attention.primal.fast import (
     primal_attention,
     primal_scores,
 )
-from derived_attention.attention.primal.layer import PrimalAttention, orthogonal_directions
-from derived_attention.attention.references import primal_attention_reference
-from derived_attention.runtime import digest
-from derived_attention.tasks.language.loss import byte_loss
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.supervised import class_loss
-from derived_attention.training.fit import Regularised, evaluate, fit
+from derived_attention.primal.layer import PrimalAttention, orthogonal_directions
+from derived_attention.references import primal_attention_reference
+from derived_book.runtime import digest
+from derived_book.tasks.language.loss import byte_loss
+from derived_book.tasks.model import Config
+from derived_book.tasks.supervised import class_loss
+from derived_book.training.fit import Regularised, evaluate, fit
 
 D, S, E = 6, 4, 12  # features, directions, width of a layer
 x_of = functools.partial(torch.randn, dtype=torch.float64)

@@ -1,16 +1,14 @@
 """Times to read: what is open counts, at the rates that the status page states."""
 
-import sys
 from pathlib import Path
 
 from docutils import nodes
 from docutils.utils import new_document
 from sphinx_proof.nodes import proof_node
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
+import status_page
 
-import status_page  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 def page(*parts):

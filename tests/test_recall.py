@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from derived_attention import softmax_attention, uniform_attention
-from derived_attention.runtime import seed_everything
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.recall.data import draw_recall
-from derived_attention.tasks.recall.loss import Questions, answer_loss
-from derived_attention.tasks.recall.model import Recaller
-from derived_attention.training.fit import evaluate, fit
+from derived_book.runtime import seed_everything
+from derived_book.tasks.model import Config
+from derived_book.tasks.recall.data import draw_recall
+from derived_book.tasks.recall.loss import Questions, answer_loss
+from derived_book.tasks.recall.model import Recaller
+from derived_book.training.fit import evaluate, fit
 
 SIZES = dict(pairs=4, symbols=6)
 

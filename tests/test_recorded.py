@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from derived_attention.training.recorded import FOLDER, curves, load_experiment, scores
+from derived_book.training.recorded import FOLDER, curves, load_experiment, scores
 
 
 def test_every_file_is_read_and_every_arm_has_its_seeds():
@@ -41,9 +41,7 @@ def test_what_is_not_there_is_named(tmp_path):
 
 
 def test_reading_needs_no_torch():
-    code = (
-        "import sys; import derived_attention.training.recorded; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import derived_book.training.recorded; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,7 +11,6 @@ import pytest
 import yaml
 from pybtex.database import parse_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
 import references
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from derived_attention import runtime
+from derived_attention.common import files
+from derived_book import runtime
 
 
 def test_start_prints_one_line_and_seeds(monkeypatch, capsys):
@@ -46,7 +47,7 @@ def test_profile_is_the_argument_s_the_environment_s_or_the_device_s(monkeypatch
 
 
 def test_one_thread_unless_the_usual_variable_asks_for_more():
-    code = "import torch; from derived_attention import runtime; runtime.start()\n"
+    code = "import torch; from derived_book import runtime; runtime.start()\n"
     code += "runtime.start(); print(torch.get_num_threads())"
     for asked in ("", "2"):
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -128,19 +129,19 @@ def test_progress_is_wanted_in_a_notebook(monkeypatch):
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("DERIVED_ATTENTION_RUNS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert runtime.cache_dir("runs") == tmp_path / "derived-attention" / "runs"
+    assert files.cache_dir("runs") == tmp_path / "derived-attention" / "runs"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert runtime.cache_dir("runs").is_absolute()
-    assert runtime.cache_dir("runs").is_relative_to(Path.home())
+    assert files.cache_dir("runs").is_absolute()
+    assert files.cache_dir("runs").is_relative_to(Path.home())
     monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / "mine"))
-    assert runtime.cache_dir("runs") == tmp_path / "mine"
+    assert files.cache_dir("runs") == tmp_path / "mine"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_write_creates_the_folder_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "a" / "b"
-    runtime.write_atomically(path, b"one")
-    runtime.write_atomically(path, b"two")
+    files.write_atomically(path, b"one")
+    files.write_atomically(path, b"two")
     assert path.read_bytes() == b"two"
     assert list(path.parent.iterdir()) == [path]
 
@@ -148,14 +149,14 @@ def test_write_creates_the_folder_and_leaves_nothing_else(tmp_path):
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, failing):
     path = tmp_path / "file"
-    runtime.write_atomically(path, b"old")
+    files.write_atomically(path, b"old")
 
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, failing, fail)
     with pytest.raises(OSError, match="disk full"):
-        runtime.write_atomically(path, b"new")
+        files.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -165,7 +166,7 @@ def test_reader_never_sees_half_a_file(tmp_path):
     path = tmp_path / "file"
     code = (
         "import sys, itertools; from pathlib import Path\n"
-        "from derived_attention.runtime import write_atomically\n"
+        "from derived_attention.common.files import write_atomically\n"
         "for i in itertools.cycle(range(250)):\n"
         "    write_atomically(Path(sys.argv[1]), bytes([i]) * 300_000)\n"
     )

@@ -28,7 +28,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.engine.pooling import (
+from derived_attention.batch_norm.layer import NormalizedAttention
+from derived_attention.common.masks import causal_mask
+from derived_attention.common.pooling import (
     POOLINGS,
     ConvolutionPooling,
     average_pooling,
@@ -36,27 +38,25 @@ from derived_attention.attention.engine.pooling import (
     kmeans_pooling,
     max_pooling,
 )
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.normalized.layer import NormalizedAttention
-from derived_attention.attention.references import (
+from derived_attention.layer import MultiheadAttention
+from derived_attention.linear.core import linear_attention
+from derived_attention.references import (
     linear_attention_reference,
     normalized_attention_reference,
     normalized_scaled_heads_attention_reference,
     scaled_heads_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.attention.scaled.fast import (
+from derived_attention.scaled_heads.core import (
     normalized_scaled_heads_attention,
     scaled_heads_attention,
 )
-from derived_attention.attention.scaled.layer import (
+from derived_attention.scaled_heads.layer import (
     NormalizedScaledHeadsAttention,
     ScaledHeadsAttention,
 )
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.attention.sparse.fast import window_attention, window_mask
+from derived_attention.softmax.core import softmax_attention
+from derived_attention.sparse.core import window_attention, window_mask
 
 H, M = 4, 11
 SCALES = [1, 2, 2, 4]

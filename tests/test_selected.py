@@ -22,12 +22,12 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.references import selected_attention_reference
-from derived_attention.attention.selected import fast
-from derived_attention.attention.selected.fast import selected_attention
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.attention.sparse.fast import fixed_attention
+from derived_attention.common.masks import causal_mask
+from derived_attention.references import selected_attention_reference
+from derived_attention.selected import core
+from derived_attention.selected.core import selected_attention
+from derived_attention.softmax.core import softmax_attention
+from derived_attention.sparse.core import fixed_attention
 
 FORMS = [selected_attention, selected_attention_reference]
 both_forms = pytest.mark.parametrize("form", FORMS)
@@ -201,8 +201,8 @@ def test_tiles_and_heads_at_a_time_change_nothing(tile, monkeypatch):
         own = {"block": 4, "kept": 3, "is_causal": is_causal}
         monkeypatch.undo()
         expected = output_and_gradients(selected_attention, inputs, **own)
-        monkeypatch.setattr(fast, "TILE", tile)
-        monkeypatch.setattr(fast, "SCORES", scores)
+        monkeypatch.setattr(core, "TILE", tile)
+        monkeypatch.setattr(core, "SCORES", scores)
         assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-12)
 
 

@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import venv
 import zipfile
@@ -19,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import notebooks
+from derived_attention import __version__
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import notebooks  # noqa: E402
-from derived_attention import __version__  # noqa: E402
 
 FIND = "\nprint('found in', derived_attention.__file__)"
 USE = """

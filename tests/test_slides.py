@@ -1,15 +1,14 @@
 """Decks of slides: made from the built pages, complete, readable without a network, printable."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 
+import slides
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import slides  # noqa: E402
 
 PART = "Part VII: Today"
 

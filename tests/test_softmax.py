@@ -30,20 +30,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.attention.frame.convention import extend
-from derived_attention.attention.frame.masks import Mask, causal_mask
-from derived_attention.attention.references import softmax_attention_reference
-from derived_attention.attention.softmax.controls import (
+from derived_attention.common.convention import extend
+from derived_attention.common.masks import Mask, causal_mask
+from derived_attention.references import softmax_attention_reference
+from derived_attention.softmax.controls import (
     PositionOnlyAttention,
     identity_attention,
     uniform_attention,
 )
-from derived_attention.attention.softmax.fast import (
-    _fused_widths,
-    attention_weights,
-    sdpa,
-    softmax_attention,
-)
+from derived_attention.softmax.core import _fused_widths, attention_weights, sdpa, softmax_attention
 
 FORMS = [softmax_attention, softmax_attention_reference]
 MASKS = {

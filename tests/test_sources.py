@@ -4,37 +4,40 @@ from pathlib import Path
 
 import pytest
 
-from derived_attention.training import sources
-from derived_attention.training.sources import Sources
+from derived_book.training import code_digest
+from derived_book.training.code_digest import Sources
 
 FILES = {
-    "__init__.py": "from derived_attention.attention.registry import PUBLIC\n",  # when asked
-    "attention/__init__.py": "",
-    "attention/softmax.py": "from derived_attention import helper\n\ndef softmax(): ...\n",
-    "attention/mixture.py": "def mixture_attention(): ...\n",
-    "attention/registry.py": "PUBLIC = ...\n",
-    "helper.py": "VALUE = 1\n",
-    "alone.py": "import math\n",
-    "page/__init__.py": "",
-    "page/plot.py": "from derived_attention.attention.registry import LOOKS\nMAIN = ('softmax',)\n",
-    "page/sliders.py": "from derived_attention.page.plot import COLORS\n",
+    "derived_attention/__init__.py": "from derived_attention.registry import PUBLIC\n",
+    "derived_attention/softmax.py": "from derived_attention import helper\n\ndef softmax(): ...\n",
+    "derived_attention/mixture.py": "def mixture_attention(): ...\n",
+    "derived_attention/registry.py": "PUBLIC = ...\n",
+    "derived_attention/helper.py": "VALUE = 1\n",
+    "derived_attention/alone.py": "import math\n",
+    "derived_book/__init__.py": "",
+    "derived_book/plot.py": "from derived_attention.registry import LOOKS\nMAIN = ('softmax',)\n",
+    "derived_book/sliders.py": "from derived_book.plot import COLORS\n",
 }
 PUBLIC = {
-    "softmax_attention": "derived_attention.attention.softmax",
-    "mixture_attention": "derived_attention.attention.mixture",
+    "softmax_attention": "derived_attention.softmax",
+    "mixture_attention": "derived_attention.mixture",
 }
 LOOKS = {"softmax": ("Softmax", "blue"), "mgk": ("MGK", "red")}
-EVERYTHING = {"", ".attention", ".attention.registry", ".attention.softmax", ".attention.mixture"}
-EVERYTHING |= {".helper"}
+EVERYTHING = {"", ".registry", ".softmax", ".mixture", ".helper"}
 
 
 def package(folder, looks=LOOKS, **changes):
     """Write a package, and read it; `changes` are texts of modules."""
     for name, text in FILES.items():
-        path = folder / "derived_attention" / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(changes.get(path.stem, text))
-    return Sources(folder / "derived_attention", PUBLIC, looks)
+    return Sources(folder, PUBLIC, looks)
+
+
+def short(module):
+    """Return "book.plot" of the book's modules, and ".softmax" of the library's."""
+    return module.removeprefix("derived_attention").removeprefix("derived_")
 
 
 @pytest.mark.parametrize(
@@ -47,35 +50,35 @@ def package(folder, looks=LOOKS, **changes):
         ("def f():\n    from derived_attention.alone import x", {"", ".alone"}),
         ("from derived_attention import __version__", {""}),
         (
-            "from derived_attention.attention.softmax import softmax_attention",
-            {"", ".attention", ".attention.softmax", ".helper"},
+            "from derived_attention.softmax import softmax_attention",
+            {"", ".softmax", ".helper"},
         ),
         (
             "from derived_attention import softmax_attention",
-            {"", ".attention", ".attention.softmax", ".helper"},
+            {"", ".softmax", ".helper"},
         ),
         (
             "from derived_attention import mixture_attention as f",
-            {"", ".attention", ".attention.mixture"},
+            {"", ".mixture"},
         ),
         (
-            "from derived_attention.page import sliders",
-            {"", ".page", ".page.sliders", ".page.plot", ".attention"},
+            "from derived_book import sliders",
+            {"", "book", "book.sliders", "book.plot"},
         ),
         ("from derived_attention import get_attention", EVERYTHING),
         ("from derived_attention import *", EVERYTHING),
         ("import derived_attention as da", EVERYTHING),
-        ("from derived_attention.attention.registry import LOOKS", EVERYTHING),
+        ("from derived_attention.registry import LOOKS", EVERYTHING),
         (
-            "from derived_attention.page import plot\nimport derived_attention as d",
-            EVERYTHING | {".page", ".page.plot"},
+            "from derived_book import plot\nimport derived_attention as d",
+            EVERYTHING | {"book", "book.plot"},
         ),
     ],
 )
 def test_imports_are_followed_through_the_package(tmp_path, code, expected):
     found = package(tmp_path)
     reached = found.dependencies(found.imported(code))
-    assert {name.removeprefix("derived_attention") for name in reached} == expected
+    assert {short(name) for name in reached} == expected
 
 
 def test_only_code_counts(tmp_path):
@@ -94,7 +97,7 @@ def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
         found = package(tmp_path, looks, **changes)
         return found.digest(found.imported(page), page)
 
-    page = "from derived_attention.page import sliders\nCOLORS['mgk']"
+    page = "from derived_book import sliders\nCOLORS['mgk']"
     before = digest(page)
     assert before == digest(page, LOOKS | {"new": ("New", "green")}, registry="PUBLIC = 2\n")
     assert before != digest(page, LOOKS | {"mgk": ("MGK", "green")})
@@ -106,10 +109,9 @@ def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
 
 
 def test_of_this_package_every_module_is_known():
-    folder = Path(sources.__file__).parents[1]
+    folder = Path(code_digest.__file__).parents[2]
     found = Sources(folder)
-    assert (
-        len(found.texts) == len(list(folder.rglob("*.py"))) and "derived_attention" in found.texts
-    )
+    assert len(found.texts) == len(list(folder.rglob("*.py")))
+    assert set(code_digest.ROOTS) <= set(found.texts)
     for name in found.texts:
         assert name in found.dependencies(found.modules(name))

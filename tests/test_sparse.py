@@ -11,19 +11,18 @@ from helpers import qkv as any_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 
-from derived_attention.attention import trust
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.frame.masks import causal_mask
-from derived_attention.attention.references import (
+from derived_attention.common import kernel_selftest, kernels
+from derived_attention.common.masks import causal_mask
+from derived_attention.layer import MultiheadAttention
+from derived_attention.references import (
     fixed_attention_reference,
     softmax_attention_reference,
     strided_attention_reference,
     window_attention_reference,
 )
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.attention.sparse import flex
-from derived_attention.attention.sparse.fast import (
+from derived_attention.softmax.core import softmax_attention
+from derived_attention.sparse import flex
+from derived_attention.sparse.core import (
     fixed_attention,
     fixed_mask,
     strided_attention,
@@ -31,7 +30,7 @@ from derived_attention.attention.sparse.fast import (
     window_attention,
     window_mask,
 )
-from derived_attention.training import measure
+from derived_book.training import measure
 
 # The form by blocks, its reference and its mask.
 WINDOW = window_attention, window_attention_reference, window_mask
@@ -318,7 +317,7 @@ def test_flexattention_says_where_it_cannot_run():
 @needs_interpreter
 def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
-    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)  # as if this were a GPU
     monkeypatch.setattr(kernels, "TRIED", 20)
     seen, formula = [], flex._formula
@@ -339,8 +338,8 @@ def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monke
     strided_attention(*tensors, stride=3)
     fixed_attention(*tensors, stride=3)
     assert len(seen) == tried + 2
-    monkeypatch.setattr(trust, "_verdicts", {})
-    trust.file_of("trusted", torch.device("cpu")).unlink()
+    monkeypatch.setattr(kernel_selftest, "_verdicts", {})
+    kernel_selftest.file_of("trusted", torch.device("cpu")).unlink()
     monkeypatch.setattr(flex, "_formula", lambda *given: formula(*given) * 1.01)
     with pytest.warns(RuntimeWarning, match="kernel for window fp32 .*is not exact enough"):
         out = window_attention(*tensors, window=2)

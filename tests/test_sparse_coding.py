@@ -34,9 +34,9 @@ from derived_attention import (
     signed_power,
     soft_threshold,
 )
-from derived_attention.attention.frame.convention import weights_of
-from derived_attention.attention.registry import MECHANISMS
-from derived_attention.attention.splitting.admm import admm, printed_admm
+from derived_attention.common.convention import weights_of
+from derived_attention.registry import MECHANISMS
+from derived_attention.sparse_coding.admm import admm, printed_admm
 
 EXACT = dict(solver="CLARABEL", tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1e-14)
 

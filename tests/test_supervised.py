@@ -7,9 +7,9 @@ import torch
 from kinds import classifier, images, numbers, reader, regressor, series, squared, tokens, vision
 from torch import nn
 
-from derived_attention.tasks.series.data import SeriesSplit
-from derived_attention.tasks.supervised import Examples, class_loss, number_loss
-from derived_attention.training.fit import evaluate, fit
+from derived_book.tasks.series.data import SeriesSplit
+from derived_book.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.training.fit import evaluate, fit
 
 
 def test_every_example_is_seen_once_per_epoch_in_a_new_order():

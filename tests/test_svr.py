@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.svm import SVR
 
-from derived_attention.page.svr import fit_svr, gram_features
+from derived_book.svr import fit_svr, gram_features
 
 
 def problem(N=12, F=4, Dv=1, seed=0):

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import derived_attention as da
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.linear.fast import linear_attention
-from derived_attention.attention.mixture.layer import MixtureAttention
-from derived_attention.attention.primal.layer import PrimalAttention
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.tasks import run
-from derived_attention.tasks.language.model import ByteLM
-from derived_attention.tasks.model import Config
-from derived_attention.training.fit import Regularised
+from derived_attention.layer import MultiheadAttention
+from derived_attention.linear.core import linear_attention
+from derived_attention.mixture.layer import MixtureAttention
+from derived_attention.primal.layer import PrimalAttention
+from derived_attention.softmax.core import softmax_attention
+from derived_book.tasks import run
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.model import Config
+from derived_book.training.fit import Regularised
 
 TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {

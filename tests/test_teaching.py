@@ -1,16 +1,15 @@
 """What lecturers get: a plan for every chapter, syllabi, and a graph that agrees with the cards."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+import book
+import prerequisites
+
 ROOT = Path(__file__).parents[1]
 BOOK = ROOT / "book"
-sys.path.insert(0, str(ROOT / "_ext"))
-import book  # noqa: E402
-import prerequisites  # noqa: E402
 
 CHAPTERS = [x.removeprefix("book/") for x in book.parts() if not x.startswith("book/audit_")]
 LINK = re.compile(r"\{(?:numref|prf:ref|ref|eq|(?:doc|chapter)|py:func)\}`")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from derived_attention.tasks.language import data as text
-from derived_attention.tasks.language.data import (
+from derived_book.tasks.language import data as text
+from derived_book.tasks.language.data import (
     decode,
     encode,
     load_text,

@@ -5,6 +5,7 @@ What holds for every kind of data is tested with all of `kinds.KINDS`.
 
 import functools
 import io
+import os
 import pickle
 import signal
 import subprocess
@@ -24,15 +25,15 @@ from kinds import (
     writer,
 )
 
-from derived_attention import runtime
-from derived_attention.attention.softmax.fast import softmax_attention
-from derived_attention.runtime import evaluating, seed_everything
-from derived_attention.tasks.model import Config
-from derived_attention.tasks.series.data import SeriesSplit, load_series
-from derived_attention.tasks.series.model import SeriesClassifier
-from derived_attention.tasks.supervised import Examples, class_loss, number_loss
-from derived_attention.training import fit as training
-from derived_attention.training.fit import Bits, Mean, RootMean, evaluate, fit, schedule
+from derived_attention.softmax.core import softmax_attention
+from derived_book import runtime
+from derived_book.runtime import evaluating, seed_everything
+from derived_book.tasks.model import Config
+from derived_book.tasks.series.data import SeriesSplit, load_series
+from derived_book.tasks.series.model import SeriesClassifier
+from derived_book.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.training import fit as training
+from derived_book.training.fit import Bits, Mean, RootMean, evaluate, fit, schedule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -297,7 +298,7 @@ def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
             raise OSError("disk full")
         real(*names)
 
-    monkeypatch.setattr(runtime.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="disk full"):
         fit_series(epochs=5, checkpoint=path)
     assert finished_epochs(path) == 2 and list(tmp_path.iterdir()) == [path]

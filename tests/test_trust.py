@@ -10,14 +10,13 @@ import torch
 from helpers import NO_TRITON, tensors
 
 from derived_attention import get_attention
-from derived_attention.attention import trials, trust
-from derived_attention.attention.engine import kernels
-from derived_attention.attention.trials import Trial
+from derived_attention.common import kernel_cases, kernel_selftest, kernels
+from derived_attention.common.kernel_cases import Trial
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.attention.linear import triton as linear  # noqa: E402
-from derived_attention.attention.mixture import triton as mixture  # noqa: E402
+from derived_attention.linear import triton as linear
+from derived_attention.mixture import triton as mixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def new_machine(monkeypatch, tmp_path):
     """A machine on which nobody has tried anything; the interpreter counts as a GPU."""
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
-    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "TRIED", 20)
@@ -36,7 +35,7 @@ def new_machine(monkeypatch, tmp_path):
 @pytest.fixture
 def another_process(monkeypatch):
     """Forget what this process knows; what is on the disk stays."""
-    return lambda: monkeypatch.setattr(trust, "_verdicts", {})
+    return lambda: monkeypatch.setattr(kernel_selftest, "_verdicts", {})
 
 
 def qkv(kernel, n=9, d=5):
@@ -108,7 +107,9 @@ def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
         assert torch.equal(call("mgk"), exact)
     assert len(seen) == 1
     another_process()
-    monkeypatch.setattr(trust, "compare", None)  # what is on the disk need not be tried again
+    monkeypatch.setattr(
+        kernel_selftest, "compare", None
+    )  # what is on the disk need not be tried again
     with pytest.warns(RuntimeWarning, match=said):
         assert torch.equal(call("mgk"), exact)
     if attend is lies:
@@ -120,15 +121,15 @@ def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
 
 def test_a_kernel_that_harms_the_gpu_ends_this_process_and_no_other(monkeypatch, another_process):
     monkeypatch.setattr(mixture, "attend", does_not_compile)
-    monkeypatch.setattr(trust, "usable", lambda device: False)
+    monkeypatch.setattr(kernel_selftest, "usable", lambda device: False)
     with pytest.raises(RuntimeError, match="kernel for mgk fp32 .*cannot use the GPU.*Start it"):
         call("mgk")
-    monkeypatch.setattr(trust, "usable", None)
-    monkeypatch.setattr(trust, "compare", None)  # calling either would raise
+    monkeypatch.setattr(kernel_selftest, "usable", None)
+    monkeypatch.setattr(kernel_selftest, "compare", None)  # calling either would raise
     another_process()
     with pytest.raises(TypeError):
         call("mgk")
-    monkeypatch.setattr(trust, "usable", lambda device: True)
+    monkeypatch.setattr(kernel_selftest, "usable", lambda device: True)
     another_process()
     with pytest.warns(RuntimeWarning, match="PyTorch's form runs in its place"):
         assert torch.equal(call("mgk"), call("mgk", fused=False))
@@ -138,14 +139,14 @@ def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_mach
     def full(*args):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(trust, "compare", full)
+    monkeypatch.setattr(kernel_selftest, "compare", full)
     assert torch.equal(call("mgk"), call("mgk", fused=False))
     monkeypatch.undo()
-    assert not list(new_machine.iterdir()) and not trust._verdicts
+    assert not list(new_machine.iterdir()) and not kernel_selftest._verdicts
 
 
 def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
-    monkeypatch.setattr(trust, "trusted", None)  # calling it would raise
+    monkeypatch.setattr(kernel_selftest, "trusted", None)  # calling it would raise
     q, k, v = qkv("mgk")
     bias = torch.zeros(9, 9, device=DEVICE, requires_grad=True)
     get_attention("mgk")(q, k, v, bias)
@@ -161,7 +162,7 @@ def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
 
 def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeypatch):
     seen = []
-    monkeypatch.setattr(trust, "trusted", lambda trial, *_: bool(seen.append(trial)))
+    monkeypatch.setattr(kernel_selftest, "trusted", lambda trial, *_: bool(seen.append(trial)))
     sizes = {"N": kernels.TRIED, "M": kernels.TRIED, "D": 5, "DV": 5}
     call("mgk", is_causal=True, variances=torch.ones(2, device=DEVICE))
     call("hard_mgk", attn_mask=torch.ones(9, 9, dtype=torch.bool, device=DEVICE))
@@ -175,17 +176,17 @@ def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeyp
     trial = Trial("linear", "fp32", **sizes, mask="causal")
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16), torch.device("meta"):
-        assert trust.fault_of(trial, torch.device(DEVICE)) == ""
+        assert kernel_selftest.fault_of(trial, torch.device(DEVICE)) == ""
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_other_kernels_or_compilers_are_tried_again(monkeypatch):
     device = torch.device(DEVICE)
-    names = {trust.place_of(device)}
+    names = {kernel_selftest.place_of(device)}
     monkeypatch.setattr("triton.__version__", "99.0")
-    names.add(trust.place_of(device))
-    monkeypatch.setattr(trust, "digest", lambda: "others")
-    names.add(trust.place_of(device))
+    names.add(kernel_selftest.place_of(device))
+    monkeypatch.setattr(kernel_selftest, "digest", lambda: "others")
+    names.add(kernel_selftest.place_of(device))
     assert len(names) == 3
 
 
@@ -193,22 +194,22 @@ def test_a_file_that_is_broken_is_none(new_machine):
     trial = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal")
     device = torch.device(DEVICE)
     for text in ("{", "[]"):
-        trust.file_of("trusted", device).write_text(text)
-        trust._verdicts.clear()
-        assert trust.trusted(trial, device)
+        kernel_selftest.file_of("trusted", device).write_text(text)
+        kernel_selftest._verdicts.clear()
+        assert kernel_selftest.trusted(trial, device)
 
 
 def test_the_yardstick_is_exact(monkeypatch):
     """A result that is off by a little more than rounding is not accepted, nor is NaN."""
-    trial, results = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal"), trials.results
+    trial, results = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal"), kernel_cases.results
     for fault, agrees in ((0, True), (1e-5, False), (float("nan"), False)):
 
         def wrong(trial, tensors, options, fault=fault):
             found = results(trial, tensors, options | {"fused": False})
             return {x: y * (1 + fault * options["fused"]) for x, y in found.items()}
 
-        monkeypatch.setattr(trials, "results", wrong)
-        assert trials.compare(trial, DEVICE).agrees is agrees
+        monkeypatch.setattr(kernel_cases, "results", wrong)
+        assert kernel_cases.compare(trial, DEVICE).agrees is agrees
 
 
 # --- what is kept of verdicts ---------------------------------------------------------------------
@@ -217,33 +218,35 @@ ONE, OTHER = (Trial("mgk", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
 
 
 def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, another_process):
-    monkeypatch.setattr(trust, "fault_of", lambda trial, device: "")
+    monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
     device = torch.device(DEVICE)
-    assert trust.trusted(ONE, device) and trust.trusted(OTHER, device)
+    assert kernel_selftest.trusted(ONE, device) and kernel_selftest.trusted(OTHER, device)
     another_process()
-    monkeypatch.setattr(trust, "fault_of", None)  # nothing is tried again
-    assert trust.trusted(ONE, device) and trust.trusted(OTHER, device)
+    monkeypatch.setattr(kernel_selftest, "fault_of", None)  # nothing is tried again
+    assert kernel_selftest.trusted(ONE, device) and kernel_selftest.trusted(OTHER, device)
 
 
 def test_what_may_not_be_tried_now_is_not_trusted_and_not_tried(monkeypatch):
-    monkeypatch.setattr(trust, "fault_of", lambda *_: pytest.fail("a compiler traces: no trial"))
-    assert not trust.trusted(ONE, torch.device(DEVICE), first=False)
-    monkeypatch.setattr(trust, "fault_of", lambda trial, device: "")
-    assert trust.trusted(ONE, torch.device(DEVICE))
-    assert trust.trusted(ONE, torch.device(DEVICE), first=False)
+    monkeypatch.setattr(
+        kernel_selftest, "fault_of", lambda *_: pytest.fail("a compiler traces: no trial")
+    )
+    assert not kernel_selftest.trusted(ONE, torch.device(DEVICE), first=False)
+    monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
+    assert kernel_selftest.trusted(ONE, torch.device(DEVICE))
+    assert kernel_selftest.trusted(ONE, torch.device(DEVICE), first=False)
 
 
-@pytest.mark.parametrize("folder", trust.SOURCES)
+@pytest.mark.parametrize("folder", kernel_selftest.SOURCES)
 def test_the_digest_of_kernels_reads_every_folder(folder, monkeypatch):
-    before = trust.digest()
+    before = kernel_selftest.digest()
     read = Path.read_bytes
     changed = f"/{folder}/"
     monkeypatch.setattr(
         Path, "read_bytes", lambda file: read(file) + b"#" * (changed in file.as_posix())
     )
-    trust.digest.cache_clear()
+    kernel_selftest.digest.cache_clear()
     try:
-        assert trust.digest() != before
+        assert kernel_selftest.digest() != before
     finally:
         monkeypatch.undo()
-        trust.digest.cache_clear()
+        kernel_selftest.digest.cache_clear()

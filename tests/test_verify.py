@@ -9,14 +9,14 @@ import pytest
 import torch
 from helpers import NO_TRITON, needs_interpreter
 
-from benchmarks import gpu
-from derived_attention.attention import trials, verify
-from derived_attention.attention.engine import kernels, tuning
-from derived_attention.attention.trials import Trial
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import verify
+from derived_attention.common import kernel_cases, kernels, tuning
+from derived_attention.common.kernel_cases import Trial
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.attention.linear import triton as linear  # noqa: E402
+from derived_attention.linear import triton as linear
 
 pytestmark = needs_interpreter
 CPU = torch.device("cpu")
@@ -57,14 +57,14 @@ def test_verify_names_a_kernel_that_is_wrong_or_fails(two_problems, monkeypatch,
     def fails(*args, **options):
         raise RuntimeError("out of resource: shared memory\nand more")
 
-    results = trials.results
+    results = kernel_cases.results
 
     def wrong(trial, tensors, options):
         found = results(trial, tensors, options)
         return {x: y * (1 + options["fused"] * 1e-3) for x, y in found.items()}
 
-    monkeypatch.setattr(trials, "results", wrong)
-    monkeypatch.setattr("derived_attention.attention.mixture.triton.attend", fails)
+    monkeypatch.setattr(kernel_cases, "results", wrong)
+    monkeypatch.setattr("derived_attention.mixture.triton.attend", fails)
     assert verify.main([]) == 1
     said = capsys.readouterr().out
     assert "NOT linear fp32" in said and "NOT mgk fp32" in said
@@ -141,7 +141,7 @@ def test_everything_for_a_gpu_is_rehearsed_and_goes_on(monkeypatch, tmp_path, ca
     notebooks = tmp_path / "notebooks"
     notebooks.mkdir()
     cells = [
-        nbformat.v4.new_code_cell("from derived_attention.runtime import start\nrun = start()"),
+        nbformat.v4.new_code_cell("from derived_book.runtime import start\nrun = start()"),
         nbformat.v4.new_code_cell("assert run.profile == 'medium'"),
     ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), notebooks / "00_rehearsal.ipynb")

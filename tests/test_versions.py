@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+import environment
+import notebooks
+import versions
+from derived_attention import __version__
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "_ext"))
-import environment  # noqa: E402
-import notebooks  # noqa: E402
-import versions  # noqa: E402
-from derived_attention import __version__  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 WORKFLOWS = {

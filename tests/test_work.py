@@ -1,13 +1,9 @@
 """What the kernels have to do, counted by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from helpers import needs_triton
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.work import WORK  # noqa: E402
+from benchmarks.work import WORK
 
 
 def test_two_components_cost_less_than_two_heads():

@@ -5,16 +5,12 @@ would give, each with a word of the message that it must get: ``WRONG = {"ex-01-
 message), ...]}``. Of a page only the statements run that the exercise's cell needs.
 """
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from derived_attention.page.exercises import ExerciseError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "_ext"))
-from exercises import BOOK, WRONG, read_exercises, recorded  # noqa: E402
+from derived_book.exercises import ExerciseError
+from exercises import BOOK, WRONG, read_exercises, recorded
 
 
 @cache

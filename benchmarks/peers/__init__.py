@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from benchmarks.cases import DIM, Case
-from derived_attention.attention.frame.checks import Mechanism
+from derived_attention.common.checks import Mechanism
 
 LIBRARIES = sorted(found.name for found in pkgutil.iter_modules(__path__))
 INSTALL = "pip install 'derived-attention[peers]'"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.cases import CASES
 from benchmarks.peers import Peer
-from derived_attention.attention.linear.fast import elu_feature_map
+from derived_attention.linear.core import elu_feature_map
 
 CUDA = torch.cuda.is_available()
 

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.attention.frame.convention import share_heads
-from derived_attention.attention.frame.layer import MultiheadAttention
-from derived_attention.attention.frame.masks import Mask, allowed, within
-from derived_attention.attention.registry import MECHANISMS, PUBLIC, Entry, get_attention
+from derived_attention.common.convention import share_heads
+from derived_attention.common.masks import Mask, allowed, within
+from derived_attention.layer import MultiheadAttention
+from derived_attention.registry import MECHANISMS, PUBLIC, Entry, get_attention
 
 PREFIX = "derived:"  # of the names under which mechanisms are registered with Transformers
 SAVED = "derived_attention.plugs.load: "  # of the names in saved configurations

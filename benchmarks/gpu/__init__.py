@@ -1,0 +1,1 @@
+"""What runs once on a machine with a GPU: kernels against formulas, times, all chapters."""

@@ -1,0 +1,289 @@
+"""Try the kernels on the GPU at hand: ``python -m benchmarks.gpu.verify``.
+
+First every kernel is held against PyTorch's form on problems in which any two of their properties
+meet, and run ten times, as its bits are to repeat. Then it is timed with other sizes of tiles, of
+which later processes take the fastest, and beside PyTorch's form. What is found is stored after
+each step, for this GPU, these compilers and these kernels: stop it, start it again, and it goes on.
+
+Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter,
+which says nothing of times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from derived_attention.common import kernels, tuning
+from derived_attention.common.files import write_atomically
+from derived_attention.common.kernel_cases import (
+    MIXTURES,
+    PATTERNS,
+    Trial,
+    compare,
+    design,
+    inputs,
+    repeats,
+    results,
+)
+from derived_attention.common.kernel_selftest import file_of, place_of, usable
+
+TIMES = 10  # that bits are to repeat
+LONG = 16_384  # tokens of what is timed, of 8 heads: a kernel takes longer than to call it
+KERNELS = (*MIXTURES, "linear", "mlk", "lasso", *PATTERNS)
+TIMED = ("bf16", "fp32")
+
+
+class Record:
+    """What has been found, in a file that is whole at any time."""
+
+    def __init__(self, device: torch.device, out: Path | None) -> None:
+        own = file_of("verified", device)
+        self.files = [
+            x for x in (own, out and out / f"verified-{slug(place_of(device))}.json") if x
+        ]
+        self.data: dict[str, Any] = {
+            "place": place_of(device),
+            "versions": kernels.versions(),
+            "capability": list(torch.cuda.get_device_capability(device))
+            if device.type == "cuda"
+            else None,
+            "trials": {},
+            "tiles": {},
+            "times": {},
+        }
+        for file in self.files:
+            if file.exists():
+                self.data |= json.loads(file.read_text("utf8"))
+                break
+
+    def keep(self, part: str, name: str, found: Any) -> None:
+        """Store one result."""
+        self.data[part][name] = found
+        for file in self.files:
+            write_atomically(file, (json.dumps(self.data, indent=1) + "\n").encode())
+
+
+def slug(name: str) -> str:
+    """Return a name for a file."""
+    return "".join(x if x.isalnum() or x in ".+" else "-" for x in name).replace("--", "-").lower()
+
+
+def problems(device: torch.device) -> list[Trial]:
+    """Return what is to be compared."""
+    if device.type == "cuda":
+        widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
+        return list(design(lambda trial: 1000, widths))
+    tiny: dict[str, Any] = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
+    return [
+        Trial(kernel, "fp32", **tiny, mask="" if kernel == "lasso" else "causal")
+        for kernel in KERNELS
+    ]
+
+
+def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
+    """Compare a kernel with PyTorch's form, and run it again."""
+    try:
+        found = compare(trial, device)
+        again = repeats(trial, TIMES if device.type == "cuda" else 2, device)
+    except Exception as error:  # of Triton's compiler or launcher; the others are to be tried
+        lines = str(error).strip().splitlines() or [""]
+        return {"agrees": False, "fault": f"{type(error).__name__}: {lines[0][:300]}"}
+    errors = {"kernel": found.kernel, "pytorch": found.pytorch, "rounded": found.rounded}
+    return {"agrees": found.agrees, "repeats": again, "worst": found.worst, "errors": errors}
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def timed(dims: Sequence[int] = kernels.HEAD_DIMS) -> Iterator[Trial]:
+    """Yield the problems that are timed: all kernels, full where they can be, and causal."""
+    for dtype in TIMED:
+        for dim in dims:
+            sizes: dict[str, Any] = {"N": LONG, "M": LONG, "D": dim, "DV": dim, "H": 8}
+            for kernel in KERNELS:
+                if kernel not in ("linear", "mlk"):
+                    yield Trial(kernel, dtype, **sizes)
+                yield Trial(kernel, dtype, **sizes, mask="causal")
+
+
+def calls(trial: Trial, device: torch.device, fused: bool) -> dict[str, Callable[[], Any]]:
+    """Return what is timed: the forward pass, and it with the backward one."""
+    tensors, options = inputs(trial, device)
+    options |= {"fused": fused}
+    form = kernels_of(trial)
+
+    def ahead() -> Any:
+        with torch.no_grad():
+            return form(**tensors, **options)
+
+    return {"forward": ahead, "forward + backward": lambda: results(trial, tensors, options)}
+
+
+def kernels_of(trial: Trial) -> Callable[..., Any]:
+    """Return the mechanism of a trial."""
+    from derived_attention.registry import get_attention
+
+    return get_attention(trial.kernel)
+
+
+def milliseconds(call: Callable[[], Any]) -> float | None:
+    """Return the median time of a call, with an empty cache; None where it cannot run."""
+    from triton.testing import do_bench
+
+    try:
+        return float(do_bench(call, quantiles=[0.5]))
+    except Exception:  # too much shared memory, too few registers, no memory: another will do
+        torch.cuda.empty_cache()
+        return None
+
+
+def tune(trial: Trial, device: torch.device, record: Record, late: Callable[[], bool]) -> None:
+    """Time the candidates for the tiles of each kernel of a trial, the others being as shipped."""
+    both = calls(trial, device, True)
+    known: set[str] = set()
+    for mode, call in both.items():
+        try:
+            with tuning.forced({}), tuning.labels() as labels:
+                call()
+        except Exception:  # the trials say what is wrong with it
+            return
+        for label, sizes in labels.items():
+            if label in known | record.data["tiles"].keys() or late():
+                continue
+            found = {}
+            for candidate in tuning.candidates(sizes):
+                with tuning.forced({label: candidate}):
+                    found[json.dumps(candidate)] = milliseconds(call)
+            best = fastest(trial, device, label, sizes, found)
+            record.keep("tiles", label, {"mode": mode, "best": best, "milliseconds": found})
+        known |= labels.keys()
+
+
+def fastest(
+    trial: Trial, device: torch.device, label: str, sizes: dict[str, int],
+    found: dict[str, float | None],
+) -> dict[str, int]:  # fmt: skip
+    """Return the fastest sizes that agree with PyTorch's form and are clearly faster, or `sizes`.
+
+    Two of a hundred are within the noise of a measurement.
+    """
+    import dataclasses
+
+    shipped = found[json.dumps(sizes)] or float("inf")
+    ran = {x: y for x, y in found.items() if y is not None and y < 0.98 * shipped}
+    small = dataclasses.replace(trial, N=kernels.TRIED, M=kernels.TRIED, H=2)
+    for text in sorted(ran, key=ran.__getitem__):
+        best: dict[str, int] = json.loads(text)
+        with tuning.forced({label: best}):
+            if try_one(small, device).get("repeats") and try_one(small, device)["agrees"]:
+                return best
+    return sizes
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def report(data: dict[str, Any]) -> str:
+    """Return a table of what has been found."""
+    lines = [data["place"], ""]
+    for kernel in KERNELS:
+        rows = [(n, x) for n, x in data["trials"].items() if n.split()[0] == kernel]
+        good = [x for _, x in rows if x["agrees"] and x["repeats"]]
+        worst = max((x["worst"] for _, x in rows if "worst" in x), default=float("nan"))
+        lines.append(
+            f"{kernel:<9} {len(good)} of {len(rows)} problems agree and repeat; "
+            f"worst error {worst:.2f} of what it may be"
+        )
+        for name, x in rows:
+            if not (x["agrees"] and x["repeats"] if "repeats" in x else False):
+                what = x.get("fault", f"error {x.get('worst', 0):.3g}, repeats: {x.get('repeats')}")
+                lines.append(f"  NOT {name}: {what}")
+    changed = [
+        f"  {label}: {x['best']}, not {json.loads(next(iter(x['milliseconds'])))}"
+        for label, x in data["tiles"].items()
+        if json.dumps(x["best"]) != next(iter(x["milliseconds"]))
+    ]
+    if data["tiles"]:
+        lines += ["", f"Tiles: {len(changed)} of {len(data['tiles'])} kernels have faster ones:"]
+        lines += changed
+    if data["times"]:
+        lines += ["", f"{'milliseconds':<44} kernel  PyTorch"]
+        for name, x in data["times"].items():
+            both = (f"{y:8.3f}" if y is not None else "       –" for y in x.values())
+            lines.append(f"{name:<44}{''.join(both)}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, tune and time what has not been; return 1 if a kernel disagrees, 3 if time ended."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.verify", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to leave a copy, too")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop then; the next call goes on"
+    )
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not kernels.available() or (device.type == "cpu" and not kernels.interpreted()):
+        print("No kernel can run here: there is no GPU, or no Triton. With TRITON_INTERPRET=1")
+        print("some tiny problems run on the CPU.")
+        return 2
+    end = time.monotonic() + 60 * options.minutes
+
+    def late() -> bool:
+        return time.monotonic() > end
+
+    record = Record(device, options.out)
+    if device.type == "cpu":
+        print("Triton's interpreter, on the CPU: tiny problems, and no times.")
+    if not try_all(record, device, late):
+        print("The GPU took harm from this one: the same command goes on with the others.")
+        return 3
+    if device.type == "cuda":
+        time_all(record, device, late)
+    print(report(record.data))
+    if late():
+        print("Time is up: the same command goes on.")
+        return 3
+    return int(not all(x["agrees"] and x["repeats"] for x in record.data["trials"].values()))
+
+
+def try_all(record: Record, device: torch.device, late: Callable[[], bool]) -> bool:
+    """Try the kernels on what is not in the record; return whether the device is still usable."""
+    for trial in problems(device):
+        if str(trial) not in record.data["trials"] and not late():
+            print(f"try: {trial}", file=sys.stderr, flush=True)
+            record.keep("trials", str(trial), try_one(trial, device))
+            if device.type == "cuda" and not usable(device):
+                return False
+    return True
+
+
+def time_all(record: Record, device: torch.device, late: Callable[[], bool]) -> None:
+    """Tune the kernels, then time them beside PyTorch's form, where the record has no time."""
+    for trial in timed():
+        if not late():
+            print(f"tune and time: {trial}", file=sys.stderr, flush=True)
+            tune(trial, device, record, late)
+    tuning.found.cache_clear()
+    for trial in timed():
+        ours = {} if late() else calls(trial, device, True)
+        for mode, call in ours.items():
+            name = f"{trial} {mode}"
+            if name not in record.data["times"] and not late():
+                theirs = calls(trial, device, False)[mode]
+                both = {"kernel": milliseconds(call), "pytorch": milliseconds(theirs)}
+                record.keep("times", name, both)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

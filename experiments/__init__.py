@@ -1,0 +1,1 @@
+"""Longer runs, recorded for the chapters: one file a chapter, `protocol` runs them."""

@@ -1,1 +1,0 @@
-"""Attention mechanisms: every formula in `formulas`, and a folder a family with the fast forms."""

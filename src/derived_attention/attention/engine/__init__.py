@@ -1,1 +1,0 @@
-"""What fast forms share: blocks and tiles of scores, pooling, filters, Triton's helpers."""

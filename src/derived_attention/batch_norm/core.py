@@ -1,0 +1,270 @@
+"""Attention-BN: attention from a primal layer that batch-normalises its input (chapter 5).
+
+The equation of this module, for the mean μ and the variances σ² of the keys, is ::
+
+    h_i = Σ_j softmax_j( ((q_i − β μ) ⊙ s⁻¹)ᵀ ((k_j − β μ) ⊙ s⁻¹) / √D ) v_j
+
+with s⁻¹ = 1/√(σ² + ε) for each feature and β = 1 in the full form (eq. 22), with s = 1 and any β
+in the recentred form (eq. 26). The keys that query i may attend are its training set, so μ and σ²
+are taken over them: padding does not count, and a causal query sees the mean of its past.
+
+Softmax does not change when a number is added to all scores of a query. So centring the keys
+changes nothing, s⁻¹ can be applied twice to the query, and Attention-BN is one call of softmax
+attention with another query, ``(q_i − β μ) / (σ² + ε)``. `normalized_attention_reference` computes
+the formula as printed, `normalized_attention` makes that call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.checks import (
+    Mechanism,
+    check_callable,
+    check_flag,
+    check_parameter,
+    check_positive,
+    wide,
+)
+from derived_attention.common.convention import (
+    full_precision,
+    has_fewer_heads,
+    mechanism,
+    repeat_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
+from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
+from derived_attention.softmax.core import softmax_attention
+
+
+@mechanism
+@takes_fewer_heads
+def normalized_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    beta: Any = 1.0,
+    eps: Any = None,
+    attention: Any = softmax_attention,
+    center_keys: Any = None,
+) -> Tensor:
+    """Attention-BN, eqs. 22 and 26 of [Nguyen2023], at the cost of the mechanism it is given.
+
+    μ and σ² are taken over the keys that a query may attend by its mask; a floating mask excludes a
+    key where it is -inf. A mask that is the same for all queries (padding) costs nothing; another
+    one costs two products with it. The causal form uses running sums, as with the printed μ, over
+    all keys, a query would depend on its future. For half precision, statistics are computed in
+    float32, and with `eps` and statistics that differ between queries everything is: those of two
+    or three keys make numbers out of the range of half precision and autocast. In float16,
+    gradients overflow if keys are so similar that 1/(σ² + ε) nears 10⁵: take an `eps` of at least
+    10⁻³.
+
+    Parameters
+    ----------
+    beta : float or Tensor
+        Weight β of the mean, finite. A tensor, of one element or of shape ``(H,)`` for one β per
+        head, gets a gradient. β = 0 without `eps` is the mechanism itself.
+    eps : float, optional
+        Positive. With it, features are divided by √(σ² + ε): with β = 1 this is eq. 22. If left
+        out, they are only centred: eq. 26.
+    attention : callable
+        The mechanism for the normalised queries and keys: `softmax_attention` or another one with
+        its calling convention. A sparse pattern does not change the statistics.
+    center_keys : bool, optional
+        False: normalise the query alone. Exact for every mechanism that is a softmax of q·k, such
+        as a sparse one. True: normalise the keys too, as linear attention needs; in the causal form
+        key j then gets the statistics of the keys up to j, since separate statistics for each query
+        would take N copies of the keys. None: False for `softmax_attention`, else True, but the
+        causal form requires an explicit value, because the two differ there.
+    """
+    beta, eps = check_normalization(beta, eps, q)
+    center_keys = _check_center_keys(attention, center_keys, mask)
+    if k.shape[-2] == 0:  # no statistics, and nothing to attend
+        return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+    per_query = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
+    if eps is not None and per_query:
+        dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
+        with full_precision(q.device):
+            return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
+    return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    beta: Any,
+    eps: Any,
+    attention: Any,
+    center_keys: Any,
+) -> Tensor:
+    """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
+    if center_keys and isinstance(beta, Tensor) and beta.dim():
+        k, v = repeat_heads(q, k, v)
+    mean, variance, count = key_statistics(k, mask, variance=eps is not None)
+    if center_keys:
+        k = _normalize(k, mean, variance, None, beta, eps)
+    elif eps is not None and torch.finfo(k.dtype).bits >= 32:
+        # Softmax does not change. 1/(σ² + ε) may be large, and an offset of all keys would cancel
+        # only up to rounding errors; but in half precision the subtraction itself rounds.
+        k = k - shared_offset(k, mask)
+    if mask.is_causal:
+        mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
+        variance = None if variance is None else _at_queries(variance, q.shape[-2])
+    statistics, shape = (mean, variance, count), q.shape
+    if has_fewer_heads(k, q):  # those in a group have the same statistics: q (..., G, r, N, D)
+        q = q.unflatten(-3, (k.shape[-3], -1))
+        of_groups = (x if x is None or x.dim() < 3 else x.unsqueeze(-3) for x in statistics)
+        mean, variance, count = of_groups  # type: ignore[assignment]
+        if isinstance(beta, Tensor) and beta.dim():
+            beta = beta.unflatten(0, (k.shape[-3], -1))
+    q = _normalize(q, mean, variance, count > 1, beta, eps, twice=not center_keys)
+    q = q.flatten(-4, -3) if q.dim() > len(shape) else q
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+
+
+def key_statistics(
+    k: Tensor, mask: Mask, *, variance: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return mean, variance and number of the keys that each query may attend.
+
+    For keys ``(..., M, D)``, M at least 1, they are ``(..., R, D)``, in float32 at least. R is 1 if
+    all queries have the same keys, N under another mask, where queries without a key get zeros,
+    and M if causal: the running statistics of keys 1 to j. The variance divides by the number of
+    keys; without `variance` it is None. The number is broadcastable to ``(..., R, 1)``.
+    """
+    k = k.to(wide(k))
+    if mask.is_causal:
+        return _running_statistics(k, variance)
+    if mask.given is not None:
+        with full_precision(k.device):
+            return _masked_statistics(k, allowed(mask.given), variance)
+    mean = k.mean(-2, keepdim=True)
+    spread = (k - mean).square().mean(-2, keepdim=True) if variance else None
+    return mean, spread, k.new_full((1, 1), k.shape[-2])
+
+
+def _at_queries(running: Tensor, N: int) -> Tensor:
+    """Return row i for query i, or the last one if there are fewer keys."""
+    M = running.shape[-2]
+    if N <= M:
+        return running[..., :N, :]
+    last = running[..., -1:, :].expand(*running.shape[:-2], N - M, -1)
+    return torch.cat([running, last], -2)
+
+
+def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the statistics of keys 1..j for each j, by Welford's recurrence as a running sum.
+
+    Its terms, (k_j − μ_j)² j/(j−1), are not negative, so nothing cancels, however large μ is.
+    """
+    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype, device=k.device)[:, None]  # (M, 1)
+    mean = k.cumsum(-2).div_(count)  # in place, as no backward pass needs the sums
+    if not variance:
+        return mean, None, count
+    terms = (k - mean).square().mul_(count / (count - 1).clamp(min=1))  # the first one is 0
+    return mean, terms.cumsum(-2).div_(count), count
+
+
+def _masked_statistics(
+    k: Tensor, keep: Tensor, variance: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the statistics over the keys where `keep` (..., R, M) is True, R = 1 or N."""
+    keep = keep.expand(*keep.shape[:-1], k.shape[-2])
+    count = keep.sum(-1, keepdim=True)  # (..., R, 1)
+    share = keep.to(k.dtype) / count.clamp(min=1)  # (..., R, M)
+    mean = _weighted_sum(share, k)  # (..., H, R, D)
+    if not variance:
+        return mean, None, count
+    # The variance is E(k−c)² − (μ−c)² for any c, and cancels least for a c near μ. With padding
+    # the anchor's mean is μ. With a window it may be far from μ, hence float64.
+    chosen = anchor(keep).unsqueeze(-2)  # (..., 1, M)
+    c = _weighted_sum(chosen.to(k.dtype) / chosen.sum(-1, keepdim=True).clamp(min=1), k.detach())
+    exact = k.dtype if k.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    k, share = (k - c).to(exact), keep.to(exact) / count.clamp(min=1)
+    spread = _weighted_sum(share, k.square()) - _weighted_sum(share, k).square()
+    return mean, spread.clamp(min=0).to(mean.dtype), count
+
+
+def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Return Σ_j weights_rj x_j: (..., R, M) and (..., H, M, D) to (..., H, R, D).
+
+    If all heads share the weights, one product covers them, without a copy for each.
+    """
+    shared = weights.dim() < 3 or weights.shape[-3] == 1
+    if x.dim() < 3 or weights.shape[-2] == 1 or not shared:
+        return weights @ x
+    weights = weights.squeeze(-3) if weights.dim() > 2 else weights
+    columns = x.transpose(-3, -2).flatten(-2)  # (..., M, H·D)
+    return (weights @ columns).unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2)
+
+
+def _normalize(
+    x: Any, mean: Any, variance: Any, several: Any, beta: Any, eps: Any, twice: bool = False
+) -> Tensor:
+    """Centre and scale queries or keys; `twice` scales for the other side of q·k too.
+
+    A query that may not attend `several` keys becomes 0: its weight is 1 with any score, and the
+    score would be as large as 1/ε. For keys `several` is None, as later queries attend more.
+    """
+    if isinstance(beta, Tensor):
+        out = x - beta * mean  # (..., H, N, D)
+    else:
+        out = torch.sub(x, mean, alpha=beta)  # the same in one pass
+    if eps is not None and variance is not None:
+        floor = variance.new_full((), eps)
+        spread = variance + (floor if several is None else torch.where(several, floor, math.inf))
+        out = out / (spread if twice else spread.sqrt())
+    if x.dtype != out.dtype:  # 1/ε may be more than float16 holds
+        limit = torch.finfo(x.dtype).max
+        out = out.clamp(-limit, limit).to(x.dtype)
+    return out
+
+
+def check_normalization(
+    beta: float | Tensor, eps: float | None, q: Tensor
+) -> tuple[float | Tensor, float | None]:
+    """Check β against the heads of `q`, and ε; return β as a float, or as () or (H, 1, 1)."""
+    eps = None if eps is None else check_positive("eps", eps)
+    if isinstance(beta, Tensor):
+        heads = (q.shape[-3],) if q.dim() > 2 else (1,)
+        meaning = "one number, or one per head of q"
+        check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
+        return beta.to(wide(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+        kind = type(beta).__name__
+        raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")
+    if not -math.inf < beta < math.inf:  # NaN compares false
+        raise ValueError(f"beta is {beta}; expected a finite number")
+    return float(beta), eps
+
+
+def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:
+    """Check `attention`, and return whether its keys are centred."""
+    check_callable("attention", attention)
+    if center_keys is None:
+        target = attention.func if isinstance(attention, functools.partial) else attention
+        center_keys = not getattr(target, "softmax", False)
+        if center_keys and mask.is_causal:
+            raise ValueError(
+                "center_keys is None with is_causal=True and an attention that is not "
+                "softmax_attention; expected False for a softmax of q·k, True for any other"
+            )
+    check_flag("center_keys", center_keys)
+    if center_keys and mask.given is not None and mask.given.shape[-2] > 1:
+        raise ValueError(
+            f"attn_mask has shape {tuple(mask.given.shape)}, one row per query, and center_keys is "
+            "True; expected one row for all queries, or center_keys=False with a softmax of q·k"
+        )
+    return center_keys

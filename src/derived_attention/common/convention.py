@@ -1,0 +1,432 @@
+"""The calling convention of every mechanism: that of PyTorch's own attention.
+
+A family writes its mathematics as a function ``form(q, k, v, mask, scale, *, ...)``: it gets q, k
+and v checked, a `Mask`, the scale as a float or None, and after the star the options of the
+mechanism, which it checks itself; it returns H ``(..., N, Dv)``. `mechanism` makes a function of it
+that has the arguments of ``torch.nn.functional.scaled_dot_product_attention`` and takes care of
+checks, masks, dropout and shared heads. The decorator's arguments say what else holds of the form,
+and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
+for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
+that a query's result does not depend on other queries, ``placed`` (or None) is a form that
+`depends_on_position`, ``softmax`` that adding a number to all scores of a query changes nothing,
+``shared`` that the form is one that `takes_fewer_heads`, ``state`` (or None) computes what the
+form's option `state` tells it of the keys before the first. A formula decorated with `in_full` runs
+in float32 at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention.common.checks import (
+    Mechanism,
+    autocasts,
+    check_flag,
+    check_mask,
+    check_positive,
+    check_probability,
+    check_qkv,
+    wide,
+)
+from derived_attention.common.masks import Mask, settled
+
+# Inserted into the docstring of every mechanism, for help() and the API page.
+PARAMETERS = {
+    "q, k, v": """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)``, in one of
+    float32, float64, bfloat16, float16. B, N and M may be 0; with no key the result is 0.""",
+    "attn_mask": """attn_mask : Tensor, optional
+    Broadcastable to ``(..., H, N, M)``. Boolean: True where a query may attend. Floating: added
+    to the scores, finite or -inf; -8192 or below, such as ``torch.finfo(dtype).min``, counts as
+    -inf. If it requires a gradient, PyTorch may store the matrix.""",
+    "dropout_p": """dropout_p : float
+    Probability of dropping a weight. Above 0 the (N, M) matrix A is stored; a mechanism without
+    a shorter way to A computes it with the identity for V.""",
+    "is_causal": """is_causal : bool
+    Query i attends keys j ≤ i, counted from the top left where N ≠ M. Excludes `attn_mask`.""",
+    "scale": """scale : float, optional
+    Finite and positive; replaces 1/√D.""",
+    "enable_gqa": """enable_gqa : bool
+    Whether k and v may have fewer heads than q, a divisor of H, each shared by neighbours.""",
+}
+COMPONENTS = """q, k, v : Tensor
+    Queries ``(..., H, N, D)``, values ``(..., H, M, Dv)``, one for each of M tokens, and keys
+    ``(..., H, R, M, D)``: R ≥ 1 components for each token, which are masked together."""
+PER_KEY = """attn_mask : Tensor, optional
+    A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean: True
+    where a key may be attended. Floating: added to the scores, finite or -inf; -8192 or below,
+    such as ``torch.finfo(dtype).min``, counts as -inf."""
+REST = """
+Returns
+-------
+Tensor
+    ``(..., H, N, Dv)``, in the dtype of `q`. Zeros for a query that may attend nothing.
+
+Raises
+------
+TypeError
+    For an argument that is not a tensor, not floating, or of another dtype than `q` (under
+    autocast dtypes may differ), a mask that is neither boolean nor floating, a `scale` that is
+    not a number.
+ValueError
+    For shapes or devices that do not match, a mask that holds NaN or +inf (not checked under
+    ``torch.compile``), `attn_mask` with `is_causal`, a number out of its range.
+RuntimeError, NotImplementedError
+    For a second derivative, or one in forward mode, that a fused kernel does not have. The
+    formula, ``..._reference``, has them all.
+"""
+
+
+def mechanism(
+    form: Mechanism | None = None,
+    *,
+    weights: Mechanism | None = None,
+    components: bool = False,
+    per_key: bool = False,
+    drops: bool = False,
+    alone: bool = True,
+    softmax: bool = False,
+    state: Mechanism | None = None,
+) -> Mechanism:
+    """Give `form` the arguments that `softmax_attention` describes, beside its options.
+
+    Parameters
+    ----------
+    form : callable
+        ``form(q, k, v, mask, scale, *, ...)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
+        ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None if it was left out.
+    weights : callable, optional
+        ``weights(q, k, attn_mask, is_causal, *, scale, ...)`` returns A, if that is cheaper than
+        ``form`` with V = I.
+    components, per_key : bool
+        Whether keys are ``(..., R, M, D)``, and whether a mask has to be the same for all queries.
+    drops : bool
+        Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
+    alone : bool
+        Whether the result of a query depends on no other query.
+    softmax : bool
+        Whether it is a softmax of q·k, which does not change with a vector added to all keys.
+    state : callable, optional
+        ``state(k, v, *, state=None, ...)`` returns what a causal form with the option `state` needs
+        of keys and values that came before, of a size that does not depend on their number.
+    """
+    if form is None:
+        settings: dict[str, Any] = dict(weights=weights, components=components, per_key=per_key)
+        settings |= dict(drops=drops, alone=alone, softmax=softmax, state=state)
+        return functools.partial(mechanism, **settings)
+
+    @functools.wraps(form)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        shown = _seen_shared(q, k, v, enable_gqa, components)
+        mask, scale = prepare(q, *shown, attn_mask, is_causal, scale, components)
+        check_probability("dropout_p", dropout_p)
+        k, v = _shared_or_repeated(attend, q, k, v, mask, options, dropout_p)
+        if per_key:
+            mask.per_key()  # raises for another one
+        if drops:
+            options["dropout_p"] = dropout_p
+        elif dropout_p > 0:
+            return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
+        return form(q, k, v, mask, scale, **options)
+
+    vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax, state=state)
+    attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
+    attend.__doc__ = _document(form, components, per_key)
+    return attend
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    components: bool = False,
+) -> tuple[Mask, float | None]:
+    """Check the arguments that all mechanisms share; return the mask, and the scale as a float."""
+    check_qkv(q, k, v, components)
+    check_mask(attn_mask, q, k, is_causal)
+    mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
+    return mask, None if scale is None else check_positive("scale", scale)
+
+
+def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Return A (..., N, M): the result for V = I, which is A if the mechanism is linear in V."""
+    compute = getattr(attention, "weights", None)
+    if compute is not None:
+        return compute(q, k, **options)
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
+
+
+def state_of(attention: Mechanism, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Return the state of a mechanism after keys and values, with those options that it takes."""
+    while isinstance(attention, functools.partial):
+        options, attention = attention.keywords | options, attention.func
+    compute = attention.state  # type: ignore[attr-defined]
+    return compute(k, v, **{name: x for name, x in options.items() if takes(compute, name)})
+
+
+def has_state(attention: Mechanism) -> bool:
+    """Return whether a mechanism, or what it is a partial of, has a state."""
+    while isinstance(attention, functools.partial):
+        attention = attention.func
+    return getattr(attention, "state", None) is not None
+
+
+def _seen_shared(
+    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, components: bool
+) -> tuple[Tensor, Tensor]:
+    """Return k and v with as many heads as q, for checks: all are views of the first head."""
+    check_flag("enable_gqa", enable_gqa)
+    if v is None:
+        raise TypeError("v is of type NoneType; expected a Tensor")
+    if not enable_gqa:
+        return k, v
+
+    def view(name: str, x: Tensor, dim: int) -> Tensor:
+        repeats = check_shared(name, x, q, dim)
+        return (
+            x
+            if repeats == 1
+            else x.narrow(dim, 0, 1).expand(*x.shape[:dim], q.shape[-3], *x.shape[dim + 1 :])
+        )
+
+    return view("k", k, -4 if components else -3), view("v", v, -3)
+
+
+def _shared_or_repeated(
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: dict[str, Any],
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return k and v as they are for a form that `takes_fewer_heads`, and else with q's heads."""
+    at = v.dim() - k.dim() - 3  # keys may have a dimension more
+    if (
+        shares(attention) and dropout_p == 0 and options.get("state") is None
+        and mask.for_all_heads and (v.dim() < 3 or k.shape[at] == v.shape[-3])
+    ):  # fmt: skip
+        return k, v
+    return share_heads("k", k, q, at), share_heads("v", v, q, -3)
+
+
+def _dropped(
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None,
+    options: dict[str, Any], dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """Return A V with some weights of A dropped, which no fused kernel stores."""
+    if options.pop("fused", None):
+        raise ValueError(
+            "fused is True, and dropout_p is above 0; expected dropout_p=0, or fused False or "
+            "None: dropout needs the stored weights"
+        )
+    A = weights_of(attention, q, k, **mask.keywords, scale=scale, **options)
+    return F.dropout(A, dropout_p) @ v.to(A.dtype)
+
+
+def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
+    """Yield the functions of a mechanism: under its partials, and those given as ``attention``."""
+    while isinstance(attention, functools.partial):
+        inner = attention.keywords.get("attention")
+        if callable(inner):
+            yield from parts_of(inner)
+        attention = attention.func
+    yield attention
+
+
+def is_per_key(attention: Mechanism) -> bool:
+    """Return whether a mechanism takes only masks that are the same for all queries."""
+    return any(getattr(part, "per_key", False) for part in parts_of(attention))
+
+
+def takes(function: Mechanism, name: str) -> bool:
+    """Return whether a function or a class has an argument of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some built-in functions have no signature
+        return False
+
+
+def check_shared(name: str, x: Tensor, q: Tensor, at: int) -> int:
+    """Return how many heads of q share one of keys or values, whose heads are dimension `at`."""
+    if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
+        return 1  # `prepare` raises the error
+    H, G = q.shape[-3], x.shape[at]
+    if G == H:
+        return 1
+    if G == 0 or H % G:
+        raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
+    return H // G
+
+
+def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
+    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has: a copy."""
+    repeats = check_shared(name, x, q, at)
+    return x if repeats == 1 else x.repeat_interleave(repeats, at)
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of keys (..., G, M, D) and of values, for as many heads as q has."""
+    return share_heads("k", k, q, -3), share_heads("v", v, q, -3)
+
+
+def has_fewer_heads(k: Tensor, q: Tensor) -> bool:
+    """Say whether keys or values have fewer heads than q."""
+    return q.dim() > 2 and k.shape[-3] != q.shape[-3]
+
+
+def shares(attention: Mechanism) -> bool:
+    """Say whether a mechanism takes shared heads without a copy of them."""
+    while isinstance(attention, functools.partial):
+        attention = attention.func
+    return getattr(attention, "shared", False)
+
+
+def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call a mechanism with keys and values that may have fewer heads than q."""
+    if not has_fewer_heads(k, q):
+        return attention(q, k, v, **options)
+    if shares(attention):
+        return attention(q, k, v, enable_gqa=True, **options)
+    return attention(q, *repeat_heads(q, k, v), **options)
+
+
+def takes_fewer_heads(form: Mechanism) -> Mechanism:
+    """Say of a form that it takes k and v with fewer heads than q, a divisor, and copies none.
+
+    It gets them where ``enable_gqa`` is True, no mask differs between heads, no weight is dropped,
+    and no state is given. Otherwise their heads are repeated.
+    """
+    form.shared = True  # type: ignore[attr-defined]
+    return form
+
+
+def depends_on_position(form: Mechanism) -> Mechanism:
+    """Say of a form that a query's result depends on its position, and that it takes any mask.
+
+    For masks that differ between queries, as causal windows of two scales have, it may store (N, M)
+    matrices. It is the attribute ``placed`` of its mechanism.
+    """
+    form.placed = form  # type: ignore[attr-defined]
+    return form
+
+
+def in_groups(form: Mechanism | None = None, *, own: Mapping[str, int] | None = None) -> Mechanism:
+    """Let a form see heads in groups that share a key: q (..., G, r, N, D), k (..., G, 1, M, D).
+
+    What it derives of keys it then derives once for a group, and PyTorch broadcasts it. The options
+    `own`, where they are tensors of so many dimensions or more, differ between heads: then the
+    heads of k and v are repeated.
+    """
+    if form is None:
+        return functools.partial(in_groups, own=own)
+
+    @functools.wraps(form)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
+        if not has_fewer_heads(k, q):
+            return form(q, k, v, mask, scale, **options)
+        given = ((options.get(name), least) for name, least in (own or {}).items())
+        if any(isinstance(x, Tensor) and x.dim() >= least for x, least in given):
+            k, v = repeat_heads(q, k, v)
+            return form(q, k, v, mask, scale, **options)
+        q, k, v = q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3)
+        return form(q, k, v, mask.of_groups(), scale, **options).flatten(-4, -3)
+
+    return takes_fewer_heads(run)
+
+
+def scaled(q: Tensor, scale: float | None) -> Tensor:
+    """Return q times the scale, or 1/√D if it is None, in float32 at least."""
+    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
+
+
+def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
+    """Append `after` slices of a constant to x along `dim`, and prepend `before`.
+
+    A negative `after` drops the last slices. ``F.pad`` fails for empty tensors in some releases of
+    PyTorch, and copies for a gradient.
+    """
+
+    def slices(count: int) -> list[Tensor]:
+        shape = list(x.shape)
+        shape[dim] = count
+        return [x.new_full(shape, value)] if count > 0 else []
+
+    kept = x.narrow(dim, 0, x.shape[dim] + after) if after < 0 else x
+    return torch.cat([*slices(before), kept, *slices(after)], dim)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """Switch autocast off in a with block, so that float32 sums stay in float32."""
+    if not autocasts(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def in_full(form: Mechanism) -> Mechanism:
+    """Let a formula compute in float32 at least, with its options, and return the dtype of q."""
+
+    @functools.wraps(form)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
+        dtype = wide(q)
+        for name, x in options.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                options[name] = x.to(dtype)
+        with full_precision(q.device):
+            return form(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale, **options).to(q.dtype)
+
+    return run
+
+
+def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
+    """Return the common arguments and the options of `form`."""
+    common = inspect.signature(attend, follow_wrapped=False).parameters.values()
+    shared = [p for p in common if p.kind != p.VAR_KEYWORD]
+    names = {p.name for p in shared}
+    kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    every = inspect.signature(form).parameters.values()
+    options = [p for p in every if p.name not in names and p.kind in kinds]
+    return inspect.Signature([*shared, *options], return_annotation="Tensor")
+
+
+def _document(form: Mechanism, components: bool, per_key: bool) -> str:
+    """Put the common arguments, result and errors into the docstring of a form."""
+    text, name = inspect.cleandoc(form.__doc__ or ""), form.__name__
+    if name.endswith("_reference"):
+        fast = name.removesuffix("_reference")
+        return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
+    title = "Parameters\n----------\n"
+    before, _, options = text.partition(title)
+    options, _, after = options.partition("\n\n")
+    common = dict(PARAMETERS)
+    common |= {"q, k, v": COMPONENTS} if components else {}
+    common |= {"attn_mask": PER_KEY} if per_key else {}
+    lines = options.splitlines()
+    replaced = {line.partition(" :")[0] for line in lines if not line.startswith(" ")}
+    entries = [entry for key, entry in common.items() if key not in replaced]
+    parameters = "\n".join([*entries, options]).rstrip()
+    return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"

@@ -1,0 +1,312 @@
+"""Small problems on which the kernels are held against PyTorch's form.
+
+A `Trial` names a kernel and what its compiler has to know: dtype, widths, kind of mask. `compare`
+runs it with and without the kernel, and both against PyTorch's form in float64. The tests run many
+of them in Triton's interpreter, ``python -m benchmarks.gpu.verify`` runs all on a GPU,
+and `derived_attention.common.kernels` one at the first call that wants a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.kernels import NAMES, interpreted
+from derived_attention.registry import MECHANISMS, get_attention
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}  # "bf16", "fp16", "fp32"
+MIXTURES = ("mgk", "hard_mgk", "smgk")
+PATTERNS = ("window", "strided", "fixed")  # by PyTorch's FlexAttention
+# Few numbers, each a sum over all pairs of terms of both signs: whose error is small is chance.
+PARAMETERS = {"dshifts", "dpriors", "dvariances", "dlam", "drho"}
+MASKS = ("", "causal", "boolean", "floating", "keys")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One problem: a kernel by its mechanism's name, a dtype, sizes, and what is unusual.
+
+    Attributes
+    ----------
+    kernel : str
+        A name of the registry: ``"mgk"``, ``"hard_mgk"``, ``"smgk"``, ``"linear"``, ``"mlk"``,
+        ``"lasso"``, or one of `PATTERNS`.
+    dtype : str
+        ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"fp64"``, which the interpreter has.
+    N, M, D, DV, B, H, R : int
+        Queries, keys, features of a key and of a value, sequences, heads, components.
+    mask : str
+        One of `MASKS`; in ``"boolean"`` and ``"floating"`` some query has no key, and in ``"keys"``
+        one head of several.
+    strided : bool
+        Whether heads are slices of the features of a layer.
+    own : bool
+        Whether each head has its own numbers: priors, variances, or λ and ρ. Otherwise defaults.
+    features : bool
+        Of linear attention: whether φ is a function of PyTorch, which leaves a query without keys.
+    power, prefix : int
+    exclude : bool
+        Of the lasso.
+    """
+
+    kernel: str
+    dtype: str
+    N: int = 300
+    M: int = 300
+    D: int = 64
+    DV: int = 64
+    B: int = 1
+    H: int = 2
+    R: int = 2
+    mask: str = ""
+    strided: bool = False
+    own: bool = False
+    features: bool = False
+    power: int = 0
+    prefix: int = 0
+    exclude: bool = False
+
+    def __str__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        shown = [k if x is True else f"{k}={x}" for k, x in given.items() if x != usual[k]]
+        return " ".join([self.kernel, self.dtype, *shown[2:]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Errors of the output and of each gradient, as shares of their norms, in three ways.
+
+    Of the kernel; of PyTorch's form in the same dtype; and of exact arithmetic on arguments that
+    are rounded once more. PyTorch's form may keep all sums and factors in float32, and then has no
+    error but that of its result; no kernel that multiplies in half precision is better than the
+    third. That has, besides, the error of a result that is rounded and, on a GPU, of sums in
+    float32 that are taken one term at a time.
+    """
+
+    trial: Trial
+    kernel: dict[str, float]
+    pytorch: dict[str, float]
+    rounded: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """Return the largest error of the kernel as a share of what it may be."""
+        # Steps of the lasso hand errors on, and with fewer keys than twice the features, as the
+        # first queries have where it is causal, PyTorch's form takes float64 for it.
+        causal = self.trial.mask == "causal"
+        factor = 2 if self.trial.kernel != "lasso" else 32 if causal else 4
+        factor = 4 if self.trial.kernel in PATTERNS else factor  # scores are rounded once more
+        if self.trial.kernel in MIXTURES and self.trial.dtype == "fp32" and not interpreted():
+            factor = 8  # a GPU's powers of 2 are exact to four units, not to a half
+        allowed = {x: factor * max(self.pytorch[x], self.rounded[x]) for x in self.kernel}
+        for x in PARAMETERS & allowed.keys():
+            allowed[x] *= 8
+        shares = [y / allowed[x] if y else 0.0 for x, y in self.kernel.items()]
+        return math.inf if any(map(math.isnan, shares)) else max(shares)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no error is larger than it may be."""
+        return self.worst <= 1
+
+
+def dtype_of(trial: Trial) -> torch.dtype:
+    """Return the dtype of the tensors of a trial."""
+    return DTYPES.get(trial.dtype, torch.float64)
+
+
+def inputs(trial: Trial, device: Any = "cpu", seed: int = 0) -> tuple[dict[str, Tensor], Any]:
+    """Return q, k, v and what is learned, which gets gradients, and the other arguments."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    B, N, M, H, R = trial.B, trial.N, trial.M, trial.H, trial.R
+    dtype = dtype_of(trial)
+    cpu: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, **cpu).to(device, dtype)
+
+    def positive(*shape: int) -> Tensor:
+        made = torch.rand(shape, **cpu) + 0.5
+        return made.to(device, torch.promote_types(dtype, torch.float32))
+
+    keys = (R,) if trial.kernel in ("mgk", "hard_mgk", "mlk") else ()
+    shapes = {"q": (B, H, N, trial.D), "k": (B, H, *keys, M, trial.D), "v": (B, H, M, trial.DV)}
+    made = {x: random(*shape) for x, shape in shapes.items()}
+    if trial.kernel == "lasso":
+        made["q"] = made["q"] * 1.5
+    if trial.strided:  # (1, N, H, D) in memory
+        made = {x: y.transpose(1, -2).contiguous().transpose(1, -2) for x, y in made.items()}
+    options: dict[str, Any] = {}
+    if trial.kernel == "smgk":
+        made["shifts"] = random(H, R, trial.D)
+    if trial.kernel == "lasso":
+        options |= {"power": trial.power or None, "prefix": trial.prefix, "iterations": 3}
+        options |= {"exclude_self": trial.exclude}
+        made |= {"lam": positive(H).to(dtype) / 2, "rho": 3 * positive(H).to(dtype)}
+    elif trial.kernel in PATTERNS:
+        options |= MECHANISMS[trial.kernel].options(N, H, trial.D)
+    elif trial.own and trial.kernel != "linear":
+        if R > 1:  # one prior divides out
+            made["priors"] = positive(H, R)
+        if trial.kernel in ("mgk", "hard_mgk"):
+            spread = 2 * positive(H, R) / trial.D  # D log σ is not all that decides
+            made["variances"] = math.sqrt(trial.D) * spread.exp()
+    if trial.features:
+        options["feature_map"] = torch.relu
+        made["k"][..., : min(N, M) // 3, :] = -1  # no feature: the first queries have no key
+    options |= masked(trial, device, generator)
+    return made, options
+
+
+def masked(trial: Trial, device: Any, generator: torch.Generator) -> dict[str, Any]:
+    """Return the arguments that mask keys."""
+    if trial.mask in ("", "causal"):
+        return {"is_causal": trial.mask == "causal"}
+    rows = 1 if trial.mask == "keys" else trial.N
+    keep = torch.rand((trial.B, trial.H, rows, trial.M), generator=generator) > 0.4
+    if rows > 1 or trial.B * trial.H > 1:
+        keep[-1, -1, rows // 2] = False
+    if trial.mask != "floating":
+        return {"attn_mask": keep.to(device)}
+    bias = torch.randn(keep.shape, generator=generator).masked_fill(~keep, -math.inf)
+    return {"attn_mask": bias.to(device, dtype_of(trial))}
+
+
+def results(trial: Trial, tensors: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
+    """Return the output and the gradients of a fixed linear functional of it, by their names."""
+    names = list(tensors)
+    tensors = {x: y.detach().requires_grad_() for x, y in tensors.items()}
+    out = get_attention(trial.kernel)(**tensors, **options)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype)
+    slopes = torch.autograd.grad((out * weights.view_as(out)).sum(), [tensors[x] for x in names])
+    return {"out": out.detach()} | {f"d{x}": s for x, s in zip(names, slopes, strict=True)}
+
+
+def compare(trial: Trial, device: Any = "cpu", seed: int = 0) -> Comparison:
+    """Run a trial with the kernel and without, and compare both with float64."""
+    tensors, options = inputs(trial, device, seed)
+    exact = {x: y.detach().double() for x, y in tensors.items()}
+    double = options | {"fused": False} | widened(options)
+    truth = results(trial, exact, double)
+    runs = [
+        results(trial, tensors, options | {"fused": True}),
+        results(trial, tensors, options | {"fused": False}),
+        results(trial, rounded(exact, dtype_of(trial)), double),
+    ]
+    kernel, pytorch, other = ({x: error(run[x], truth[x]) for x in truth} for run in runs)
+    # The result itself is rounded, too: by a number between −1 and 1 times the unit.
+    sums = unit(torch.float32) * math.sqrt(max(trial.N, trial.M))
+    last = (unit(dtype_of(trial)) + (0 if interpreted() else sums)) / math.sqrt(3)
+    return Comparison(trial, kernel, pytorch, {x: y + last for x, y in other.items()})
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Return the largest error of rounding to a dtype, as a share.
+
+    The interpreter cuts numbers off for bfloat16, which is twice as much.
+    """
+    cut = dtype == torch.bfloat16 and interpreted()
+    return torch.finfo(dtype).eps / (1 if cut else 2)
+
+
+def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return float64 tensors with random errors as large as those of rounding to that dtype."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    return {
+        name: x * (1 + unit(dtype) * (2 * torch.rand(x.shape, generator=generator) - 1).to(x))
+        for name, x in tensors.items()
+    }
+
+
+def widened(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a floating mask in float64."""
+    mask = options.get("attn_mask")
+    return {} if mask is None or mask.dtype == torch.bool else {"attn_mask": mask.double()}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Return the norm of the difference as a share of the norm, or itself where that is 0."""
+    size = exact.norm()
+    return float((found.double() - exact).norm() / torch.where(size > 0, size, 1.0))
+
+
+def repeats(trial: Trial, times: int, device: Any = "cpu") -> bool:
+    """Say whether a kernel gives the same bits every time, whatever was in its memory before."""
+    tensors, options = inputs(trial, device)
+    first, *others = (results(trial, tensors, options | {"fused": True}) for _ in range(times))
+    return all(torch.equal(x[name], first[name]) for x in others for name in first)
+
+
+# --- which problems -------------------------------------------------------------------------------
+
+
+def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield choices of a value for each factor, such that any two values meet at least once.
+
+    The first choice that is left decides two factors, and each other one takes the value that meets
+    most of those decided for the first time.
+    """
+    names = list(factors)
+    left = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(range(len(factors[a])), range(len(factors[b])))
+    }
+    turn = 0
+    while left:
+        row = dict(min(left))
+        for name in names:
+            if name not in row:
+                values = range(len(factors[name]))
+                met = [len(left & _met(names, {**row, name: x})) for x in values]
+                # Of equals not always the first, which would be left with all the rest.
+                row[name] = max(values, key=lambda x: (met[x], (x + turn) % len(values)))  # noqa: B023
+        left -= _met(names, row)
+        turn += 1
+        yield {name: factors[name][x] for name, x in row.items()}
+
+
+def _met(names: Sequence[str], row: Mapping[str, int]) -> set[Any]:
+    return set(itertools.combinations([(x, row[x]) for x in names if x in row], 2))
+
+
+def design(length: Callable[[Trial], int], widths: Sequence[tuple[int, int]]) -> Iterator[Trial]:
+    """Yield problems for every kernel, in which any two properties meet.
+
+    Parameters
+    ----------
+    length : callable
+        Gives the larger of N and M for what else a trial is: tiles of wide numbers are small.
+    widths : sequence of pairs
+        D and Dv.
+    """
+    common: dict[str, Any] = {"dtype": tuple(DTYPES), "widths": widths, "strided": (False, True)}
+    common |= {"shares": ((1, 0.9), (0.3, 1), (1, 0.5))}  # N and M of the length
+    sparse = {"kernel": PATTERNS, "mask": ("", "causal", "keys")}
+    own = {"own": (False, True)}
+    mixture = {"kernel": MIXTURES, "mask": MASKS, "R": (2, 1, 3)}
+    linear = {"kernel": ("linear", "mlk"), "mask": ("causal",), "R": (2, 3)}
+    linear |= {"features": (False, True)}
+    lasso: dict[str, Any] = {"kernel": ("lasso",), "mask": ("", "causal", "keys"), "power": (0, 5)}
+    lasso |= {"prefix": (0, 7), "exclude": (False, True)}
+    every = common | own | mixture, common | own | linear, common | lasso, common | sparse
+    for factors in every:
+        for row in pairs(factors):
+            (D, DV), (n, m) = row.pop("widths"), row.pop("shares")
+            if row["kernel"] not in MIXTURES:  # their widest
+                D, DV = min(D, 128), min(DV, 128)
+            if "features" in row and row["dtype"] != "bf16":  # else many parts of 16 values
+                DV = min(DV, 24)
+            trial = Trial(**row, D=D, DV=DV, B=1 + row["strided"], H=1 + row.get("own", False))
+            N, M = (int(length(trial) * x) | 1 for x in (n, m))
+            M = N + trial.prefix if trial.exclude else M
+            if trial.kernel == "lasso":
+                D = min(D, M // 4)
+            yield dataclasses.replace(trial, N=N, M=M, D=D)

@@ -1,0 +1,326 @@
+"""Attention-Conv1D and -Conv2D: convolve queries and keys, then attend (chapter 6).
+
+The equation of this module, eqs. 43 and 45 of [Nguyen2023], is ::
+
+    h_i = Σ_j softmax_j( Conv(Q)_iᵀ Conv(K)_j / √D ) v_j
+
+where Conv is a convolution along the sequence, or along the two sides of a grid of tokens, that
+treats all D channels alike. So it is one matrix C that mixes the tokens, Conv(Q) = C Q, and ::
+
+    H = softmax(C Q Kᵀ Cᵀ / √D) V
+
+The scores are convolved on both sides, and C commutes with any projection W that has no bias:
+(C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
+
+`mixing_matrix_1d` and `mixing_matrix_2d` return C, the references multiply by it, and
+`conv1d_attention` and `conv2d_attention` never store it: they add shifted copies of Q and K.
+As in PyTorch, "convolution" slides the filter without flipping it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention import formulas
+from derived_attention.common.checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_floating,
+    check_query_mask,
+    is_symbolic,
+    wide,
+)
+from derived_attention.common.convention import (
+    mechanism,
+    repeat_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
+from derived_attention.common.masks import Mask
+from derived_attention.common.pooling import blank
+from derived_attention.softmax.core import softmax_attention
+
+Offsets = tuple[tuple[int, ...], ...]
+
+# --- the formula: one matrix that mixes the tokens -----------------------------------------------
+
+
+def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
+    """Matrix C of a convolution: (C X)_i = Σ_t w_t x_{i + t − p}, with zeros outside.
+
+    `weight` is a filter w ``(..., s)``, such as ``(H, s)`` with one for each head, and C is
+    ``(..., N, N)``, constant along its diagonals (Toeplitz), with at most s of them not 0. p is
+    ⌊(s − 1) / 2⌋, the "same" padding of ``torch.nn.functional.conv1d``; if s is even, the filter
+    reaches one step further after i than before it. If `causal`, p is s − 1, so that the last
+    number of the filter belongs to i itself and the others to earlier steps.
+    """
+    check_flag("causal", causal)
+    check_floating({"weight": weight})
+    _check_sides("weight", weight, 1)
+    return formulas.mixing_matrix(weight, (check_count("N", N, 0),), causal)
+
+
+def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = False) -> Tensor:
+    """Matrix C ``(..., N, N)`` of a convolution on a grid, whose tokens are numbered row by row.
+
+    `weight` is ``(..., s1, s2)``, `grid` is (N_H, N_W), and N = N_H N_W. With `class_token` one
+    more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
+    """
+    check_flag("class_token", class_token)
+    check_floating({"weight": weight})
+    _check_sides("weight", weight, 2)
+    C = formulas.mixing_matrix(weight, check_grid(grid))
+    if not class_token:
+        return C
+    alone = torch.ones(1, 1, dtype=C.dtype, device=C.device)
+    return F.pad(C, (1, 0, 1, 0)) + F.pad(alone, (0, C.shape[-1], 0, C.shape[-1]))
+
+
+# --- the mechanisms, by sums of shifted copies ---------------------------------------------------
+
+
+@mechanism(per_key=True, alone=False)
+@takes_fewer_heads
+def conv1d_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    weight: Any,
+    key_weight: Any = None,
+    query_mask: Any = None,
+    attention: Any = softmax_attention,
+) -> Tensor:
+    """Attention-Conv1D, eq. 45 of [Nguyen2023]: s additions for each query and key, then attention.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. A masked
+        key counts as 0 in the convolution of its neighbours.
+    is_causal : bool
+        Query i attends keys j ≤ i, and the filter ends at the position itself. With padding on both
+        sides, as in eq. 45, queries and keys would depend on later tokens.
+    weight : Tensor
+        Filter ``(s,)`` for all heads or ``(H, s)`` for each, in the dtype of `q`, s at least 1. It
+        is laid on the sequence as in `mixing_matrix_1d`.
+    key_weight : Tensor, optional
+        Another filter for the keys, ``(s',)`` or ``(H, s')``. The derivation of eq. 45 has one for
+        both, since one feature map is applied to training and to new inputs.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then counts
+        as 0 in the convolution of its neighbours.
+    attention : callable
+        The mechanism for the convolved queries and keys: `softmax_attention` or another one with
+        its calling convention.
+    """
+    check_callable("attention", attention)
+    w, w_k, q, k, v = _filters(q, k, v, mask, 1, weight, key_weight, query_mask)
+    q, k = convolve(q, w, mask.is_causal), convolve(k, w_k, mask.is_causal)
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+
+
+@mechanism(per_key=True, alone=False)
+@takes_fewer_heads
+def conv2d_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    weight: Any,
+    key_weight: Any = None,
+    query_mask: Any = None,
+    grid: Any,
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+) -> Tensor:
+    """Attention-Conv2D, eq. 43 of [Nguyen2023], for tokens that lie on a grid, row by row.
+
+    Queries and keys have places on one grid, M = N, which has no past: no `is_causal`.
+
+    Parameters
+    ----------
+    weight, key_weight : Tensor
+        Filters ``(s1, s2)`` for all heads or ``(H, s1, s2)`` for each, as in `conv1d_attention`,
+        laid on the grid as in `mixing_matrix_2d`.
+    grid : (int, int)
+        Rows N_H and columns N_W, with N = N_H N_W.
+    class_token : bool
+        Whether one more token comes first, N = 1 + N_H N_W, which is not convolved.
+    query_mask, attention
+        As in `conv1d_attention`.
+    """
+    check_callable("attention", attention)
+    check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
+    w, w_k, q, k, v = _filters(q, k, v, mask, 2, weight, key_weight, query_mask)
+    q, k = convolve_grid(q, w, grid, class_token), convolve_grid(k, w_k, grid, class_token)
+    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+
+
+def _filters(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any,
+    query_mask: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the filters of queries and keys, checked, and q, k, v with 0 for absent q and k.
+
+    Keys that heads share are repeated where each head has a filter of its own for them.
+    """
+    check_query_mask(query_mask, q)
+    pair = check_filters(q, sides, weight, key_weight)
+    if len(pair[1]) > 1:
+        k, v = repeat_heads(q, k, v)
+    return *pair, blank(q, query_mask), blank(k, mask.present(k.shape[-2])), v
+
+
+def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
+    """Convolve (..., H, N, D) on its grid, and leave a class token as it is."""
+    places = x[..., int(class_token) :, :].unflatten(-2, grid)  # (..., H, N_H, N_W, D)
+    mixed = convolve(places, weight).flatten(-3, -2)
+    return torch.cat([x[..., :1, :], mixed], -2) if class_token else mixed
+
+
+def convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
+    """Convolve (..., H, N, D) with (H or 1, s), or (..., H, N_H, N_W, D) with (H or 1, s1, s2)."""
+    steps = [range(-taps_before(s, causal), s - taps_before(s, causal)) for s in weight.shape[1:]]
+    heads = x if x.dim() > weight.dim() else x.unsqueeze(0)
+    return _ShiftedSum.apply(heads, weight.flatten(1), tuple(itertools.product(*steps))).view_as(x)
+
+
+def taps_before(s: int, causal: bool = False) -> int:
+    """Return how many taps of a filter precede the one for the position itself: p."""
+    return s - 1 if causal else (s - 1) // 2
+
+
+class _ShiftedSum(torch.autograd.Function):
+    """C X as Σ_t w_t · (X shifted by the t-th offset), with no copy stored but the sum.
+
+    The gradient with respect to X is Cᵀ G: the same sum, with the offsets reversed.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+        """Return C X for X (..., H, ·, D), weight (H or 1, taps) and an offset for each tap."""
+        return _shifted_sum(x, weight, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the tensors of the backward pass."""
+        x, weight, ctx.offsets = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to X and weight."""
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        reverse = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
+        dx = _shifted_sum(grad, weight, reverse) if ctx.needs_input_grad[0] else None
+        dw = _products(grad, x, ctx.offsets) if ctx.needs_input_grad[1] else None
+        return dx, None if dw is None else dw.sum_to_size(weight.shape).to(weight.dtype), None
+
+
+def _shifted_sum(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+    """Return Σ_t w_t x_{i + o_t}, computed in float32 at least."""
+    taps = weight.to(wide(x)).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
+    inputs = x.to(wide(x)).contiguous()
+    centre = offsets.index((0,) * len(offsets[0]))
+    out = inputs * taps[centre]
+    for t, offset in enumerate(offsets):
+        if t != centre:
+            target, source = _overlap(out, inputs, offset)
+            target.addcmul_(source, taps[t])
+    return out.to(x.dtype)
+
+
+def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
+    """Return Σ_i g_i · x_{i + o_t} for each head and tap: (H, taps)."""
+    grad, x = grad.to(wide(x)), x.to(wide(x))
+    head = x.dim() - len(offsets[0]) - 2
+    others = [d for d in range(x.dim()) if d != head]
+    pairs = (_overlap(grad, x, offset) for offset in offsets)
+    return torch.stack([(g * source).sum(others) for g, source in pairs], -1)
+
+
+def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """View the positions i of y (..., ·, D) for which i + offset is inside x, and those of x."""
+    for dim, o in enumerate(offset, -1 - len(offset)):
+        n = x.shape[dim]
+        least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
+        length = most(0, n - abs(o))
+        target, source = least(max(0, -o), n), least(max(0, o), n)
+        y, x = y.narrow(dim, target, length), x.narrow(dim, source, length)
+    return y, x
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_filters(
+    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
+    weight = _per_head("weight", weight, q, sides)
+    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
+
+
+def _check_sides(name: str, weight: Tensor, sides: int) -> None:
+    """Check for filters (..., s) or (..., s1, s2) with at least one number each."""
+    if weight.dim() < sides or 0 in weight.shape[-sides:]:
+        expected = ("(..., s)", "(..., s1, s2)")[sides - 1]
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; expected {expected}, with at least one number"
+        )
+
+
+def _per_head(name: str, weight: Tensor, q: Tensor, sides: int) -> Tensor:
+    """Check a filter against q, and return it as (H, ...), or (1, ...) for all heads."""
+    check_floating({"q": q, name: weight})
+    _check_sides(name, weight, sides)
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    if weight.dim() > sides and tuple(weight.shape[:-sides]) != (heads,):
+        size = ("s", "s1, s2")[sides - 1]
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; expected ({size}), or ({heads}, {size}) with "
+            "a filter for each head of q"
+        )
+    return weight if weight.dim() > sides else weight.unsqueeze(0)
+
+
+def check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
+    """Check for two whole numbers, each at least `least`."""
+    is_sequence = isinstance(grid, Sequence) and not isinstance(grid, str)
+    if not is_sequence or len(grid) != 2:
+        error = ValueError if is_sequence else TypeError
+        raise error(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
+    return check_count("grid[0]", grid[0], least), check_count("grid[1]", grid[1], least)
+
+
+def check_places(
+    tokens: dict[str, Tensor], grid: tuple[int, int], class_token: bool, is_causal: bool
+) -> None:
+    """Check that all tokens (..., N, D) have a place on the grid."""
+    rows, columns = check_grid(grid)
+    check_flag("class_token", class_token)
+    if is_causal:
+        raise ValueError("is_causal is True; expected False: tokens on a grid have no order")
+    N = rows * columns + class_token
+    for name, x in tokens.items():
+        symbolic = is_symbolic(x.shape[-2])
+        if symbolic or x.shape[-2] != N:
+            actual = "a dynamic length" if symbolic else f"shape {tuple(x.shape)}"
+            raise ValueError(
+                f"{name} has {actual}; expected {N} tokens, for the grid {rows} x {columns} "
+                f"with{'' if class_token else 'out'} a class token"
+            )

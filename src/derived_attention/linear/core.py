@@ -1,0 +1,347 @@
+"""Linear attention: a feature map in the place of the exponential (chapter 4).
+
+The equation of this module, with φ: ℝᴰ → ℝᶠ, φ ≥ 0, is (Katharopoulos et al. 2020) ::
+
+    h_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)),    H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V
+
+`linear_attention_weights` and the formula multiply φ(Q) φ(K)ᵀ, an (N, M) matrix, first.
+`linear_attention` multiplies φ(K)ᵀ V, an (F, Dv) matrix, first: matrices are associative, and that
+alone makes the time linear in N. The causal sum over j ≤ i is taken chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.checks import (
+    FLOATING,
+    check_callable,
+    check_causal_state,
+    check_keys,
+    check_parameter,
+    check_shape,
+    cut_any_length,
+    is_symbolic,
+    wide,
+)
+from derived_attention.common.convention import (
+    extend,
+    full_precision,
+    in_groups,
+    mechanism,
+    prepare,
+)
+from derived_attention.common.kernels import chosen
+from derived_attention.common.masks import Mask, divide
+
+CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
+WIDEST = 128  # features that the kernel takes
+SEGMENT = 4 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
+
+FeatureMap = Callable[[Tensor], Tensor]
+FeaturePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and k: φ(q) and φ(k)
+FEATURE_MAP = "a function from (..., D)"
+
+
+def elu_feature_map(x: Tensor) -> Tensor:
+    """φ(x) = elu(x) + 1, entry by entry: eˣ where x ≤ 0, and x + 1 where x > 0.
+
+    Written as max(x, 0) + exp(min(x, 0)), because (eˣ − 1) + 1 loses the digits of a small eˣ:
+    in float32 all of them below x = −17.
+    """
+    positive = x.relu()  # min(x, 0) = x − max(x, 0): a clamp's gradient is slow on a CPU, and so
+    power = (x - positive).to(wide(x)) * math.log2(math.e)  # is exp: 2ˣ takes a third of its time
+    return power.exp2().to(x.dtype) + positive
+
+
+def linear_attention_weights(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    feature_map: FeatureMap = elu_feature_map,
+) -> Tensor:
+    """Attention matrix a_ij = φ(q_i)ᵀφ(k_j) / Σ_l φ(q_i)ᵀφ(k_l), the weights of linear attention.
+
+    Arguments and errors are those of `linear_attention`, but for the mask, which may be any that
+    broadcasts to ``(..., H, N, M)``. So is the result; a row whose kernel is all zeros, or too
+    small for normal numbers of its dtype, is zeros.
+    """
+    mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
+    phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
+    with full_precision(q.device):
+        return mask.normalize(phi_q @ phi_k.mT).to(q.dtype)
+
+
+def linear_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap = elu_feature_map,
+    state: Tensor | None = None,
+) -> Tensor:
+    """S = Σ_j φ(k_j) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``, all that `linear_attention` needs of keys.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        h = linear_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = linear_state(k_t, v_t, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. In float32 at least. Errors are those of `linear_attention`.
+    """
+    check_keys(k, v)
+    for k_s, v_s in zip(segments(k), segments(v), strict=True):
+        phi = apply_feature_map(feature_map, k_s)
+        with full_precision(k.device):
+            values = with_ones(v_s, phi.dtype)
+            sums = phi.mT @ values
+            state = sums if state is None else check_sums(state, phi, values) + sums
+    assert state is not None  # there is one segment at least
+    return state
+
+
+def check_sums(state: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    """Check sums Σ φ(k_j) v_jᵀ over earlier keys, and return them in the dtype of features."""
+    shape = (*phi_k.shape[:-2], phi_k.shape[-1], v.shape[-1])
+    meaning = "a row for each feature of a key, and a column for each of [v, 1]"
+    return check_parameter("state", state, phi_k, (shape,), meaning).to(phi_k.dtype)
+
+
+@mechanism(weights=linear_attention_weights, per_key=True, state=linear_state)
+@in_groups
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    feature_map: Any = elu_feature_map,
+    fused: Any = None,
+    state: Tensor | None = None,
+) -> Tensor:
+    """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1) in time and memory linear in N and M.
+
+    O((N + M) F Dv) operations; causal O(N (F Dv + C (F + Dv))) with chunks of C = 64. Sums are in
+    float32 at least, whatever the dtype of the arguments, and under autocast too.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating, finite or -inf, as which -8192 and below
+        count: e to its power multiplies the kernel φ(q_i)ᵀφ(k_j), as adding it to the scores
+        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. Where
+        padding comes last, ``is_causal`` alone keeps it from all that is not.
+    scale : float, optional
+        Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
+        softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
+    feature_map : callable
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own: it is called on
+        parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
+        non-negative. A module with parameters does too. Default elu + 1.
+    fused : bool, optional
+        True: run the Triton kernel, or raise a ValueError where it cannot run, as without
+        `is_causal`, where two products of PyTorch are all the work. False: PyTorch's form. Left
+        out: the kernel on a GPU where it has been tried and agrees, for elu + 1 and up to 128
+        features; it has one derivative.
+    state : Tensor, optional
+        Σ φ(k_j) [v_j, 1]ᵀ over keys before the first, ``(..., H, F, Dv + 1)``: every query attends
+        them too. `linear_state` returns it. With `is_causal` only, and without the kernel.
+    """
+    fused = check_fused(fused, mask, state, q, k)
+    pair = functools.partial(features, feature_map, scale=scale)
+    elu = feature_map is elu_feature_map
+    if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
+        k, v = (x.expand(*q.shape[:-2], -1, -1) for x in (k, v))  # the kernel wants all heads
+        if elu:
+            return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
+        return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
+    if mask.is_causal:
+        return causal_average(pair, q, k, v, state)
+    factor = mask.factor(wide(q))
+    phi_q, phi_k = pair(q, k)
+    if factor is not None:
+        phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
+    with full_precision(q.device):
+        S = phi_k.mT @ with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
+        return ratio(phi_q @ S).to(q.dtype)
+
+
+def check_fused(
+    fused: bool | None, mask: Mask, state: Tensor | None, q: Tensor, k: Tensor
+) -> bool | None:
+    """Raise if the kernel of causal sums or a state cannot be; return whether to run the kernel."""
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    if fused is True and state is not None:
+        raise ValueError(
+            "fused is True, and state is given; expected fused False or None: the kernel begins "
+            "without keys"
+        )
+    if fused is True and not mask.is_causal:
+        raise ValueError(
+            "fused is True, and is_causal False; expected is_causal=True: without causality two "
+            "matrix products of PyTorch are all the work"
+        )
+    return fused if state is None else False
+
+
+def causal_problem(
+    kernel: str, mask: Mask, elu: bool, q: Tensor, v: Tensor
+) -> dict[str, Any] | None:
+    """Return what the kernel of causal sums is tried on before it runs by default, if it can."""
+    if not (mask.is_causal and elu and q.shape[-1] <= WIDEST):
+        return None
+    return {"kernel": kernel, "D": q.shape[-1], "DV": v.shape[-1], "mask": "causal"}
+
+
+def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
+    """Run `derived_attention.linear.triton.causal_sums`."""
+    from derived_attention.linear import triton as linear
+
+    return linear.causal_sums(*tensors, **options)
+
+
+def causal_average(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
+) -> Tensor:
+    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
+    return causal_sums(pair, q, k, v, with_ones, ratio, state).to(q.dtype)
+
+
+def causal_sums(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None,
+    state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
+
+    Goes through the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next, so a
+    feature of a token may depend on no other token. `begin` makes the values of a segment, and
+    `end` turns its sums into the result, while they are in the cache. `state` is the sum over keys
+    before the first.
+    """
+    if is_symbolic(q.shape[-2], k.shape[-2]):
+        return _sums_of_any_length(pair, q, k, v, begin, end)
+    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
+    length = segment_length(q)
+    starts = range(0, max(N, 1), length)
+
+    # The gradient of a slice is as long as what it was cut from, that of a split is put together.
+    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:
+        return x[..., :n, :].split([max(0, min(n - start, length)) for start in starts], -2)
+
+    outputs: list[Tensor] = []
+    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
+        phi_q, phi_k = pair(q_s, k_s)
+        with full_precision(q.device):
+            values = begin(v_s, phi_k.dtype)
+            if state is not None and not outputs:
+                state = check_sums(state, phi_k, values)
+            sums, state = _causal_segment(phi_q, phi_k, values, state)
+            outputs.append(sums if end is None else end(sums))
+    return torch.cat(outputs, -2)
+
+
+def _sums_of_any_length(
+    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any, end: Any
+) -> Tensor:
+    """Return what `causal_sums` does for a symbolic length: all chunks at once."""
+    N, M, phi = q.shape[-2], k.shape[-2], pair(q, k)
+    with full_precision(q.device):
+        parts = (*phi, begin(v, phi[1].dtype))
+        if _same_size(N, M):
+            count = N // CHUNK + 3  # more than needed: to a compiler, one chunk is a special case
+            q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
+            before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
+            sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
+            sums = sums.index_select(-2, torch.arange(N, device=q.device))
+        else:  # cross-attention: with the matrix
+            sums = (parts[0] @ parts[1].mT).tril() @ parts[2]
+        return sums if end is None else end(sums)
+
+
+def _same_size(n: Any, m: Any) -> bool:
+    """Say whether two symbolic sizes are equal."""
+    return is_symbolic(n) and is_symbolic(m) and n.node.expr == m.node.expr
+
+
+def segments(x: Tensor) -> tuple[Tensor, ...]:
+    """Cut x (..., n, ·) into segments; one segment where n is symbolic."""
+    return (x,) if is_symbolic(x.shape[-2]) else x.split(segment_length(x), -2)
+
+
+def segment_length(x: Tensor) -> int:
+    """Return how many of the positions of x (..., n, ·) to take at once.
+
+    Large steps are bound by memory on a CPU; elsewhere one step is best.
+    """
+    return SEGMENT if x.device.type == "cpu" else max(x.shape[-2], 1)
+
+
+def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Σ_{j ≤ i} (q_i·k_j) v_j: inside a chunk by its scores, before it by the state S = Σ k_j v_jᵀ.
+
+    `q` and `k` are features ``(..., n, F)`` and ``(..., m, F)`` with m ≤ n, `v` is
+    ``(..., m, Dv + 1)``; `state` ``(..., F, Dv + 1)`` is that of all positions before.
+    """
+    n = q.shape[-2]
+    q, k, v = (in_chunks(x, n, CHUNK) for x in (q, k, v))  # (..., n / C, C, ·)
+    sums_of_chunks = (k.mT @ v).unbind(-3)  # (..., F, Dv + 1)
+    state = torch.zeros_like(sums_of_chunks[0]) if state is None else state
+    *before, state = itertools.accumulate(sums_of_chunks, initial=state)
+    # before[c] ends before chunk c. Subtracting chunk c from a longer sum would leave rounding
+    # errors, and with them a trace of the future.
+    sums = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
+    sums += q @ torch.stack(before, -3)
+    return sums.flatten(-3, -2)[..., :n, :], state
+
+
+def in_chunks(x: Tensor, n: int, size: int) -> Tensor:
+    """Cut (..., m, D), m ≤ n, into (..., ⌈n / C⌉, C, D) with C ≤ `size`, padded with zeros."""
+    C = max(1, min(size, n))
+    length = max(n + -n % C, C)  # one chunk at least
+    if x.shape[-2] < length:
+        x = extend(x, length - x.shape[-2])
+    return x.unflatten(-2, (length // C, C))
+
+
+def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
+    return extend(v.to(dtype), 1, -1, 1.0)
+
+
+def ratio(sums: Tensor) -> Tensor:
+    """Divide the first Dv columns, Σ_j (φ(q)ᵀφ(k_j)) v_j, by the last, Σ_j φ(q)ᵀφ(k_j)."""
+    return divide(*sums.split([sums.shape[-1] - 1, 1], -1))  # a slice has a slow gradient
+
+
+def features(
+    feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """φ(scale · q) and φ(k) in float32 at least, checked."""
+    scaled = q if scale is None else scale * q
+    return apply_feature_map(feature_map, scaled), apply_feature_map(feature_map, k)
+
+
+def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
+    """φ(x) in float32 at least, checked."""
+    check_callable("feature_map", feature_map, FEATURE_MAP)
+    phi = feature_map(x)
+    if not isinstance(phi, Tensor) or phi.dtype not in FLOATING:
+        kind = f"dtype {phi.dtype}" if isinstance(phi, Tensor) else f"type {type(phi).__name__}"
+        raise TypeError(f"feature_map returned {kind}; expected a floating Tensor")
+    columns = phi.shape[-1] if phi.dim() and phi.shape[-1] else "F"
+    expected = (*x.shape[:-1], columns)
+    check_shape("the result of feature_map", phi, expected, "the tokens of its argument, F ≥ 1")
+    return phi.to(wide(x))

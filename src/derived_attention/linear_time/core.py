@@ -1,0 +1,568 @@
+"""Four attentions whose time is linear in N, which avoid the (N, M) matrix (appendix D).
+
+The equations of this module, for queries Q (N, D), keys K (M, D) and values V (M, Dv), are ::
+
+    Linformer   H = softmax(Q (E K)ᵀ/√D) F V                    E, F: (kept, M)
+    Performer   H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V           φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R
+    FMM         H = near · H_window + far · Σ_φ H_linear(φ)
+    Luna        H = softmax(Q K'ᵀ/√D) V',    K' = A' K,  V' = A' V,  A' = softmax(P Kᵀ/√D)
+
+Linformer and Luna shorten the keys and values before the softmax: by learned weights for each
+position, and by another attention, whose queries are learned. Performer and FMM keep all keys and
+change the kernel: random features whose mean is softmax's kernel, and softmax for near keys with
+linear attention for far ones. The layers override `mechanism` only, so that they can be combined
+with a layer that overrides `mix`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention import formulas
+from derived_attention.common.checks import (
+    check_causal_state,
+    check_count,
+    check_keys,
+    check_parameter,
+    check_parts,
+    check_positive,
+    is_symbolic,
+    may_look_at,
+    wide,
+)
+from derived_attention.common.convention import (
+    depends_on_position,
+    extend,
+    full_precision,
+    in_full,
+    in_groups,
+    mechanism,
+    repeat_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
+from derived_attention.common.masks import Mask, masked_softmax, narrowed
+from derived_attention.linear.core import (
+    CHUNK,
+    FeatureMap,
+    apply_feature_map,
+    elu_feature_map,
+    linear_attention,
+    ratio,
+    segment_length,
+    segments,
+    with_ones,
+)
+from derived_attention.softmax.core import sdpa
+from derived_attention.sparse.core import window_attention
+
+# --- Linformer: fewer keys, by learned weights ---------------------------------------------------
+
+
+@mechanism(per_key=True)
+@takes_fewer_heads
+def linformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    key_projection: Any,
+    value_projection: Any = None,
+) -> Tensor:
+    """Linformer [Wang2020]: softmax attention to `kept` weighted sums of keys and of values.
+
+    H = softmax(Q (E K)ᵀ/√D) F V, in O((N + M) kept D) time. A = softmax(Q (E K)ᵀ/√D) F has rows
+    that need not sum to 1, nor be positive.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: finite, or -inf; -8192 and below count as -inf.
+        As there are no scores of single keys, its exponential, divided by the largest one,
+        multiplies the key and its value. So 0 and -inf act as True and False do.
+    is_causal : bool
+        False: a sum of keys holds the future of all of them but one.
+    key_projection : Tensor
+        E ``(kept, n)``, shared by the heads, for up to n keys: M keys meet its first M columns.
+    value_projection : Tensor, optional
+        F ``(kept, n)``; E if left out.
+    """
+    E, G = check_projections(q, k, mask, key_projection, value_projection)
+    if mask.given is not None:
+        share = mask.share(k).unsqueeze(-1)
+        k, v = k * share, v * share
+    return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
+
+
+def check_projections(
+    q: Tensor, k: Tensor, mask: Mask, key_projection: Any, value_projection: Any
+) -> tuple[Tensor, Tensor]:
+    """Check E and F, and the mask; return E and F for the M keys, in float32 at least."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a projected key depends on later tokens, and is "
+            "the same for every query"
+        )
+    M = k.shape[-2]
+    E = _rows_of("key_projection", key_projection, q, "n")
+    if E.shape[1] < M:
+        raise ValueError(
+            f"key_projection has shape {tuple(E.shape)}; expected (kept, n) with n at least {M}, "
+            "the number of keys"
+        )
+    G = E
+    if value_projection is not None:
+        meaning = "the shape of key_projection"
+        G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
+    E, G = E.to(wide(q)), G.to(wide(q))
+    if is_symbolic(M):  # a slice would compare M with n
+        index = torch.arange(M, device=E.device)
+        return E.index_select(1, index), G.index_select(1, index)
+    return E[:, :M], G[:, :M]
+
+
+def _combine(E: Tensor, x: Tensor) -> Tensor:
+    """E X for all heads, as one product: (kept, M) and (..., M, D) to (..., kept, D)."""
+    with full_precision(x.device):
+        return F.linear(x.mT.to(E.dtype), E).mT.to(x.dtype)
+
+
+def _rows_of(name: str, value: Any, q: Tensor, columns: str | int) -> Tensor:
+    """Check for a matrix (R, columns) with R ≥ 1; if `columns` is a letter, of any number."""
+    is_matrix = isinstance(value, Tensor) and value.dim() == 2
+    rows = value.shape[0] or "R" if is_matrix else "R"
+    size = value.shape[1] if is_matrix and isinstance(columns, str) else columns
+    return check_parameter(name, value, q, ((rows, size),), f"(R, {columns}) with R at least 1")
+
+
+# --- Performer: features whose mean is the exponential -------------------------------------------
+
+
+def orthogonal_features(
+    D: int,
+    count: int,
+    generator: torch.Generator | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Draw W ``(count, D)``: standard normal rows, orthogonal to each other in blocks of D.
+
+    Each row alone is a standard normal vector: its direction is that of a row of a random rotation,
+    its length that of another such vector. So a mean over rows has the same expectation as with
+    independent ones, and less variance [Choromanski2021].
+
+    Parameters
+    ----------
+    D, count : int
+        Features of a head, and number of rows, at least 1.
+    generator : torch.Generator, optional
+        The source of random numbers; if left out, the default one of the device.
+    """
+    check_count("D", D, 1)
+    check_count("count", count, 1)
+    kind: dict[str, Any] = {"device": device, "dtype": torch.float64, "generator": generator}
+    rotations, R = torch.linalg.qr(torch.randn(-(-count // D), D, D, **kind))
+    rotations = rotations * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # makes them uniform
+    lengths = torch.randn(count, D, **kind).norm(dim=-1, keepdim=True)
+    W = rotations.mT.flatten(0, 1)[:count] * lengths
+    return W.to(torch.get_default_dtype() if dtype is None else dtype)
+
+
+def positive_features(x: Tensor, projection: Tensor) -> Tensor:
+    """Return φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R, ``(..., R)``, for R rows w_r of `projection`.
+
+    The mean of φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
+    """
+    return (_logarithms(x, projection, 1.0) - math.log(len(projection)) / 2).exp()
+
+
+def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
+    """Return log √R φ(√scale x) (..., R), float32 at least: one product with [√scale W, 1]."""
+    with full_precision(x.device):
+        x, W = x.to(wide(x)), math.sqrt(scale) * W.to(wide(x))
+        squares = x.square().sum(-1, keepdim=True)
+        return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
+
+
+class PerformerState(NamedTuple):
+    """What `performer_attention` needs of keys: Σ_j φ(k_j)_r e^(−c_r) [v_j, 1], and c.
+
+    The sums are relative to the largest features so far, which keeps them in the range of floats:
+    where a later key has a larger one, they are multiplied by e^(old c − new c). In float32 at
+    least.
+    """
+
+    sums: Tensor  #: (..., R, Dv + 1)
+    top: Tensor  #: c (..., 1, R), the largest log √R φ(k_j)_r so far
+
+
+def performer_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    projection: Tensor,
+    scale: float | None = None,
+    state: PerformerState | None = None,
+) -> PerformerState:
+    """Σ_j φ(k_j) [v_j, 1]ᵀ, and how it is scaled: all that `performer_attention` needs of keys.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        h = performer_attention(q_t, k_t, v_t, is_causal=True, projection=W, state=S)
+        S = performer_state(k_t, v_t, projection=W, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. `scale` is that of the attention; errors are as there.
+    """
+    check_keys(k, v)
+    W = check_projection(k, projection)
+    scale = 1 / math.sqrt(k.shape[-1]) if scale is None else check_positive("scale", scale)
+    return _key_sums(k, v, W, scale, None, _state(state, k, v, len(W)))
+
+
+def _state(state: Any, q: Tensor, v: Tensor, R: int) -> PerformerState | None:
+    """Check a state for R features; return it in float32 at least."""
+    if state is None:
+        return None
+    leading = tuple(q.shape[:-2])
+    check_parts(state, PerformerState, q, (*leading, R, v.shape[-1] + 1), (*leading, 1, R))
+    return PerformerState(*(x.to(wide(q)) for x in state))
+
+
+@mechanism(per_key=True, state=performer_state)
+@in_groups
+def performer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    projection: Any,
+    state: PerformerState | None = None,
+) -> Tensor:
+    """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
+
+    φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R at x = q/⁴√D and k/⁴√D, so that the mean of φ(q)ᵀφ(k) over w is
+    exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
+    sums in float32 at least.
+
+    A factor of each query divides out. So does a factor of each feature, which is moved from the
+    keys to the queries: the largest feature of any key, so that no sum of weights is below 1; with
+    `is_causal` the largest one so far. Keys may grow by any factor: if features grow by e⁴⁴ within
+    64 positions, twice as much work is done for 256 positions, and for all of them if data cannot
+    be read, as under ``torch.compile``.
+
+    Parameters
+    ----------
+    projection : Tensor
+        W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
+    state : PerformerState, optional
+        Sums over keys before the first, which every query attends too. `performer_state` returns
+        it. With `is_causal` only.
+    """
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        W = check_projection(q, projection)
+        return in_full(formulas.performer)(q, k, v, mask, scale, projection=W)
+    W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
+    if mask.is_causal:
+        return _causal(q, k, v, W, scale, _state(state, q, v, len(W)))
+    S, top = _key_sums(k, v, W, scale, mask.per_key())
+    with full_precision(q.device):
+        c = top.masked_fill(top == -math.inf, 0).mT  # all keys are masked
+        parts = [ratio(_query_features(x, W, scale, c) @ S) for x in segments(q)]
+        return torch.cat(parts, -2).to(q.dtype)
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float, past: PerformerState | None
+) -> Tensor:
+    """Attend segment by segment, with the state passed from one to the next."""
+    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
+    length = segment_length(q)
+    ends = [*range(length, N, length), N]
+    starts = [0, *ends[:-1]]
+    rows, outputs = math.sqrt(scale) * W.to(wide(q)), []
+
+    def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
+        sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
+        return x[..., :n, :].split(sizes, -2)
+
+    for q_s, k_s, v_s in zip(parts(q, N), parts(k, M), parts(v, M), strict=True):
+        with full_precision(q.device):
+            n, values = q_s.shape[-2], with_ones(v_s, rows.dtype)
+            a, logs = q_s.to(rows.dtype) @ rows.mT, _logarithms(k_s, W, scale)
+            a, logs, values = _chunks(a, n), _chunks(logs, n, -math.inf), _chunks(values, n)
+            sums, past = _causal_segment(a, logs, values, past)
+            outputs.append(sums[..., :n, :])
+    return torch.cat(outputs, -2).to(q.dtype)
+
+
+def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
+    """Append rows to (..., m, ·), m ≤ n; cut it in chunks (..., n / C, C, ·), C a power of 2."""
+    size = CHUNK
+    while size > 1 and size // 2 >= n:
+        size //= 2
+    missing = max(n + -n % size, size) - x.shape[-2]
+    if missing:  # otherwise do not copy
+        x = extend(x, missing, value=fill)
+    return x.unflatten(-2, (-1, size))
+
+
+def _causal_segment(
+    a: Tensor, logs: Tensor, v: Tensor, past: PerformerState | None
+) -> tuple[Tensor, PerformerState]:
+    """Return averages (..., n, Dv) for logarithms of queries a and of keys, and values, in chunks.
+
+    Features are divided by the largest one among the keys before the chunk, or by that of the first
+    key, which no later key influences. If a later feature is larger by more than half of the range
+    of a float, `_by_halves` is used, which has no such limit and takes twice the work.
+    """
+    top = logs.detach().amax(-2)  # (..., m, R)
+    first = logs[..., 0, :1, :].detach() if past is None else past.top
+    low = torch.finfo(logs.dtype).min / 4  # not -inf, as -inf - -inf is NaN
+    tops = torch.cat([first, top], -2).cummax(-2).values.clamp(min=low).unsqueeze(-2)
+    before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
+    room = math.log(torch.finfo(logs.dtype).max) / 2
+    slow = None
+    if not may_look_at(logs) or bool((after - before > room).any()):
+        states, end = _states((logs - after).exp_().mT @ v, before, after, past)
+        slow = ratio(_by_halves(a, logs, v, before, states))
+        if not may_look_at(logs):
+            return slow.flatten(-3, -2), end
+    relative = logs - before if slow is not None else logs.sub_(before)  # logs are not used again
+    K = relative.clamp(max=room).exp_() if slow is not None else relative.exp_()
+    Q, _ = _powers(a + before if slow is not None else a.add_(before))
+    states, sooner = _states((K.mT @ v) * (before - after).mT.exp(), before, after, past)
+    fast = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
+    if slow is None:
+        return fast, sooner
+    late = (relative > room).any(-1).flatten(-2).cumsum(-1) > 0  # and all that follow
+    return torch.where(late.unsqueeze(-1), slow.flatten(-3, -2), fast), end
+
+
+def _states(
+    chunks: Tensor, before: Tensor, after: Tensor, past: PerformerState | None
+) -> tuple[Tensor, PerformerState]:
+    """Return the sums before each of the chunks, (..., m, R, Dv + 1), and after the last."""
+    state = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past.sums
+    shrink, states = (before - after).mT.exp(), []
+    for sums, factor in zip(chunks.unbind(-3), shrink.unbind(-3), strict=True):
+        states.append(state)
+        state = factor * state + sums
+    return torch.stack(states, -3), PerformerState(state, after[..., -1, :, :])
+
+
+def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return exp(x − t), in place, and t, the largest number of each row."""
+    t = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min / 4)
+    return x.sub_(t).exp_(), t
+
+
+def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tensor) -> Tensor:
+    """Return sums (..., m, C, Dv + 1) up to a factor of each query, for keys of any length.
+
+    A query attends itself, the keys before its chunk, and for each power of 2 up to C, if it is in
+    the second half of a block of that size, the keys of the first half. The features of each group
+    are divided by the largest one in it, and all of it lies in the past of the query.
+    """
+    Q, t = _powers(a + logs)
+    sums, tops = [Q.sum(-1, keepdim=True) * v], [t]
+    Q, t = _powers(a + before)
+    sums, tops = [*sums, Q @ states], [*tops, t]
+    half = 1
+    while half < a.shape[-2]:
+        queries, keys, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, logs, v))
+        low, keys = torch.finfo(a.dtype).min / 4, keys[..., 0, :, :]
+        most = keys.detach().amax(-2, keepdim=True).clamp(min=low)
+        Q, t = _powers(queries[..., 1, :, :] + most)
+        part = (Q @ (keys - most).exp_().mT) @ values[..., 0, :, :]
+        zeros, lowest = torch.zeros_like(part), torch.full_like(t, low)  # for the first halves
+        sums.append(torch.stack([zeros, part], -3).flatten(-4, -2))
+        tops.append(torch.stack([lowest, t], -3).flatten(-4, -2))
+        half *= 2
+    most = functools.reduce(torch.maximum, tops)
+    parts = [(t - most).exp() * part for t, part in zip(tops, sums, strict=True)]
+    return functools.reduce(torch.add, parts)
+
+
+def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:
+    """Return exp(√scale w_r·q + shift_r), (..., N, R), divided by the largest of each query."""
+    with full_precision(q.device):
+        W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
+        rows = torch.cat([W, shift.to(W.dtype)], -1)  # (..., R, D + 1)
+        logarithms = extend(q.to(wide(q)), 1, -1, 1.0) @ rows.mT
+        return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
+
+
+def _key_sums(
+    k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None,
+    past: PerformerState | None = None,
+) -> PerformerState:  # fmt: skip
+    """Return the state after keys, those of `past` included; c is -inf where all are masked.
+
+    Segment by segment, with the largest logarithm so far as c; when it grows, sums are scaled.
+    """
+    M, size = k.shape[-2], segments(k)[0].shape[-2]
+    column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
+    if past is None:
+        top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
+        past = PerformerState(top.new_zeros(*k.shape[:-2], len(W), v.shape[-1] + 1), top)
+    sums, top = past
+    for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
+        part = None if column is None else column[..., i * size : (i + 1) * size, :]
+        logarithms = _masked(_logarithms(k_s, W, scale), part)
+        most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top
+        c = most.masked_fill(most == -math.inf, 0)  # all keys so far are masked
+        with full_precision(k.device):
+            added = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
+            sums = added + (top - c).exp().mT * sums
+        top = most
+    return PerformerState(sums, top)
+
+
+def _masked(logarithms: Tensor, column: Tensor | None) -> Tensor:
+    """Add a mask over keys, a column (..., M, 1), to logarithms (..., M, R)."""
+    if column is None:
+        return logarithms
+    if column.dtype == torch.bool:
+        return logarithms.masked_fill(~column, -math.inf)
+    return logarithms + narrowed(column, logarithms.dtype)
+
+
+def check_projection(q: Tensor, projection: Any) -> Tensor:
+    """Check W (R, D)."""
+    return _rows_of("projection", projection, q, q.shape[-1])
+
+
+# --- FMM: softmax for near keys, features for far ones -------------------------------------------
+
+
+def flipped_elu_feature_map(x: Tensor) -> Tensor:
+    """φ(x) = elu(−x) + 1, entry by entry: the mirror image of `elu_feature_map`."""
+    return elu_feature_map(-x)
+
+
+@mechanism(per_key=True)
+@depends_on_position
+@takes_fewer_heads
+def fmm_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    window: int,
+    near: Any,
+    far: Any,
+    feature_maps: Any = (elu_feature_map,),
+) -> Tensor:
+    """FMMformer [Nguyen2021]: softmax in a band, plus linear attention to everything.
+
+    The matrix of attention is near · (softmax of a band) + far · (a sum of matrices of low rank),
+    and its rows sum to near + far · (number of feature maps). O(N (window + F)) time.
+
+    Parameters
+    ----------
+    scale : float, optional
+        Finite and positive; replaces 1/√D for near keys, and multiplies q for far ones.
+    window : int
+        Keys on each side that are near, at least 0.
+    near, far : Tensor
+        The two weights, ``()`` for all heads or ``(H,)``, one for each.
+    feature_maps : sequence of callable
+        At least one; each as in `linear_attention`, for one matrix of low rank.
+    """
+    maps = check_maps(feature_maps)
+    w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
+    if mask.by_query:
+        fields: dict[str, Any] = {"near": w_near, "far": w_far, "window": window}
+        fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
+        return in_full(formulas.fmm)(q, *repeat_heads(q, k, v), mask, scale, **fields)
+    options = {**mask.keywords, "scale": scale}
+    H = w_near * with_any_heads(window_attention, q, k, v, window=window, **options)
+    linear = functools.partial(with_any_heads, linear_attention, q, k, v, **options)
+    far_fields = (linear(feature_map=phi) for phi in maps)
+    return (H + w_far * sum(far_fields)).to(q.dtype)
+
+
+def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
+    """Check for a sequence of functions, not empty, and return it."""
+    if isinstance(feature_maps, str) or not isinstance(feature_maps, Iterable):
+        actual = f"feature_maps is {feature_maps!r}"
+        raise TypeError(f"{actual}; expected a sequence of functions from (..., D)")
+    maps = tuple(feature_maps)
+    if not maps:
+        raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    return maps
+
+
+def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
+    """Check the weight of a field, and return it as (..., 1, 1), in float32 at least."""
+    shapes = (), tuple(q.shape[-3:-2])
+    meaning = "one number, or one for each head"
+    weight = check_parameter(name, weight, q, shapes, meaning, "finite")
+    return weight.to(wide(q))[..., None, None]
+
+
+# --- Luna: fewer keys, by another attention ------------------------------------------------------
+
+
+@mechanism(per_key=True)
+@in_groups(own={"packed": 3})
+def luna_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any
+) -> Tensor:
+    """Luna [Ma2021]: l packed queries P attend all keys, and the queries attend their results.
+
+    H = softmax(Q K'ᵀ/√D) V' with K' = A' K, V' = A' V and A' = softmax(P Kᵀ/√D), in
+    O((N + M) l D) time. Rows of A = softmax(Q K'ᵀ/√D) A' sum to 1.
+
+    The original packs the tokens, Y = A' X, and projects Y to keys and values. That is the same:
+    rows of A' sum to 1, so A' (X W + 1 bᵀ) = (A' X) W + 1 bᵀ. But it has separate projections for
+    the packed tokens, and Y is the P of the next layer; here P is learned for each layer.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: added to the scores P Kᵀ/√D.
+    is_causal : bool
+        False: a packed key depends on the future of all queries but the last.
+    packed : Tensor
+        P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
+    """
+    packed, dtype = check_packed(q, mask, packed), wide(q)
+    with full_precision(q.device):
+        scores = (scale or 1 / math.sqrt(q.shape[-1])) * packed.to(dtype) @ k.to(dtype).mT
+        A = masked_softmax(scores, mask.per_key())  # (..., l, M), zeros if no key is present
+        K, V = ((A @ x.to(dtype)).to(q.dtype) for x in (k, v))  # (..., l, D)
+    return sdpa(q, K, V, Mask(), scale)
+
+
+def check_packed(q: Tensor, mask: Mask, packed: Any) -> Tensor:
+    """Check P, and the mask."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a packed key depends on later tokens, and is the "
+            "same for every query"
+        )
+    D = q.shape[-1]
+    size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
+    shapes = (size, D), (*q.shape[-3:-2], size, D)
+    mask.per_key()
+    return check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")

@@ -1,0 +1,243 @@
+"""The scores of a mixture of keys: its components, checked, and features that make them products.
+
+The equation of this module, for the parameters of component r, is ::
+
+    s_ijr = log_weight_r − scale · precision_r · ‖q_i − k_jr‖² / 2
+
+or with q_i·k_jr in place of −‖q_i − k_jr‖²/2. What the forms of mixtures share stands here: the
+kernels get a, u and w with s_ijr = a_r q_i·k_jr + u_ir + w_jr, and PyTorch's forms one more feature
+of queries and keys for each of u and w.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.checks import (
+    autocasts,
+    check_flag,
+    check_parameter,
+    check_positive,
+    wide,
+)
+from derived_attention.common.kernels import chosen
+from derived_attention.common.masks import Mask, nearer_zero, shared_offset
+
+WIDEST = 256  # features of a query or a value that the kernels have tiles for
+
+
+class Components(NamedTuple):
+    """The parameters of components: s = log_weights + scale · precisions · (−‖q − k‖²/2).
+
+    Tensors are (R, 1, 1) or (H, R, 1, 1), float32 at least. A variance that is a Python number is
+    in `scale`, by which kernels multiply without rounding the keys.
+    """
+
+    log_weights: Tensor
+    precisions: Tensor
+    scale: float
+    equal: bool  # all precisions are 1
+    distance: bool
+    input_dtype: torch.dtype  # that of q, or autocast's
+    dtype: torch.dtype  # in which SDPA computes
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores that are stored, float32 at least."""
+        return self.precisions.dtype
+
+
+def components_of(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    hard: bool,
+    priors: Tensor | None = None,
+    variances: float | Tensor | None = None,
+    distance: bool = True,
+    normalized: bool | None = None,
+) -> Components:
+    """Check the keywords that mixtures have beside SDPA's, and return the components."""
+    normalized = distance if normalized is None else normalized
+    for name, flag in {"hard": hard, "distance": distance, "normalized": normalized}.items():
+        check_flag(name, flag)
+    if normalized and not distance:
+        raise ValueError("normalized is True and distance False; expected a Gaussian to normalise")
+    if scale is not None and variances is not None:
+        raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
+    D, learned = q.shape[-1], isinstance(variances, Tensor)
+    if priors is None:
+        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=wide(q), device=k.device)
+    else:
+        pi = per_component("priors", priors, k).to(wide(q))
+        positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
+        log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
+    if isinstance(variances, Tensor):
+        precisions, scale = 1 / per_component("variances", variances, k).to(wide(q)), 1.0
+    else:
+        variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
+        precisions, scale = log_weights.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
+    if normalized and learned:
+        log_weights = log_weights + D / 2 * precisions.log()
+    autocast = q.dtype != torch.float64 and autocasts(q.device)
+    input_dtype = dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    # Half precision would round k/σ², and float16 would end −‖k‖²/2σ² at a small number.
+    if learned or (dtype == torch.float16 and scale < 1e-4):
+        dtype = torch.promote_types(dtype, torch.float32)
+    equal = k.shape[-3] == 1 or not learned
+    return Components(log_weights, precisions, float(scale), equal, distance, input_dtype, dtype)
+
+
+def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
+    """Check for a number for each component; return (R, 1, 1) or (H, R, 1, 1), ones for None."""
+    R, heads = k.shape[-3], k.shape[-4:-3]
+    if value is None:
+        return torch.ones(R, 1, 1, device=k.device)
+    meaning = "one number a component, or for each head"
+    kind = "finite and positive" if name == "variances" else "finite and at least 0"
+    check_parameter(name, value, k, ((R,), (*heads, R)), meaning, kind)
+    return value[..., None, None]
+
+
+def runs_kernel(
+    fused: bool | None, kernel: str, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> bool:
+    """Say whether the kernels of `derived_attention.mixture.triton` are to run.
+
+    They are if `fused` says so, and by default where they can and have been tried; `kernel` is the
+    mechanism's name.
+    """
+    tensors = (q, k, v, parts.log_weights, parts.precisions, mask.given)
+    width = max(q.shape[-1], v.shape[-1])
+    learned = mask.given is not None and mask.given.requires_grad
+
+    def problem() -> dict[str, Any] | None:
+        if learned or width > WIDEST:
+            return None
+        kind = "causal" if mask.is_causal else ""
+        if mask.given is not None:
+            kind = "boolean" if mask.given.dtype == torch.bool else "floating"
+        fields = {"kernel": kernel, "D": q.shape[-1], "DV": v.shape[-1], "R": k.shape[-3]}
+        return fields | {"mask": kind, "own": not parts.equal}
+
+    if not chosen(fused, *(x for x in tensors if x is not None), problem=problem):
+        return False
+    if learned:
+        raise ValueError(
+            "fused is True, and attn_mask requires a gradient; expected one that does not"
+        )
+    if width > WIDEST:
+        raise ValueError(
+            f"fused is True, and q or v has {width} features; expected at most {WIDEST}"
+        )
+    return True
+
+
+def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Subtract a common offset from all queries and keys (..., R, M, D), in float32 at least.
+
+    It changes no distance, weight or gradient. But the three terms of ‖q − k‖² are computed apart,
+    and the share of an offset in them would only cancel up to rounding errors. If causal, the
+    offset depends on the first two tokens alone, so that no result depends on later ones.
+    """
+    q, k = q.to(parts.precisions), k.to(parts.precisions)
+    if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
+        return q, k
+    keys = k[..., :2, :] if mask.is_causal else k
+    offset = shared_offset(keys.detach().mean(-3), mask)  # (..., H, 1, D)
+    per_key = mask.given is None or mask.given.shape[-2] == 1
+    if mask.is_causal:
+        query = q[..., :2, :][..., -1:, :]
+    else:
+        query = q.mean(-2, keepdim=True) if per_key else q[..., :1, :]
+    offset = nearer_zero(offset, query.detach())
+    return q - offset, k - offset.unsqueeze(-3)
+
+
+def kernel_tensors(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to the dtype of a kernel; half precision would round what `centred` leaves."""
+    dtype = parts.input_dtype
+    if torch.finfo(dtype).bits < 32:
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return *centred(q, k, parts, mask), v.to(dtype)
+
+
+def kernel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return q, k, v, a, u and w as a kernel takes them."""
+    q, k, v = kernel_tensors(q, k, v, parts, mask)
+    a, w, u = parts.scale * parts.precisions, parts.log_weights, None
+    if parts.distance:
+        w = torch.addcmul(w, a, _squares(k, a), value=-0.5)
+    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+        u = (a.amin(-3, keepdim=True) - a) * _squares(q, a).unsqueeze(-3) / 2
+        u = u.squeeze(-1)
+    w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(k.shape[:-1])
+    return q, k, v, a, u, w
+
+
+def _squares(x: Tensor, like: Tensor) -> Tensor:
+    """Return ‖x‖² (..., 1) in a wider dtype, without a copy of x in it."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=like.dtype).square()
+
+
+def features(
+    q: Tensor, k: Tensor, parts: Components, mask: Mask, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Append the features with which scale · q_i·k_jr is s_ijr, up to a term of i alone.
+
+    They are computed in float32 at least, and then cast. Half precision would round what `centred`
+    leaves.
+    """
+    if torch.finfo(dtype).bits >= 32:
+        q, k = centred(q, k, parts, mask)
+    q, k = q.to(parts.wide), k.to(parts.wide)
+    bias = parts.log_weights / parts.scale  # (..., R, 1, 1)
+    if parts.distance:
+        bias = bias - parts.precisions * k.square().sum(-1, keepdim=True) / 2
+    unit = _unit(dtype)
+    # −∞ − −∞ would be NaN, and so would be what overflows when it is multiplied by the scale
+    bias = bias.clamp(min=torch.finfo(dtype).min / 4 / max(1.0, parts.scale) * unit)
+    pairs = [(torch.full_like(q[..., :1], unit), x) for x in _split(bias / unit, dtype)]
+    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
+        widest = parts.precisions.amin(-3, keepdim=True)
+        beyond = (widest - parts.precisions) * q.shape[-1] / 2
+        pairs.append((q.square().mean(-1, keepdim=True), beyond))  # in float32 at least
+    of_queries, of_keys = zip(*pairs, strict=True)
+    sizes = (*k.shape[:-1], 1)
+    q = torch.cat([_fit(q, dtype), *(x.to(dtype) for x in of_queries)], -1)
+    k = torch.cat([_fit(parts.precisions * k, dtype), *(x.expand(sizes) for x in of_keys)], -1)
+    return q, k
+
+
+def _unit(dtype: torch.dtype) -> int:
+    """Return the feature of a query in place of 1, so that −‖k‖²/2 over it is within the dtype.
+
+    The largest number of float16 is 65504, and a key of length 362 has that for ‖k‖²/2.
+    """
+    return 2048 if dtype == torch.float16 else 1
+
+
+def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a dtype, clamped to its range."""
+    limit = torch.finfo(dtype).max
+    return x if x.dtype == dtype else x.clamp(-limit, limit).to(dtype)
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return x, or in half precision two numbers that add up to it: x rounded, and the rest.
+
+    Without the rest, the rounding of a large ‖k‖²/2σ² would be an error of the score. The gradient
+    of x is that of the first number: that of the rest cancels.
+    """
+    if torch.finfo(dtype).bits >= 32:
+        return [x.to(dtype)]
+    rounded = _fit(x, dtype)
+    return [rounded, _fit(x - rounded.to(x.dtype), dtype)]

@@ -1,0 +1,427 @@
+"""Mixtures of keys: each token has R keys, and attention is a posterior (chapters 9 and 10).
+
+The equation of this module, for keys k_jr with r = 1..R at token j, is ::
+
+    h_i = Σ_j a_ij v_j,    a_ij = Σ_r exp(s_ijr) / Σ_j' Σ_r exp(s_ij'r)
+    s_ijr = log π_r − D log σ_r − ‖q_i − k_jr‖² / 2σ_r²
+
+a_ij is the probability that token j explains query i, if all tokens are as probable beforehand: the
+posterior of eq. 5 of [Nguyen2022]. Eq. 7 has no D log σ_r, which only matters where the σ_r differ:
+``normalized=False``. The hard form has max_r where this has Σ_r. The linear form replaces
+exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
+
+Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2σ². Only the middle term is new to softmax
+attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
+all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
+each value R times. The causal form and the hard form make some rows of scores at a time (`blocks`);
+on a CPU, the soft form makes tiles of them (`tiles`). `components` makes the features. Keys that
+are shifts of one key have a form of their own, in `shifted`; `layer` has the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.blocks import (
+    Block,
+    Tensors,
+    attend,
+    chunks,
+    combine,
+    split_shares,
+    spread_product,
+)
+from derived_attention.common.checks import (
+    check_flag,
+    check_keys,
+    check_mask_kind,
+    check_shape,
+    may_look_at,
+    wide,
+)
+from derived_attention.common.convention import (
+    full_precision,
+    mechanism,
+    prepare,
+    share_heads,
+    takes_fewer_heads,
+    with_any_heads,
+)
+from derived_attention.common.kernels import chosen
+from derived_attention.common.masks import BlockMask, Mask, allowed, masked_softmax
+from derived_attention.common.tiles import attend_by_tiles
+from derived_attention.linear.core import (
+    FeatureMap,
+    apply_feature_map,
+    causal_problem,
+    check_fused,
+    elu_feature_map,
+    fused_sums,
+    linear_attention,
+    linear_state,
+)
+from derived_attention.mixture.components import (
+    Components,
+    components_of,
+    features,
+    kernel_arguments,
+    per_component,
+    runs_kernel,
+)
+from derived_attention.softmax.core import sdpa, widen
+
+Reduction = Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]  # of q, k, v, mask and scale
+
+
+@mechanism(components=True)
+def mixture_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    priors: Any = None,
+    variances: Any = None,
+    distance: bool = True,
+    normalized: Any = None,
+    hard: bool = False,
+    fused: Any = None,
+) -> Tensor:
+    """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
+
+    One product of weights and values for all components, tile by tile, on a CPU and in the Triton
+    kernel. Elsewhere one softmax attention on R M keys; but the causal form, since a triangle does
+    not fit repeated keys, and the hard form compute some rows of scores at a time, and again in the
+    backward pass.
+
+    Parameters
+    ----------
+    scale : float, optional
+        1/σ² of all components, 1/√D where left out. Excludes `variances`.
+    priors : Tensor, optional
+        π, ``(R,)`` or ``(H, R)``, not negative; all equal where left out. A factor common to all
+        divides out. Values are not read. A component whose prior is 0 takes no part.
+    variances : float or Tensor, optional
+        σ², positive: a number for all components, or a tensor ``(R,)`` or ``(H, R)``, whose values
+        are not read.
+    distance : bool
+        True: the Gaussian kernel of eq. 7. False: s_ijr = log π_r + q_i·k_jr/σ_r², eq. 6.
+    normalized : bool, optional
+        True: eq. 5, of densities π_r 𝒩(q | k_r, σ_r² I), with their factor σ_r⁻ᴰ. False: eq. 7 as
+        printed, a sum of π_r exp(−‖q − k_r‖²/2σ_r²). The two differ where variances do, and each
+        is the other with π_r σ_rᴰ in place of π_r, or π_r σ_r⁻ᴰ. True where left out, but with dot
+        products, ``distance=False``, which have nothing to normalise.
+    hard : bool
+        True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
+        they are equal they drop out. Where two components tie, the first one gets the gradient.
+    fused : bool, optional
+        True: run the Triton kernel, or raise a ValueError where it cannot run, as where `attn_mask`
+        requires a gradient, or q or v has more than 256 features. False: PyTorch's form. Left out:
+        the kernel on a GPU where it can run, has been tried and agrees; it has one derivative.
+    """
+    parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
+    name = "hard_mgk" if hard else "mgk"
+    kernel, dtype = runs_kernel(fused, name, q, k, v, parts, mask), q.dtype
+    reduce = _reduction(q, k, v, mask, hard)
+    with full_precision(v.device):
+        if kernel:
+            from derived_attention.mixture import triton
+
+            tensors = kernel_arguments(q, k, v, parts, mask)
+            return triton.attend(*tensors, mask, hard).to(dtype)
+        q, k = features(q, k, parts, mask, parts.dtype if reduce is _joined else parts.wide)
+        return reduce(q, k, v, mask, parts.scale).to(dtype)
+
+
+@mechanism(components=True)
+def hard_mixture_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
+) -> Tensor:
+    """`mixture_attention` with ``hard=True``, and the other arguments of that."""
+    return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **mixture)
+
+
+def _reduction(q: Tensor, k: Tensor, v: Tensor, mask: Mask, hard: bool) -> Reduction:
+    """Choose how scores scale · q_i·k_jr become weights of values."""
+    if k.shape[-3] == 1 or not (mask.is_causal or hard or _in_parts(v)):
+        return _joined
+    if hard:
+        return _most
+    tiles = all(_in_parts(x) and may_look_at(x) and x.numel() for x in (q, k, v))
+    return _tiled if tiles else _summed
+
+
+def _in_parts(x: Tensor) -> bool:
+    """Say whether to save R − 1 of R value products is worth more than one fused call.
+
+    It is on a CPU, but for compilers, which would have every part in their graph.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Attend to R M keys at once."""
+    R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
+    v = v.to(q.dtype)
+    if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
+        v = widen(v, k.shape[-1])
+    v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
+    if mask.given is not None:
+        sizes = (*mask.given.shape[:-1], R, M)
+        mask = Mask(mask.given.unsqueeze(-2).expand(sizes).flatten(-2))  # (..., N, R M)
+    return sdpa(q, k.flatten(-3, -2), v.flatten(-3, -2), mask, scale)[..., :Dv]
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend_by_tiles(_Sum(), v, mask, scale * q, k)
+
+
+def _summed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend(_Sum(), v, mask, scale * q, k)
+
+
+def _most(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend(_Most(), v, mask, scale * q, k)
+
+
+class _Sum(NamedTuple):
+    """Weights Σ_r p_ijr, where p_ijr = exp(q_i·k_jr) / Σ_j'r' exp(q_i·k_j'r').
+
+    The softmax runs over all R m scores of a query, so that no row of logarithms is needed: the
+    gradient of the score s_ijr is p_ijr times what that of log Σ_r exp(s_ijr) is a_ij times.
+    """
+
+    def settled(self, ours: Tensors) -> _Sum:
+        """Return itself: nothing depends on the data."""
+        return self
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return all s_ij = log Σ_r exp(s_ijr) (..., N, M), of q (..., N, E), k (..., R, M, E)."""
+        return (q.unsqueeze(-3) @ k.mT).logsumexp(-3)
+
+    def weights(
+        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
+    ) -> tuple[Tensor, Any]:
+        """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and all p if `keep`."""
+        q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
+        s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
+        for r in range(k.shape[1]):
+            mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
+        # In place, but not in a traced graph, which may want gradients.
+        in_place = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if in_place else None).view_as(s)
+        A = p.sum(2)
+        if mask.is_causal and block.rows.start == 0 and block.m:  # one key: nothing to round
+            A[:, 0, 0] = 1
+        return A, p
+
+    def spread(
+        self, A: Tensor, beyond: Tensor, p: Tensor, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
+        """Add the gradients of q and k through those rows of scores to `grads`."""
+        (q, k), (dq, dk) = ours, grads
+        for r in range(p.shape[2]):
+            spread_product(p[:, :, r].mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
+
+
+class _Most(NamedTuple):
+    """Weights exp(s_ij), where s_ij = max_r q_i·k_jr: the hard E-step."""
+
+    def settled(self, ours: Tensors) -> _Most:
+        """Return itself: nothing depends on the data."""
+        return self
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return all s (..., N, M), of q (..., N, E) and k (..., R, M, E)."""
+        return (q.unsqueeze(-3) @ k.mT).max(-3).values
+
+    def weights(
+        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
+    ) -> tuple[Tensor, Any]:
+        """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and shares if `keep`."""
+        q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
+        total, shares = combine((q @ key.mT for key in k.unbind(1)), True, keep)
+        return mask.softmax(total, *block), shares
+
+    def spread(
+        self, A: Tensor, beyond: Tensor, shares: Any, ours: Tensors, grads: Tensors, block: Block
+    ) -> None:
+        """Add the gradients of q and k through those rows of scores to `grads`."""
+        (q, k), (dq, dk) = ours, grads
+        for r, dS in split_shares(beyond.mul_(A), shares):
+            spread_product(dS, [q, k[:, r]], [dq, dk[:, r]], block)
+
+
+# --- the linear kernel ---------------------------------------------------------------------------
+
+
+def linear_mixture_state(
+    k: Tensor,
+    v: Tensor,
+    *,
+    priors: Tensor | None = None,
+    feature_map: FeatureMap = elu_feature_map,
+    state: Tensor | None = None,
+) -> Tensor:
+    """S = Σ_j (Σ_r π_r φ(k_jr)) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``; the largest prior counts as 1.
+
+    It is to `linear_mixture_attention` what `linear_state` is to `linear_attention`, for keys
+    ``(..., H, R, M, D)``; errors are those of the mechanism.
+    """
+    check_keys(k, v, components=True)
+    mixed = _mixed(feature_map, k, _relative(priors, k))
+    with full_precision(k.device):
+        return linear_state(mixed, v.to(mixed.dtype), feature_map=_same, state=state)
+
+
+def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
+    """Return π as (R, 1, 1) or (H, R, 1, 1), the largest 1; a common factor divides out."""
+    pi = per_component("priors", priors, k).to(wide(k))
+    return pi / pi.detach().amax(-3, keepdim=True)  # not by overflow
+
+
+def _mixed(feature_map: FeatureMap, k: Tensor, pi: Tensor) -> Tensor:
+    """Return the features Σ_r π_r φ(k_jr) (..., M, F) of tokens."""
+    phi_k = apply_feature_map(feature_map, k)  # (..., R, M, F)
+    with full_precision(k.device):
+        return (pi * phi_k).sum(-3)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@mechanism(components=True, per_key=True, state=linear_mixture_state)
+@takes_fewer_heads
+def linear_mixture_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    priors: Any = None,
+    feature_map: Any = elu_feature_map,
+    fused: Any = None,
+    state: Tensor | None = None,
+) -> Tensor:
+    """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
+
+    Parameters
+    ----------
+    priors : Tensor, optional
+        As in `mixture_attention`.
+    feature_map, fused, state
+        As in `linear_attention`. `linear_mixture_state` returns a state.
+    """
+    fused = check_fused(fused, mask, state, q, k)
+    if isinstance(priors, Tensor) and priors.dim() > 1:  # of each head
+        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
+    pi = _relative(priors, k)
+    elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
+
+    def problem() -> dict[str, Any] | None:
+        fields = causal_problem("mlk", mask, elu, q, v)
+        return fields and fields | {"R": k.shape[-3]}
+
+    if chosen(fused, q, k, v, pi, problem=problem) and elu:
+        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
+        return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
+    phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
+    mixed = _mixed(feature_map, k, pi)  # (..., M, F)
+    with full_precision(q.device):
+        options = {"feature_map": _same, "fused": fused, "state": state, **mask.keywords}
+        v = v.to(phi_q.dtype)
+        return with_any_heads(linear_attention, phi_q, mixed, v, **options).to(q.dtype)
+
+
+# --- expectation and maximisation ----------------------------------------------------------------
+
+
+def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixture: Any) -> Tensor:
+    """γ_ijr = exp(s_ijr) / Σ_r' exp(s_ijr'): how probable component r is, if token j explains i.
+
+    Eq. 8 of [Nguyen2022], with the index j that γ lacks there, and j for j' in its denominator.
+    Arguments and errors are those of `mixture_attention` without `hard`. The result is
+    ``(..., H, R, N, M)``, float32 at least, and sums to 1 over R. Queries do not depend on each
+    other: for a long sequence, call it on parts of them.
+    """
+    _, scale = prepare(q, k, None, None, False, scale, components=True)
+    parts = components_of(q, k, scale, False, **mixture)
+    with full_precision(q.device):
+        q, k = features(q, k, parts, Mask(), parts.wide)
+        return (parts.scale * (q.unsqueeze(-3) @ k.mT)).softmax(-3)
+
+
+@torch.no_grad()
+def em_priors(
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    weighted: bool = True,
+    query_mask: Tensor | None = None,
+    **mixture: Any,
+) -> Tensor:
+    """One step of EM for the priors of each head: π_r ← Σ_ij a_ij γ_ijr / Σ_ij a_ij.
+
+    The queries are the data. The likelihood of query i, given the M tokens that it may attend, is
+    Σ_j Σ_r exp(s_ijr) / M: a mixture of R M components, and a_ij γ_ijr is the responsibility of one
+    of them. π_r is shared by all tokens, so the shares of component r are summed over i and j. The
+    sum of log Σ_jr exp(s_ijr) over the queries never falls, whatever the kernel is.
+
+    The update printed in [Nguyen2022], π_jr = Σ_i γ_ijr / N, has no a_ij. It is the step for one
+    token j that had to explain all queries, those that attend elsewhere too. It can lower the
+    likelihood above.
+
+    Parameters
+    ----------
+    q, k, attn_mask, is_causal, scale, mixture
+        As in `mixture_attention`, without `hard`.
+    weighted : bool
+        False: the printed update, averaged over the tokens j that each query may attend.
+    query_mask : Tensor, optional
+        Boolean ``(..., H, N)``: False where a query is padding and does not count.
+
+    Returns
+    -------
+    Tensor
+        π, ``(H, R)``, or ``(R,)`` where `q` is ``(N, D)``, float32 at least, without gradient. It
+        sums to 1 over R, and is uniform where no query counts.
+    """
+    mask, scale = prepare(q, k, None, attn_mask, is_causal, scale, components=True)
+    check_flag("weighted", weighted)
+    parts = components_of(q, k, scale, False, **mixture)
+    if query_mask is not None:
+        check_mask_kind("query_mask", query_mask, q.device)
+        check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
+    counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
+    with full_precision(q.device):
+        q, k = features(q, k, parts, mask, parts.wide)
+        for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
+            shares = _shares(
+                q[..., rows, :], k[..., :m, :], parts, mask.part(rows, m, q.device), weighted
+            )
+            if query_mask is not None:
+                shares = shares.masked_fill(~query_mask[..., None, rows], 0)
+            counts += shares.sum(-1).sum_to_size(counts.shape)
+    total = counts.sum(-1, keepdim=True)
+    return torch.where(total == 0, 1 / k.shape[-3], counts / total)
+
+
+def _shares(q: Tensor, k: Tensor, parts: Components, mask: Tensor | None, weighted: bool) -> Tensor:
+    """Return Σ_j a_ij γ_ijr (..., H, R, C) of some queries; 1/m for a_ij unless `weighted`."""
+    scores = parts.scale * (q.unsqueeze(-3) @ k.mT)  # (..., H, R, C, m)
+    if weighted:
+        A = masked_softmax(scores.logsumexp(-3), mask)
+    else:
+        even = torch.zeros_like(scores[..., 0, :, :])
+        A = masked_softmax(even, None if mask is None else allowed(mask))
+    return (A.unsqueeze(-3) * scores.softmax(-3)).sum(-1)

@@ -1,0 +1,285 @@
+"""Multiresolution heads: each sees the sequence at a scale of its own (chapter 7).
+
+The equation of this module, for head h with the scales s of its queries and s' of its keys, is ::
+
+    H_h = ↑_s softmax((↓_s Q)(↓_s' K)ᵀ / √D) (↓_s' V)
+
+where ↓_s averages windows of s steps, and ↑_s repeats each result s times: eq. 16 of
+[MrsFormer]. With s = 1 a head is Attention-SH; with s' = 1 only its output is coarse. Averages can
+be replaced by the low-pass filter of a wavelet, and repetition by its dual: ↓↑ is the identity, so
+↑↓ is a projection. Softmax can be replaced by any mechanism.
+
+A causal head may use a pooled window only after it has ended. So window t ends at step t s, the
+queries t s, ..., t s + s − 1 share its result, and the first window is one step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.checks import (
+    Mechanism,
+    check_callable,
+    check_flag,
+    check_no_bias,
+    check_query_mask,
+    cut_any_length,
+    is_symbolic,
+    wide,
+)
+from derived_attention.common.convention import (
+    is_per_key,
+    mechanism,
+    parts_of,
+    takes_fewer_heads,
+    with_any_heads,
+)
+from derived_attention.common.filters import BOXCAR, Filter, check_levels, is_boxcar, wavelet_filter
+from derived_attention.common.masks import Mask
+from derived_attention.common.pooling import (
+    Pooling,
+    check_scale_list,
+    head_groups,
+    keep_first,
+    pooled_heads,
+)
+from derived_attention.layer import in_order, pick
+from derived_attention.softmax.core import softmax_attention
+
+
+@mechanism(alone=False)
+@takes_fewer_heads
+def multiresolution_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    key_scales: Any = None,
+    filters: Any = "boxcar",
+    class_token: bool = False,
+    query_mask: Any = None,
+    attention: Any = softmax_attention,
+) -> Tensor:
+    """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
+
+    O(N M / s s') operations for a head with softmax. A window of queries that ends the sequence may
+    be shorter than s, as one of keys may.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
+        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
+        mask if all scales are 1.
+    is_causal : bool
+        Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
+        t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
+        s ≠ s', a mask of (N / s) (M / s') entries is stored, and scores with an `attention` whose
+        patterns depend on positions; they are those of windows by their numbers. Not with wavelets,
+        whose filters reach into the future, and not with a class token.
+    scales, key_scales : sequence of int
+        s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
+        wavelets.
+    filters : str or pywt.Wavelet
+        ``"boxcar"``, averages and repetition, or a discrete wavelet of PyWavelets, as
+        ``pywt.Wavelet("db2")``: see `wavelet_filter`.
+    class_token : bool
+        Whether the first query, key and value stay as they are, and the windows start after them.
+    query_mask : Tensor, optional
+        Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which then is
+        left out of its pooled query.
+    attention : callable
+        `softmax_attention` or another mechanism with its calling convention, which attends windows.
+        If causal with s ≠ s', one that treats each query alone.
+    """
+    pairs = check_scales(scales, key_scales, q, mask, class_token)
+    laid = check_filters(filters, pairs, class_token, mask.is_causal)
+    check_callable("attention", attention)
+    check_query_mask(query_mask, q)
+    if query_mask is not None:
+        query_mask = query_mask.expand(q.shape[:-1])  # (..., H, N)
+    outputs, groups, N = [], head_groups(pairs), q.shape[-2]
+    each = q.shape[-3] // k.shape[-3]
+    for (s, t), heads in groups.items():
+        q_h, run = pick(q, heads), attention
+        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, heads, t, each)
+        if s > 1:
+            present = None if query_mask is None else pick(query_mask, heads, at=-2)
+            q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
+        if s != t and mask.is_causal:
+            run, attn_mask = causal_windows(attention, q_h, k_h, s, t)
+        options = {"is_causal": mask.is_causal and attn_mask is None, "scale": scale}
+        H = with_any_heads(run, q_h, k_h, v_h, attn_mask=attn_mask, **options)
+        outputs.append(H if s == 1 else laid.up(H, s, N))
+    return in_order(outputs, [h for heads in groups.values() for h in heads])
+
+
+# --- windows after a class token, or causal ------------------------------------------------------
+
+
+def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
+    """Return a filter whose windows begin after a class token, or end as causality asks."""
+    if causal:
+        return Filter(functools.partial(_ended, filters.down), filters.up)
+    if not class_token:
+        return filters
+    down = functools.partial(keep_first, filters.down)
+
+    def up(y: Tensor, scale: int, N: int) -> Tensor:
+        return torch.cat([y[..., :1, :], filters.up(y[..., 1:, :], scale, max(N - 1, 0))], -2)
+
+    return Filter(down, up)
+
+
+def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool the first step alone, and then windows that end where a group of queries begins."""
+    if is_symbolic(x.shape[-2]):
+        return _ended_means(x, scale, present)
+    windows = -(-x.shape[-2] // scale)
+    used = 1 + (windows - 1) * scale if windows else 0
+    cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
+    pool, kept = keep_first(down, x[..., :used, :], scale, cut)
+    return lambda y: pool(y[..., :used, :]), kept
+
+
+def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
+    """Pool to the averages of the same windows of x (..., n, D), if n is symbolic."""
+    keep = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
+
+    def total(y: Tensor) -> Tensor:
+        count = (y.shape[-2] - 1) // scale + 1
+        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
+
+    steps = total(keep.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
+
+    def pool(y: Tensor) -> Tensor:
+        sums = total(y.to(wide(y)).masked_fill(~keep.unsqueeze(-1), 0))
+        return (sums / steps.clamp(min=1)).to(y.dtype)
+
+    return pool, None if present is None else (steps > 0).squeeze(-1)
+
+
+def causal_windows(
+    base: Mechanism, query: Tensor, key: Tensor, s: int, t: int
+) -> tuple[Mechanism, Tensor | None]:
+    """Let windows of s queries attend windows of t keys that have ended: a function, a mask."""
+    *inner, own = parts_of(base)
+    placed = getattr(own, "placed", None)
+    if is_per_key(base) and not placed:
+        for part in (*inner, own):
+            if getattr(part, "placed", None) or not getattr(part, "alone", True):
+                raise ValueError(
+                    "key_scales differ from scales with is_causal=True, and the attention runs "
+                    f"{part.__name__}; expected the same scales, or an attention that treats each "
+                    "query alone, wherever it is"
+                )
+        return functools.partial(_in_step, base, s, t), None
+    i, j = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
+    ended = j * t <= (i * s)[:, None]
+    return (functools.partial(_under, base, ended), None) if placed else (base, ended)
+
+
+def _under(
+    base: Mechanism, ended: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
+    attn_mask: Tensor | None, is_causal: bool, scale: float | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Attend windows that have ended by the form of a base that depends on positions."""
+    while isinstance(base, functools.partial):
+        options, base = base.keywords | options, base.func
+    return base.placed(q, k, v, Mask(ended), scale, **options)  # type: ignore[attr-defined]
+
+
+def _in_step(
+    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """Attend with query i among the keys j t ≤ i s, by a base that has only j ≤ i.
+
+    Query i takes the place ⌊i s / t⌋, that of its last key; places after all keys attend them all.
+    At most ⌈t / s⌉ queries have the same place: they are put into as many sequences, whose other
+    places repeat the first query.
+    """
+    N, M = q.shape[-2], k.shape[-2]
+    if N == 0:
+        return base(q, k, v, **options)
+    i = torch.arange(N, device=q.device)
+    place = i * s // t
+    lane = i - (place * t + s - 1) // s  # i minus the first query with this place
+    source = i.new_zeros(-(-t // s), torch.sym_max(M, (N - 1) * s // t + 1))
+    source[lane, place] = i
+    lanes = len(source)
+    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., ·, D), as heads stay the third from last
+    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
+    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_scales(
+    scales: Sequence[int],
+    key_scales: Sequence[int] | None,
+    q: Tensor,
+    mask: Mask,
+    class_token: bool,
+) -> list[tuple[int, int]]:
+    """Check the scales, and that the mask can be pooled; return (s, s') of each head."""
+    if q.dim() < 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
+    pairs = check_pairs(scales, key_scales, q.shape[-3])
+    check_flag("class_token", class_token)
+    if pools(pairs):
+        mask.per_key()
+        if mask.given is not None:
+            check_no_bias("attn_mask", mask.given)
+        check_ends(class_token, mask.is_causal)
+    return pairs
+
+
+def pools(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether any head has windows of more than one step."""
+    return max([max(pair) for pair in pairs]) > 1  # a list, for torch.compile
+
+
+def check_pairs(
+    scales: Sequence[int], key_scales: Sequence[int] | None, heads: int
+) -> list[tuple[int, int]]:
+    """Check for two whole numbers, at least 1, per head."""
+    check_scale_list(scales, heads)
+    if key_scales is not None:
+        check_scale_list(key_scales, heads, "key_scales")
+    return list(zip(scales, scales if key_scales is None else key_scales, strict=True))
+
+
+def check_ends(class_token: bool, is_causal: bool) -> None:
+    """Refuse a class token in causal attention."""
+    if class_token and is_causal:
+        raise ValueError(
+            "is_causal is True with class_token=True; expected one of them: a class token stands "
+            "first, and would attend only itself"
+        )
+
+
+def check_filters(
+    filters: Any, pairs: Sequence[tuple[int, int]], class_token: bool, is_causal: bool
+) -> Filter:
+    """Return the filter of a name or a wavelet, with its windows laid on the sequence."""
+    if is_boxcar(filters):
+        return _laid(BOXCAR, class_token, is_causal)
+    wavelet = wavelet_filter(filters)
+    for s in {s for pair in pairs for s in pair}:
+        check_levels(s)
+    if is_causal:
+        raise ValueError(
+            'is_causal is True with a wavelet; expected filters="boxcar": a wavelet reaches beyond '
+            "its window, into the future"
+        )
+    return _laid(wavelet, class_token, False)

@@ -1,1 +1,0 @@
-"""What pages use: claims, exercises, figures, sliders, and the solver of their regressions."""

@@ -1,0 +1,222 @@
+"""Attention-SH and BN+SH: heads that regress on pooled keys and values (chapter 5).
+
+The equation of this module, for head h with the scale s_h and N_h = ⌈M / s_h⌉, is ::
+
+    K_h, V_h = pool(K, s_h), pool(V, s_h)     (N_h, D), (N_h, Dv)
+    H_h = softmax(Q_h K_hᵀ / √D) V_h          (N, Dv)
+
+with all queries, and fewer keys and values: eq. 25. In Attention-BN+SH the softmax attention of a
+head is Attention-BN with the mean and the variances of its pooled keys: eqs. 49 to 51. A pooling
+turns each window of s_h steps into one, by their average, their maximum, or a convolution with
+stride s_h; or it clusters the steps by k-means.
+
+The functions pool keys and values. The layers pool X before they project it (remark 5): the same
+for averages, which commute with an affine projection, and less work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from derived_attention.batch_norm.core import check_normalization, normalized_attention
+from derived_attention.common.checks import Mechanism, check_callable, check_flag, check_no_bias
+from derived_attention.common.convention import mechanism, takes_fewer_heads, with_any_heads
+from derived_attention.common.masks import Mask
+from derived_attention.common.pooling import (
+    POOLINGS,
+    Pooling,
+    check_scale_list,
+    head_groups,
+    keep_first,
+    kmeans_pooling,
+    pooled_heads,
+    windows,
+)
+from derived_attention.layer import in_order, pick
+from derived_attention.softmax.core import softmax_attention
+
+HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
+
+
+@mechanism
+@takes_fewer_heads
+def scaled_heads_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    pooling: Any = "average",
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+    positional: bool = False,
+) -> Tensor:
+    """Attention-SH, eq. 25 of [Nguyen2023]: the heads of one scale are one call of `attention`.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
+        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
+        mask if all scales are 1.
+    is_causal : bool
+        True only if all scales are 1: a pooled key holds the future of all its steps but one.
+    scales : sequence of int
+        s_h for each head, at least 1. Keys and values of head h become ⌈M / s_h⌉.
+    pooling : str or callable
+        ``"average"``, ``"max"``, ``"k-means"``, or a function such as `average_pooling`, or a
+        `ConvolutionPooling`. Values follow the keys: with k-means, in the clusters of the keys.
+    class_token : bool
+        Whether the first key and value stay as they are, and the windows start after them.
+    attention : callable
+        `softmax_attention` or another mechanism with its calling convention.
+    positional : bool
+        Whether `attention` depends on the positions of queries and keys, as sparse patterns do. It
+        then runs on the pooled sequence, where query i has the position ⌊i / s_h⌋. Needs N = M and
+        windows of steps: no `class_token`, no k-means.
+    """
+    options = dict(
+        pooling=pooling, class_token=class_token, attention=attention, positional=positional
+    )
+    return _by_scale(q, k, v, mask, scale, lambda base, heads: base, scales=scales, **options)
+
+
+@mechanism
+@takes_fewer_heads
+def normalized_scaled_heads_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    beta: float = 1.0,
+    eps: Any = None,
+    center_keys: Any = None,
+    **pooled: Any,
+) -> Tensor:
+    """Attention-BN+SH, eqs. 49 and 51 of [Nguyen2023]: Attention-BN on pooled keys and values.
+
+    Parameters
+    ----------
+    scales, pooled
+        As in `scaled_heads_attention`: `pooling`, `class_token`, `attention`, `positional`.
+    beta, eps, center_keys
+        As in `normalized_attention`; the statistics are those of the pooled keys of each head.
+    """
+    check_normalization(beta, eps, q)
+
+    def bind(base: Mechanism, heads: list[int]) -> Mechanism:
+        options = {"beta": of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
+        return functools.partial(normalized_attention, attention=base, **options)
+
+    return _by_scale(q, k, v, mask, scale, bind, scales=scales, **pooled)
+
+
+def _by_scale(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    bind: Any,
+    *,
+    scales: Any,
+    pooling: Any = "average",
+    class_token: bool = False,
+    attention: Any = softmax_attention,
+    positional: bool = False,
+) -> Tensor:
+    """Run the heads of each scale on pooled keys and values; `bind` adds options of those heads."""
+    check_scales(scales, q, mask)
+    pool_by = check_pooling(pooling, class_token)
+    check_positions(attention, positional, q, k, pooling, class_token)
+    outputs, groups, each = [], head_groups(scales), q.shape[-3] // k.shape[-3]
+    for s, heads in groups.items():
+        run = bind(aligned(attention, s, positional), heads)
+        k_h, v_h, attn_mask = pooled_heads(pool_by, k, v, mask, heads, s, each)
+        options = {"attn_mask": attn_mask, "is_causal": mask.is_causal, "scale": scale}
+        outputs.append(with_any_heads(run, pick(q, heads), k_h, v_h, **options))
+    return in_order(outputs, [h for heads in groups.values() for h in heads])
+
+
+def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
+    """Return the β of these heads."""
+    return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
+
+
+def aligned(base: Mechanism, s: int, positional: bool) -> Mechanism:
+    """Let a mechanism see query i at the position ⌊i / s⌋, if it depends on positions."""
+    return functools.partial(_attend_aligned, base, s) if positional and s > 1 else base
+
+
+def _attend_aligned(
+    base: Mechanism, s: int, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any, **options: Any
+) -> Tensor:
+    """Attend with query i at position ⌊i / s⌋ among the pooled keys.
+
+    The queries are split into s sequences: the t-th has step t of every window. Each is as long as
+    the pooled keys, so that the query and the key of a window have the same position.
+    """
+    N = q.shape[-2]
+    s = min(s, N or s)
+    q = windows(q, s).transpose(-3, -2)  # (..., H, s, N_h, D)
+    k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], s, -1, -1) for x in (k, v))
+    mask = None if attn_mask is None else attn_mask.unsqueeze(-3)
+    H = base(q, k, v, attn_mask=mask, **options)  # (..., H, s, N_h, Dv)
+    return H.transpose(-3, -2).flatten(-3, -2)[..., :N, :]
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
+    """Check `scales` against the heads of `q`, and that the mask can be pooled."""
+    if q.dim() < 3:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (..., H, N, D), with its heads")
+    check_scale_list(scales, q.shape[-3])
+    if max(scales) > 1:
+        if mask.is_causal:
+            raise ValueError(
+                f"is_causal is True with scales {list(scales)}; expected False, or scales of 1: "
+                f"{HOLDS_LATER}"
+            )
+        mask.per_key()
+        if mask.given is not None:
+            check_no_bias("attn_mask", mask.given)
+
+
+def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
+    """Return a pooling, by its name in `POOLINGS` or as given, that keeps a class token."""
+    if isinstance(pooling, str) and pooling not in POOLINGS:
+        raise ValueError(f"pooling is {pooling!r}; expected one of {list(POOLINGS)}, or a function")
+    function = POOLINGS[pooling] if isinstance(pooling, str) else pooling
+    check_callable("pooling", function, "a name or a function")
+    check_flag("class_token", class_token)
+    return functools.partial(keep_first, function) if class_token else function
+
+
+def check_positions(
+    attention: Mechanism, positional: bool, q: Tensor, k: Tensor, pooling: Any, class_token: bool
+) -> None:
+    """Check `attention`, and that pooled keys have positions if it depends on them."""
+    check_callable("attention", attention)
+    check_flag("positional", positional)
+    if positional and (class_token or pooling in ("k-means", kmeans_pooling)):
+        cause = "class_token=True" if class_token else "k-means"
+        raise ValueError(
+            f"positional is True with {cause}; expected False: not all keys are windows"
+        )
+    if positional and q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}; expected as many keys as queries, {q.shape[-2]}, with "
+            "positional=True"
+        )

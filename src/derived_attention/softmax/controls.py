@@ -1,0 +1,68 @@
+"""Controls for experiments: uniform attention, none, and attention by position only (chapter 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_attention.common.checks import Mechanism, check_count
+from derived_attention.common.convention import mechanism, takes_fewer_heads
+from derived_attention.common.masks import Mask
+from derived_attention.layer import MultiheadAttention
+from derived_attention.softmax.core import sdpa
+
+
+@mechanism
+@takes_fewer_heads
+def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    """Attend all allowed keys with equal weights; otherwise as `softmax_attention`."""
+    return sdpa(0 * q, k, v, mask, scale)
+
+
+@mechanism
+def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    """Attend only the key of the query, whatever the mask: H = V, for M = N."""
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"k has {k.shape[-2]} rows; expected {q.shape[-2]}, as many as q")
+    return v
+
+
+class PositionOnlyAttention(MultiheadAttention):
+    """Softmax attention whose scores are a learned bias for each head and offset, and nothing else.
+
+    ``a_ij = softmax_j(b[j - i])``: what this layer can do, no content has to be looked at for. It
+    has the interface and the parameters of `MultiheadAttention`, of which the projections of
+    queries and keys have no effect (their gradient is 0), and ``bias`` (H, 2·length - 1), which
+    starts at 0, as uniform attention.
+
+    Parameters
+    ----------
+    length : int
+        The most queries and keys.
+    """
+
+    shown = ("num_heads", "length")
+    alone = False
+
+    def __init__(self, *args: Any, length: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.length = check_count("length", length, 1)
+        self.bias = nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads, 2 * length - 1))
+
+    def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
+        """Put the bias of their offset in the place of all scores."""
+        N, M = q.shape[-2], k.shape[-2]
+        if max(N, M) > self.length:
+            raise ValueError(f"length is {self.length}; expected {max(N, M)} or more, as of keys")
+        offset = torch.arange(M, device=q.device) - torch.arange(N, device=q.device)[:, None]
+        scores = self.bias[:, offset + self.length - 1].to(q.dtype).expand(*q.shape[:-1], M)
+        if v is None:
+            return mask.softmax(scores)
+        dense = mask.on(scores)
+        if dense is not None and dense.dtype == torch.bool:
+            scores = scores.masked_fill(~dense, -torch.inf)
+        elif dense is not None:
+            scores = scores + dense
+        return sdpa(torch.zeros_like(q), torch.zeros_like(k), v, Mask(scores))

@@ -1,0 +1,121 @@
+"""Softmax with a sink: one more key, of score b and value 0 (chapter 16).
+
+The equation of this module is ::
+
+    h_i = Σ_j exp(s_ij) v_j / (exp(b) + Σ_j exp(s_ij)) = σ(log Σ_j exp(s_ij) − b) softmax(s_i) V
+
+with s_ij = q_i·k_j/√D and the logistic function σ: the weights of a query sum to less than 1, and
+to nearly 0 where no score is near b. For b → −∞ it is softmax attention; b = 0 is called "off by
+one". `sink_attention` is PyTorch's fused softmax with one more key and, as the score of that key
+may depend on no query, one more feature.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_attention.common.checks import Mechanism, check_parameter, wide
+from derived_attention.common.convention import extend, mechanism, prepare, takes_fewer_heads
+from derived_attention.common.masks import Mask, causal_mask
+from derived_attention.layer import Heads, MultiheadAttention
+from derived_attention.softmax.core import sdpa
+
+
+def sink_attention_weights(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    bias: float | Tensor,
+) -> Tensor:
+    """Return A (..., H, N, M) of `sink_attention`, whose rows sum to 1 less the sink's weight.
+
+    Arguments and errors are those of `sink_attention`.
+    """
+    mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
+    b = check_sink(bias, q).to(wide(q))
+    scores = ((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT).to(wide(q))
+    scores = torch.cat([scores, b.expand(*scores.shape[:-1], 1)], -1)
+    A = with_open_key(mask, q.shape[-2], k.shape[-2], q.device).softmax(scores)
+    return A[..., :-1].to(q.dtype)
+
+
+@mechanism(weights=sink_attention_weights)
+@takes_fewer_heads
+def sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, bias: Any
+) -> Tensor:
+    """Softmax attention with one more key of score b and value 0, by PyTorch's fused softmax.
+
+    So a query may attend nothing: with weights ``exp(s_ij) / (exp(b) + Σ_l exp(s_il))`` the result
+    is that of `softmax_attention` times ``σ(log Σ_l exp(s_il) − b)``. No mask closes the sink.
+
+    Parameters
+    ----------
+    bias : float or Tensor
+        b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
+        rounded to the dtype of `q`.
+    """
+    b, N, D = check_sink(bias, q), q.shape[-2], q.shape[-1]
+    scale = scale or 1 / math.sqrt(D)
+    # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
+    one = 2.0 ** round(-math.log2(scale) / 2)
+    # That of a query is b, as heads may share keys.
+    feature = (b.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
+    Q = torch.cat([q, feature], -1)
+    sink = extend(k.new_zeros(*k.shape[:-2], 1, D), 1, -1, one)
+    # The sink is the first key. So, with one more query before the others, causality stays as it
+    # is: that query attends the sink, and query i the sink and keys j ≤ i.
+    K, V = torch.cat([sink, extend(k, 1, -1)], -2), extend(v, 0, before=1)
+    if mask.is_causal:
+        return sdpa(extend(Q, 0, before=1), K, V, mask, scale)[..., 1:, :]
+    return sdpa(Q, K, V, with_open_key(mask, N, k.shape[-2], q.device, first=True), scale)
+
+
+def with_open_key(mask: Mask, N: int, M: int, device: torch.device, *, first: bool = False) -> Mask:
+    """Return a mask of M + 1 keys: one more, the first or last, that every query may attend."""
+    dense = causal_mask(N, M, device) if mask.is_causal else mask.given
+    if dense is None:
+        return Mask()
+    dense = dense.expand(*dense.shape[:-1], M)
+    value = float(dense.dtype == torch.bool)  # open: True, or 0 to add
+    return Mask(extend(dense, 1 - first, -1, value, before=int(first)))
+
+
+def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
+    """Check b for queries (..., H, N, D), and return it as a tensor () or (H, 1, 1)."""
+    if isinstance(bias, Tensor):
+        shapes = ((), (q.shape[-3],)) if q.dim() > 2 else ((),)
+        b = check_parameter("bias", bias, q, shapes, "one number, or one for each head", "finite")
+        return b[:, None, None] if b.dim() else b
+    if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+        kind = type(bias).__name__
+        raise TypeError(f"bias is of type {kind}; expected a finite number or a floating Tensor")
+    if not math.isfinite(bias):
+        raise ValueError(f"bias is {bias}; expected a finite number")
+    return torch.full((), float(bias), dtype=wide(q), device=q.device)
+
+
+class SinkAttention(MultiheadAttention):
+    """`sink_attention` in H heads, with the interface of `MultiheadAttention`.
+
+    It adds ``sinks`` (H,), the score b of each head's sink, a parameter that starts at 0. (`bias`
+    says, as in `MultiheadAttention`, whether the projections have biases.)
+    """
+
+    shown = ("num_heads", "kv_heads")
+
+    def __init__(self, *args: Any, attention: Mechanism = sink_attention, **options: Any) -> None:
+        super().__init__(*args, attention=attention, **options)
+        self.sinks = nn.Parameter(self.out_proj.weight.new_zeros(self.num_heads))
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Add the scores of these heads' sinks."""
+        return functools.partial(base, bias=self.sinks[heads])

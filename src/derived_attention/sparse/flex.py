@@ -1,0 +1,210 @@
+"""Sparse patterns by PyTorch's FlexAttention: one kernel, which skips blocks without a pair.
+
+FlexAttention compiles a kernel for a function of two positions that says whether they attend. It
+computes the scores of 128 queries and 128 keys at a time, of all such blocks that hold a pair; a
+table of these blocks is made once for a pattern and its lengths, on the device, without an (N, M)
+matrix and without waiting. For a window of w keys that is little more than the pairs themselves.
+For strides up to 128 every block holds a pair, and all N M scores are computed, though none is
+stored.
+
+With ``TRITON_INTERPRET=1``, and on a CPU, where the kernel has no gradients, PyTorch's own formula
+of FlexAttention runs in its place, uncompiled, and stores the scores: that is for tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derived_attention.common.checks import autocasts
+from derived_attention.common.kernels import chosen, interpreted
+from derived_attention.common.masks import Mask
+
+BLOCK = 128  # queries and keys of a block, FlexAttention's own choice
+ENTRIES = 2**24  # of pairs at a time, where blocks are sought
+WIDEST = 256  # features of a query or a value
+Numbers = tuple[int, ...]
+
+
+def in_window(i: Tensor, j: Tensor, window: Any) -> Tensor:
+    """Say whether query i attends key j, for positions that broadcast."""
+    return (i - j).abs() <= window
+
+
+def in_strided(i: Tensor, j: Tensor, stride: Any) -> Tensor:
+    """Say it for a neighbourhood and a column."""
+    return ((i - j).abs() < stride) | ((i - j) % stride == 0)
+
+
+def in_fixed(i: Tensor, j: Tensor, stride: Any, summary: Any) -> Tensor:
+    """Say it for a block, and the summaries of all blocks."""
+    return (i // stride == j // stride) | (j % stride >= stride - summary)
+
+
+PATTERNS: dict[str, Callable[..., Tensor]] = {
+    "window": in_window,
+    "strided": in_strided,
+    "fixed": in_fixed,
+}
+
+
+def runs(
+    fused: bool | None, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, by_default: bool
+) -> bool:
+    """Say whether FlexAttention is to run: if `fused` says so, or `by_default` where it was tried.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `derived_attention.common.kernels.chosen`; and if `fused` is True for a mask of
+        numbers, for more than `WIDEST` features, or under autocast to another dtype than q has.
+    """
+    obstacle = _obstacle(q, v, mask)
+
+    def problem() -> dict[str, Any] | None:
+        if obstacle or not by_default:
+            return None
+        kind = "causal" if mask.is_causal else "keys" if mask.given is not None else ""
+        return {"kernel": name, "D": q.shape[-1], "DV": v.shape[-1], "mask": kind}
+
+    given = (q, k, v) if mask.given is None else (q, k, v, mask.given)
+    if not chosen(fused, *given, problem=problem):
+        return False
+    if obstacle:
+        raise ValueError(f"fused is True, and {obstacle}")
+    return 0 not in (q.numel(), k.numel(), v.numel())
+
+
+def _obstacle(q: Tensor, v: Tensor, mask: Mask) -> str:
+    """Return what FlexAttention does not take, or nothing."""
+    if mask.given is not None and mask.given.dtype != torch.bool:
+        return f"attn_mask has dtype {mask.given.dtype}; expected torch.bool"
+    if (width := max(q.shape[-1], v.shape[-1])) > WIDEST:
+        return f"q or v has {width} features; expected at most {WIDEST}"
+    if autocasts(q.device) and torch.get_autocast_dtype(q.device.type) != q.dtype:
+        return f"autocast is on, and q has dtype {q.dtype}; expected that of autocast, or none"
+    return ""
+
+
+def attend(
+    name: str, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> Tensor:
+    """Attend under a pattern: q (..., H, N, D), k (..., H or 1, M, D), v (..., H or 1, M, Dv)."""
+    N, M, shape = q.shape[-2], k.shape[-2], q.shape[:-1]
+    column = None
+    if mask.given is not None:  # (B, H or 1, M); the formula has a dimension for each of the four
+        column = mask.given.expand(*mask.given.shape[:-1], M).squeeze(-2)
+        heads = column.shape[-2:-1] if column.dim() > 1 else (1,)
+        column = column.expand(*shape[:-2], *heads, M).reshape(-1, *heads, M)
+        column = column.expand(-1, shape[-2] if len(shape) > 1 else 1, -1)
+    q, k, v = (_four_dims(x) for x in (q, k, v))
+    blocks = _blocks(name, numbers, N, M, mask.is_causal, column is not None, q.device)
+    if column is not None:
+        blocks = copy.copy(blocks)
+        blocks.mask_mod = _pair(name, _on(q.device, numbers), mask.is_causal, column)
+    run = (
+        _formula
+        if interpreted() or q.device.type == "cpu"
+        else _kernel(
+            name,
+            mask.is_causal,
+            column is not None,
+            q.dtype,
+            q.shape[1::2],
+            k.shape[1],
+            v.shape[-1],
+        )
+    )
+    return run(q, k, v, blocks, scale or q.shape[-1] ** -0.5).reshape(*shape, v.shape[-1])
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    x = x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=64)
+def _on(device: torch.device, numbers: Numbers) -> tuple[Tensor, ...]:
+    """Return numbers as tensors: a kernel is compiled for a pattern, not for each stride."""
+    return tuple(torch.full((), x, dtype=torch.int32, device=device) for x in numbers)
+
+
+def _pair(
+    name: str, numbers: tuple[Any, ...], is_causal: bool, column: Tensor | None = None
+) -> Callable[..., Tensor]:
+    """Return what FlexAttention asks for a sequence, a head, a query and a key."""
+    pattern = PATTERNS[name]
+
+    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        keep = pattern(i, j, *numbers)
+        if is_causal:
+            keep = keep & (j <= i)
+        return keep if column is None else keep & column[b, h, j]
+
+    return attends
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(
+    name: str, numbers: Numbers, N: int, M: int, is_causal: bool, masked: bool, device: torch.device
+) -> Any:
+    """Return a table of the blocks that hold a pair of a pattern, a `BlockMask`.
+
+    Blocks of nothing but pairs are listed apart, as they need not ask for each; but for a mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    with torch.inference_mode(False), torch.no_grad():
+        pair = _pair(name, _on(device, numbers), is_causal)
+        rows, columns = -(-N // BLOCK), -(-M // BLOCK)
+        j = torch.arange(columns * BLOCK, dtype=torch.int32, device=device)
+        step, some, every = max(1, ENTRIES // (BLOCK * len(j))), [], []
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            i = torch.arange(first * BLOCK, (first + count) * BLOCK, device=device)[:, None]
+            keep = pair(j, j, i.int(), j) & (i < N) & (j < M)
+            keep = keep.view(count, BLOCK, columns, BLOCK)
+            some.append(keep.any(3).any(1))
+            every.append(keep.all(3).all(1))
+        holds, full = torch.cat(some), torch.cat(every) & (not masked)
+        how: Any = {"BLOCK_SIZE": BLOCK, "mask_mod": pair, "seq_lengths": (N, M)}
+        return BlockMask.from_kv_blocks(*_listed(holds & ~full), *_listed(full), **how)
+
+
+def _listed(holds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row has, and a permutation that begins with them."""
+    order = holds.int().argsort(dim=-1, descending=True, stable=True)
+    return holds.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)  # type: ignore
+
+
+@functools.cache
+def _kernel(*kind: Any) -> Callable[..., Tensor]:
+    """Return a compiled function for problems of a kind.
+
+    It has its own code, as PyTorch counts how often it compiles one, and stops at a limit. One kind
+    is compiled for one length, for any, for one sequence and for one block.
+    """
+    own = types.FunctionType(_call.__code__.replace(co_name=f"flex_{kind[0]}"), globals())
+    return torch.compile(own, fullgraph=True)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float) -> Tensor:
+    """Compute what FlexAttention's kernel does by its own formula, which stores all scores."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    def score(s: Tensor, *place: Tensor) -> Tensor:
+        return s
+
+    return flex_attention(q, k, v, score, blocks.as_tuple(), scale, {})[0]

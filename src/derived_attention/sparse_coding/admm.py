@@ -1,0 +1,53 @@
+"""ADMM for the lasso, as it is printed and as it should be: for pages, not for models.
+
+Each function is an endless generator of the iterates ``(x, z, u)``, all (N, M), of a method that
+codes queries Q (N, D) in keys K (M, D), starting from zeros. `admm` is the known method
+[Boyd2011], with its (M, M) inverse; `printed_admm` has the paper's equations (4a) to (4c), in each
+of their readings. Models use `derived_attention.lasso_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from derived_attention.formulas import soft_threshold
+
+Iterates = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
+def admm(Q: Tensor, K: Tensor, lam: float, rho: float, exclude_self: bool = False) -> Iterates:
+    """Scaled ADMM: x = (KKᵀ + ρI)⁻¹(Kq + ρ(z − u)), z = S_κ(x + u), u = u + x − z.
+
+    `exclude_self` leaves key i out for query i, with an inverse for each query.
+    """
+    atoms = 1 - torch.eye(len(Q), len(K), dtype=K.dtype) if exclude_self else torch.ones(1, len(K))
+    keys = K * atoms.to(K).unsqueeze(-1)  # (N or 1, M, D)
+    inverse = torch.linalg.inv(keys @ keys.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    z = u = Q.new_zeros(len(Q), len(K))
+    while True:
+        right = (keys @ Q.unsqueeze(-1)).squeeze(-1) + rho * (z - u)  # (N, M)
+        x = (inverse @ right.unsqueeze(-1)).squeeze(-1)
+        z = soft_threshold(x + u, lam / rho)
+        u = u + x - z
+        yield x, z, u
+
+
+def printed_admm(
+    Q: Tensor, K: Tensor, lam: float, rho: float, changed: tuple[bool, bool, bool] = (False,) * 3
+) -> Iterates:
+    """Equations (4a) to (4c) as printed, or with some of three repairs; with all it is `admm`.
+
+    They are z − u in the bracket of (4a), which has x − z there; the new x in (4b), which has that
+    of the step before; and +u in (4b), which has −u.
+    """
+    bracket, new_x, plus = changed
+    inverse = torch.linalg.inv(K @ K.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    x = z = u = Q.new_zeros(len(Q), len(K))
+    while True:
+        x_next = (Q @ K.mT + rho * (z - u if bracket else x - z)) @ inverse
+        z = soft_threshold((x_next if new_x else x) + (u if plus else -u), lam / rho)
+        x, u = x_next, u + x_next - z
+        yield x, z, u

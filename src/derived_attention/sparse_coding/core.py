@@ -1,0 +1,493 @@
+"""Attention as sparse coding: few keys that explain a query, found by ADMM (chapter 13).
+
+The equations of this module, for a query q_i in ℝᴰ and the keys, or atoms, K (M, D), are ::
+
+    x_i = argmin ½‖q_i − Kᵀx‖² + λ‖x‖₁   (lasso)     or     ½‖q_i − Kᵀx‖² + ½λ‖x‖²   (ridge)
+    o_i = Vᵀ ν(α(x_i)),    α(x) = x⁵ and ν(a) = a / ‖a‖₁, or neither
+
+Ridge has a formula. The lasso is approached by the alternating direction method of multipliers
+(ADMM), scaled, from z = u = 0 on, with κ = λ / ρ and S_κ(w) = sign(w) max(abs(w) − κ, 0) ::
+
+    x = (K Kᵀ + ρ I)⁻¹ (K q + ρ (z − u)),    z = S_κ(x + u),    u = u + x − z
+
+and z is what attends. With w = x + u alone, z = S_κ(w) and u = clip(w, ±κ); and the (M, M) inverse
+is one of G = KᵀK + ρ I, which is (D, D). That is how `lasso_attention` takes each step ::
+
+    w ← S_κ(w) + K t,    t = G⁻¹ (q − Kᵀ(S_κ(w) − clip(w, ±κ)))
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derived_attention import formulas
+from derived_attention.common.blocks import Block, stands_for_many
+from derived_attention.common.checks import check_causal_state, check_keys, check_parts, is_symbolic
+from derived_attention.common.convention import full_precision, in_full, in_groups, mechanism
+from derived_attention.common.kernels import chosen
+from derived_attention.common.masks import Mask, flat_heads
+from derived_attention.formulas import signed_power
+from derived_attention.linear.core import in_chunks
+from derived_attention.sparse_coding.solver import (
+    CHUNK,
+    Options,
+    Past,
+    Penalty,
+    Solve,
+    Solver,
+    check_lasso,
+    penalty,
+    prepare_codes,
+    sums_before,
+    whitening,
+)
+
+RIDGE = 64  # queries of causal ridge that look back to the same keys
+LONGEST = 16  # steps that the kernels are for: each step makes those before it again
+WIDEST = 128  # features of a query or a value that the kernels have tiles for
+CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
+ALL = slice(None)
+
+
+# --- ridge ----------------------------------------------------------------------------------------
+
+
+class RidgeState(NamedTuple):
+    """What `ridge_attention` needs of keys, in double precision: Σ_j k_j k_jᵀ and Σ_j k_j v_jᵀ."""
+
+    keys: Tensor  #: (..., D, D)
+    values: Tensor  #: (..., D, Dv)
+
+
+def ridge_state(k: Tensor, v: Tensor, *, state: RidgeState | None = None) -> RidgeState:
+    """KᵀK and KᵀV, in double precision: all that `ridge_attention` needs of keys, whatever λ is.
+
+    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    call, at a cost that does not depend on how many came before ::
+
+        o = ridge_attention(q_t, k_t, v_t, is_causal=True, state=S)
+        S = ridge_state(k_t, v_t, state=S)
+
+    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
+    is left out. Errors are those of the attention.
+    """
+    check_keys(k, v)
+    first = _earlier(state, k, v)
+    with full_precision(k.device):
+        K = k.double()
+        return RidgeState(first.keys + K.mT @ K, first.values + K.mT @ v.double())
+
+
+def _earlier(state: Any, k: Tensor, v: Tensor) -> RidgeState:
+    """Check a state and return it in double precision; zeros for None."""
+    leading, D, Dv = tuple(k.shape[:-2]), k.shape[-1], v.shape[-1]
+    shapes = (*leading, D, D), (*leading, D, Dv)
+    if state is None:
+        return RidgeState(*(k.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+    check_parts(state, RidgeState, k, *shapes)
+    return RidgeState(*(x.double() for x in state))
+
+
+@mechanism(per_key=True, state=ridge_state)
+@in_groups(own={"lam": 1})
+def ridge_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    lam: Any = 0.1,
+    exclude_self: bool = False,
+    prefix: int = 0,
+    state: RidgeState | None = None,
+) -> Tensor:
+    """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
+
+    It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
+    a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
+    regression of each query is that on the keys up to its own. W is computed in double precision,
+    and so is everything if causal or with `exclude_self`. A query gets NaN where its keys are still
+    so long, about 10⁷ √λ, that λ is lost beside them.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
+    scale : float, optional
+        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+    lam : float or Tensor
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not read.
+    exclude_self : bool
+        Query i has every key but the i-th; there are as many of them.
+    prefix : int
+        Number of keys that come before the first query's own: all queries have them, if causal too.
+    state : RidgeState, optional
+        Sums over more keys that come before. `ridge_state` returns it. With `is_causal` only.
+    """
+    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
+    q, k, v, present = prepare_codes(q, k, v, mask, scale, options)
+    lam = penalty("lam", lam, k)  # heads that share keys share λ
+    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
+        formula = {"lam": lam[..., None, None], "atoms": options.atoms(q.shape[-2], present)}
+        return in_full(formulas.ridge)(q, k, v, mask, None, **formula).to(dtype)
+    k = k * present.unsqueeze(-1)
+    with full_precision(q.device):
+        if mask.is_causal:
+            return _causal_ridge(options, q, k, v, lam, _earlier(state, k, v)).to(dtype)
+        return _ridge(options, q, k, v, lam).to(dtype)
+
+
+def _ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """o_i = Wᵀq_i, W = G⁻¹ KᵀV; with `exclude_self` less the part of the i-th key.
+
+    That part is (q_i·g_i) (v_i − Wᵀk_i) / (1 − k_i·g_i), g_i = G⁻¹ k_i, by the formula of Sherman
+    and Morrison: the residual of a regression without a point is that with it, over 1 − k_i·g_i. W
+    is in double precision, and so is what is left of terms that nearly cancel.
+    """
+    K, V = k.double(), v.double()
+    M, lost = whitening(K, lam)
+    W = (M.mT @ (M @ (K.mT @ V))).masked_fill(lost, math.nan)  # (..., D, Dv)
+    if not options.exclude_self:
+        return q @ W.to(q.dtype)
+    q, keys, values = q.double(), K[..., options.prefix :, :], V[..., options.prefix :, :]
+    white = keys @ M.mT
+    share = ((q @ M.mT) * white).sum(-1, keepdim=True) / (1 - white.square().sum(-1, keepdim=True))
+    return q @ W - share * (values - keys @ W)
+
+
+def _causal_ridge(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, earlier: RidgeState
+) -> Tensor:
+    """Predict from all chunks before, and correct by the keys of the chunk: see `Past`.
+
+    With W = Mᵀ M Σ_j k_j v_jᵀ over the keys before, it is o_i = Wᵀq_i + Σ_{j ≤ i} (q̃_i·e_j) r_j
+    where q̃_i = M q_i and R = F⁻¹ (V_c − K_c W). Nothing cancels there, as it would in a sum of
+    (t_i·k_j) v_j: directions of q_i in which no key lies make t_i large, and have no part in it.
+    """
+    N, P = q.shape[-2], options.prefix
+    q, k, v = q.double(), k.double(), v.double()  # once: gradients of k may nearly cancel, too
+    past = Past.of(k, lam, N, options, RIDGE, earlier.keys)
+    queries, values = (in_chunks(x, N, RIDGE) for x in (q, v[..., P:, :][..., :N, :]))
+    first = earlier.values + k[..., :P, :].mT @ v[..., :P, :]
+    W = past.M.mT @ (past.M @ sums_before(past.keys.mT @ values, first))  # (..., n, D, Dv)
+    white, factor = past.factor()
+    E, R = torch.linalg.solve_triangular(
+        factor, torch.cat([white, values - past.keys @ W], -1), upper=False
+    ).split([white.shape[-1], v.shape[-1]], -1)
+    A = (queries @ past.M.mT @ E.mT).tril(-int(options.exclude_self))  # (..., n, C, C)
+    out = (queries @ W + A @ R).masked_fill(past.lost, math.nan)
+    return out.flatten(-3, -2)[..., :N, :]
+
+
+# --- lasso ----------------------------------------------------------------------------------------
+
+
+@mechanism(per_key=True)
+def lasso_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    lam: Any = 0.1,
+    rho: Any = 10.0,
+    iterations: int = 5,
+    exclude_self: bool = False,
+    power: Any = None,
+    prefix: int = 0,
+    residuals: Any = None,
+    fused: Any = None,
+) -> Tensor:
+    """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
+
+    The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
+    keys one is enough. A step is two products of (N, M) by (M, D), and the only inverse is (D, D),
+    or one for each chunk if causal. No (N, M) matrix is stored: codes of C = 128 queries are, for
+    gradients those of all their steps. In float32 at least.
+
+    Parameters
+    ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
+    scale : float, optional
+        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+    lam : float or Tensor
+        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½. A
+        tensor's values are not read.
+    rho : float or Tensor
+        ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
+    iterations : int
+        Steps, at least 1.
+    exclude_self : bool
+        Query i has every key but the i-th, so that z_ii = 0; there are as many keys.
+    power : int, optional
+        The odd p of α(z) = zᵖ, 5 in the paper, divided by ‖zᵖ‖₁. Left out: the code z itself.
+    prefix : int
+        Number of keys that come before the first query's own: all queries have them, if causal too.
+    residuals : list, optional
+        The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
+        appended to it: a pair of ``(..., N, iterations)``. It costs another run.
+    fused : bool, optional
+        True: run the Triton kernels, or raise a ValueError where they cannot run, as for more than
+        16 iterations, or 128 features of q or of v. False: PyTorch's form. Left out: kernels on a
+        GPU where they can run, have been tried and agree, and every query has 4D keys, with
+        fewer of which they are less exact than PyTorch's form; they have one derivative. Kernels
+        store no codes, but compute them again for each step: with 5 steps that is twice as many
+        products. In bfloat16 they multiply in bfloat16, and add in float32.
+    """
+    options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
+    fused = _runs_kernels(fused, q, k, v, lam, rho, options)
+    dtype = q.dtype
+    q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, options, lam, rho)
+    if not fused and is_symbolic(q.shape[-2], k.shape[-2]):
+        numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None], "power": power}
+        numbers |= {"iterations": iterations, "residuals": residuals}
+        atoms = options.atoms(q.shape[-2], present)
+        return in_full(formulas.lasso)(q, k, v, mask, None, atoms=atoms, **numbers).to(dtype)
+    k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
+    with full_precision(q.device):
+        q = q / kappa  # codes of q / κ with κ = 1 are those of q, divided by κ
+        if residuals is not None:
+            primal, dual = _residuals(options, q, k, rho)
+            residuals.append((kappa * primal, kappa * dual))
+        if fused:
+            from derived_attention.sparse_coding.triton import coding
+
+            out = coding(options, q, k, v, rho, dtype)
+        else:
+            out = _Coding.apply(options, q, k, v, rho)
+        return (out if power else kappa * out).to(dtype)
+
+
+def _runs_kernels(
+    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty,
+    options: Options,
+) -> bool:  # fmt: skip
+    """Say whether the kernels of `derived_attention.sparse_coding.triton` are to run."""
+    iterations = options.iterations
+
+    def problem() -> dict[str, Any] | None:
+        D, causal = q.shape[-1], options.is_causal
+        keys = options.prefix if causal else k.shape[-2]  # that every query has
+        # With fewer than 2D, PyTorch's form takes float64, and kernels lose digits before that.
+        if iterations > LONGEST or max(D, v.shape[-1]) > WIDEST or keys < 4 * D:
+            return None
+        prefix = 4 * D if causal else 7 if options.prefix else 0
+        fields = {"kernel": "lasso", "D": D, "DV": v.shape[-1], "prefix": prefix}
+        fields |= {"power": options.power or 0, "exclude": options.exclude_self}
+        return fields | {"mask": "causal" if causal else ""}
+
+    given = (x for x in (lam, rho) if isinstance(x, Tensor))
+    if not chosen(fused, q, k, v, *given, problem=problem):
+        return False
+    if iterations > LONGEST:
+        raise ValueError(
+            f"fused is True, and iterations is {iterations}; expected at most {LONGEST}"
+        )
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > WIDEST:
+            features = f"{name} has {x.shape[-1]} features"
+            raise ValueError(f"fused is True, and {features}; expected at most {WIDEST}")
+    return 0 not in (q.numel(), k.numel(), v.numel())
+
+
+def _blocks(options: Options, q: Tensor, k: Tensor) -> Iterator[Block]:
+    """Cut heads (b, ·, ·) and queries; on a CPU the codes of a block stay in its cache."""
+    b, N, M = len(q), q.shape[-2], k.shape[-2]
+    size = max(1, b if q.device.type != "cpu" else CODES // (CHUNK * max(M, 1)))
+    for h in range(0, b, size):
+        for rows in _chunks(N):
+            yield Block(slice(h, h + size), rows, options.seen(rows.stop, M))
+
+
+def _chunks(N: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, N)) for start in range(0, N, CHUNK)]
+
+
+def _precision(options: Options, rows: slice, k: Tensor) -> torch.dtype:
+    """Return double precision where a query may have a part in which no key lies.
+
+    As it has where there are fewer keys than features. There t is as large as that part over ρ, and
+    K t, without it, is what is left of large numbers.
+    """
+    before = options.prefix + rows.start if options.is_causal else k.shape[-2]
+    return torch.float64 if before < 2 * k.shape[-1] else k.dtype
+
+
+def _steps(
+    options: Options, q: Tensor, k: Tensor, solve: Solve, block: Block, in_place: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `in_place` overwrites w."""
+    heads, rows, m = block
+    Q, K, start = q[heads, rows], k[heads, :m], rows.start
+    t = solve(Q)
+    w = options.hide(t @ K.mT, start)
+    yield w, t
+    for _ in range(options.iterations - 1):
+        z = F.softshrink(w, 1.0)
+        back = torch.sub(w, z, alpha=2, out=w if in_place else None)  # u − z
+        t = solve(torch.baddbmm(Q, back, K))
+        w = z.baddbmm_(t, K.mT) if in_place else torch.baddbmm(z, t, K.mT)
+        yield options.hide(w, start), t
+
+
+def _mixed(
+    options: Options, tensors: list[Tensor], solver: Solver, block: Block, in_place: bool = False
+) -> Tensor:
+    """Return what the codes of one block mix, for q, k and v in the dtype that it wants."""
+    q, k, v = tensors
+    solve = solver.part(block.heads, block.rows, q.dtype)
+    for step in _steps(options, q, k, solve, block, in_place):
+        w = step[0]
+    return signed_power(F.softshrink(w, 1.0), options.power) @ v[block.heads, : block.m]
+
+
+class _Coding(torch.autograd.Function):
+    """Codes block by block, κ being 1, and what they mix. The backward pass makes them again.
+
+    There dw, the gradient of w, goes back through a step as follows. The same solver gives dr, as
+    G⁻¹ is symmetric, and x = w − u_before is what the first line of ADMM computes ::
+
+        dt = Kᵀ dw,   dr = G⁻¹ dt,   db = −K dr,   dq += dr,   dK += (dw + db) tᵀ − x drᵀ
+        dρ −= t·dr,   dw_before = dw + db where abs(w_before) > 1, and −db elsewhere
+    """
+
+    @staticmethod
+    def forward(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
+        """Take q / κ, keys with rows of zeros for absent ones, values, and ρ."""
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        flat, q, k, v, rho = (flat_heads(x, q.dim() - 2) for x in (out, q, k, v, rho))
+        in_place = not torch.compiler.is_compiling()  # a traced graph may want gradients
+        solver = Solver(k, rho, q.shape[-2], options)
+        cast = {k.dtype: [q, k, v]}
+        for block in _blocks(options, q, k):
+            dtype = _precision(options, block.rows, k)
+            if dtype not in cast:
+                cast[dtype] = [x.to(dtype) for x in (q, k, v)]
+            mixed = _mixed(options, cast[dtype], solver, block, in_place)
+            flat[block.heads, block.rows] = mixed.to(q.dtype)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and ρ."""
+        (grad,), options, tensors = grads, ctx.options, ctx.saved_tensors
+        twice = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *tensors))
+        with full_precision(grad.device):  # autocast may be on again
+            if twice or any(map(stands_for_many, (grad, *tensors))):
+                pull: Any = torch.func.vjp(functools.partial(_whole, options), *tensors)[1]
+                return None, *pull(grad)
+            return None, *_gradients(options, grad, *tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], options: Options, *tensors: Tensor) -> Any:
+        """Let the mapped dimension be one more leading dimension."""
+        moved = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return _Coding.apply(options, *moved), 0
+
+
+def _gradients(options: Options, grad: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return the gradients of q, k, v and ρ block by block."""
+    result = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    grad, *flat = (flat_heads(x, grad.dim() - 2) for x in (grad, *tensors, *result))
+    (q, k, v, rho), sums = flat[:4], flat[4:]
+    solver = Solver(k, rho, q.shape[-2], options)
+    cast = {k.dtype: ([q, k, v], sums)}
+    for block in _blocks(options, q, k):
+        dtype = _precision(options, block.rows, k)
+        if dtype not in cast:
+            zeros = [torch.zeros_like(x, dtype=dtype) for x in sums]
+            cast[dtype] = [x.to(dtype) for x in (q, k, v)], zeros
+        solve = solver.part(block.heads, block.rows, dtype)
+        g = grad[block.heads, block.rows].to(dtype)
+        _spread(options, cast[dtype][0], solve, block, g, cast[dtype][1])
+    for _, wider in list(cast.values())[1:]:
+        for total, x in zip(sums, wider, strict=True):
+            total += x
+    return result
+
+
+def _spread(
+    options: Options, tensors: list[Tensor], solve: Solve, block: Block, g: Tensor,
+    sums: list[Tensor],
+) -> None:  # fmt: skip
+    """Add what one block, whose output has the gradient g, gives to dq, dk, dv and dρ."""
+    (heads, rows, m), (q, k, v), (dq, dk, dv, drho) = block, tensors, sums
+    K = k[heads, :m]
+    steps = list(_steps(options, q, k, solve, block))
+    z = F.softshrink(steps[-1][0], 1.0)
+    A = signed_power(z, options.power)
+    dv[heads, :m].baddbmm_(A.mT, g)
+    dz = g @ v[heads, :m].mT  # (b, C, m)
+    if options.power is not None:
+        mean = (dz * A).sum(-1, keepdim=True)
+        slope = options.power * A / z.masked_fill(z == 0, math.inf)  # p z^(p−1) / Σ_j |z_j|ᵖ
+        dz = slope * (dz - mean * z.sign())
+    dw = dz.mul_(_used(z))
+    for n in range(options.iterations - 1, -1, -1):
+        (w, t), before = steps[n], steps[n - 1][0] if n else None
+        dr = solve(dw @ K)
+        both = options.hide(torch.baddbmm(dw, dr, K.mT, alpha=-1), rows.start)  # dw + db
+        x = w if before is None else w - before.clamp(-1, 1)
+        dk[heads, :m].baddbmm_(both.mT, t).baddbmm_(x.mT, dr, alpha=-1)
+        dq[heads, rows] += dr
+        drho[heads] -= (t * dr).sum((-2, -1))
+        if before is not None:
+            dw = torch.lerp(dw.sub_(both), both, _used(F.softshrink(before, 1.0)))
+
+
+def _used(z: Tensor) -> Tensor:
+    """Return 1 where a code is not 0, else 0: a product is faster than `torch.where`."""
+    return (z != 0).to(z.dtype)
+
+
+def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
+    """Return what `_Coding` does, with all steps in memory: it can be differentiated at will."""
+    Q, K, V, flat_rho = (flat_heads(x, q.dim() - 2) for x in (q, k, v, rho))
+    solver, parts = Solver(K, flat_rho, q.shape[-2], options), []
+    for rows in _chunks(q.shape[-2]):
+        block, dtype = Block(ALL, rows, options.seen(rows.stop, k.shape[-2])), q.dtype
+        wider = _precision(options, rows, K)
+        cast = [x.to(wider) for x in (Q, K, V)]
+        parts.append(_mixed(options, cast, solver, block).to(dtype))
+    out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
+    return out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+@torch.no_grad()
+def _residuals(options: Options, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """Primal and dual residuals of every step, (..., N, iterations), with κ = 1."""
+    Q, K, flat_rho = (flat_heads(x, q.dim() - 2) for x in (q, k, rho))
+    solver = Solver(K, flat_rho, q.shape[-2], options)
+    result = q.new_zeros(2, *Q.shape[:-1], options.iterations)
+    for block in _blocks(options, Q, K):
+        u = z = Q.new_zeros(())
+        solve = solver.part(block.heads, block.rows, Q.dtype)
+        for n, (w, _) in enumerate(_steps(options, Q, K, solve, block)):
+            u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
+            dual = flat_rho[block.heads, None] * (z - old_z).norm(dim=-1)
+            pair = torch.stack([(u - old_u).norm(dim=-1), dual])  # x − z = u − u_before
+            result[:, block.heads, block.rows, n] = pair
+    primal, dual = result.view(2, *q.shape[:-1], options.iterations)
+    return primal, dual

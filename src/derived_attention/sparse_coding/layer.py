@@ -1,0 +1,155 @@
+"""Layers of ridge and lasso attention (chapter 13): what is learned of `splitting.fast`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_attention.common.checks import Mechanism, check_count, check_flag, check_positive
+from derived_attention.common.fused_layer import FusedAttention
+from derived_attention.common.masks import Mask
+from derived_attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
+from derived_attention.sparse_coding.core import lasso_attention, ridge_attention
+from derived_attention.sparse_coding.solver import check_power
+
+
+class RidgeAttention(MultiheadAttention):
+    """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
+
+    With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
+    the features. A query of self-attention would then explain itself, so its own key is left out;
+    with ``cross=True`` it is not.
+
+    Parameters
+    ----------
+    lam : float
+        λ, as in `ridge_attention`.
+    dictionary : {"key", "value"}
+        What the queries are coded in. ``"value"`` is what is printed; keys, and their projection,
+        then have no influence.
+    random_tokens : int
+        Number of tokens with independent normal features that come first in `key` and `value`, and
+        are coded with and mixed like all others. Drawn anew in training; those of a buffer in
+        evaluation. The weights that the layer returns do not include them.
+    learned : bool
+        Whether λ is a parameter, ``log_lam`` (H,), that starts at `lam`.
+    """
+
+    shown = ("lam", "dictionary", "random_tokens")
+    bare = True
+    decodes = True
+    tokens: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        lam: float = 0.1,
+        dictionary: str = "key",
+        random_tokens: int = 0,
+        learned: bool = False,
+        attention: Mechanism = ridge_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        self.paired = not self.projected  # its own key is left out
+        if dictionary not in ("key", "value"):
+            raise ValueError(f"dictionary is {dictionary!r}; expected 'key' or 'value'")
+        self.lam, self.dictionary = check_positive("lam", lam), dictionary
+        self.random_tokens = check_count("random_tokens", random_tokens, 0)
+        self.decodes = self.decodes and not random_tokens
+        check_flag("learned", learned)
+        self.learned = learned
+        self.factory = {name: options.get(name) for name in ("device", "dtype")}
+        self.log_lam = self.logarithm(self.lam)
+        shape = (random_tokens, max(self.kdim, self.vdim))
+        self.register_buffer(
+            "tokens", torch.randn(shape, **self.factory) if random_tokens else None
+        )
+
+    def logarithm(self, start: float) -> nn.Parameter | None:
+        """Return the parameter (H,) of a penalty, where penalties are learned."""
+        if not self.learned:
+            return None
+        return nn.Parameter(torch.full((self.num_heads,), math.log(start), **self.factory))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
+        """Put random tokens first, and say which key is a query's own."""
+        R, key = self.random_tokens, value if self.dictionary == "value" else key
+        if self.tokens is not None:
+            tokens = torch.randn_like(self.tokens) if self.training else self.tokens
+            key, value, mask = _before(tokens, key), _before(tokens, value), _after(mask, R)
+        attend = functools.partial(
+            self.attention, exclude_self=self.paired and not mask.cross, prefix=R
+        )
+        yield Group(ALL, key, value, mask, attend, lambda A: A[..., R:])
+
+    def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
+        """Project values in the place of keys, too, where they are the dictionary."""
+        coded = part == KEY and self.dictionary == "value"
+        return super().project(VALUE if coded else part, x, heads)
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Pass λ to the mechanism."""
+        lam = self.lam if self.log_lam is None else self.log_lam[heads].exp()
+        return functools.partial(base, lam=lam)
+
+
+class LassoAttention(FusedAttention, RidgeAttention):
+    """Lasso attention in H heads; the rest is as in `RidgeAttention`.
+
+    Parameters
+    ----------
+    lam, rho, iterations, power
+        As in `lasso_attention`.
+    dictionary, random_tokens
+        As in `RidgeAttention`.
+    learned : bool
+        Whether λ and ρ are parameters, ``log_lam`` and ``log_rho`` (H,), that start there.
+    fused : bool, optional
+        As in `lasso_attention`; left out, nothing is passed on.
+    """
+
+    shown = ("rho", "iterations", "power")
+    bare = True
+
+    def __init__(
+        self,
+        *args: Any,
+        rho: float = 10.0,
+        iterations: int = 5,
+        power: int | None = None,
+        attention: Mechanism = lasso_attention,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, attention=attention, **options)
+        self.rho = check_positive("rho", rho)
+        self.iterations = check_count("iterations", iterations, 1)
+        self.power = check_power(power)
+        self.log_rho = self.logarithm(self.rho)
+
+    def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
+        """Pass λ, ρ and the other options to the mechanism."""
+        rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
+        options = {"rho": rho, "iterations": self.iterations, "power": self.power}
+        return functools.partial(
+            super().mechanism(base, heads), **options, **self.kernel_keywords()
+        )
+
+
+def _before(tokens: Tensor, x: Tensor) -> Tensor:
+    """Put tokens before a sequence x (B, M, ·), as wide as it is."""
+    tokens = tokens[:, : x.shape[-1]].to(x.dtype)
+    return torch.cat([tokens.expand(*x.shape[:-2], *tokens.shape), x], -2)
+
+
+def _after(mask: Mask, R: int) -> Mask:
+    """Return a mask over keys with R more before the first, which every query may attend."""
+    if mask.given is None:
+        return mask
+    tokens = mask.given.new_full((*mask.given.shape[:-1], R), mask.given.dtype == torch.bool)
+    return Mask(torch.cat([tokens, mask.given], -1))

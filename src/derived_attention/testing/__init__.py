@@ -1,0 +1,1 @@
+"""What every mechanism promises (`contract`), and the inputs that show it (`cases`)."""

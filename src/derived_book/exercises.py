@@ -1,0 +1,259 @@
+"""Self-checks of the exercises.
+
+`check` compares an answer with a value, or with a function on given arguments. `check_properties`
+asks what a right answer does: each property is a function of the page, whose docstring says it in
+one sentence, and which yields a case and its error, or whether the case is right. What a task
+forbids is a property as well: `Once` sees if an iterator's items are kept, and `largest_tensor` if
+a matrix has been formed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from derived_attention.testing.cases import Largest
+
+Property = Callable[[Any], Iterable[tuple[str, Any]]]
+
+
+class ExerciseError(AssertionError):
+    """A wrong answer."""
+
+
+def check(
+    answer: Any,
+    expected: Any,
+    *,
+    on: Sequence[tuple] | None = None,
+    tol: float = 1e-8,
+) -> None:
+    """Compare your answer with the expected one.
+
+    Parameters
+    ----------
+    answer
+        A number, an array, a boolean, a string, a tuple of these, or a function; the placeholder
+        ``...`` for an exercise that was not attempted, which is not an error.
+    expected
+        The correct value; with `on`, a function that computes it.
+    on
+        Argument tuples on which the two functions are compared.
+    tol
+        Largest difference allowed, relative to ``max(1, |expected|)``.
+
+    Raises
+    ------
+    ExerciseError
+        If the answer is wrong; names the tuple of arguments or the part of the answer.
+    """
+    if answer is ...:
+        print("Not attempted yet: replace the ... above and run the cell again.")
+        return
+    if on is None:
+        _compare(answer, expected, tol, "your answer")
+    else:
+        if not isinstance(answer, Callable):  # type: ignore[arg-type]
+            raise ExerciseError(f"your answer is {type(answer).__name__}; expected a function")
+        for number, arguments in enumerate(on, 1):
+            case = f"case {number} of {len(on)}"
+            _compare(answer(*arguments), expected(*arguments), tol, case)
+    print("Correct.")
+
+
+def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed: int = 0) -> None:
+    """Check what a right answer does, property by property.
+
+    PyTorch's random draws within the properties are the same each time, so that an answer always
+    gets the same verdict; the caller's generator stays as it was.
+
+    Parameters
+    ----------
+    answer
+        A function, usually; the placeholder ``...`` is not an error.
+    properties
+        Functions of the answer, each with a docstring that states the property. They yield pairs
+        ``(case, error)``: a text that names the case and its size, and either a boolean, which says
+        if the case is right, or the error, a number or an array.
+    tol
+        Largest error allowed.
+    seed
+        Seed of the draws: another one gives other draws, where a property makes any.
+
+    Raises
+    ------
+    ExerciseError
+        If a case is wrong, or if the answer raises an error; names the property and the case.
+
+    Examples
+    --------
+    >>> def is_even(f):
+    ...     "f(-x) = f(x)"
+    ...     for x in (1.0, 3.0):
+    ...         yield f"x = {x}", abs(f(-x) - f(x))
+    >>> check_properties(lambda x: x * x, is_even)
+    Correct.
+    """
+    if answer is ...:
+        print("Not attempted yet: replace the ... above and run the cell again.")
+        return
+    for property_ in properties:
+        _check_property(answer, property_, tol, seed)
+    print("Correct.")
+
+
+def check_refuses(test: str, wrong: Sequence[str], world: dict[str, Any]) -> None:
+    """Make sure that a test still refuses wrong answers: if not, somebody has changed the checker.
+
+    Parameters
+    ----------
+    test
+        Code that checks an answer.
+    wrong
+        For each wrong answer the code that defines it.
+    world
+        The names that the code needs; they stay as they are.
+
+    Raises
+    ------
+    ExerciseError
+        If the test accepts one of them.
+
+    Examples
+    --------
+    >>> check_refuses("check(answer, 2)", ["answer = 3"], {"check": check})
+    """
+    for code in wrong:
+        trial = dict(world)
+        exec(code, trial)
+        try:
+            exec(test, trial)
+        except Exception:  # a wrong answer may break a check that is not made of properties
+            continue
+        raise ExerciseError(
+            f"the check accepts an answer that is known to be wrong, {code!r}: something that it "
+            "uses has been changed in this notebook"
+        )
+
+
+def _check_property(answer: Any, property_: Property, tol: float, seed: int) -> None:
+    if not property_.__doc__:
+        raise ValueError(f"property {property_.__name__} has no docstring; expected its statement")
+    text, last = " ".join(property_.__doc__.split()), "before the first case"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            for last, error in property_(answer):
+                _check_case(f"{text}. Not so for {last}", error, tol)
+        except ExerciseError:
+            raise
+        except Exception as error:
+            where = last if last.startswith("before") else f"after the case {last}"
+            raise ExerciseError(
+                f"{text}: could not be checked, {where}. {type(error).__name__}: {error}"
+            ) from error
+        if last == "before the first case":
+            raise ValueError(f"property {property_.__name__} yields no case; expected at least one")
+
+
+def _check_case(place: str, error: Any, tol: float) -> None:
+    value = np.asarray(error.detach().cpu() if hasattr(error, "detach") else error)
+    if value.dtype == bool:
+        if not value.all():
+            raise ExerciseError(place)
+        return
+    size = float(np.max(np.abs(_array(error, place)), initial=0.0))
+    if not size <= tol:
+        raise ExerciseError(f"{place}: it is off by {size:.2g}; expected at most {tol:.0e}")
+
+
+class Once:
+    """An iterator over tensors, made one by one, that sees how many of them are kept.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(i)`` returns the i-th item: a tensor, or a tuple with tensors.
+    n : int
+        Number of items.
+
+    Attributes
+    ----------
+    kept : int
+        The most tensors that were alive at once, the newest item's included.
+    """
+
+    def __init__(self, make: Callable[[int], Any], n: int) -> None:
+        self._items, self.kept = map(make, range(n)), 0
+        self._alive: list[weakref.ref[torch.Tensor]] = []
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        tensors = (x for x in tree_leaves(item) if isinstance(x, torch.Tensor))
+        self._alive = [x for x in self._alive if x() is not None]
+        self._alive += map(weakref.ref, tensors)
+        self.kept = max(self.kept, len(self._alive))
+        return item
+
+
+def largest_tensor(function: Callable[..., Any], *args: Any, **keywords: Any) -> int:
+    """Return the number of elements of the largest tensor that an operation of a call returns.
+
+    What PyTorch's own attention forms inside does not count: whether its kernel forms the matrix of
+    weights depends on the number of dimensions, on widths and on masks.
+    """
+    with Largest() as seen, _AttentionAsOne(seen):
+        function(*args, **keywords)
+    return seen.numel
+
+
+class _AttentionAsOne(TorchFunctionMode):
+    """Let a record of sizes take PyTorch's own attention for one operation."""
+
+    def __init__(self, seen: Largest) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, out = self.seen.numel, func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self.seen.numel = max(before, out.numel())
+        return out
+
+
+def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
+    if isinstance(expected, tuple):
+        if not isinstance(answer, tuple) or len(answer) != len(expected):
+            raise ExerciseError(f"{place} is {answer!r}; expected a tuple of {len(expected)}")
+        for part, pair in enumerate(zip(answer, expected, strict=True), 1):
+            _compare(*pair, tol, f"{place}, part {part}")
+        return
+    if isinstance(expected, (bool, str)):
+        if answer != expected:
+            raise ExerciseError(f"{place} is {answer!r}; that is not right")
+        return
+    given, correct = _array(answer, place), _array(expected, "expected")
+    if given.shape != correct.shape:
+        raise ExerciseError(f"{place} has shape {given.shape}; expected {correct.shape}")
+    error = np.max(np.abs(given - correct) / np.maximum(1, np.abs(correct)), initial=0.0)
+    if not error <= tol:
+        raise ExerciseError(f"{place} has error {error:.2e}; expected at most {tol:.0e}")
+
+
+def _array(value: Any, place: str) -> np.ndarray:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ExerciseError(f"{place} is {value!r}; expected a number or an array") from error

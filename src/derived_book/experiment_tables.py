@@ -1,0 +1,153 @@
+"""What an experiment of the protocol shows on a page: its table, its curves, and its power.
+
+The protocol is that of appendix C; `experiments.protocol.deciding` records such experiments.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy import optimize, stats
+
+from derived_book.plot import COLORS, LABELS
+from derived_book.tables import markdown
+from derived_book.training.recorded import curves, load_experiment
+
+LEVEL, POWER = 0.05, 0.8
+
+
+def results_table(
+    name: str,
+    metric: str,
+    *,
+    predicted: Mapping[str, str],
+    factor: float = 100,
+    unit: str = "%",
+    digits: int = 1,
+) -> Any:
+    """Return a recorded experiment as a table: what was predicted, and what each arm scores.
+
+    A row is an arm of `predicted`, in its order. The columns are the prediction, the mean with its
+    95 % interval at the budget, the mean at twice the budget, and the learning rate that was chosen
+    for the arm. The line below says how many seeds, and which difference of two arms that many
+    seeds detect with a probability of 80 %.
+
+    Parameters
+    ----------
+    name, metric
+        As in `derived_book.curves`.
+    predicted : mapping
+        The text of the prediction for each arm to show.
+    factor, unit, digits
+        Values are shown times `factor`, in that unit, with so many decimals.
+
+    Raises
+    ------
+    ValueError
+        If an arm of `predicted` is not in the experiment; otherwise as in `curves`.
+    """
+    from IPython.display import Markdown
+
+    data, found = load_experiment(name)[0], curves(name, metric)
+    if unknown := [arm for arm in predicted if arm not in found]:
+        raise ValueError(f"predicted has {unknown}; expected arms of {name}: {', '.join(found)}")
+    budget, twice = data["budget"], 2 * data["budget"]
+    space = "" if unit == "%" else " "
+    header = ["arm", "predicted", f"{budget:,} steps", f"{twice:,} steps", "learning rate"]
+    rows, spreads = [], []
+    for arm, text in predicted.items():
+        values = [factor * x for x in found[arm][budget]]
+        later = statistics.mean(factor * x for x in found[arm][twice])
+        half, sd = _half(values), statistics.stdev(values)
+        spreads.append(sd)
+        now = f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}{space}{unit}"
+        rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
+    seeds = len(values)
+    least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), seeds)
+    tuning, rate = data.get("tuning"), "learning rate chosen on other seeds"
+    if tuning == []:  # one rate, so that there was nothing to choose
+        rate = "one learning rate for all"
+    elif tuning and "steps" in tuning[0]:
+        rate = (
+            f"learning rate chosen after {tuning[0]['steps']:,} steps by the worst of other seeds"
+        )
+    line = (
+        f"{seeds} seeds, mean ± 95 % interval; {rate}; the smallest "
+        f"difference of two arms that these seeds detect with a probability of 80 %: "
+        f"{least:.{max(digits, 1)}f}{space}{unit.replace('%', ' points')}."
+    )
+    return Markdown(f"{markdown((header, rows))}\n\n{line}")
+
+
+def plot_curves(ax: Any, name: str, metric: str, *, factor: float = 100, **styles: Any) -> None:
+    """Draw the mean of each arm over the steps, with its 95 % interval, and mark the budget.
+
+    Parameters
+    ----------
+    ax : matplotlib.axes.Axes
+    name, metric, factor
+        As in `results_table`.
+    styles
+        By arm, in the order in which arms are drawn: a color, or the name of a mechanism of the
+        registry. Arms that are not named are left out; if none is named, all are drawn.
+    """
+    found = curves(name, metric)
+    for number, arm in enumerate(styles or found):
+        style = styles.get(arm, f"C{number}")
+        steps = list(found[arm])
+        values = [[factor * x for x in found[arm][n]] for n in steps]
+        ax.errorbar(
+            steps,
+            [statistics.mean(x) for x in values],
+            [_half(x) for x in values],
+            color=COLORS.get(style, style),
+            label=LABELS.get(arm, arm),
+            marker="o",
+            markersize=3,
+            capsize=2,
+        )
+    ax.axvline(load_experiment(name)[0]["budget"], color="0.6", linewidth=0.8, linestyle=":")
+    ax.set_xscale("log")
+    ticks = sorted({n for arm in found.values() for n in arm})
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("steps of training")
+
+
+def detectable(sd: float, seeds: int) -> float:
+    """Return the difference of two means that Student's test finds with a probability of 80 %.
+
+    The test is two-sided at 5 %, with `seeds` runs in each arm, whose standard deviation is `sd`.
+
+    Raises
+    ------
+    ValueError
+        If `seeds` is below 2 or `sd` negative.
+
+    Examples
+    --------
+    >>> round(detectable(1.0, 17), 2)
+    0.99
+    """
+    if seeds < 2 or not sd >= 0:
+        raise ValueError(f"sd is {sd} and seeds {seeds}; expected sd >= 0 and seeds >= 2")
+    degrees = 2 * seeds - 2
+    critical = stats.t.ppf(1 - LEVEL / 2, degrees)
+
+    def lacking(shift: float) -> float:  # SciPy's noncentral t is NaN for some arguments
+        def found(x: float) -> float:
+            return stats.norm.sf(critical * math.sqrt(x / degrees) - shift)
+
+        return stats.chi2.expect(found, args=(degrees,)) - POWER
+
+    return float(optimize.brentq(lacking, 0.1, 50.0)) * sd * math.sqrt(2 / seeds)
+
+
+def _half(values: list[float]) -> float:
+    """Return half the width of the 95 % interval of the mean."""
+    n = len(values)
+    return float(stats.t.ppf(1 - LEVEL / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))

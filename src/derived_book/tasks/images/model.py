@@ -1,0 +1,62 @@
+"""A vision transformer that names the class of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from derived_attention.common.checks import check_floating
+from derived_book.tasks.checks import check_no_padding, check_series
+from derived_book.tasks.model import WEIGHTS, Config, PooledClassifier, check_sizes, with_first
+
+
+class VisionTransformer(PooledClassifier):
+    """A vision transformer: names the class of an image that is a grid of patches.
+
+    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. Without a
+    class token the sequence stays a grid, so that a mechanism may convolve it or pool it in two
+    dimensions, and every row of an attention map is a position in the image.
+
+    Parameters
+    ----------
+    grid : (int, int)
+        Rows and columns of patches. The sequence is the grid row by row: T = rows · columns.
+    channels, classes : int
+        Numbers in a patch, and classes: see `derived_book.tasks.images.data.ImageData`.
+    config : Config
+    class_token : bool
+        Read the answer from a learned token before the patches, as in DeiT, instead of from their
+        mean. Layers see T + 1 tokens then.
+
+    Examples
+    --------
+    >>> model = VisionTransformer(grid=(4, 4), channels=4, classes=10, config=Config())
+    >>> model(torch.zeros(3, 16, 4)).shape
+    torch.Size([3, 10])
+    """
+
+    shown = ("length", "grid")
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        channels: int,
+        classes: int,
+        config: Config,
+        *,
+        class_token: bool = False,
+    ) -> None:
+        if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
+            raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
+        check_sizes(config, channels=channels, **{f"grid[{i}]": n for i, n in enumerate(grid)})
+        super().__init__(classes, grid[0] * grid[1], config, class_token)
+        self.grid, self.channels = tuple(grid), channels
+        self.embed = nn.Linear(channels, config.dim)
+
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_series(x, None, steps=self.length, channels=self.channels)
+        check_no_padding(padding, "an image")
+        check_floating({WEIGHTS: self.positions, "x": x})
+        h = self.embed(x) + self.positions  # (B, T, dim)
+        return self.dropout(h if self.class_token is None else with_first(self.class_token, h))

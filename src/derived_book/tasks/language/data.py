@@ -1,0 +1,208 @@
+"""Text to model byte by byte (chapters 1 and 3), and n-gram models.
+
+"python" is the reference of the Python language, which is part of Python for ``help()``.
+WikiText-103 is read by the package `datasets` of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from derived_attention.common.files import cache_dir
+from derived_book.tasks.checks import check_name, check_tensor
+
+HELD_OUT = 0.1  # the share of all bytes, at most, for validation, and again for the test
+MOST_ORDER = 6  # so that a context and its next byte fit in one int64
+
+Splits = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextData:
+    """Text as bytes, 0 to 255, in three parts without a common document.
+
+    Attributes
+    ----------
+    name : str
+    train, validation, test : torch.Tensor
+        (n,) uint8: the documents of each part, one after another, in UTF-8.
+    """
+
+    name: str
+    train: torch.Tensor
+    validation: torch.Tensor
+    test: torch.Tensor
+
+
+def load_text(name: str) -> TextData:
+    """Load a text, split by documents.
+
+    - ``"python"``: the reference of the Python language, from ``pydoc_data.topics`` of the standard
+      library (licence: PSF). Its topics repeat each other, nearly a quarter of them word for word,
+      so each paragraph is kept once (`without_repeats`) before the topics are split
+      (`split_documents`). The text is that of the running version of Python: it grows by a tenth
+      from 3.11 to 3.13.
+    - ``"wikitext-103"``: 541 MB of Wikipedia, official split, raw text (licence, according to its
+      page: CC BY-SA 3.0 and GFDL). `datasets` downloads it once to ``cache_dir("text")``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an unknown `name`.
+    ConnectionError
+        If WikiText-103 cannot be read, as the package or the network is missing.
+    """
+    loaders: dict[str, Callable[[], Splits]] = {"python": _python, "wikitext-103": _wikitext}
+    check_name("name", name, loaders)
+    return TextData(name, **{part: encode(text) for part, text in loaders[name]().items()})
+
+
+def encode(text: str) -> torch.Tensor:
+    """Return the bytes (n,) of `text` in UTF-8, as uint8."""
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+
+
+def decode(text: torch.Tensor) -> str:
+    """Return the text of bytes (n,); an incomplete character becomes U+FFFD."""
+    return text.cpu().numpy().tobytes().decode(errors="replace")
+
+
+def without_repeats(documents: dict[str, str]) -> dict[str, str]:
+    """Keep each paragraph once, in the longest document that has it; drop empty documents.
+
+    Two paragraphs are the same if their letters and digits are, whatever their underlines and
+    indentation.
+    """
+    seen: set[str] = set()
+    kept = {}
+    for name in _longest_first(documents):
+        new = []
+        for paragraph in documents[name].split("\n\n"):
+            words = " ".join(re.findall(r"\w+", paragraph))
+            if words and words not in seen:
+                seen.add(words)
+                new.append(paragraph.strip("\n"))
+        if new:
+            kept[name] = "\n\n".join(new) + "\n"
+    return kept
+
+
+def _longest_first(documents: dict[str, str]) -> list[str]:
+    return sorted(documents, key=lambda name: (-len(documents[name]), name))
+
+
+def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names of the documents for ``train``, ``validation`` and ``test``.
+
+    In the order of a hash of the names, each document goes to the test if it still fits into a
+    tenth of all text, else to the validation if it fits there, else to the training.
+    """
+    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    most = HELD_OUT * sum(map(len, documents.values()))
+    left = {"test": most, "validation": most, "train": math.inf}
+    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        part = next(part for part in left if len(documents[name]) <= left[part])
+        left[part] -= len(documents[name])
+        parts[part].append(name)
+    return parts
+
+
+def _python_documents() -> dict[str, str]:
+    from pydoc_data.topics import topics
+
+    return without_repeats(topics)
+
+
+def _python() -> Splits:
+    documents = _python_documents()
+    parts = split_documents(documents).items()
+    return {part: "\n".join(documents[name] for name in names) for part, names in parts}
+
+
+def _wikitext() -> Splits:
+    try:
+        from datasets import load_dataset
+
+        folder = str(cache_dir("text"))
+        text = load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", cache_dir=folder)
+    except Exception as error:
+        raise ConnectionError(
+            "WikiText-103 could not be read. It needs the package datasets (pip install datasets) "
+            "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
+        ) from error
+    return {part: "".join(text[part]["text"]) for part in ("train", "validation", "test")}
+
+
+def check_text(name: str, text: torch.Tensor, least: int) -> None:
+    """Raise TypeError or ValueError unless `text` is uint8 (n,) with n at least `least`."""
+    check_tensor(name, text, "uint8", ("n",))
+    if len(text) < least:
+        raise ValueError(f"{name} has {len(text)} bytes; expected at least {least}")
+
+
+def ngram_bits(train: torch.Tensor, test: torch.Tensor, order: int) -> float:
+    """Return the bits per byte of `test` under counts of `train`, with `order` bytes of context.
+
+    The probability of byte b after the context c of n bytes is interpolated with that after the
+    shorter context c' that lacks the first byte [Witten1991]::
+
+        P_n(b | c) = (count(c b) + kinds(c) · P_{n-1}(b | c')) / (count(c) + kinds(c))
+
+    where kinds(c) is the number of different bytes that follow c in `train`, and P_{-1} = 1/256.
+    Every byte of `test` is predicted, the first ones from the shorter context that they have.
+
+    Parameters
+    ----------
+    train, test : torch.Tensor
+        (n,) uint8, n > 0.
+    order : int
+        From 0 (the frequencies of single bytes) to 6. Memory: some 50 bytes for each of `train`.
+
+    Examples
+    --------
+    >>> text = encode("ab" * 500)
+    >>> ngram_bits(text, text, 0) > 1 > 100 * ngram_bits(text, text, 1) / 3
+    True
+    """
+    check_text("train", train, 1)
+    check_text("test", test, 1)
+    if isinstance(order, bool) or not isinstance(order, int):
+        raise TypeError(f"order is {order!r}; expected an integer")
+    if not 0 <= order <= MOST_ORDER:
+        raise ValueError(f"order is {order}; expected 0 <= order <= {MOST_ORDER}")
+    p = np.full(len(test), 1 / 256)
+    for n in range(min(order, len(train) - 1, len(test) - 1) + 1):
+        p[n:] = _interpolate(_grams(train, n), _grams(test, n), p[n:])
+    return float(-np.log2(p).mean())
+
+
+def _grams(text: torch.Tensor, n: int) -> np.ndarray:
+    """Return each run of n + 1 bytes as a number in base 256: (len - n,)."""
+    numbers = text.cpu().numpy().astype(np.int64)
+    grams = np.zeros(len(numbers) - n, dtype=np.int64)
+    for i in range(n + 1):
+        grams = 256 * grams + numbers[i : len(numbers) - n + i]
+    return grams
+
+
+def _interpolate(seen: np.ndarray, asked: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """Mix the counts of `seen` into the probabilities `p` of `asked`, by the formula above."""
+    grams, counts = np.unique(seen, return_counts=True)
+    contexts, first, kinds = np.unique(grams // 256, return_index=True, return_counts=True)
+    totals = np.add.reduceat(counts, first)
+    count = _look_up(asked, grams, counts)
+    total, kind = (_look_up(asked // 256, contexts, values) for values in (totals, kinds))
+    return np.where(total > 0, (count + kind * p) / np.maximum(total + kind, 1), p)
+
+
+def _look_up(asked: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the value of each key of `asked`, 0 where it is not among the sorted `keys`."""
+    at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+    return np.where(keys[at] == asked, values[at], 0)

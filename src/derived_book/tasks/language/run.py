@@ -1,0 +1,54 @@
+"""Train `ByteLM` to continue a text."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from derived_attention.common.checks import Mechanism
+from derived_attention.softmax.core import softmax_attention
+from derived_book.runtime import seed_everything
+from derived_book.tasks.language.data import load_text
+from derived_book.tasks.language.loss import Windows, byte_loss
+from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.language.sessions import Sessions
+from derived_book.tasks.model import Config
+from derived_book.training.fit import Batches, fit
+
+
+def small_model(
+    attention: Mechanism | type[nn.Module] = softmax_attention,
+    *,
+    text: str = "sessions",
+    seed: int = 0,
+    steps: int = 600,
+    device: torch.device | str | None = None,
+) -> ByteLM:
+    """Train the small model that the book carries along from chapter 1, and return it.
+
+    Two layers of four heads, of width 64, read 64 bytes. All but the mechanism is the same in every
+    chapter, the batches of a seed too.
+
+    Parameters
+    ----------
+    attention : callable
+        A function or a class, as in `derived_book.tasks.model.Config`.
+    text : str
+        ``"sessions"``, see `derived_book.draw_sessions`: the model reads each byte together
+        with the three before it. Otherwise a name for `derived_book.load_text`: each byte is
+        read alone.
+    seed, device
+        As in `derived_book.training.fit.fit`; the seed is also that of the initial weights.
+    steps : int
+        Of 16 windows each.
+    """
+    seed_everything(seed)
+    config = Config(heads=4, dropout=0.0, attention=attention)
+    train: Batches
+    if text == "sessions":
+        model, train = ByteLM(64, config, taps=4), Sessions(64, batch_size=16, steps=steps)
+    else:
+        data = load_text(text)
+        model, train = ByteLM(64, config), Windows(data.train, 64, batch_size=16, steps=steps)
+    fit(model.to(device), train, byte_loss, epochs=1, lr=1e-2, seed=seed)
+    return model

@@ -1,0 +1,154 @@
+"""Sessions with a memory of names, byte by byte: a language whose best reader is known.
+
+A session stores digits under letters and asks for them: ``"k=7 q=3 k?7 k=2 q?3 k?2 "``. A letter
+may be stored again; its last digit counts. What follows a question mark can be foreseen by whoever
+finds the last place where the letter was stored, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from derived_book.runtime import check_count, evaluating
+from derived_book.tasks.checks import check_length, check_tensor
+from derived_book.tasks.language.loss import check_reader
+from derived_book.training.fit import Endless, check_device
+
+TEST_SEED = 2**31  # of the sessions of an evaluation
+LETTERS, DIGITS = 26, 10
+STORE, ASK, SPACE = (ord(c) for c in "=? ")
+
+
+def draw_sessions(
+    n: int, length: int, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw `n` sessions, each cut to `length` bytes.
+
+    With probability ½, a statement asks for one of the letters that have been stored, each as
+    likely as the others (the first statement cannot ask). Otherwise it stores a random digit under
+    a random letter.
+
+    Parameters
+    ----------
+    n, length : int
+    generator : torch.Generator, optional
+        By default PyTorch's global one.
+
+    Returns
+    -------
+    text : Tensor
+        (n, length) uint8.
+    answers : Tensor
+        (n, length) bool: the bytes that follow a question mark.
+
+    Examples
+    --------
+    >>> text, answers = draw_sessions(2, 24, generator=torch.Generator().manual_seed(0))
+    >>> bytes(text[0].tolist())
+    b'v=8 v?8 v?8 f=8 n=2 n?2 '
+    """
+    check_count("n", n)
+    check_count("length", length)
+    values = torch.full((n, LETTERS), -1)  # -1: not stored yet
+    bytes_, answers = [], []
+    for _ in range(-(-length // 4)):
+        stored = values >= 0
+        asks = (torch.rand(n, generator=generator) < 0.5) & stored.any(1)
+        among = torch.where(asks[:, None], stored.double(), torch.ones(n, LETTERS).double())
+        letter = torch.multinomial(among, 1, generator=generator)  # (n, 1)
+        new = torch.randint(DIGITS, (n,), generator=generator)
+        digit = torch.where(asks, values.gather(1, letter)[:, 0], new)
+        values.scatter_(1, letter, digit[:, None])
+        space, no = torch.full((n,), SPACE), torch.zeros(n, dtype=torch.bool)
+        sign = torch.where(asks, ASK, STORE)
+        bytes_ += [letter[:, 0] + ord("a"), sign, digit + ord("0"), space]
+        answers += [no, no, asks, no]
+    text = torch.stack(bytes_, 1)[:, :length].to(torch.uint8)
+    return text, torch.stack(answers, 1)[:, :length]
+
+
+def session_bits(text: Tensor) -> Tensor:
+    """Return the bits (n, T) of each byte of sessions (n, T) for a reader who knows their rule.
+
+    When m letters have been stored, a letter x comes next with the probability
+    ``1/52 + [x stored] / 2m`` (1/26 while m = 0). The sign after it is the share of one of the two
+    summands. A digit to store has 1/10; an answer and a space are certain. A wrong answer has
+    infinitely many bits.
+    """
+    check_tensor("text", text, "uint8", ("n", "T"))
+    n, length = text.shape
+    whole = nn.functional.pad(text, (0, -length % 4)).long().unflatten(1, (-1, 4))
+    values = torch.full((n, LETTERS), -1)  # -1: not stored yet
+    p = torch.ones(n, *whole.shape[1:], dtype=torch.float64)
+    for t, statement in enumerate(whole.unbind(1)):
+        letter = (statement[:, :1] - ord("a")).clamp(0, LETTERS - 1)
+        digit, asks = statement[:, 2] - ord("0"), statement[:, 1] == ASK
+        m, value = (values >= 0).sum(1), values.gather(1, letter)[:, 0]
+        ask = torch.where(value >= 0, 0.5 / m.clamp(min=1).double(), 0.0)
+        store = torch.where(m > 0, 0.5, 1.0).double() / LETTERS
+        p[:, t, 0] = ask + store
+        p[:, t, 1] = torch.where(asks, ask, store) / (ask + store)
+        p[:, t, 2] = torch.where(asks, (digit == value).double(), 1 / DIGITS)
+        values.scatter_(1, letter, torch.where(asks, value, digit)[:, None])
+    return (1 / p).log2().flatten(1)[:, :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sessions(Endless):
+    """Sessions of `length` bytes and the byte after them; those of an evaluation are fixed.
+
+    A batch is ``(text,)``, (B, T + 1) int64, as that of `derived_book.Windows`.
+
+    Parameters
+    ----------
+    length : int
+        T, at most that of the model.
+    batch_size, steps : int
+        Sessions in a batch, and batches in an epoch or an evaluation.
+    """
+
+    length: int
+    batch_size: int = 64
+    steps: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("length", self.length)
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        generator = torch.Generator().manual_seed(TEST_SEED)
+        for _ in range(self.steps):
+            yield self.draw(generator)
+
+    def draw(self, generator: torch.Generator | None = None) -> tuple[Tensor]:
+        """Return a batch by `generator`, by default PyTorch's global one."""
+        return (draw_sessions(self.batch_size, self.length + 1, generator=generator)[0].long(),)
+
+    def check(self, name: str, model: nn.Module) -> None:
+        """Raise TypeError or ValueError unless `model` reads as many bytes at a time."""
+        check_length(name, f"sessions of {self.length} bytes", self.length, model)
+
+
+def right_answers(model: nn.Module, n: int = 512) -> float:
+    """Return the share of answers, in `n` fixed sessions, that are a model's likeliest byte.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A language model, such as `derived_book.ByteLM`; it reads ``model.length`` bytes.
+    n : int
+        Sessions, other than those of an evaluation with `Sessions`.
+    """
+    device, length = check_device(model, None), check_reader(model)
+    generator = torch.Generator().manual_seed(TEST_SEED + 1)
+    text, answers = draw_sessions(n, length + 1, generator=generator)
+    with evaluating(model):
+        guesses = [
+            model(rows[:, :-1].long().to(device)).argmax(-1).cpu() for rows in text.split(64)
+        ]
+    right = torch.cat(guesses) == text[:, 1:]
+    return right[answers[:, 1:]].double().mean().item()

@@ -1,0 +1,71 @@
+"""Associative recall: batches of pairs and questions, and the loss of the answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from derived_book.tasks.checks import check_output
+from derived_book.tasks.recall.data import check_pairs, draw_recall
+from derived_book.tasks.supervised import cross_entropy
+from derived_book.training.fit import Endless, Mean
+
+TEST_SEED = 2**31  # of the sequences of an evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions(Endless):
+    """Sequences of `derived_book.draw_recall`; those of an evaluation are always the same.
+
+    A batch is ``(keys, values, asked, answers)``, each (B, N) int64.
+
+    Parameters
+    ----------
+    pairs, symbols : int
+        As in `draw_recall`.
+    batch_size, steps : int
+        Sequences in a batch, and batches in an epoch or an evaluation.
+    """
+
+    pairs: int
+    symbols: int = 64
+    batch_size: int = 64
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pairs(self.pairs, self.symbols)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(TEST_SEED)
+        for _ in range(self.steps):
+            yield self.draw(generator)
+
+    def draw(self, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """Return a batch by `generator`, by default PyTorch's global one."""
+        drawn = draw_recall(self.batch_size, self.pairs, symbols=self.symbols, generator=generator)
+        return drawn[:4]  # all but the order
+
+    def check(self, name: str, model: nn.Module) -> None:
+        """Raise TypeError or ValueError unless `model` knows as many symbols."""
+        symbols = getattr(model, "symbols", None)
+        if not isinstance(symbols, int):
+            raise TypeError(f"model.symbols is {symbols!r}; expected a model such as Recaller")
+        if self.symbols != symbols:
+            expected = f"{symbols}, as the model has"
+            raise ValueError(f"{name} has {self.symbols} symbols; expected {expected}")
+
+
+def answer_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the cross-entropy of the answers; report it as ``"loss"``, with the ``"accuracy"``.
+
+    ``model(keys, values, asked)`` returns logits (B, N, symbols) for (B, N) int64 each; another
+    shape raises ValueError.
+    """
+    *asked, answers = batch
+    logits = model(*asked)
+    check_output(logits, (*answers.shape, "symbols"))
+    return cross_entropy(logits.flatten(0, 1), answers.flatten())

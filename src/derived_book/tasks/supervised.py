@@ -1,0 +1,137 @@
+"""Sequences (series, images, tokens) with a class or a number each: batches and losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derived_book.tasks.checks import (
+    check_output,
+    check_range,
+    check_series,
+    check_tensor,
+    check_tokens,
+    check_type,
+)
+from derived_book.tasks.series.data import SeriesSplit
+from derived_book.training.fit import Batches, Mean, RootMean, mean_of
+
+Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples(Batches):
+    """Batches ``(x, padding, y)``, rows of a split; in training, in random order.
+
+    `fit` and `evaluate` compare the split with the attributes ``length``, ``channels``,
+    ``vocabulary`` and ``classes`` (0 for numbers) of the model, where it has them.
+
+    Parameters
+    ----------
+    split : SeriesSplit
+        Series, images or tokens, with classes or numbers as `y`.
+    batch_size : int
+    """
+
+    split: SeriesSplit
+    batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_split(self.split)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.split) / self.batch_size)
+
+    def epoch(self, seed: int, number: int) -> Iterator[Batch]:
+        """Yield every sequence once, in random order."""
+        return self._rows(torch.randperm(len(self.split)))  # on the CPU: the same on every machine
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._rows(torch.arange(len(self.split)))
+
+    def _rows(self, order: Tensor) -> Iterator[Batch]:
+        x, padding, y = self.split.x, self.split.padding, self.split.y
+        for rows in order.split(self.batch_size):
+            yield x[rows], None if padding is None else padding[rows], y[rows]
+
+    def check(self, name: str, model: Any) -> None:
+        """Raise ValueError unless sizes, tokens and answers fit `model`."""
+        x, padding, y = self.split.x, self.split.padding, self.split.y
+        sizes = ("length", "vocabulary", "channels", "classes")
+        steps, vocabulary, channels, classes = (getattr(model, size, None) for size in sizes)
+        if vocabulary or (x.ndim == 2 and not channels):
+            check_tokens(x, padding, of=f"{name}.", steps=steps, vocabulary=vocabulary)
+        else:
+            check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
+        if classes is None:
+            return
+        if y.is_floating_point() != (classes == 0):
+            expected = "int64 classes" if classes else "floats"
+            raise ValueError(f"{name}.y is {y.dtype}; expected {expected}, as the model returns")
+        if classes:
+            check_range(f"{name}.y", y, classes, "classes")
+
+
+def class_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the cross-entropy of classes; report it as ``"loss"``, with the ``"accuracy"``.
+
+    ``model(x, padding)`` returns logits (B, classes); another shape raises ValueError, and so do
+    answers that are numbers.
+    """
+    x, padding, y = batch
+    logits = model(x, padding)
+    if y.is_floating_point():
+        raise ValueError(f"y is {y.dtype}; expected int64 classes (number_loss is for numbers)")
+    check_output(logits, (len(y), "classes"))
+    return cross_entropy(logits, y)
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the mean cross-entropy of logits (n, classes); report ``"loss"``, ``"accuracy"``."""
+    loss = nn.functional.cross_entropy(logits, y)
+    n, correct = len(y), (logits.argmax(1) == y).sum()
+    return loss, {"loss": mean_of(loss, n), "accuracy": Mean(correct, n)}
+
+
+def number_loss(
+    model: nn.Module, batch: Batch, variance: float = 1.0
+) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the mean squared error over `variance`; report ``"loss"``, and ``"rmse"`` in units.
+
+    ``model(x, padding)`` returns numbers (B,) in the units of y; another shape raises ValueError,
+    and so do answers that are classes. With the variance of the training targets, which
+    ``functools.partial`` sets, the loss is that of standardised targets.
+    """
+    x, padding, y = batch
+    outputs = model(x, padding)
+    if not y.is_floating_point():
+        raise ValueError(f"y is {y.dtype}; expected floats (class_loss is for classes)")
+    if not 0 < variance < math.inf:
+        raise ValueError(f"variance is {variance}; expected a positive number")
+    check_output(outputs, y.shape)  # PyTorch would broadcast a column against a row
+    loss = nn.functional.mse_loss(outputs, y) / variance
+    squares = (outputs.detach().double() - y.double()).square().sum()
+    return loss, {"loss": mean_of(loss, len(y)), "rmse": RootMean(squares, len(y))}
+
+
+def check_split(split: SeriesSplit) -> None:
+    """Raise TypeError or ValueError unless `split` is valid training data."""
+    check_type("split", split, SeriesSplit, "a SeriesSplit")
+    x, padding, y = split.x, split.padding, split.y
+    for name, tensor in (("x", x), ("y", y)):
+        check_type(f"split.{name}", tensor, Tensor, "a tensor")
+    (check_tokens if x.ndim == 2 else check_series)(x, padding, of="split.")
+    if len(x) == 0:
+        raise ValueError("split is empty; expected at least one sequence")
+    check_tensor("split.y", y, "floats" if y.is_floating_point() else "int64", (len(x),))
+    for name, tensor in (("x", x), ("y", y)):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"split.{name} holds NaN or infinity; expected finite numbers")
+    if not y.is_floating_point():
+        check_range("split.y", y, None, "classes")
