@@ -38,7 +38,12 @@ from derived_attention.softmax.controls import (
     identity_attention,
     uniform_attention,
 )
-from derived_attention.softmax.core import _fused_widths, attention_weights, sdpa, softmax_attention
+from derived_attention.softmax.core import (
+    attention_weights,
+    kernel_widths,
+    sdpa,
+    softmax_attention,
+)
 
 FORMS = [softmax_attention, softmax_attention_reference]
 MASKS = {
@@ -272,9 +277,9 @@ def test_learned_mask_keeps_the_fused_kernel_where_no_gradient_is_asked_for():
 
 
 def test_widths_for_kernels():
-    assert _fused_widths(64, 40, "cpu") == (64, 64) == _fused_widths(40, 64, "cpu")
-    assert _fused_widths(64, 64, "cuda") == (64, 64)
-    assert _fused_widths(33, 4, "cuda") == (40, 8)
+    assert kernel_widths(64, 40, "cpu") == (64, 64) == kernel_widths(40, 64, "cpu")
+    assert kernel_widths(64, 64, "cuda") == (64, 64)
+    assert kernel_widths(33, 4, "cuda") == (40, 8)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from derived_attention.common.checks import (
+    FLOATING,
     Mechanism,
     check_callable,
     check_count,
@@ -40,11 +41,10 @@ from derived_attention.common.convention import (
     has_state,
     is_per_key,
     parts_of,
-    shares,
     state_of,
     takes,
+    unwrap,
     weights_of,
-    with_any_heads,
 )
 from derived_attention.common.masks import Mask
 from derived_attention.softmax.core import softmax_attention
@@ -316,26 +316,16 @@ class MultiheadAttention(nn.Module):
         TypeError, ValueError
             Naming the argument, its value and what was expected.
         """
-        weights = dict(need_weights=need_weights, average_attn_weights=average_attn_weights)
-        check_flags(is_causal=is_causal, **weights)
-        inputs, padding = (query, key, value), (key_padding_mask, query_padding_mask)
-        rest: tuple[Any, ...] = (need_weights, attn_mask, average_attn_weights, is_causal)
-        if any(isinstance(x, Tensor) and x.is_nested for x in inputs):
+        check_flags(
+            is_causal=is_causal,
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+        )
+        inputs = (query, key, value)
+        if any([isinstance(x, Tensor) and x.is_nested for x in inputs]):
+            padding = (key_padding_mask, query_padding_mask)
+            rest = (need_weights, attn_mask, average_attn_weights, is_causal)
             return self._forward_nested(inputs, padding, rest)
-        return self._forward(inputs, *padding, *rest)
-
-    def _forward(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        key_padding_mask: Tensor | None,
-        query_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `forward` does, with tensors that are not nested."""
-        query, key, value = inputs
         need_weights = need_weights and self.weighs
         masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         self.check(query, key, value, **masks, is_causal=is_causal, need_weights=need_weights)
@@ -400,7 +390,8 @@ class MultiheadAttention(nn.Module):
                 q = self.project(QUERY, query, ALL) if q is None else q
                 q_h = pick(q, heads)
             run = self.mechanism(group.base, heads)
-            of_keys = AS_PROJECTED if self._shares(run, heads, need_weights) else heads
+            shares = self.kv_heads != self.num_heads and self._shares(run, heads, need_weights)
+            of_keys = AS_PROJECTED if shares else heads
             k, v = self.project(KEY, group.key, of_keys), self.project(VALUE, group.value, of_keys)
             H, A = self._attend(run, q_h, k, v, group.mask, need_weights)
             outputs.append(H)  # (B, H', N, D)
@@ -481,7 +472,9 @@ class MultiheadAttention(nn.Module):
         if self.paired and not self.cross and queries != keys:
             raise ValueError(f"key has the lengths {keys}, and query {queries}; {self._paired()}")
         q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in inputs)
-        output, A = self._forward((q, k, v), _beyond(keys, k), _beyond(queries, q), *rest)
+        output, A = self.forward(
+            q, k, v, _beyond(keys, k), *rest, query_padding_mask=_beyond(queries, q)
+        )
         rows = [x[:length] for x, length in zip(output, queries, strict=True)]
         if inputs[0].layout == torch.jagged:
             return torch.nested.nested_tensor_from_jagged(torch.cat(rows), inputs[0].offsets()), A
@@ -500,7 +493,10 @@ class MultiheadAttention(nn.Module):
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
         """Check the inputs of `forward`; `masks` include `is_causal` and `need_weights`."""
-        refuse(masks, self.refused, self.because)
+        if self.refused:
+            refuse(masks, self.refused, self.because)
+        if self._fits(query, key, value):
+            return
         inputs = {"query": query, "key": key, "value": value}
         weights = {"the layer's weights": self.out_proj.weight} if self.projected else {}
         check_floating({**weights, **inputs})
@@ -519,18 +515,36 @@ class MultiheadAttention(nn.Module):
             actual = f"key has shape {tuple(key.shape)}, and there are {N} queries"
             raise ValueError(f"{actual}; {self._paired()}")
 
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether no closer look at the inputs is necessary."""
+        if not (
+            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        ):
+            return False
+        *batch, N, E = query.shape
+        dtype, device = query.dtype, query.device
+        weight = self.out_proj.weight if self.projected else query
+        return (
+            query.dim() in (2, 3) and query.dim() == key.dim() == value.dim()
+            and dtype in FLOATING and dtype == key.dtype == value.dtype == weight.dtype
+            and device == key.device == value.device == weight.device
+            and (E, key.shape[-1], value.shape[-1]) == (self.embed_dim, self.kdim, self.vdim)
+            and key.shape[:-1] == value.shape[:-1] and [*key.shape[:-2]] == batch
+            and (key.shape[-2] == N or not self.paired or self.cross)
+        )  # fmt: skip
+
     def _paired(self) -> str:
         """Return what self-attention expects, for messages."""
         advice = "for cross-attention make the layer with cross=True"
         advice = advice if self.alone else "a layer that mixes queries has no cross-attention"
         return f"expected as many keys as queries, as this is self-attention; {advice}"
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
-        """Yield all heads in groups, with the `key` and `value` that they attend, mixed or pooled.
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterable[Group]:
+        """Return all heads in groups, with the `key` and `value` that they attend, mixed or pooled.
 
         Here there is one group, and nothing is mixed.
         """
-        yield Group(ALL, key, value, mask, self.attention)
+        return (Group(ALL, key, value, mask, self.attention),)
 
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project query, key or value (part 0, 1, 2) for some heads: (B, N, ·) to (B, H', N, D).
@@ -555,13 +569,14 @@ class MultiheadAttention(nn.Module):
         run = self.with_query_mask(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
-        return with_any_heads(run, q, k, v, **mask.keywords)
+        shared = {"enable_gqa": True} if q.dim() > 2 and q.shape[-3] != v.shape[-3] else {}
+        return run(q, k, v, **mask.keywords, **shared)
 
     def _shares(self, run: Mechanism, heads: Heads, need_weights: bool) -> bool:
-        """Say whether `attend` gets keys and values with fewer heads than queries, not copies."""
-        if self.kv_heads == self.num_heads or heads != ALL or need_weights or not shares(run):
+        """Return whether `attend` gets keys and values with fewer heads than queries, uncopied."""
+        if heads != ALL or need_weights or not getattr(unwrap(run)[0], "shared", False):
             return False
-        names = "attend", "_attend"  # those of another kind want a key for each head
+        names = "attend", "_attend"  # a layer that overrides them wants a key for each head
         own = any(getattr(type(self), x) is not getattr(MultiheadAttention, x) for x in names)
         return not (own or (self.training and self.dropout))
 

@@ -566,7 +566,7 @@ def _attention_forward(
     layer.dropout, layer.training, layer.head_dim = dropout, module.training, D
     if scaling is not None and not math.isclose(scaling, D**-0.5):
         query = query * (scaling * math.sqrt(D))
-    key, value = share_heads("key", key, query, -3), share_heads("value", value, query, -3)
+    _, key, value, _ = share_heads(query, key, value)
     q, k, v = (x.transpose(1, 2).flatten(2) for x in (query, key, value))  # (B, ·, H D)
     return _attend(name, layer, (q, k, v), mask, causal, cross).unflatten(-1, (H, D)), None
 

@@ -9,7 +9,7 @@ and others read that as attributes of the function: ``weights`` (or None) comput
 for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
 that a query's result does not depend on other queries, ``placed`` (or None) is a form that
 `depends_on_position`, ``softmax`` that adding a number to all scores of a query changes nothing,
-``shared`` that the form is one that `takes_fewer_heads`, ``state`` (or None) computes what the
+``shared`` that the form takes heads that share keys as views, ``state`` (or None) computes what the
 form's option `state` tells it of the keys before the first. A formula decorated with `in_full` runs
 in float32 at least.
 """
@@ -20,7 +20,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.common.checks import (
+    FLOATING,
     Mechanism,
     autocasts,
     check_flag,
@@ -96,6 +97,7 @@ def mechanism(
     alone: bool = True,
     softmax: bool = False,
     state: Mechanism | None = None,
+    shared: bool = False,
 ) -> Mechanism:
     """Give `form` the arguments that `softmax_attention` describes, beside its options.
 
@@ -118,11 +120,14 @@ def mechanism(
     state : callable, optional
         ``state(k, v, *, state=None, ...)`` returns what a causal form with the option `state` needs
         of keys and values that came before, of a size that does not depend on their number.
+    shared : bool
+        Whether the form takes heads in groups, q ``(..., G, r, N, D)``, whose keys and values are
+        views of one head. Otherwise ``enable_gqa`` copies the keys and values of shared heads.
     """
+    properties: dict[str, Any] = dict(weights=weights, per_key=per_key, alone=alone)
+    properties |= dict(softmax=softmax, state=state, shared=shared)
     if form is None:
-        settings: dict[str, Any] = dict(weights=weights, components=components, per_key=per_key)
-        settings |= dict(drops=drops, alone=alone, softmax=softmax, state=state)
-        return functools.partial(mechanism, **settings)
+        return functools.partial(mechanism, components=components, drops=drops, **properties)
 
     @functools.wraps(form)
     def attend(
@@ -137,11 +142,18 @@ def mechanism(
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
-        shown = _seen_shared(q, k, v, enable_gqa, components)
-        mask, scale = prepare(q, *shown, attn_mask, is_causal, scale, components)
-        check_probability("dropout_p", dropout_p)
-        k, v = _shared_or_repeated(attend, q, k, v, mask, options, dropout_p)
-        if per_key:
+        if enable_gqa is not False:
+            shares = shared and dropout_p == 0
+            heads = share_heads(q, k, v, attn_mask, enable_gqa, components, views=shares)
+            if heads[0].dim() > q.dim():
+                q, k, v, attn_mask = heads
+                H = attend(q, k, v, attn_mask, 0.0, is_causal, scale=scale, **options)
+                return H.flatten(-4, -3)
+            q, k, v, attn_mask = heads
+        mask, scale = prepare(q, k, v, attn_mask, is_causal, scale, components)
+        if dropout_p.__class__ is not float or dropout_p != 0.0:
+            check_probability("dropout_p", dropout_p)
+        if per_key and attn_mask is not None:
             mask.per_key()  # raises for another one
         if drops:
             options["dropout_p"] = dropout_p
@@ -149,7 +161,7 @@ def mechanism(
             return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
         return form(q, k, v, mask, scale, **options)
 
-    vars(attend).update(weights=weights, per_key=per_key, alone=alone, softmax=softmax, state=state)
+    vars(attend).update(properties)
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -164,10 +176,27 @@ def prepare(
     scale: float | None,
     components: bool = False,
 ) -> tuple[Mask, float | None]:
-    """Check the arguments that all mechanisms share; return the mask, and the scale as a float."""
-    check_qkv(q, k, v, components)
-    check_mask(attn_mask, q, k, is_causal)
-    mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
+    """Check the arguments that all mechanisms share; return the mask, and the scale as a float.
+
+    A call without a mask whose arguments fit is recognised at once; any other is checked one
+    argument after the other.
+    """
+    if (
+        isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+        and q.dim() > 1 and v.dim() > 1
+        and q.dtype == k.dtype == v.dtype and q.dtype in FLOATING
+        and q.device == k.device == v.device
+        and q.shape[-1] > 0
+        and k.dim() == q.dim() + components and (not components or k.shape[-3] > 0)
+        and k.shape[: q.dim() - 2] == q.shape[:-2] == v.shape[:-2]
+        and k.shape[-1] == q.shape[-1] and k.shape[-2] == v.shape[-2]
+        and attn_mask is None and is_causal.__class__ is bool
+    ):  # fmt: skip
+        mask = Mask(None, is_causal)
+    else:
+        check_qkv(q, k, v, components)
+        check_mask(attn_mask, q, k, is_causal)
+        mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
     return mask, None if scale is None else check_positive("scale", scale)
 
 
@@ -180,54 +209,25 @@ def weights_of(attention: Mechanism, q: Tensor, k: Tensor, **options: Any) -> Te
     return attention(q, k, identity.expand(*q.shape[:-2], -1, -1), **options)
 
 
+def unwrap(attention: Mechanism) -> tuple[Mechanism, dict[str, Any]]:
+    """Return the function under the partials of a mechanism, and the options that they add."""
+    options: dict[str, Any] = {}
+    while isinstance(attention, functools.partial):
+        attention, options = attention.func, attention.keywords | options
+    return attention, options
+
+
 def state_of(attention: Mechanism, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Return the state of a mechanism after keys and values, with those options that it takes."""
-    while isinstance(attention, functools.partial):
-        options, attention = attention.keywords | options, attention.func
-    compute = attention.state  # type: ignore[attr-defined]
+    function, own = unwrap(attention)
+    compute = function.state  # type: ignore[attr-defined]
+    options = own | options
     return compute(k, v, **{name: x for name, x in options.items() if takes(compute, name)})
 
 
 def has_state(attention: Mechanism) -> bool:
     """Return whether a mechanism, or what it is a partial of, has a state."""
-    while isinstance(attention, functools.partial):
-        attention = attention.func
-    return getattr(attention, "state", None) is not None
-
-
-def _seen_shared(
-    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, components: bool
-) -> tuple[Tensor, Tensor]:
-    """Return k and v with as many heads as q, for checks: all are views of the first head."""
-    check_flag("enable_gqa", enable_gqa)
-    if v is None:
-        raise TypeError("v is of type NoneType; expected a Tensor")
-    if not enable_gqa:
-        return k, v
-
-    def view(name: str, x: Tensor, dim: int) -> Tensor:
-        repeats = check_shared(name, x, q, dim)
-        return (
-            x
-            if repeats == 1
-            else x.narrow(dim, 0, 1).expand(*x.shape[:dim], q.shape[-3], *x.shape[dim + 1 :])
-        )
-
-    return view("k", k, -4 if components else -3), view("v", v, -3)
-
-
-def _shared_or_repeated(
-    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: dict[str, Any],
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return k and v as they are for a form that `takes_fewer_heads`, and else with q's heads."""
-    at = v.dim() - k.dim() - 3  # keys may have a dimension more
-    if (
-        shares(attention) and dropout_p == 0 and options.get("state") is None
-        and mask.for_all_heads and (v.dim() < 3 or k.shape[at] == v.shape[-3])
-    ):  # fmt: skip
-        return k, v
-    return share_heads("k", k, q, at), share_heads("v", v, q, -3)
+    return getattr(unwrap(attention)[0], "state", None) is not None
 
 
 def _dropped(
@@ -246,12 +246,10 @@ def _dropped(
 
 def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
     """Yield the functions of a mechanism: under its partials, and those given as ``attention``."""
-    while isinstance(attention, functools.partial):
-        inner = attention.keywords.get("attention")
-        if callable(inner):
-            yield from parts_of(inner)
-        attention = attention.func
-    yield attention
+    function, options = unwrap(attention)
+    if callable(inner := options.get("attention")):
+        yield from parts_of(inner)
+    yield function
 
 
 def is_per_key(attention: Mechanism) -> bool:
@@ -267,58 +265,38 @@ def takes(function: Mechanism, name: str) -> bool:
         return False
 
 
-def check_shared(name: str, x: Tensor, q: Tensor, at: int) -> int:
-    """Return how many heads of q share one of keys or values, whose heads are dimension `at`."""
-    if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
-        return 1  # `prepare` raises the error
-    H, G = q.shape[-3], x.shape[at]
-    if G == H:
-        return 1
-    if G == 0 or H % G:
-        raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
-    return H // G
+def share_heads(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = True,
+    components: bool = False, *, views: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Give k and v, which may have fewer heads than q, as many heads: by copies.
 
+    With `views`, heads that share a key become a dimension, q (..., G, r, N, D), instead, in which
+    k and v are expanded, and so does the mask.
 
-def share_heads(name: str, x: Tensor, q: Tensor, at: int) -> Tensor:
-    """Repeat the heads of keys or values, dimension `at`, for as many heads as q has: a copy."""
-    repeats = check_shared(name, x, q, at)
-    return x if repeats == 1 else x.repeat_interleave(repeats, at)
-
-
-def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys (..., G, M, D) and of values, for as many heads as q has."""
-    return share_heads("k", k, q, -3), share_heads("v", v, q, -3)
-
-
-def has_fewer_heads(k: Tensor, q: Tensor) -> bool:
-    """Say whether keys or values have fewer heads than q."""
-    return q.dim() > 2 and k.shape[-3] != q.shape[-3]
-
-
-def shares(attention: Mechanism) -> bool:
-    """Say whether a mechanism takes shared heads without a copy of them."""
-    while isinstance(attention, functools.partial):
-        attention = attention.func
-    return getattr(attention, "shared", False)
-
-
-def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Call a mechanism with keys and values that may have fewer heads than q."""
-    if not has_fewer_heads(k, q):
-        return attention(q, k, v, **options)
-    if shares(attention):
-        return attention(q, k, v, enable_gqa=True, **options)
-    return attention(q, *repeat_heads(q, k, v), **options)
-
-
-def takes_fewer_heads(form: Mechanism) -> Mechanism:
-    """Say of a form that it takes k and v with fewer heads than q, a divisor, and copies none.
-
-    It gets them where ``enable_gqa`` is True, no mask differs between heads, no weight is dropped,
-    and no state is given. Otherwise their heads are repeated.
+    Raises
+    ------
+    TypeError, ValueError
+        If `enable_gqa` is no flag, v no tensor, or the heads of q are no multiple of those.
     """
-    form.shared = True  # type: ignore[attr-defined]
-    return form
+    check_flag("enable_gqa", enable_gqa)
+    repeats = []
+    for name, x, at in (("k", k, -3 - components), ("v", v, -3)):
+        if not isinstance(x, Tensor) or not isinstance(q, Tensor) or x.dim() < -at or q.dim() < 3:
+            return q, k, v, attn_mask  # `prepare` raises the error
+        H, G = q.shape[-3], x.shape[at]
+        if G != H and (G == 0 or H % G):
+            raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
+        repeats.append(1 if G == H else H // G)
+    r = repeats[0]
+    if not views or r == 1 or repeats[1] != r:
+        k = k if r == 1 else k.repeat_interleave(r, -3 - components)
+        return q, k, v if repeats[1] == 1 else v.repeat_interleave(repeats[1], -3), attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 2:
+        by_head = attn_mask.shape[-3] == q.shape[-3]
+        attn_mask = attn_mask.unflatten(-3, (-1, r)) if by_head else attn_mask.unsqueeze(-3)
+    k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], r, *x.shape[-2:]) for x in (k, v))
+    return q.unflatten(-3, (-1, r)), k, v, attn_mask
 
 
 def depends_on_position(form: Mechanism) -> Mechanism:
@@ -331,30 +309,27 @@ def depends_on_position(form: Mechanism) -> Mechanism:
     return form
 
 
-def in_groups(form: Mechanism | None = None, *, own: Mapping[str, int] | None = None) -> Mechanism:
-    """Let a form see heads in groups that share a key: q (..., G, r, N, D), k (..., G, 1, M, D).
+# --- until the families no longer use them ---
 
-    What it derives of keys it then derives once for a group, and PyTorch broadcasts it. The options
-    `own`, where they are tensors of so many dimensions or more, differ between heads: then the
-    heads of k and v are repeated.
-    """
-    if form is None:
-        return functools.partial(in_groups, own=own)
 
-    @functools.wraps(form)
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
-    ) -> Tensor:
-        if not has_fewer_heads(k, q):
-            return form(q, k, v, mask, scale, **options)
-        given = ((options.get(name), least) for name, least in (own or {}).items())
-        if any(isinstance(x, Tensor) and x.dim() >= least for x, least in given):
-            k, v = repeat_heads(q, k, v)
-            return form(q, k, v, mask, scale, **options)
-        q, k, v = q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3)
-        return form(q, k, v, mask.of_groups(), scale, **options).flatten(-4, -3)
+def in_groups(form: Mechanism | None = None, *, own: Any = None) -> Mechanism:
+    return (lambda form: form) if form is None else form
 
-    return takes_fewer_heads(run)
+
+def takes_fewer_heads(form: Mechanism) -> Mechanism:
+    return form
+
+
+def has_fewer_heads(k: Tensor, q: Tensor) -> bool:
+    return False
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return k, v
+
+
+def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attention(q, k, v, **options)
 
 
 def scaled(q: Tensor, scale: float | None) -> Tensor:

@@ -143,9 +143,10 @@ class Mask:
             query_padding_mask = _checked("query_padding_mask", query_padding_mask, query, sizes)
         if is_causal and closed:
             closed.append(~causal_mask(N, M, query.device))
-        result = cls(_open(closed), is_causal and not closed)
+        result = cls(_open(closed) if closed else None, is_causal and not closed)
         result.causal, result.cross = is_causal, cross
-        result.keys = _present(key_padding_mask)
+        if key_padding_mask is not None:
+            result.keys = _present(key_padding_mask)
         if query_padding_mask is not None:
             result.queries = _present(query_padding_mask)
         elif not cross and N == M:
@@ -315,18 +316,14 @@ def _checked(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> 
     return settled(mask)
 
 
-def _present(padding: Tensor | None) -> Tensor | None:
+def _present(padding: Tensor) -> Tensor:
     """Return (B, 1, M), True where a token is present, for a padding mask (B, M)."""
-    if padding is None:
-        return None
     present = ~padding if padding.dtype == torch.bool else allowed(padding)
     return present.unsqueeze(-2)
 
 
-def _open(closed: list[Tensor]) -> Tensor | None:
+def _open(closed: list[Tensor]) -> Tensor:
     """Merge masks, which are True where one may not attend, into one that is True where one may."""
-    if not closed:
-        return None
     if all(mask.dtype == torch.bool for mask in closed):
         return ~functools.reduce(torch.logical_or, closed)
     added = (torch.where(x, -math.inf, 0.0) if x.dtype == torch.bool else x for x in closed)

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_count
-from derived_attention.common.convention import mechanism, takes_fewer_heads
+from derived_attention.common.convention import mechanism
 from derived_attention.common.masks import Mask
 from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import sdpa
 
 
-@mechanism
-@takes_fewer_heads
+@mechanism(shared=True)
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Attend all allowed keys with equal weights; otherwise as `softmax_attention`."""
     return sdpa(0 * q, k, v, mask, scale)

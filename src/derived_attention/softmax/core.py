@@ -16,13 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.common.convention import (
-    extend,
-    has_fewer_heads,
-    mechanism,
-    prepare,
-    takes_fewer_heads,
-)
+from derived_attention.common.convention import extend, mechanism, prepare
 from derived_attention.common.masks import Mask
 
 
@@ -42,8 +36,7 @@ def attention_weights(
     return mask.softmax((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT)
 
 
-@mechanism(weights=attention_weights, softmax=True)
-@takes_fewer_heads
+@mechanism(weights=attention_weights, softmax=True, shared=True)
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 
@@ -64,54 +57,37 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
 
     PyTorch silently uses a path that stores the matrix if the last stride is not 1, if Dv ≠ D, or
     if inputs are not four-dimensional. So this function copies, pads with zero columns (which
-    change no score) and reshapes first. Keys and values may have fewer heads than queries: those
-    that share one are then the heads of PyTorch's function, which reads it again for each.
+    change no score) and reshapes first, where that is necessary.
     """
-    if has_fewer_heads(k, q):
-        return _of_groups(q, k, v, mask, scale)
     if q.numel() == 0 or k.numel() == 0:  # without heads PyTorch 2.9 crashes
         return mask.softmax(q @ k.mT) @ v
-    Dv = v.shape[-1]
-    width, value_width = _fused_widths(q.shape[-1], Dv, q.device.type)
-    attn_mask, alive = mask.opened(q.dtype)
-    if attn_mask is not None and q.dim() > 4 and attn_mask.dim() > 3:
-        # its leading dimensions are flattened with q's
-        attn_mask = attn_mask.expand(*q.shape[:-3], *attn_mask.shape[-3:])
+    D, Dv = q.shape[-1], v.shape[-1]
+    scale = scale or 1 / math.sqrt(D)
+    fits = D == Dv and (q.device.type == "cpu" or D % 8 == 0)
+    if fits and q.dim() == 4 and 1 == q.stride(-1) == k.stride(-1) == v.stride(-1):
+        tensors = [q, k, v]
+    else:
+        width, value_width = kernel_widths(D, Dv, q.device.type)
+        pairs = ((q, width), (k, width), (v, value_width))
+        tensors = [_four_dims(widen(x, to)) for x, to in pairs]
+    attn_mask = alive = None
+    if mask.given is not None:
+        attn_mask, alive = mask.opened(q.dtype)
+        if q.dim() > 4 and attn_mask.dim() > 3:  # its leading dimensions are flattened with q's
+            attn_mask = attn_mask.expand(*q.shape[:-3], *attn_mask.shape[-3:])
+        attn_mask = _four_dims(attn_mask)
     H = F.scaled_dot_product_attention(
-        _four_dims(widen(q, width)),
-        _four_dims(widen(k, width)),
-        _four_dims(widen(v, value_width)),
-        attn_mask=None if attn_mask is None else _four_dims(attn_mask),
-        is_causal=mask.is_causal,
-        scale=scale or 1 / math.sqrt(q.shape[-1]),
+        *tensors, attn_mask=attn_mask, is_causal=mask.is_causal, scale=scale
     )
-    H = H[..., :Dv].reshape(*q.shape[:-1], Dv)
+    if H.shape[-1] != Dv or q.dim() != 4:
+        H = H[..., :Dv].reshape(*q.shape[:-1], Dv)
     return H if alive is None else H.masked_fill(~alive, 0)
 
 
-def _of_groups(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Call `sdpa` with the heads of a group as its heads, and the groups as sequences.
-
-    All heads of a group have the same memory for keys. PyTorch's ``enable_gqa`` would do, but on a
-    GPU with a mask or in float32, where it stores the (N, M) matrix.
-    """
-    G, r = k.shape[-3], q.shape[-3] // k.shape[-3]
-    groups = q.unflatten(-3, (G, r)).flatten(0, -4)  # (B G, r, N, D)
-    k, v = (x.flatten(0, -3).unsqueeze(1).expand(-1, r, -1, -1) for x in (k, v))
-    if mask.given is not None and mask.given.dim() > 2:
-        given = mask.given.unsqueeze(-4)  # (..., 1, H or 1, N, M)
-        if given.shape[-3] > 1:
-            given = mask.given.unflatten(-3, (G, r))
-        if given.dim() > 4:
-            given = given.expand(*q.shape[:-3], G, *given.shape[-3:]).flatten(0, -4)
-        mask = Mask(given)
-    return sdpa(groups, k, v, mask, scale).reshape(*q.shape[:-1], v.shape[-1])
-
-
-def _fused_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
+def kernel_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
     """Return the last dimensions of (q, k) and of v that a fused kernel takes."""
     if device_type == "cpu":
-        return max(D, Dv), max(D, Dv)  # the CPU kernel takes one width for all
+        return max(D, Dv), max(D, Dv)  # the CPU's kernel takes one width for all
     return D + -D % 8, Dv + -Dv % 8  # the CUDA kernels take multiples of 8
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_parameter, wide
-from derived_attention.common.convention import extend, mechanism, prepare, takes_fewer_heads
+from derived_attention.common.convention import extend, mechanism, prepare
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
@@ -48,7 +48,6 @@ def sink_attention_weights(
 
 
 @mechanism(weights=sink_attention_weights)
-@takes_fewer_heads
 def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, bias: Any
 ) -> Tensor:

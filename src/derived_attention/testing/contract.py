@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.common.checks import Mechanism, check_callable, check_flags
-from derived_attention.common.convention import shares, weights_of
+from derived_attention.common.convention import unwrap, weights_of
 from derived_attention.common.masks import causal_mask
 from derived_attention.registry import Entry, Options, get_attention, plain_keys
 from derived_attention.testing.cases import (
@@ -807,7 +807,7 @@ def _of_repeated_heads(subject: Subject, q: Tensor, k: Tensor, v: Tensor, **opti
 @torch.no_grad()
 def memory_of_shared_heads(subject: Subject) -> str:
     """Hold no more for heads that share keys and values than for copies of them, given in full."""
-    if not shares(subject.fast):
+    if not getattr(unwrap(subject.fast)[0], "shared", False):
         raise Outcome("refused", "it repeats the heads of k and v that are shared")
     n, worst = 2048, 0.0
     for options in variants(subject, {}, {"attn_mask": boolean(n)}):
