@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import float32 as F32
 
 from derived_attention.common.checks import (
     Mechanism,
@@ -32,19 +33,15 @@ from derived_attention.common.checks import (
     wide,
 )
 from derived_attention.common.convention import (
+    call,
     full_precision,
-    has_fewer_heads,
     mechanism,
-    repeat_heads,
-    takes_fewer_heads,
-    with_any_heads,
 )
 from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
 from derived_attention.softmax.core import softmax_attention
 
 
 @mechanism
-@takes_fewer_heads
 def normalized_attention(
     q: Tensor,
     k: Tensor,
@@ -89,10 +86,10 @@ def normalized_attention(
     beta, eps = check_normalization(beta, eps, q)
     center_keys = _check_center_keys(attention, center_keys, mask)
     if k.shape[-2] == 0:  # no statistics, and nothing to attend
-        return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+        return call(attention, q, k, v, mask, scale)
     per_query = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
     if eps is not None and per_query:
-        dtype, (q, k, v) = q.dtype, (x.to(wide(x)) for x in (q, k, v))
+        dtype, (q, k, v) = q.dtype, [x.to(torch.promote_types(x.dtype, F32)) for x in (q, k, v)]
         with full_precision(q.device):
             return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
     return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
@@ -110,8 +107,6 @@ def _attend(
     center_keys: Any,
 ) -> Tensor:
     """Hand normalised queries, and keys where they are to be centred, to a mechanism."""
-    if center_keys and isinstance(beta, Tensor) and beta.dim():
-        k, v = repeat_heads(q, k, v)
     mean, variance, count = key_statistics(k, mask, variance=eps is not None)
     if center_keys:
         k = _normalize(k, mean, variance, None, beta, eps)
@@ -119,19 +114,11 @@ def _attend(
         # Softmax does not change. 1/(σ² + ε) may be large, and an offset of all keys would cancel
         # only up to rounding errors; but in half precision the subtraction itself rounds.
         k = k - shared_offset(k, mask)
-    if mask.is_causal:
+    if mask.is_causal and q.shape[-2] != k.shape[-2]:
         mean, count = (_at_queries(x, q.shape[-2]) for x in (mean, count))
         variance = None if variance is None else _at_queries(variance, q.shape[-2])
-    statistics, shape = (mean, variance, count), q.shape
-    if has_fewer_heads(k, q):  # those in a group have the same statistics: q (..., G, r, N, D)
-        q = q.unflatten(-3, (k.shape[-3], -1))
-        of_groups = (x if x is None or x.dim() < 3 else x.unsqueeze(-3) for x in statistics)
-        mean, variance, count = of_groups  # type: ignore[assignment]
-        if isinstance(beta, Tensor) and beta.dim():
-            beta = beta.unflatten(0, (k.shape[-3], -1))
     q = _normalize(q, mean, variance, count > 1, beta, eps, twice=not center_keys)
-    q = q.flatten(-4, -3) if q.dim() > len(shape) else q
-    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+    return call(attention, q, k, v, mask, scale)
 
 
 def key_statistics(
@@ -144,7 +131,7 @@ def key_statistics(
     and M if causal: the running statistics of keys 1 to j. The variance divides by the number of
     keys; without `variance` it is None. The number is broadcastable to ``(..., R, 1)``.
     """
-    k = k.to(wide(k))
+    k = k.to(torch.promote_types(k.dtype, F32))
     if mask.is_causal:
         return _running_statistics(k, variance)
     if mask.given is not None:
@@ -252,6 +239,8 @@ def check_normalization(
 
 def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:
     """Check `attention`, and return whether its keys are centred."""
+    if attention is softmax_attention and center_keys is None:
+        return False
     check_callable("attention", attention)
     if center_keys is None:
         target = attention.func if isinstance(attention, functools.partial) else attention

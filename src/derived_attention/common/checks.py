@@ -127,7 +127,7 @@ def may_look_at(x: Tensor) -> bool:
     They cannot under a compiler, during the capture of a CUDA graph, of a meta or fake tensor, or
     in a transform of ``torch.func``, where one tensor may stand for many.
     """
-    if torch.compiler.is_compiling() or not has_data(x):
+    if torch.compiler.is_compiling() or x.is_meta or not has_data(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

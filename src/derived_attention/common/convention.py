@@ -161,7 +161,7 @@ def mechanism(
             return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
         return form(q, k, v, mask, scale, **options)
 
-    vars(attend).update(properties)
+    vars(attend).update(properties, form=None if drops else form)
     attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     return attend
@@ -252,6 +252,19 @@ def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
     yield function
 
 
+def call(
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> Tensor:
+    """Call a mechanism on what is checked already: its form, if it is one of this library.
+
+    Another function gets the arguments of PyTorch's attention.
+    """
+    form = getattr(attention, "form", None)
+    if form is None or (mask.given is not None and attention.per_key):  # type: ignore[attr-defined]
+        return attention(q, k, v, attn_mask=mask.given, is_causal=mask.is_causal, scale=scale)
+    return form(q, k, v, mask, scale)
+
+
 def is_per_key(attention: Mechanism) -> bool:
     """Return whether a mechanism takes only masks that are the same for all queries."""
     return any(getattr(part, "per_key", False) for part in parts_of(attention))
@@ -334,7 +347,7 @@ def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **opti
 
 def scaled(q: Tensor, scale: float | None) -> Tensor:
     """Return q times the scale, or 1/√D if it is None, in float32 at least."""
-    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(wide(q))
+    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
@@ -343,14 +356,15 @@ def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int
     A negative `after` drops the last slices. ``F.pad`` fails for empty tensors in some releases of
     PyTorch, and copies for a gradient.
     """
-
-    def slices(count: int) -> list[Tensor]:
-        shape = list(x.shape)
-        shape[dim] = count
-        return [x.new_full(shape, value)] if count > 0 else []
-
-    kept = x.narrow(dim, 0, x.shape[dim] + after) if after < 0 else x
-    return torch.cat([*slices(before), kept, *slices(after)], dim)
+    parts = [x.narrow(dim, 0, x.shape[dim] + after) if after < 0 else x]
+    shape = list(x.shape)
+    if before > 0:
+        shape[dim] = before
+        parts.insert(0, x.new_full(shape, value))
+    if after > 0:
+        shape[dim] = after
+        parts.append(x.new_full(shape, value))
+    return torch.cat(parts, dim)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.common.checks import check_count, check_shape, is_symbolic, wide
+from derived_attention.common.checks import check_count, check_shape, wide
 from derived_attention.common.pooling import Pooling, average_pooling, blank
 
 
@@ -34,8 +34,6 @@ def get_filter(filters: Any) -> Filter:
 
 
 def _repeat(x: Tensor, scale: int, N: int) -> Tensor:
-    if is_symbolic(N):
-        return x.index_select(-2, torch.arange(N, device=x.device) // scale)
     s = min(scale, N) or 1
     return x.unsqueeze(-2).expand(*x.shape[:-1], s, -1).flatten(-3, -2)[..., :N, :]
 

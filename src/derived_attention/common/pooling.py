@@ -13,10 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import check_count, cut_any_length, is_symbolic, wide
+from derived_attention.common.checks import check_count, wide
 from derived_attention.common.convention import extend, full_precision
 from derived_attention.common.masks import Mask
-from derived_attention.layer import pick
+from derived_attention.layer import Heads
 
 # A pooling takes keys (..., M, D), a scale, and which keys are present (..., M), or None for all.
 # It returns the map (..., M, ·) -> (..., N_h, ·), for keys, values and weights alike, and which of
@@ -35,7 +35,7 @@ def average_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool
     window without steps, and which windows have steps ``(..., ⌈M/s⌉)``, or None.
     """
     M = x.shape[-2]
-    if present is None and not is_symbolic(M) and M % scale == 0:
+    if present is None and M % scale == 0:
         return lambda y: windows(y, scale).mean(-2), None
     keep = torch.ones(M, dtype=torch.bool, device=x.device) if present is None else present
     count = windows(keep[..., None], scale).sum(-2)  # (..., M/s, 1)
@@ -127,8 +127,6 @@ def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
     A scale above M counts as M, which gives one window without `fill`.
     """
     M = x.shape[-2]
-    if is_symbolic(M):
-        return cut_any_length(x, scale, (M - 1) // scale + 1, fill)
     scale = min(scale, M or scale)
     missing = -M % scale
     if missing:
@@ -209,7 +207,8 @@ def check_scale_list(scales: Sequence[int], heads: int, name: str = "scales") ->
     if len(scales) != heads or heads == 0:
         raise ValueError(f"{name} is {list(scales)}; expected one number per head, {heads} in all")
     for h, s in enumerate(scales):
-        check_count(f"{name}[{h}]", s, 1)
+        if s.__class__ is not int or s < 1:
+            check_count(f"{name}[{h}]", s, 1)
 
 
 def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
@@ -221,21 +220,12 @@ def head_groups(scales: Sequence[Scale]) -> dict[Scale, list[int]]:
 
 
 def pooled_heads(
-    pooling: Pooling, k: Tensor, v: Tensor, mask: Mask, heads: list[int], scale: int, each: int = 1
+    pooling: Pooling, k: Tensor, v: Tensor, mask: Mask, heads: Heads, scale: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys, values and attn_mask of some heads, with windows of `scale` steps pooled.
-
-    Where `each` heads share one of k, it is pooled once, and the result has fewer heads, unless
-    `heads` has not as many of each.
-    """
-    attn_mask, wanted = mask.given, [h // each for h in heads]
-    rows = sorted({*wanted})
-    if wanted == sorted(len(heads) // len(rows) * rows):
-        k, v = pick(k, rows), pick(v, rows)
-    else:
-        k, v = pick(k, wanted), pick(v, wanted)
+    """Return keys, values and attn_mask of some heads, with windows of `scale` steps pooled."""
+    attn_mask, k, v = mask.given, k[..., heads, :, :], v[..., heads, :, :]
     if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:
-        attn_mask = pick(attn_mask, heads)
+        attn_mask = attn_mask[..., heads, :, :]
     if scale == 1:
         return k, v, attn_mask
     pool, kept = pooling(k, scale, Mask(attn_mask).present(k.shape[-2]))

@@ -19,6 +19,7 @@ As in PyTorch, "convolution" slides the filter without flipping it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -34,15 +35,9 @@ from derived_attention.common.checks import (
     check_flag,
     check_floating,
     check_query_mask,
-    is_symbolic,
     wide,
 )
-from derived_attention.common.convention import (
-    mechanism,
-    repeat_heads,
-    takes_fewer_heads,
-    with_any_heads,
-)
+from derived_attention.common.convention import call, mechanism
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import blank
 from derived_attention.softmax.core import softmax_attention
@@ -87,7 +82,6 @@ def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = 
 
 
 @mechanism(per_key=True, alone=False)
-@takes_fewer_heads
 def conv1d_attention(
     q: Tensor,
     k: Tensor,
@@ -124,13 +118,12 @@ def conv1d_attention(
         its calling convention.
     """
     check_callable("attention", attention)
-    w, w_k, q, k, v = _filters(q, k, v, mask, 1, weight, key_weight, query_mask)
+    w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
     q, k = convolve(q, w, mask.is_causal), convolve(k, w_k, mask.is_causal)
-    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+    return call(attention, q, k, v, mask, scale)
 
 
 @mechanism(per_key=True, alone=False)
-@takes_fewer_heads
 def conv2d_attention(
     q: Tensor,
     k: Tensor,
@@ -163,24 +156,22 @@ def conv2d_attention(
     """
     check_callable("attention", attention)
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    w, w_k, q, k, v = _filters(q, k, v, mask, 2, weight, key_weight, query_mask)
+    w, w_k, q, k = _filters(q, k, mask, 2, weight, key_weight, query_mask)
     q, k = convolve_grid(q, w, grid, class_token), convolve_grid(k, w_k, grid, class_token)
-    return with_any_heads(attention, q, k, v, scale=scale, **mask.keywords)
+    return call(attention, q, k, v, mask, scale)
 
 
 def _filters(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any,
-    query_mask: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the filters of queries and keys, checked, and q, k, v with 0 for absent q and k.
-
-    Keys that heads share are repeated where each head has a filter of its own for them.
-    """
-    check_query_mask(query_mask, q)
-    pair = check_filters(q, sides, weight, key_weight)
-    if len(pair[1]) > 1:
-        k, v = repeat_heads(q, k, v)
-    return *pair, blank(q, query_mask), blank(k, mask.present(k.shape[-2])), v
+    q: Tensor, k: Tensor, mask: Mask, sides: Any, weight: Any, key_weight: Any, query_mask: Any
+) -> tuple[Tensor, ...]:
+    """Return the filters of queries and keys, checked, and q and k with 0 for absent tokens."""
+    w = w_k = _per_head("weight", weight, q, sides)
+    if key_weight is not None:
+        w_k = _per_head("key_weight", key_weight, q, sides)
+    if query_mask is not None:
+        check_query_mask(query_mask, q)
+        q = blank(q, query_mask)
+    return w, w_k, q, k if mask.given is None else blank(k, mask.present(k.shape[-2]))
 
 
 def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
@@ -192,9 +183,16 @@ def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token:
 
 def convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
     """Convolve (..., H, N, D) with (H or 1, s), or (..., H, N_H, N_W, D) with (H or 1, s1, s2)."""
-    steps = [range(-taps_before(s, causal), s - taps_before(s, causal)) for s in weight.shape[1:]]
     heads = x if x.dim() > weight.dim() else x.unsqueeze(0)
-    return _ShiftedSum.apply(heads, weight.flatten(1), tuple(itertools.product(*steps))).view_as(x)
+    offsets = tap_offsets(tuple(weight.shape[1:]), causal)
+    return _ShiftedSum.apply(heads, weight.flatten(1), offsets).view_as(x)
+
+
+@functools.cache
+def tap_offsets(sizes: tuple[int, ...], causal: bool) -> Offsets:
+    """Return the step from a position to the one that each tap multiplies, along each side."""
+    steps = (range(-taps_before(s, causal), s - taps_before(s, causal)) for s in sizes)
+    return tuple(itertools.product(*steps))
 
 
 def taps_before(s: int, causal: bool = False) -> int:
@@ -208,40 +206,27 @@ class _ShiftedSum(torch.autograd.Function):
     The gradient with respect to X is Cᵀ G: the same sum, with the offsets reversed.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-        """Return C X for X (..., H, ·, D), weight (H or 1, taps) and an offset for each tap."""
-        return _shifted_sum(x, weight, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the tensors of the backward pass."""
-        x, weight, ctx.offsets = inputs
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+        """Return C X for X (..., H, ·, D), weight (H or 1, taps), computed in float32 at least."""
+        ctx.offsets = offsets
         ctx.save_for_backward(x, weight)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        taps = weight.to(dtype).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
+        first, *others = _shifted(x.to(dtype), offsets)
+        out = first * taps[0]
+        for view, tap in zip(others, taps[1:], strict=True):
+            out.addcmul_(view, tap)
+        return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to X and weight."""
-        (grad,), (x, weight) = grads, ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         reverse = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
-        dx = _shifted_sum(grad, weight, reverse) if ctx.needs_input_grad[0] else None
+        dx = _ShiftedSum.apply(grad, weight, reverse) if ctx.needs_input_grad[0] else None
         dw = _products(grad, x, ctx.offsets) if ctx.needs_input_grad[1] else None
         return dx, None if dw is None else dw.sum_to_size(weight.shape).to(weight.dtype), None
-
-
-def _shifted_sum(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-    """Return Σ_t w_t x_{i + o_t}, computed in float32 at least."""
-    taps = weight.to(wide(x)).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
-    inputs = x.to(wide(x)).contiguous()
-    centre = offsets.index((0,) * len(offsets[0]))
-    out = inputs * taps[centre]
-    for t, offset in enumerate(offsets):
-        if t != centre:
-            target, source = _overlap(out, inputs, offset)
-            target.addcmul_(source, taps[t])
-    return out.to(x.dtype)
 
 
 def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
@@ -249,19 +234,21 @@ def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
     grad, x = grad.to(wide(x)), x.to(wide(x))
     head = x.dim() - len(offsets[0]) - 2
     others = [d for d in range(x.dim()) if d != head]
-    pairs = (_overlap(grad, x, offset) for offset in offsets)
-    return torch.stack([(g * source).sum(others) for g, source in pairs], -1)
+    return torch.stack([(grad * view).sum(others) for view in _shifted(x, offsets)], -1)
 
 
-def _overlap(y: Tensor, x: Tensor, offset: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """View the positions i of y (..., ·, D) for which i + offset is inside x, and those of x."""
-    for dim, o in enumerate(offset, -1 - len(offset)):
-        n = x.shape[dim]
-        least, most = (torch.sym_min, torch.sym_max) if is_symbolic(n) else (min, max)
-        length = most(0, n - abs(o))
-        target, source = least(max(0, -o), n), least(max(0, o), n)
-        y, x = y.narrow(dim, target, length), x.narrow(dim, source, length)
-    return y, x
+def _shifted(x: Tensor, offsets: Offsets) -> list[Tensor]:
+    """Return x_{i + o} (..., ·, D) for each offset o, 0 outside: views of one padded copy."""
+    padding, views = [0, 0], []
+    for side in reversed(list(zip(*offsets, strict=True))):
+        padding += [max(0, -min(side)), max(0, max(side))]
+    padded = F.pad(x, padding)
+    for offset in offsets:
+        view = padded
+        for dim, o in enumerate(reversed(offset), 1):
+            view = view.narrow(-1 - dim, o + padding[2 * dim], x.shape[-1 - dim])
+        views.append(view)
+    return views
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -286,9 +273,14 @@ def _check_sides(name: str, weight: Tensor, sides: int) -> None:
 
 def _per_head(name: str, weight: Tensor, q: Tensor, sides: int) -> Tensor:
     """Check a filter against q, and return it as (H, ...), or (1, ...) for all heads."""
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    if (
+        isinstance(weight, Tensor) and weight.dim() == sides and weight.numel()
+        and weight.dtype == q.dtype and weight.device == q.device
+    ):  # fmt: skip
+        return weight.unsqueeze(0)
     check_floating({"q": q, name: weight})
     _check_sides(name, weight, sides)
-    heads = q.shape[-3] if q.dim() > 2 else 1
     if weight.dim() > sides and tuple(weight.shape[:-sides]) != (heads,):
         size = ("s", "s1, s2")[sides - 1]
         raise ValueError(
@@ -304,7 +296,10 @@ def check_grid(grid: tuple[int, int], least: int = 0) -> tuple[int, int]:
     if not is_sequence or len(grid) != 2:
         error = ValueError if is_sequence else TypeError
         raise error(f"grid is {grid!r}; expected two whole numbers, (rows, columns)")
-    return check_count("grid[0]", grid[0], least), check_count("grid[1]", grid[1], least)
+    for i, value in enumerate(grid):
+        if value.__class__ is not int or value < least:
+            check_count(f"grid[{i}]", value, least)
+    return grid[0], grid[1]
 
 
 def check_places(
@@ -317,10 +312,8 @@ def check_places(
         raise ValueError("is_causal is True; expected False: tokens on a grid have no order")
     N = rows * columns + class_token
     for name, x in tokens.items():
-        symbolic = is_symbolic(x.shape[-2])
-        if symbolic or x.shape[-2] != N:
-            actual = "a dynamic length" if symbolic else f"shape {tuple(x.shape)}"
+        if x.shape[-2] != N:
             raise ValueError(
-                f"{name} has {actual}; expected {N} tokens, for the grid {rows} x {columns} "
-                f"with{'' if class_token else 'out'} a class token"
+                f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid "
+                f"{rows} x {columns} with{'' if class_token else 'out'} a class token"
             )

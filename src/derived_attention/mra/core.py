@@ -34,18 +34,21 @@ from derived_attention.common.checks import (
     check_count,
     check_flag,
     check_query_mask,
-    is_symbolic,
-    wide,
 )
 from derived_attention.common.convention import (
     full_precision,
     in_full,
-    in_groups,
     mechanism,
     prepare,
     scaled,
 )
-from derived_attention.common.masks import Mask, key_heads, masked_softmax, narrowed, open_dead_rows
+from derived_attention.common.masks import (
+    Mask,
+    flat_heads,
+    masked_softmax,
+    narrowed,
+    open_dead_rows,
+)
 from derived_attention.common.pooling import windows
 from derived_attention.softmax.core import sdpa
 
@@ -94,7 +97,6 @@ def mra_attention_weights(
 
 
 @mechanism(weights=mra_attention_weights, per_key=True, alone=False)
-@in_groups(own={"query_mask": 2})
 def mra_attention(
     q: Tensor,
     k: Tensor,
@@ -139,10 +141,11 @@ def mra_attention(
     """
     check_blocks(mask, q, block, kept, over, sparse, query_mask)
     M = k.shape[-2]
-    if not is_symbolic(q.shape[-2], M) and (q.numel() == 0 or kept * block >= M):
+    if q.numel() == 0 or kept * block >= M:
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
-        Q, K, V = scaled(q, scale), k.to(wide(q)), v.to(wide(q))
+        Q = scaled(q, scale)
+        K, V = k.to(Q.dtype), v.to(Q.dtype)
         coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
         far, u = _far(coarse, _pooled(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
@@ -150,11 +153,10 @@ def mra_attention(
             parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
         heads = _heads_at_a_time(q, kept * block)
         parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
-        cuts = zip(*(key_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
+        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         attend = _attend if over == "rows" else _attend_pairs
         H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
-    N, H = q.shape[-2], H.flatten(-3, -2)
-    H = H.index_select(-2, torch.arange(N, device=H.device)) if is_symbolic(N) else H[..., :N, :]
+    H = H.flatten(-3, -2)[..., : q.shape[-2], :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
@@ -222,7 +224,7 @@ def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
 
 def _heads_at_a_time(q: Tensor, keys: int) -> int:
     """Return how many heads' exact scores fit in the cache of a CPU; elsewhere all of them."""
-    if q.device.type != "cpu" or is_symbolic(q.shape[-2]):
+    if q.device.type != "cpu":
         return math.prod(q.shape[:-2]) or 1
     return max(1, SCORES // (q.shape[-2] * keys))
 
@@ -234,13 +236,12 @@ def _coarse(
     Q: Tensor, K: Tensor, mask: Mask, query_mask: Tensor | None, block: int, kept: int, over: str
 ) -> Coarse:
     """Score pooled queries against pooled keys, and pick the best of each row, or of the map."""
-    logs = _logs(mask, K, block)
-    queries = Mask(None if query_mask is None else query_mask.unsqueeze(-2))
-    query_logs = _logs(queries, Q, block)
+    logs = _logs(mask.given, K, block)
+    query_logs = _logs(query_mask if query_mask is None else query_mask.unsqueeze(-2), Q, block)
     scores = _pooled(Q, query_logs, block) @ _pooled(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
     weight, (n, m) = mass.detach(), mass.shape[-2:]
-    each = kept if is_symbolic(m) else min(kept, m)
+    each = min(kept, m)
     if over == "rows":
         first = m * torch.arange(n, device=Q.device)[:, None]
         return Coarse(scores, mass, weight.topk(each).indices + first, logs)
@@ -257,11 +258,11 @@ def _coarse(
     return Coarse(scores, mass, picks.masked_fill(beyond, n * m), logs)
 
 
-def _logs(mask: Mask, x: Tensor, block: int) -> Tensor | None:
+def _logs(row: Tensor | None, x: Tensor, block: int) -> Tensor | None:
     """Return logarithms (..., L/b, b) of how often each step counts; None if all count once."""
-    L, row = x.shape[-2], mask.per_key()
+    L = x.shape[-2]
     if row is None:
-        if not is_symbolic(L) and L % block == 0:
+        if L % block == 0:
             return None
         row = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if row.dtype == torch.bool:
@@ -296,14 +297,18 @@ def check_blocks(
     check_sizes(block, kept, over, sparse)
     if mask.is_causal:
         raise ValueError(f"is_causal is True; expected False: {LATER}")
-    mask.per_key()
-    check_query_mask(query_mask, q)
+    if mask.given is not None:
+        mask.per_key()
+    if query_mask is not None:
+        check_query_mask(query_mask, q)
 
 
 def check_sizes(block: int, kept: int, over: str, sparse: bool) -> None:
     """Check the options that a layer has."""
-    check_count("block", block, 1)
-    check_count("kept", kept, 1)
+    for name, value in (("block", block), ("kept", kept)):
+        if value.__class__ is not int or value < 1:
+            check_count(name, value, 1)
     if over not in OVER:
         raise ValueError(f"over is {over!r}; expected 'rows' or 'map'")
-    check_flag("sparse", sparse)
+    if sparse.__class__ is not bool:
+        check_flag("sparse", sparse)

@@ -28,16 +28,12 @@ from derived_attention.common.checks import (
     check_flag,
     check_no_bias,
     check_query_mask,
-    cut_any_length,
-    is_symbolic,
-    wide,
 )
 from derived_attention.common.convention import (
+    call,
     is_per_key,
     mechanism,
     parts_of,
-    takes_fewer_heads,
-    with_any_heads,
 )
 from derived_attention.common.filters import BOXCAR, Filter, check_levels, is_boxcar, wavelet_filter
 from derived_attention.common.masks import Mask
@@ -48,12 +44,11 @@ from derived_attention.common.pooling import (
     keep_first,
     pooled_heads,
 )
-from derived_attention.layer import in_order, pick
+from derived_attention.layer import in_order
 from derived_attention.softmax.core import softmax_attention
 
 
 @mechanism(alone=False)
-@takes_fewer_heads
 def multiresolution_attention(
     q: Tensor,
     k: Tensor,
@@ -104,21 +99,20 @@ def multiresolution_attention(
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     laid = check_filters(filters, pairs, class_token, mask.is_causal)
     check_callable("attention", attention)
-    check_query_mask(query_mask, q)
     if query_mask is not None:
+        check_query_mask(query_mask, q)
         query_mask = query_mask.expand(q.shape[:-1])  # (..., H, N)
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
-    each = q.shape[-3] // k.shape[-3]
     for (s, t), heads in groups.items():
-        q_h, run = pick(q, heads), attention
-        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, heads, t, each)
+        at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
+        q_h, run = q[..., at, :, :], attention
+        k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, at, t)
         if s > 1:
-            present = None if query_mask is None else pick(query_mask, heads, at=-2)
+            present = None if query_mask is None else query_mask[..., at, :]
             q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
         if s != t and mask.is_causal:
             run, attn_mask = causal_windows(attention, q_h, k_h, s, t)
-        options = {"is_causal": mask.is_causal and attn_mask is None, "scale": scale}
-        H = with_any_heads(run, q_h, k_h, v_h, attn_mask=attn_mask, **options)
+        H = call(run, q_h, k_h, v_h, Mask(attn_mask, mask.is_causal and attn_mask is None), scale)
         outputs.append(H if s == 1 else laid.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
@@ -142,30 +136,11 @@ def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
 
 def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     """Pool the first step alone, and then windows that end where a group of queries begins."""
-    if is_symbolic(x.shape[-2]):
-        return _ended_means(x, scale, present)
     windows = -(-x.shape[-2] // scale)
     used = 1 + (windows - 1) * scale if windows else 0
     cut = present if present is None or present.shape[-1] == 1 else present[..., :used]
     pool, kept = keep_first(down, x[..., :used, :], scale, cut)
     return lambda y: pool(y[..., :used, :]), kept
-
-
-def _ended_means(x: Tensor, scale: int, present: Tensor | None) -> Any:
-    """Pool to the averages of the same windows of x (..., n, D), if n is symbolic."""
-    keep = torch.ones_like(x[..., 0], dtype=torch.bool) if present is None else present
-
-    def total(y: Tensor) -> Tensor:
-        count = (y.shape[-2] - 1) // scale + 1
-        return cut_any_length(y, scale, count, before=scale - 1).sum(-2)
-
-    steps = total(keep.unsqueeze(-1).expand(*x.shape[:-1], 1).to(wide(x)))
-
-    def pool(y: Tensor) -> Tensor:
-        sums = total(y.to(wide(y)).masked_fill(~keep.unsqueeze(-1), 0))
-        return (sums / steps.clamp(min=1)).to(y.dtype)
-
-    return pool, None if present is None else (steps > 0).squeeze(-1)
 
 
 def causal_windows(
@@ -213,7 +188,7 @@ def _in_step(
     i = torch.arange(N, device=q.device)
     place = i * s // t
     lane = i - (place * t + s - 1) // s  # i minus the first query with this place
-    source = i.new_zeros(-(-t // s), torch.sym_max(M, (N - 1) * s // t + 1))
+    source = i.new_zeros(-(-t // s), max(M, (N - 1) * s // t + 1))
     source[lane, place] = i
     lanes = len(source)
     q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., ·, D), as heads stay the third from last
@@ -237,8 +212,8 @@ def check_scales(
     pairs = check_pairs(scales, key_scales, q.shape[-3])
     check_flag("class_token", class_token)
     if pools(pairs):
-        mask.per_key()
         if mask.given is not None:
+            mask.per_key()
             check_no_bias("attn_mask", mask.given)
         check_ends(class_token, mask.is_causal)
     return pairs
@@ -246,7 +221,7 @@ def check_scales(
 
 def pools(pairs: Sequence[tuple[int, int]]) -> bool:
     """Return whether any head has windows of more than one step."""
-    return max([max(pair) for pair in pairs]) > 1  # a list, for torch.compile
+    return max(map(max, pairs)) > 1
 
 
 def check_pairs(

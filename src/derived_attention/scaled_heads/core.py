@@ -24,11 +24,12 @@ from torch import Tensor
 
 from derived_attention.batch_norm.core import check_normalization, normalized_attention
 from derived_attention.common.checks import Mechanism, check_callable, check_flag, check_no_bias
-from derived_attention.common.convention import mechanism, takes_fewer_heads, with_any_heads
+from derived_attention.common.convention import call, mechanism
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import (
     POOLINGS,
     Pooling,
+    average_pooling,
     check_scale_list,
     head_groups,
     keep_first,
@@ -36,14 +37,13 @@ from derived_attention.common.pooling import (
     pooled_heads,
     windows,
 )
-from derived_attention.layer import in_order, pick
+from derived_attention.layer import in_order
 from derived_attention.softmax.core import softmax_attention
 
 HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
 
 
 @mechanism
-@takes_fewer_heads
 def scaled_heads_attention(
     q: Tensor,
     k: Tensor,
@@ -85,11 +85,10 @@ def scaled_heads_attention(
     options = dict(
         pooling=pooling, class_token=class_token, attention=attention, positional=positional
     )
-    return _by_scale(q, k, v, mask, scale, lambda base, heads: base, scales=scales, **options)
+    return _by_scale(q, k, v, mask, scale, None, scales=scales, **options)
 
 
 @mechanism
-@takes_fewer_heads
 def normalized_scaled_heads_attention(
     q: Tensor,
     k: Tensor,
@@ -114,11 +113,8 @@ def normalized_scaled_heads_attention(
     """
     check_normalization(beta, eps, q)
 
-    def bind(base: Mechanism, heads: list[int]) -> Mechanism:
-        options = {"beta": of_heads(beta, heads), "eps": eps, "center_keys": center_keys}
-        return functools.partial(normalized_attention, attention=base, **options)
-
-    return _by_scale(q, k, v, mask, scale, bind, scales=scales, **pooled)
+    options = {"beta": beta, "eps": eps, "center_keys": center_keys}
+    return _by_scale(q, k, v, mask, scale, options, scales=scales, **pooled)
 
 
 def _by_scale(
@@ -127,7 +123,7 @@ def _by_scale(
     v: Tensor,
     mask: Mask,
     scale: float | None,
-    bind: Any,
+    statistics: dict[str, Any] | None,
     *,
     scales: Any,
     pooling: Any = "average",
@@ -135,16 +131,24 @@ def _by_scale(
     attention: Any = softmax_attention,
     positional: bool = False,
 ) -> Tensor:
-    """Run the heads of each scale on pooled keys and values; `bind` adds options of those heads."""
+    """Run the heads of each scale on pooled keys and values, with the `statistics` of BN or not."""
     check_scales(scales, q, mask)
-    pool_by = check_pooling(pooling, class_token)
-    check_positions(attention, positional, q, k, pooling, class_token)
-    outputs, groups, each = [], head_groups(scales), q.shape[-3] // k.shape[-3]
+    pool_by = average_pooling
+    if pooling != "average" or class_token is not False:
+        pool_by = check_pooling(pooling, class_token)
+    if attention is not softmax_attention or positional is not False:
+        check_positions(attention, positional, q, k, pooling, class_token)
+    outputs, groups = [], head_groups(scales)
     for s, heads in groups.items():
-        run = bind(aligned(attention, s, positional), heads)
-        k_h, v_h, attn_mask = pooled_heads(pool_by, k, v, mask, heads, s, each)
-        options = {"attn_mask": attn_mask, "is_causal": mask.is_causal, "scale": scale}
-        outputs.append(with_any_heads(run, pick(q, heads), k_h, v_h, **options))
+        at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
+        q_h, (k_h, v_h, attn_mask) = q[..., at, :, :], pooled_heads(pool_by, k, v, mask, at, s)
+        base = aligned(attention, s) if positional and s > 1 else attention
+        mask_h = mask if attn_mask is mask.given else Mask(attn_mask, mask.is_causal)
+        if statistics is None:
+            outputs.append(call(base, q_h, k_h, v_h, mask_h, scale))
+        else:
+            own = statistics | {"beta": of_heads(statistics["beta"], heads), "attention": base}
+            outputs.append(normalized_attention.form(q_h, k_h, v_h, mask_h, scale, **own))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
 
@@ -153,9 +157,9 @@ def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
     return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
 
 
-def aligned(base: Mechanism, s: int, positional: bool) -> Mechanism:
-    """Let a mechanism see query i at the position ⌊i / s⌋, if it depends on positions."""
-    return functools.partial(_attend_aligned, base, s) if positional and s > 1 else base
+def aligned(base: Mechanism, s: int) -> Mechanism:
+    """Let a mechanism see query i at the position ⌊i / s⌋."""
+    return functools.partial(_attend_aligned, base, s)
 
 
 def _attend_aligned(
@@ -189,8 +193,8 @@ def check_scales(scales: Sequence[int], q: Tensor, mask: Mask) -> None:
                 f"is_causal is True with scales {list(scales)}; expected False, or scales of 1: "
                 f"{HOLDS_LATER}"
             )
-        mask.per_key()
         if mask.given is not None:
+            mask.per_key()
             check_no_bias("attn_mask", mask.given)
 
 
@@ -199,7 +203,8 @@ def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
     if isinstance(pooling, str) and pooling not in POOLINGS:
         raise ValueError(f"pooling is {pooling!r}; expected one of {list(POOLINGS)}, or a function")
     function = POOLINGS[pooling] if isinstance(pooling, str) else pooling
-    check_callable("pooling", function, "a name or a function")
+    if not callable(function):
+        check_callable("pooling", function, "a name or a function")
     check_flag("class_token", class_token)
     return functools.partial(keep_first, function) if class_token else function
 

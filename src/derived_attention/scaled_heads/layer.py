@@ -79,7 +79,7 @@ class ScaledHeadsAttention(MultiheadAttention):
         if max(self.scales) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         for s, heads in head_groups(self.scales).items():
-            base = aligned(self.attention, s, self.positional)
+            base = aligned(self.attention, s) if self.positional and s > 1 else self.attention
             if s == 1:
                 yield Group(heads, key, value, mask, base)
                 continue

@@ -26,17 +26,16 @@ import torch
 from torch import Tensor
 
 from derived_attention import formulas
-from derived_attention.common.checks import check_count, is_symbolic, wide
+from derived_attention.common.checks import check_count
 from derived_attention.common.convention import (
     depends_on_position,
     extend,
     full_precision,
     in_full,
-    in_groups,
     mechanism,
     scaled,
 )
-from derived_attention.common.masks import Mask, key_heads, masked_softmax, narrowed
+from derived_attention.common.masks import Mask, flat_heads, masked_softmax, narrowed
 from derived_attention.common.pooling import windows
 from derived_attention.softmax.core import sdpa
 
@@ -46,7 +45,6 @@ SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 @mechanism(per_key=True)
 @depends_on_position
-@in_groups
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
 ) -> Tensor:
@@ -70,19 +68,20 @@ def selected_attention(
     check_count("block", block, 1)
     check_count("kept", kept, 1)
     N, M = q.shape[-2], k.shape[-2]
-    if is_symbolic(N, M) or mask.by_query:
+    if mask.by_query:
         return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     blocks, rows = -(-M // block), -(-N // block)
     if q.numel() == 0 or k.numel() == 0 or kept >= blocks - (rows <= blocks):
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
-        Q, K, V = scaled(q, scale), k.to(wide(q)), v.to(wide(q))
+        Q = scaled(q, scale)
+        K, V = k.to(Q.dtype), v.to(Q.dtype)
         parts = [Q, windows(K, block), windows(V, block), _picks(Q, K, mask, block, kept)]
         if mask.is_causal or mask.given is not None or M % block or rows > blocks:
             parts.append(_added(mask, K, block).expand(*parts[1].shape[:-1]))
         heads = _heads_at_a_time(q, (min(kept, blocks) + 1) * block)
         parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
-        cuts = zip(*(key_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
+        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         H = torch.cat([_attend(mask.is_causal, *cut) for cut in cuts])  # (heads, N, Dv)
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 

@@ -69,13 +69,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
     else:
         width, value_width = kernel_widths(D, Dv, q.device.type)
         pairs = ((q, width), (k, width), (v, value_width))
-        tensors = [_four_dims(widen(x, to)) for x, to in pairs]
+        tensors = [widen(x, to, four_dims=True) for x, to in pairs]
     attn_mask = alive = None
     if mask.given is not None:
         attn_mask, alive = mask.opened(q.dtype)
         if q.dim() > 4 and attn_mask.dim() > 3:  # its leading dimensions are flattened with q's
             attn_mask = attn_mask.expand(*q.shape[:-3], *attn_mask.shape[-3:])
-        attn_mask = _four_dims(attn_mask)
+        dims = attn_mask.dim()
+        attn_mask = attn_mask.flatten(0, -4) if dims > 4 else attn_mask[(None,) * (4 - dims)]
     H = F.scaled_dot_product_attention(
         *tensors, attn_mask=attn_mask, is_causal=mask.is_causal, scale=scale
     )
@@ -91,14 +92,15 @@ def kernel_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
     return D + -D % 8, Dv + -Dv % 8  # the CUDA kernels take multiples of 8
 
 
-def widen(x: Tensor, width: int) -> Tensor:
-    """Append zero columns up to `width` and make the last stride 1."""
+def widen(x: Tensor, width: int, *, four_dims: bool = False) -> Tensor:
+    """Append zero columns up to `width`, and make the last stride 1.
+
+    With `four_dims` return (B, H, ·, ·), the dimensions that the fused kernels take.
+    """
     if x.shape[-1] < width:
         x = extend(x, width - x.shape[-1], -1)
     # clone, because contiguous() leaves the odd stride of a dimension of size 1 as it is
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _four_dims(x: Tensor) -> Tensor:
-    """View as (B, H, ·, ·), the dimensions that the fused kernels take."""
+    x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    if not four_dims or x.dim() == 4:
+        return x
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]

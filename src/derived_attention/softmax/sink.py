@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_parameter, wide
@@ -62,20 +63,21 @@ def sink_attention(
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
     """
-    b, N, D = check_sink(bias, q), q.shape[-2], q.shape[-1]
+    b, N, D, Dv = check_sink(bias, q), q.shape[-2], q.shape[-1], v.shape[-1]
     scale = scale or 1 / math.sqrt(D)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
-    # That of a query is b, as heads may share keys.
     feature = (b.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
     Q = torch.cat([q, feature], -1)
-    sink = extend(k.new_zeros(*k.shape[:-2], 1, D), 1, -1, one)
     # The sink is the first key. So, with one more query before the others, causality stays as it
     # is: that query attends the sink, and query i the sink and keys j ≤ i.
-    K, V = torch.cat([sink, extend(k, 1, -1)], -2), extend(v, 0, before=1)
+    K, V = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, max(0, D + 1 - Dv), 1, 0))  # in one width
+    K[..., 0, D] = one
     if mask.is_causal:
-        return sdpa(extend(Q, 0, before=1), K, V, mask, scale)[..., 1:, :]
-    return sdpa(Q, K, V, with_open_key(mask, N, k.shape[-2], q.device, first=True), scale)
+        Q = F.pad(Q, (0, 0, 1, 0))
+    elif mask.given is not None:
+        mask = with_open_key(mask, N, k.shape[-2], q.device, first=True)
+    return sdpa(Q, K, V, mask, scale)[..., -N or Q.shape[-2] :, :Dv]
 
 
 def with_open_key(mask: Mask, N: int, M: int, device: torch.device, *, first: bool = False) -> Mask:
