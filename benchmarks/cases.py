@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derived_attention import softmax_attention_reference
 from derived_attention.common.checks import Mechanism
 from derived_attention.common.masks import causal_mask
 from derived_attention.formulas import soft_threshold
 from derived_attention.mixture.shifted import shifted_keys
-from derived_attention.references import softmax_attention_reference
 from derived_attention.registry import MECHANISMS, Entry
 
 HEADS, DIM = 8, 64

@@ -27,6 +27,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from derived_attention import (
+    conv1d_attention_reference,
+    conv2d_attention_reference,
+    linear_attention_reference,
+    normalized_attention_reference,
+    softmax_attention_reference,
+)
 from derived_attention.batch_norm.core import normalized_attention
 from derived_attention.convolutional.core import (
     conv1d_attention,
@@ -37,13 +44,6 @@ from derived_attention.convolutional.core import (
 from derived_attention.convolutional.layer import Conv1DAttention, Conv2DAttention, CvTAttention
 from derived_attention.layer import MultiheadAttention
 from derived_attention.linear.core import linear_attention
-from derived_attention.references import (
-    conv1d_attention_reference,
-    conv2d_attention_reference,
-    linear_attention_reference,
-    normalized_attention_reference,
-    softmax_attention_reference,
-)
 from derived_attention.softmax.core import softmax_attention
 
 M, D, DV = 9, 4, 3

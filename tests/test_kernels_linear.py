@@ -8,16 +8,16 @@ import pytest
 import torch
 from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_errors, tensors
 
+from derived_attention import (
+    linear_attention_reference,
+    linear_mixture_attention_reference,
+)
 from derived_attention.common import kernels
 from derived_attention.linear import core as module
 from derived_attention.linear.core import linear_attention
 from derived_attention.mixture import core as mixture
 from derived_attention.mixture.core import linear_mixture_attention
 from derived_attention.mixture.layer import MixtureAttention
-from derived_attention.references import (
-    linear_attention_reference,
-    linear_mixture_attention_reference,
-)
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)

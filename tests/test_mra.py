@@ -13,11 +13,11 @@ from cases import Case, added, assert_forms_agree
 from helpers import B, H, Largest, assert_all_close, boolean, output_and_gradients
 from helpers import qkv as any_qkv
 
+from derived_attention import mra_attention_reference
 from derived_attention.layer import MultiheadAttention
 from derived_attention.mra.core import mra_attention, mra_attention_weights
 from derived_attention.mra.layer import MRAAttention
 from derived_attention.multiresolution.layer import multiresolution_layer
-from derived_attention.references import mra_attention_reference
 from derived_attention.softmax.core import softmax_attention
 
 N, M, BLOCK, KEPT = 21, 23, 4, 2

@@ -29,16 +29,16 @@ from helpers import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from derived_attention import (
+    linear_attention_reference,
+    normalized_attention_reference,
+    softmax_attention_reference,
+)
 from derived_attention.batch_norm.core import key_statistics, normalized_attention
 from derived_attention.batch_norm.layer import NormalizedAttention
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import MultiheadAttention
 from derived_attention.linear.core import linear_attention
-from derived_attention.references import (
-    linear_attention_reference,
-    normalized_attention_reference,
-    softmax_attention_reference,
-)
 from derived_attention.softmax.core import attention_weights, softmax_attention
 from derived_attention.sparse.core import window_attention, window_mask
 

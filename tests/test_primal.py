@@ -17,6 +17,7 @@ from kinds import KINDS, classifier, writer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from derived_attention import primal_attention_reference
 from derived_attention.common.masks import Mask
 from derived_attention.layer import ALL, KEY, QUERY, VALUE, MultiheadAttention
 from derived_attention.linear.core import elu_feature_map
@@ -29,7 +30,6 @@ from derived_attention.primal.core import (
     primal_scores,
 )
 from derived_attention.primal.layer import PrimalAttention, orthogonal_directions
-from derived_attention.references import primal_attention_reference
 from derived_book.runtime import digest
 from derived_book.tasks.language.loss import byte_loss
 from derived_book.tasks.model import Config

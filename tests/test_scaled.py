@@ -28,6 +28,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from derived_attention import (
+    linear_attention_reference,
+    normalized_attention_reference,
+    normalized_scaled_heads_attention_reference,
+    scaled_heads_attention_reference,
+    softmax_attention_reference,
+)
 from derived_attention.batch_norm.layer import NormalizedAttention
 from derived_attention.common.masks import causal_mask
 from derived_attention.common.pooling import (
@@ -40,13 +47,6 @@ from derived_attention.common.pooling import (
 )
 from derived_attention.layer import MultiheadAttention
 from derived_attention.linear.core import linear_attention
-from derived_attention.references import (
-    linear_attention_reference,
-    normalized_attention_reference,
-    normalized_scaled_heads_attention_reference,
-    scaled_heads_attention_reference,
-    softmax_attention_reference,
-)
 from derived_attention.scaled_heads.core import (
     normalized_scaled_heads_attention,
     scaled_heads_attention,

@@ -22,8 +22,8 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from derived_attention import selected_attention_reference
 from derived_attention.common.masks import causal_mask
-from derived_attention.references import selected_attention_reference
 from derived_attention.selected import core
 from derived_attention.selected.core import selected_attention
 from derived_attention.softmax.core import softmax_attention

@@ -23,10 +23,9 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from derived_attention import plugs
+from derived_attention import plugs, sink_attention_reference
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.mixture.core import mixture_attention
-from derived_attention.references import sink_attention_reference
 from derived_attention.softmax.core import softmax_attention
 from derived_attention.softmax.sink import SinkAttention, sink_attention, sink_attention_weights
 

@@ -30,9 +30,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from derived_attention import softmax_attention_reference
 from derived_attention.common.convention import extend
 from derived_attention.common.masks import Mask, causal_mask
-from derived_attention.references import softmax_attention_reference
 from derived_attention.softmax.controls import (
     PositionOnlyAttention,
     identity_attention,

@@ -11,8 +11,8 @@ from x_transformers.attend import Attend
 
 from benchmarks.cases import Case
 from benchmarks.peers import Peer
+from derived_attention import mixture_attention_reference
 from derived_attention.mixture.core import mixture_attention
-from derived_attention.references import mixture_attention_reference
 
 
 def one_key(form: Any) -> Any:

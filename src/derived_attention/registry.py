@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import Mechanism
+from derived_attention.common.convention import reference_of
 
 Options = Callable[[int, int, int], dict[str, Any]]  # for N tokens, H heads, D features
 PACKAGE = "derived_attention"
@@ -160,7 +161,8 @@ class Entry:
     @property
     def reference(self) -> Mechanism:
         """The formula."""
-        return _load(f"references.{self.function.rpartition('.')[2]}_reference")
+        importlib.import_module(f"{PACKAGE}.references")
+        return reference_of(self.fast)
 
     def plug(self, N: int, H: int, D: int) -> Callable[..., Any]:
         """Return its layer, or its function if it has no layer, with the sample options."""
@@ -335,7 +337,12 @@ def _public() -> dict[str, str]:
     modules = {name: module for module, names in _OTHERS.items() for name in names}
     for entry in MECHANISMS.values():
         name = entry.function.rpartition(".")[2]
-        for path in (entry.function, f"references.{name}_reference", entry.layer):
+        own = f"references.{name}_reference"
+        if entry.function.split(".")[0] in (
+            "softmax", "batch_norm", "scaled_heads", "convolutional", "multiresolution", "mra", "selected",
+        ):  # fmt: skip
+            own = f"{entry.function}_reference"
+        for path in (entry.function, own, entry.layer):
             module, _, name = path.rpartition(".")
             modules[name] = module
     return {name: f"{PACKAGE}.{module}" for name, module in modules.items()}

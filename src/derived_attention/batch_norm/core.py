@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch import float32 as F32
 
+from derived_attention import formulas
 from derived_attention.common.checks import (
     Mechanism,
     check_callable,
@@ -36,9 +37,11 @@ from derived_attention.common.convention import (
     call,
     full_precision,
     mechanism,
+    plain,
+    reference,
 )
 from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
-from derived_attention.softmax.core import softmax_attention
+from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
 
 @mechanism
@@ -257,3 +260,24 @@ def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mas
             "True; expected one row for all queries, or center_keys=False with a softmax of q·k"
         )
     return center_keys
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(normalized_attention, formulas.bn)
+def normalized_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    beta: Any = 1.0,
+    eps: Any = None,
+    attention: Any = softmax_attention_reference,
+) -> dict[str, Any]:
+    """Check β and ε."""
+    beta, eps = check_normalization(beta, eps, q)
+    beta = beta[..., None] if isinstance(beta, Tensor) else beta  # (H, 1, 1, 1)
+    return {"beta": beta, "eps": eps, "attention": plain(attention)}

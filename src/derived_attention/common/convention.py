@@ -31,6 +31,7 @@ from derived_attention.common.checks import (
     FLOATING,
     Mechanism,
     autocasts,
+    check_callable,
     check_flag,
     check_mask,
     check_positive,
@@ -90,6 +91,8 @@ RuntimeError, NotImplementedError
 def mechanism(
     form: Mechanism | None = None,
     *,
+    formula: Mechanism | None = None,
+    checks: Mechanism | None = None,
     weights: Mechanism | None = None,
     components: bool = False,
     per_key: bool = False,
@@ -106,6 +109,12 @@ def mechanism(
     form : callable
         ``form(q, k, v, mask, scale, *, ...)``, with q ``(..., N, D)``, k ``(..., M, D)`` and v
         ``(..., M, Dv)`` checked, a `Mask`, and a scale that is None if it was left out.
+    formula : callable, optional
+        The function in `formulas` with the arguments of `form`, from which `reference_of` the
+        mechanism is made.
+    checks : callable, optional
+        ``checks(q, k, v, mask, scale, *, ...)`` checks the options of a call and returns a dict of
+        those that `form` and `formula` get. Its defaults are those of the mechanism.
     weights : callable, optional
         ``weights(q, k, attn_mask, is_causal, *, scale, ...)`` returns A, if that is cheaper than
         ``form`` with V = I.
@@ -127,7 +136,9 @@ def mechanism(
     properties: dict[str, Any] = dict(weights=weights, per_key=per_key, alone=alone)
     properties |= dict(softmax=softmax, state=state, shared=shared)
     if form is None:
-        return functools.partial(mechanism, components=components, drops=drops, **properties)
+        settings = dict(formula=formula, checks=checks, components=components, drops=drops)
+        return functools.partial(mechanism, **settings, **properties)
+    run = form if checks is None else _checked(form, checks)
 
     @functools.wraps(form)
     def attend(
@@ -159,12 +170,71 @@ def mechanism(
             options["dropout_p"] = dropout_p
         elif dropout_p > 0:
             return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
-        return form(q, k, v, mask, scale, **options)
+        return run(q, k, v, mask, scale, **options)
 
-    vars(attend).update(properties, form=None if drops else form)
-    attend.__signature__ = _signature(attend, form)  # type: ignore[attr-defined]
+    vars(attend).update(properties, form=None if drops else run)
+    attend.__signature__ = _signature(attend, checks or form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
+    if formula is not None:
+        kind = dict(components=components, drops=drops, weights=weights, alone=alone)
+        _add_reference(attend, formula, checks, **kind)
     return attend
+
+
+def _checked(form: Mechanism, checks: Mechanism) -> Mechanism:
+    """Return a form that gets its options from `checks`."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
+        return form(q, k, v, mask, scale, **checks(q, k, v, mask, scale, **options))
+
+    return run
+
+
+def _add_reference(
+    attend: Mechanism, formula: Mechanism, checks: Mechanism | None, **properties: Any
+) -> None:
+    """Make the reference of a mechanism, which is its formula with the calling convention."""
+
+    @functools.wraps(checks or attend, assigned=("__module__",), updated=())
+    def form(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
+    ) -> Tensor:
+        if checks is not None:
+            options = checks(q, k, v, mask, scale, **options)
+        return in_full(formula)(q, k, v, mask, scale, **options)
+
+    if checks is None:
+        del form.__wrapped__
+    form.__doc__ = formula.__doc__
+    form.__name__ = form.__qualname__ = f"{attend.__name__}_reference"
+    attend.reference = mechanism(form, **properties)  # type: ignore[attr-defined]
+
+
+def reference(attend: Mechanism, formula: Mechanism, **properties: Any) -> Mechanism:
+    """Make the reference of a mechanism whose formula does not have the arguments of its form.
+
+    The decorated function checks the options of a call, which its arguments declare, and returns
+    those of the `formula`. `properties` are those of `mechanism`.
+    """
+
+    def decorate(checks: Mechanism) -> Mechanism:
+        _add_reference(attend, formula, checks, **properties)
+        return reference_of(attend)
+
+    return decorate
+
+
+def reference_of(attend: Mechanism) -> Mechanism:
+    """Return the reference of a mechanism: its formula, with the same arguments."""
+    return attend.reference  # type: ignore[attr-defined]
+
+
+def plain(attention: Mechanism) -> Mechanism:
+    """Give a mechanism the arguments of a formula."""
+    check_callable("attention", attention)
+    return lambda q, k, v, mask, scale: attention(q, k, v, scale=scale, **mask.keywords)
 
 
 def prepare(

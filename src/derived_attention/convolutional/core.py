@@ -37,10 +37,10 @@ from derived_attention.common.checks import (
     check_query_mask,
     wide,
 )
-from derived_attention.common.convention import call, mechanism
+from derived_attention.common.convention import call, mechanism, plain, reference
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import blank
-from derived_attention.softmax.core import softmax_attention
+from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
 Offsets = tuple[tuple[int, ...], ...]
 
@@ -317,3 +317,32 @@ def check_places(
                 f"{name} has shape {tuple(x.shape)}; expected {N} tokens, for the grid "
                 f"{rows} x {columns} with{'' if class_token else 'out'} a class token"
             )
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(conv1d_attention, formulas.conv1d, alone=False)
+def conv1d_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, weight: Any, key_weight:
+    Any = None, query_mask: Any = None, attention: Any = softmax_attention_reference,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the filters."""
+    check_query_mask(query_mask, q)
+    weight, key_weight = check_filters(q, 1, weight, key_weight)
+    filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
+    return filters | {"attention": plain(attention)}
+
+
+@reference(conv2d_attention, formulas.conv2d, alone=False)
+def conv2d_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, weight: Any, key_weight:
+    Any = None, query_mask: Any = None, grid: Any, class_token: Any = False, attention: Any =
+    softmax_attention_reference,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the filters, and that tokens have places."""
+    check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
+    check_query_mask(query_mask, q)
+    weight, key_weight = check_filters(q, 2, weight, key_weight)
+    filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
+    return filters | {"grid": grid, "class_token": class_token, "attention": plain(attention)}

@@ -40,6 +40,7 @@ from derived_attention.common.convention import (
     in_full,
     mechanism,
     prepare,
+    reference_of,
     scaled,
 )
 from derived_attention.common.masks import (
@@ -96,7 +97,19 @@ def mra_attention_weights(
     return in_full(formulas.mra)(q, k, identity, mask, scale, query_mask=query_mask, **options)
 
 
-@mechanism(weights=mra_attention_weights, per_key=True, alone=False)
+def _checked_options(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int = 32,
+    kept: int = 4, over: str = "rows", sparse: bool = False, query_mask: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    check_blocks(mask, q, block, kept, over, sparse, query_mask)
+    sizes: dict[str, Any] = {"block": block, "kept": kept, "over": over, "sparse": sparse}
+    return sizes | {"query_mask": query_mask}
+
+
+@mechanism(
+    formula=formulas.mra, checks=_checked_options, weights=mra_attention_weights, per_key=True,
+    alone=False,
+)  # fmt: skip
 def mra_attention(
     q: Tensor,
     k: Tensor,
@@ -139,7 +152,6 @@ def mra_attention(
         Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which is left
         out of the pooled query of its block.
     """
-    check_blocks(mask, q, block, kept, over, sparse, query_mask)
     M = k.shape[-2]
     if q.numel() == 0 or kept * block >= M:
         return sdpa(q, k, v, mask, scale)
@@ -158,6 +170,9 @@ def mra_attention(
         H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
     H = H.flatten(-3, -2)[..., : q.shape[-2], :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+
+
+mra_attention_reference = reference_of(mra_attention)
 
 
 def _attend(

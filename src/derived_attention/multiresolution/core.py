@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.checks import (
     Mechanism,
     check_callable,
@@ -34,6 +35,8 @@ from derived_attention.common.convention import (
     is_per_key,
     mechanism,
     parts_of,
+    plain,
+    reference,
 )
 from derived_attention.common.filters import BOXCAR, Filter, check_levels, is_boxcar, wavelet_filter
 from derived_attention.common.masks import Mask
@@ -45,7 +48,7 @@ from derived_attention.common.pooling import (
     pooled_heads,
 )
 from derived_attention.layer import in_order
-from derived_attention.softmax.core import softmax_attention
+from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
 
 @mechanism(alone=False)
@@ -258,3 +261,22 @@ def check_filters(
             "its window, into the future"
         )
     return _laid(wavelet, class_token, False)
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(multiresolution_attention, formulas.mrs, alone=False)
+def multiresolution_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, scales: Any, key_scales:
+    Any = None, filters: Any = "boxcar", class_token: Any = False, query_mask: Any = None,
+    attention: Any = softmax_attention_reference,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the scales, and return them in pairs."""
+    check_query_mask(query_mask, q)
+    if not is_boxcar(filters):
+        kind = type(filters).__name__
+        raise ValueError(f'filters is of type {kind}; expected "boxcar": wavelets have no formula')
+    pairs = check_scales(scales, key_scales, q, mask, class_token)
+    arguments = {"scales": pairs, "class_token": class_token, "query_mask": query_mask}
+    return arguments | {"attention": plain(attention)}

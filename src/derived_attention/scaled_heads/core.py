@@ -22,9 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.batch_norm.core import check_normalization, normalized_attention
 from derived_attention.common.checks import Mechanism, check_callable, check_flag, check_no_bias
-from derived_attention.common.convention import call, mechanism
+from derived_attention.common.convention import call, mechanism, plain, reference
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import (
     POOLINGS,
@@ -38,7 +39,7 @@ from derived_attention.common.pooling import (
     windows,
 )
 from derived_attention.layer import in_order
-from derived_attention.softmax.core import softmax_attention
+from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
 HOLDS_LATER = "a pooled key holds later steps, and is the same for every query"
 
@@ -225,3 +226,39 @@ def check_positions(
             f"k has shape {tuple(k.shape)}; expected as many keys as queries, {q.shape[-2]}, with "
             "positional=True"
         )
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(scaled_heads_attention, formulas.sh)
+def scaled_heads_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    *,
+    scales: Any,
+    class_token: Any = False,
+    attention: Any = softmax_attention_reference,
+) -> dict[str, Any]:
+    """Check the scales."""
+    check_scales(scales, q, mask)
+    check_flag("class_token", class_token)
+    return {"scales": scales, "class_token": class_token, "attention": plain(attention)}
+
+
+@reference(normalized_scaled_heads_attention, formulas.bn_sh)
+def normalized_scaled_heads_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, scales: Any, class_token:
+    Any = False, beta: Any = 1.0, eps: Any = None, attention: Any = softmax_attention_reference,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the scales, ε, and the β of each head."""
+    check_scales(scales, q, mask)
+    check_flag("class_token", class_token)
+    _, eps = check_normalization(beta, eps, q)
+    each = [check_normalization(of_heads(beta, [h]), eps, q[..., 0, :, :])[0]
+            for h in range(q.shape[-3])]  # fmt: skip
+    pooled = {"scales": scales, "class_token": class_token, "attention": plain(attention)}
+    return pooled | {"beta": each, "eps": eps}

@@ -20,7 +20,7 @@ same block, `TILE` of them at a time, and computes nothing else.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from derived_attention.common.convention import (
     full_precision,
     in_full,
     mechanism,
+    reference_of,
     scaled,
 )
 from derived_attention.common.masks import Mask, flat_heads, masked_softmax, narrowed
@@ -43,7 +44,16 @@ TILE = 32  # queries that share a copy of a block; a multiple of 16, so that row
 SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 
-@mechanism(per_key=True)
+def _checked_sizes(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
+) -> dict[str, Any]:
+    for name, value in (("block", block), ("kept", kept)):
+        if value.__class__ is not int or value < 1:
+            check_count(name, value, 1)
+    return {"block": block, "kept": kept}
+
+
+@mechanism(formula=formulas.selected, checks=_checked_sizes, per_key=True)
 @depends_on_position
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
@@ -65,8 +75,6 @@ def selected_attention(
         left out of the mean of its block, and a block without keys is not selected; the numbers of
         a floating mask are added to scores, and have no influence on which blocks are selected.
     """
-    check_count("block", block, 1)
-    check_count("kept", kept, 1)
     N, M = q.shape[-2], k.shape[-2]
     if mask.by_query:
         return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
@@ -84,6 +92,9 @@ def selected_attention(
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         H = torch.cat([_attend(mask.is_causal, *cut) for cut in cuts])  # (heads, N, Dv)
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+
+
+selected_attention_reference = reference_of(selected_attention)
 
 
 def _picks(q: Tensor, k: Tensor, mask: Mask, block: int, kept: int) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derived_attention.common.convention import extend, mechanism, prepare
+from derived_attention import formulas
+from derived_attention.common.convention import extend, mechanism, prepare, reference_of
 from derived_attention.common.masks import Mask
 
 
@@ -36,7 +37,7 @@ def attention_weights(
     return mask.softmax((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT)
 
 
-@mechanism(weights=attention_weights, softmax=True, shared=True)
+@mechanism(formula=formulas.softmax, weights=attention_weights, softmax=True, shared=True)
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 
@@ -50,6 +51,9 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
     - `scale` and `enable_gqa` are keywords; `scale` is positive.
     """
     return sdpa(q, k, v, mask, scale)
+
+
+softmax_attention_reference = reference_of(softmax_attention)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from derived_attention import formulas
 from derived_attention.common.checks import Mechanism, check_parameter, wide
-from derived_attention.common.convention import extend, mechanism, prepare
+from derived_attention.common.convention import extend, mechanism, prepare, reference_of
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
@@ -48,7 +49,13 @@ def sink_attention_weights(
     return A[..., :-1].to(q.dtype)
 
 
-@mechanism(weights=sink_attention_weights)
+def _checked_bias(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, bias: Any
+) -> dict[str, Any]:
+    return {"bias": check_sink(bias, q)}
+
+
+@mechanism(formula=formulas.sink, checks=_checked_bias, weights=sink_attention_weights)
 def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, bias: Any
 ) -> Tensor:
@@ -63,11 +70,11 @@ def sink_attention(
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
     """
-    b, N, D, Dv = check_sink(bias, q), q.shape[-2], q.shape[-1], v.shape[-1]
+    N, D, Dv = q.shape[-2], q.shape[-1], v.shape[-1]
     scale = scale or 1 / math.sqrt(D)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
-    feature = (b.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
+    feature = (bias.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
     Q = torch.cat([q, feature], -1)
     # The sink is the first key. So, with one more query before the others, causality stays as it
     # is: that query attends the sink, and query i the sink and keys j ≤ i.
@@ -78,6 +85,9 @@ def sink_attention(
     elif mask.given is not None:
         mask = with_open_key(mask, N, k.shape[-2], q.device, first=True)
     return sdpa(Q, K, V, mask, scale)[..., -N or Q.shape[-2] :, :Dv]
+
+
+sink_attention_reference = reference_of(sink_attention)
 
 
 def with_open_key(mask: Mask, N: int, M: int, device: torch.device, *, first: bool = False) -> Mask:
