@@ -1,8 +1,8 @@
 """Begin an attention of your own: ``make new NAME=huber``, or ``python _ext/new.py huber``.
 
-Writes a page, a folder of the package with the formula, the fast form and an entry for the
-registry, and tests. All of them say "not written yet" until you have filled them in; chapter 18
-goes through the steps. No file that exists is changed.
+Writes what a mechanism consists of: a page, a folder of the library with the fast form, and tests;
+and adds the formula to `formulas.py` and an entry to `registry.py`. All of them say "not written
+yet" until you have filled them in; chapter 18 goes through the steps.
 """
 
 from __future__ import annotations
@@ -18,84 +18,24 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/derived_attention/{name}"
 FILES = {
     f"{PACKAGE}/__init__.py": '"""{label} attention."""\n',
-    f"{PACKAGE}/formula.py": '''"""{label} attention: the formula, slow and right."""
-
-from __future__ import annotations
-
-from torch import Tensor
-
-from derived_attention.common.convention import in_full, mechanism
-from derived_attention.common.masks import Mask
-
-
-@mechanism
-@in_full
-def {name}_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-) -> Tensor:
-    """H (..., N, Dv) of q (..., N, D), k (..., M, D), v (..., M, Dv), in three to eight lines."""
-    raise NotImplementedError("not written yet: the formula, in {name}/formula.py")
-''',
     f"{PACKAGE}/core.py": '''"""{label} attention without the (N, M) matrix."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from derived_attention.common.convention import mechanism
+from derived_attention import formulas
+from derived_attention.common.convention import mechanism, reference_of
 from derived_attention.common.masks import Mask
 
 
-@mechanism
-def {name}_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-) -> Tensor:
+@mechanism(formula=formulas.{name})
+def {name}_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """{label} attention: what equation it implements, and what it costs."""
     raise NotImplementedError("not written yet: the fast form, in {name}/core.py")
-''',
-    f"{PACKAGE}/entry.py": '''"""{label} attention in the registry.
-
-`register` enters it until Python ends. To keep it, give `MECHANISMS` in `registry.py` an entry, and
-`references.py` the formula.
-"""
-
-from __future__ import annotations
-
-from derived_attention.common.checks import Mechanism
-from derived_attention.{name}.core import {name}_attention
-from derived_attention.{name}.formula import {name}_attention_reference
-from derived_attention.registry import MECHANISMS, Entry
 
 
-class Own(Entry):
-    """An entry that has its functions, and does not look for them."""
-
-    @property
-    def fast(self) -> Mechanism:
-        """The fast form."""
-        return {name}_attention
-
-    @property
-    def reference(self) -> Mechanism:
-        """The formula."""
-        return {name}_attention_reference
-
-
-# What else is true of it: any_mask, causal, averages, linear, ... `Entry` says what they mean.
-ENTRY = Own("{label}", "#b4641e", 18, "")
-
-
-def register() -> None:
-    """Enter the mechanism into the registry."""
-    MECHANISMS["{name}"] = ENTRY
+{name}_attention_reference = reference_of({name}_attention)
 ''',
     "tests/test_{name}.py": '''"""{label} attention: its promises, and a theorem."""
 
@@ -103,12 +43,11 @@ import pytest
 
 from derived_attention import check_mechanism
 from derived_attention.testing.contract import PROMISES
-from derived_attention.{name}.entry import ENTRY
 
 
 @pytest.mark.parametrize("promise", PROMISES)
 def test_it_keeps_its_promises(promise):
-    report = check_mechanism(ENTRY, promises=[promise], verbose=False)
+    report = check_mechanism("{name}", promises=[promise], verbose=False)
     assert report.passed, str(report)
 
 
@@ -141,7 +80,6 @@ kernelspec:
 ```{{code-cell}} ipython3
 from derived_attention import check_mechanism
 from derived_book import claims
-from derived_attention.{name}.entry import ENTRY, register
 ```
 
 ## Prove
@@ -157,8 +95,7 @@ from derived_attention.{name}.entry import ENTRY, register
 The cell prints a line for each promise, and fails until all are kept.
 
 ```{{code-cell}} ipython3
-assert check_mechanism(ENTRY).passed
-register()
+assert check_mechanism("{name}").passed
 ```
 
 ## Predict, then run
@@ -169,6 +106,27 @@ register()
 
 *Not written yet: what is decided, what is open, what went against you.*
 """,
+}
+# What is added to a file that exists, in front of a line of it (or at its end).
+ADDED = {
+    "src/derived_attention/formulas.py": (
+        "",
+        '''
+
+# --- {label} -------------------------------------------------------------
+
+
+def {name}(q, k, v, mask, scale):
+    """H (..., N, Dv), in three to eight lines."""
+    raise NotImplementedError("not written yet: the formula, in formulas.py")
+''',
+    ),
+    # What else is true of it (any_mask, causal, averages, linear, ...) is explained in `Entry`.
+    "src/derived_attention/registry.py": (
+        "}\n# fmt: on\n",
+        """    "{name}": Entry("{label}", "#b4641e", 18, "{name}.core.{name}_attention"),
+""",
+    ),
 }
 
 
@@ -190,21 +148,16 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     names = {*MECHANISMS, *(x.removesuffix("_attention") for x in PUBLIC)}
     if name in names or any(x.exists() for x in (package, package.with_suffix(".py"), *paths)):
         raise ValueError(f"NAME is {name!r}, which is taken; expected the name of something new")
-    label = name.replace("_", " ").capitalize()
-    for path, text in paths.items():
+    words = {"name": name, "label": name.replace("_", " ").capitalize()}
+    written = {path: text.format(**words) for path, text in paths.items()}
+    for path, (before, text) in ADDED.items():
+        old = (root / path).read_text("utf8")
+        at = old.index(before) if before else len(old)
+        written[root / path] = old[:at] + text.format(**words) + old[at:]
+    for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(in_order(text.format(name=name, label=label)), "utf8")
-    return list(paths)
-
-
-def in_order(text: str) -> str:
-    """Sort the imports of the package, whose order depends on the name."""
-    lines = text.splitlines(keepends=True)
-    at = [i for i, line in enumerate(lines) if line.startswith("from derived_attention")]
-    ordered = sorted((lines[i] for i in at), key=lambda line: line.split()[1])
-    for i, line in zip(at, ordered, strict=True):
-        lines[i] = line
-    return "".join(lines)
+        path.write_text(text, "utf8")
+    return list(written)
 
 
 def main(arguments: list[str]) -> int:

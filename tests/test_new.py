@@ -13,18 +13,20 @@ import new
 
 ROOT = Path(__file__).parents[1]
 
-FORMULA = """    return mask.softmax(scaled(q, scale) @ k.mT / 2) @ v
+FORMULA = """    return mask.softmax(scores(q, k, scale) / 2) @ v
 """
 FAST = """    return sdpa(q, k, v, mask, (scale or 1 / math.sqrt(q.shape[-1])) / 2)
 """
+ENTRY = '    "warm": Entry("Warm", "#b4641e", 18, "warm.core.warm_attention", any_mask=True),'
 SPECIAL = """    import torch
+
+    from derived_attention import warm_attention
 
     q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
     softer = torch.nn.functional.scaled_dot_product_attention(q / 2, k, v)
-    torch.testing.assert_close(ENTRY.fast(q, k, v), softer)
+    torch.testing.assert_close(warm_attention(q, k, v), softer)
 """
 NEXT = "from __future__ import annotations\n"
-SCALED = "from derived_attention.common.convention import scaled\n"
 FUSED = "import math\n\nfrom derived_attention.softmax.core import sdpa\n"
 
 
@@ -51,8 +53,8 @@ def run(root, *command):
 
 
 def fill(path, *, old, new, imports=""):
-    """Replace the line that begins with `old`, and add imports behind the docstring."""
-    head, _, rest = path.read_text("utf8").partition(old)
+    """Replace the last line that begins with `old`, and add imports behind the docstring."""
+    head, _, rest = path.read_text("utf8").rpartition(old)
     text = head.rstrip(" ") + new + rest.partition("\n")[2]
     title, _, rest = text.partition("\n\n")
     path.write_text(f"{title}\n\n{rest.replace(NEXT, f'{NEXT}{imports}', 1)}", "utf8")
@@ -70,14 +72,11 @@ def test_what_is_begun_says_politely_what_is_missing(copy):
 
 
 def test_what_is_filled_in_keeps_every_promise(copy):
-    folder, missing = (
-        copy / "src/derived_attention/warm",
-        "    raise NotImplementedError(",
-    )
-    fill(folder / "formula.py", old=missing, new=FORMULA, imports=SCALED)
-    fill(folder / "core.py", old=missing, new=FAST, imports=FUSED)
-    entry = 'ENTRY = Own("Warm", "#b4641e", 18, "", any_mask=True)\n'
-    fill(folder / "entry.py", old="ENTRY = ", new=entry)
+    library, missing = copy / "src/derived_attention", "    raise NotImplementedError("
+    fill(library / "formulas.py", old=missing, new=FORMULA)
+    fill(library / "warm/core.py", old=missing, new=FAST, imports=FUSED)
+    registry = library / "registry.py"
+    fill(registry, old='    "warm": ', new=f"{ENTRY}\n")
     fill(copy / "tests/test_warm.py", old="    pytest.fail(", new=SPECIAL)
     done = run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_warm.py")
     assert done.returncode == 0, done.stdout[-3000:]

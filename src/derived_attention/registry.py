@@ -127,9 +127,9 @@ class Entry:
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
     chapter: int  # where it is derived
-    # The fast form, as ``module.name`` in derived_attention; its formula: `references`.
-    function: str
-    # The layer, written likewise. MultiheadAttention is given the function.
+    # The fast form: a function, or ``"module.name"`` in derived_attention, imported when it is used.
+    function: Mechanism | str
+    # The layer, as ``"module.name"``. MultiheadAttention is given the function.
     layer: str = "layer.MultiheadAttention"
     # How its keys are made of keys (..., M, D), and sample options; tensors in them are parameters.
     keys: Callable[[Tensor], Tensor] = plain_keys
@@ -156,7 +156,7 @@ class Entry:
     @property
     def fast(self) -> Mechanism:
         """The fast form."""
-        return _load(self.function)
+        return _load(self.function) if isinstance(self.function, str) else self.function
 
     @property
     def reference(self) -> Mechanism:

@@ -153,6 +153,8 @@ def mechanism(
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
+        if v is None:  # which `prepare` takes, for weights
+            raise TypeError("v is of type NoneType; expected a Tensor")
         if enable_gqa is not False:
             shares = shared and dropout_p == 0
             heads = share_heads(q, k, v, attn_mask, enable_gqa, components, views=shares)
