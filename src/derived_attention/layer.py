@@ -566,11 +566,12 @@ class MultiheadAttention(nn.Module):
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Return H (B, H', N, D), or A (B, H', N, M) if v is None."""
-        run = self.with_query_mask(run, mask)
+        if mask.queries is not None:
+            run = self.with_query_mask(run, mask)
         if v is None:
             return weights_of(run, q, k, **mask.keywords)
         shared = {"enable_gqa": True} if q.dim() > 2 and q.shape[-3] != v.shape[-3] else {}
-        return run(q, k, v, **mask.keywords, **shared)
+        return run(q, k, v, attn_mask=mask.given, is_causal=mask.is_causal, **shared)
 
     def _shares(self, run: Mechanism, heads: Heads, need_weights: bool) -> bool:
         """Return whether `attend` gets keys and values with fewer heads than queries, uncopied."""

@@ -136,7 +136,8 @@ def mechanism(
     properties: dict[str, Any] = dict(weights=weights, per_key=per_key, alone=alone)
     properties |= dict(softmax=softmax, state=state, shared=shared)
     if form is None:
-        settings = dict(formula=formula, checks=checks, components=components, drops=drops)
+        settings: dict[str, Any] = dict(formula=formula, checks=checks)
+        settings |= dict(components=components, drops=drops)
         return functools.partial(mechanism, **settings, **properties)
     run = form if checks is None else _checked(form, checks)
 
@@ -178,7 +179,9 @@ def mechanism(
     attend.__signature__ = _signature(attend, checks or form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     if formula is not None:
-        kind = dict(components=components, drops=drops, weights=weights, alone=alone)
+        kind: dict[str, Any] = dict(
+            components=components, drops=drops, weights=weights, alone=alone
+        )
         _add_reference(attend, formula, checks, **kind)
     return attend
 
@@ -285,7 +288,8 @@ def unwrap(attention: Mechanism) -> tuple[Mechanism, dict[str, Any]]:
     """Return the function under the partials of a mechanism, and the options that they add."""
     options: dict[str, Any] = {}
     while isinstance(attention, functools.partial):
-        attention, options = attention.func, attention.keywords | options
+        options = attention.keywords | options
+        attention = attention.func
     return attention, options
 
 
@@ -325,16 +329,17 @@ def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
 
 
 def call(
-    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> Tensor:
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     """Call a mechanism on what is checked already: its form, if it is one of this library.
 
     Another function gets the arguments of PyTorch's attention.
     """
     form = getattr(attention, "form", None)
     if form is None or (mask.given is not None and attention.per_key):  # type: ignore[attr-defined]
-        return attention(q, k, v, attn_mask=mask.given, is_causal=mask.is_causal, scale=scale)
-    return form(q, k, v, mask, scale)
+        return attention(q, k, v, scale=scale, **mask.keywords, **options)
+    return form(q, k, v, mask, scale, **options)
 
 
 def is_per_key(attention: Mechanism) -> bool:

@@ -307,7 +307,8 @@ def check_places(
 ) -> None:
     """Check that all tokens (..., N, D) have a place on the grid."""
     rows, columns = check_grid(grid)
-    check_flag("class_token", class_token)
+    if class_token.__class__ is not bool:
+        check_flag("class_token", class_token)
     if is_causal:
         raise ValueError("is_causal is True; expected False: tokens on a grid have no order")
     N = rows * columns + class_token

@@ -134,7 +134,7 @@ def _by_scale(
 ) -> Tensor:
     """Run the heads of each scale on pooled keys and values, with the `statistics` of BN or not."""
     check_scales(scales, q, mask)
-    pool_by = average_pooling
+    pool_by: Pooling = average_pooling
     if pooling != "average" or class_token is not False:
         pool_by = check_pooling(pooling, class_token)
     if attention is not softmax_attention or positional is not False:
@@ -149,7 +149,7 @@ def _by_scale(
             outputs.append(call(base, q_h, k_h, v_h, mask_h, scale))
         else:
             own = statistics | {"beta": of_heads(statistics["beta"], heads), "attention": base}
-            outputs.append(normalized_attention.form(q_h, k_h, v_h, mask_h, scale, **own))
+            outputs.append(call(normalized_attention, q_h, k_h, v_h, mask_h, scale, **own))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.convention import extend, mechanism, prepare, reference_of
-from derived_attention.common.masks import Mask
+from derived_attention.common.masks import Mask, open_dead_rows
 
 
 def attention_weights(
@@ -69,20 +69,20 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
     scale = scale or 1 / math.sqrt(D)
     fits = D == Dv and (q.device.type == "cpu" or D % 8 == 0)
     if fits and q.dim() == 4 and 1 == q.stride(-1) == k.stride(-1) == v.stride(-1):
-        tensors = [q, k, v]
+        Q, K, V = q, k, v
     else:
         width, value_width = kernel_widths(D, Dv, q.device.type)
         pairs = ((q, width), (k, width), (v, value_width))
-        tensors = [widen(x, to, four_dims=True) for x, to in pairs]
+        Q, K, V = (widen(x, to, four_dims=True) for x, to in pairs)
     attn_mask = alive = None
     if mask.given is not None:
-        attn_mask, alive = mask.opened(q.dtype)
+        attn_mask, alive = open_dead_rows(mask.given, q.dtype)
         if q.dim() > 4 and attn_mask.dim() > 3:  # its leading dimensions are flattened with q's
             attn_mask = attn_mask.expand(*q.shape[:-3], *attn_mask.shape[-3:])
         dims = attn_mask.dim()
         attn_mask = attn_mask.flatten(0, -4) if dims > 4 else attn_mask[(None,) * (4 - dims)]
     H = F.scaled_dot_product_attention(
-        *tensors, attn_mask=attn_mask, is_causal=mask.is_causal, scale=scale
+        Q, K, V, attn_mask=attn_mask, is_causal=mask.is_causal, scale=scale
     )
     if H.shape[-1] != Dv or q.dim() != 4:
         H = H[..., :Dv].reshape(*q.shape[:-1], Dv)

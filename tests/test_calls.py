@@ -1,0 +1,72 @@
+"""How far it is from a public call to its first matrix product, in calls of our own functions."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import derived_attention
+from derived_attention.registry import MECHANISMS
+
+LIBRARY = str(Path(derived_attention.__file__).parent)
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
+FUSED = "scaled_dot_product_attention"
+N, H, D = 64, 4, 16
+
+
+class FirstProduct(TorchFunctionMode):
+    """Stops a function at its first matrix product."""
+
+    class Reached(Exception):
+        """Raised there."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in {*PRODUCTS, FUSED}:
+            raise self.Reached
+        return function(*args, **(kwargs or {}))
+
+
+def calls_to_product(function, *args, **options):
+    """Return the names of the functions of the library that are called before the product."""
+    names = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
+            names.append(frame.f_code.co_name)
+
+    with pytest.raises(FirstProduct.Reached), FirstProduct():
+        sys.setprofile(note)
+        try:
+            function(*args, **options)
+        finally:
+            sys.setprofile(None)
+    return names
+
+
+def inputs(entry):
+    q = torch.randn(2, H, N, D, requires_grad=True)
+    return q, entry.keys(torch.randn(2, H, N, D)), torch.randn(2, H, N, D)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_mechanism_reaches_its_first_product_in_20_calls(name):
+    entry = MECHANISMS[name]
+    for is_causal in [False, True] if entry.causal else [False]:
+        options = entry.options(N, H, D) | {"is_causal": is_causal}
+        entry.fast(*inputs(entry), **options)  # what is computed once is there
+        names = calls_to_product(entry.fast, *inputs(entry), **options)
+        assert len(names) <= 20, names
+
+
+def test_the_layer_reaches_its_first_product_in_25_calls():
+    layer, x = MECHANISMS["softmax"].make_layer(H * D, H, N), torch.randn(2, N, H * D)
+    names = calls_to_product(layer, x, x, x, need_weights=False)
+    assert len(names) <= 25, names
+
+
+def test_calls_are_counted():
+    q = torch.randn(1, 2, 3, 4)
+    names = calls_to_product(MECHANISMS["softmax"].fast, q, q, q)
+    assert names[0] == "attend" and names[-1] == "sdpa"
