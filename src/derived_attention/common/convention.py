@@ -329,7 +329,7 @@ def parts_of(attention: Mechanism) -> Iterator[Mechanism]:
 
 
 def call(
-    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None,
+    attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, /,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """Call a mechanism on what is checked already: its form, if it is one of this library.
