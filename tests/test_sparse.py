@@ -11,17 +11,17 @@ from helpers import qkv as any_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 
-from derived_attention.common import kernel_selftest, kernels
-from derived_attention.common.masks import causal_mask
-from derived_attention.layer import MultiheadAttention
-from derived_attention.references import (
+from derived_attention import (
     fixed_attention_reference,
     softmax_attention_reference,
     strided_attention_reference,
     window_attention_reference,
 )
+from derived_attention.common import kernel_selftest, kernels
+from derived_attention.common.masks import causal_mask
+from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import softmax_attention
-from derived_attention.sparse import flex
+from derived_attention.sparse import core, flex
 from derived_attention.sparse.core import (
     fixed_attention,
     fixed_mask,
@@ -44,6 +44,15 @@ PATTERNS |= {
 }
 ONE_EACH = {name: PATTERNS[name] for name in ("window 3", "stride 3", "fixed 4 2")}
 LENGTHS = [(1, 1), (7, 5), (24, 24), (70, 10), (10, 70), (70, 69)]
+
+
+@pytest.fixture(params=["under a mask", "by blocks"], autouse=True)
+def form(request, monkeypatch):
+    """Run each test with both forms, of which the second is that of long sequences."""
+    if request.param == "by blocks":
+        monkeypatch.setattr(core, "DENSE", 0)
+    return request.param
+
 
 N, M = 21, 23
 qkv = functools.partial(any_qkv, n=N, m=M)
@@ -142,7 +151,9 @@ def test_the_formula_takes_masks_that_differ_between_queries(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["stride 3", "fixed 4 2"])
-def test_autocast_leaves_sums_in_float32(pattern):
+def test_autocast_leaves_sums_of_blocks_in_float32(pattern, form):
+    if form != "by blocks":
+        return
     (fast, reference, _), own = PATTERNS[pattern]
     inputs = qkv(dtype=torch.float32)
     exact = reference(*(x.double() for x in inputs), **own)

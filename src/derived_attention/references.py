@@ -54,12 +54,6 @@ from derived_attention.primal.core import (
     landmarks,
     primal_attention,
 )
-from derived_attention.sparse.core import (
-    check_fixed,
-    fixed_attention,
-    strided_attention,
-    window_attention,
-)
 from derived_attention.sparse_coding.core import lasso_attention, ridge_attention
 from derived_attention.sparse_coding.solver import Options, check_lasso, penalty, prepare_codes
 
@@ -75,25 +69,6 @@ def checked(feature_map: Mechanism) -> Mechanism:
 def linear_attention_reference(q, k, v, mask, scale, *, feature_map=elu_feature_map) -> Arguments:
     """Check the feature map's results."""
     return {"feature_map": checked(feature_map)}
-
-
-@reference(window_attention, formulas.window)
-def window_attention_reference(q, k, v, mask, scale, *, window) -> Arguments:
-    """Check the pattern."""
-    return {"window": check_count("window", window, 0)}
-
-
-@reference(strided_attention, formulas.strided)
-def strided_attention_reference(q, k, v, mask, scale, *, stride) -> Arguments:
-    """Check the pattern."""
-    return {"stride": check_count("stride", stride, 1)}
-
-
-@reference(fixed_attention, formulas.fixed)
-def fixed_attention_reference(q, k, v, mask, scale, *, stride, summary=1) -> Arguments:
-    """Check the pattern."""
-    check_fixed(stride, summary)
-    return {"stride": stride, "summary": summary}
 
 
 @reference(linformer_attention, formulas.linformer)

@@ -127,7 +127,7 @@ class Entry:
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
     chapter: int  # where it is derived
-    # The fast form: a function, or ``"module.name"`` in derived_attention, imported when it is used.
+    # The fast form: a function, or ``"module.name"`` in derived_attention, imported when used.
     function: Mechanism | str
     # The layer, as ``"module.name"``. MultiheadAttention is given the function.
     layer: str = "layer.MultiheadAttention"
@@ -338,11 +338,9 @@ def _public() -> dict[str, str]:
     for entry in MECHANISMS.values():
         assert isinstance(entry.function, str)  # as all are that are written here
         name = entry.function.rpartition(".")[2]
-        own = f"references.{name}_reference"
-        if entry.function.split(".")[0] in (
-            "softmax", "batch_norm", "scaled_heads", "convolutional", "multiresolution", "mra", "selected",
-        ):  # fmt: skip
-            own = f"{entry.function}_reference"
+        own = f"{entry.function}_reference"
+        if entry.function.split(".")[0] in "linear linear_time mixture primal sparse_coding delta".split():
+            own = f"references.{name}_reference"
         for path in (entry.function, own, entry.layer):
             module, _, name = path.rpartition(".")
             modules[name] = module

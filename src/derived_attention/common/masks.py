@@ -106,6 +106,7 @@ class Mask:
         self.causal = is_causal  # causal, also where the triangle is merged into `given`
         self.keys: Tensor | None = None  # (B, 1, M), which are present, if a layer was told
         self.queries: Tensor | None = None  # (B, 1, N), likewise
+        self.complete = False  # whether each query is known to attend some key
         self.cross = False  # whether queries and keys belong to different sequences
 
     @classmethod

@@ -76,7 +76,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
         Q, K, V = (widen(x, to, four_dims=True) for x, to in pairs)
     attn_mask = alive = None
     if mask.given is not None:
-        attn_mask, alive = open_dead_rows(mask.given, q.dtype)
+        attn_mask = mask.given
+        if not mask.complete:
+            attn_mask, alive = open_dead_rows(attn_mask, q.dtype)
         if q.dim() > 4 and attn_mask.dim() > 3:  # its leading dimensions are flattened with q's
             attn_mask = attn_mask.expand(*q.shape[:-3], *attn_mask.shape[-3:])
         dims = attn_mask.dim()

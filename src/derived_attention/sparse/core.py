@@ -12,38 +12,36 @@ and its patterns are ::
 
 without the j > i if `is_causal`. The last two are those of Child et al. (2019), both of their sets
 in one head. A ``<pattern>_mask`` is S as a matrix, a ``<pattern>_attention_reference`` is softmax
-attention under it, and a ``<pattern>_attention`` gives the same H and forms no (N, M) matrix. All
-three can also run PyTorch's FlexAttention on a GPU: see `derived_attention.sparse.flex`.
+attention under it, and a ``<pattern>_attention`` gives the same H: by PyTorch's softmax attention
+under a mask for short sequences, and for long ones by blocks, without an (N, M) matrix. All three
+can also run PyTorch's FlexAttention on a GPU: see `derived_attention.sparse.flex`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from derived_attention import formulas
-from derived_attention.common.blocks import stands_for_many, to_front
-from derived_attention.common.checks import check_count, check_flag, is_symbolic, wide
+from derived_attention.common.checks import check_count, check_flag, may_look_at
 from derived_attention.common.convention import (
     depends_on_position,
     extend,
     full_precision,
-    in_full,
-    in_groups,
     mechanism,
+    reference,
     scaled,
 )
-from derived_attention.common.masks import Mask, flat_heads, key_heads, masked_softmax, within
+from derived_attention.common.masks import Mask, flat_heads, narrowed, within
 from derived_attention.softmax.core import sdpa
 from derived_attention.sparse import flex
 
+DENSE = 256  # keys up to which a mask is cheaper than blocks
 BLOCK = 32  # fewest queries in a block of a window: smaller blocks are slower
-SCORES = 2**18  # of two groups, in memory at a time: they fit in the cache of a processor
-SCORES_ELSEWHERE = 2**27  # half a gigabyte, so that a GPU takes all heads at once
+SCORES = 2**19  # of some heads, in memory at a time on a CPU: they fit in its cache
 Device = torch.device | str | None
 
 # --- the patterns as matrices -------------------------------------------------------------------
@@ -101,12 +99,42 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
     return torch.arange(N, device=device)[:, None], torch.arange(M, device=device)  # (N, 1), (M,)
 
 
+def _pattern(
+    name: str, N: int, M: int, numbers: tuple[int, ...], is_causal: bool, device: torch.device
+) -> Tensor:
+    """Return the mask of a pattern, which is outside of inference mode, so that it can be kept."""
+    with torch.inference_mode(False):
+        i, j = torch.arange(N, device=device)[:, None], torch.arange(M, device=device)
+        keep = flex.PATTERNS[name](i, j, *numbers)
+        return keep & (j <= i) if is_causal else keep
+
+
+_kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB each
+
+
+def _under_mask(
+    name: str, numbers: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, mask: Mask,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Attend by softmax attention under the mask of a pattern."""
+    N, M = q.shape[-2], k.shape[-2]
+    pattern = _kept_pattern if M <= DENSE >= N and may_look_at(q) else _pattern
+    keep = pattern(name, N, M, numbers, mask.is_causal, q.device)
+    under = Mask(keep if mask.given is None else within(keep, mask.given))
+    under.complete = mask.given is None and N <= M  # each query attends its own key
+    return sdpa(q, k, v, under, scale)
+
+
+def _is_short(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    """Return whether a mask is cheaper than blocks, or is there already."""
+    return q.shape[-2] <= DENSE >= k.shape[-2] or mask.by_query or not q.numel()
+
+
 # --- attention by blocks ------------------------------------------------------------------------
 
 
 @mechanism(per_key=True)
 @depends_on_position
-@in_groups
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -120,7 +148,8 @@ def window_attention(
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
     Memory is O(N window), too. Queries are cut into blocks; each block attends the stretch of keys
-    that its windows cover. All blocks are one fused call, under a banded mask.
+    that its windows cover. All blocks are one fused call, under a banded mask. Up to `DENSE` tokens
+    it is softmax attention under `window_mask`, which is faster.
 
     Parameters
     ----------
@@ -134,11 +163,8 @@ def window_attention(
     check_count("window", window, 0)
     if flex.runs(fused, "window", q, k, v, mask, by_default=True):
         return flex.attend("window", (window,), q, k, v, mask, scale)
-    if is_symbolic(q.shape[-2], k.shape[-2]) or mask.by_query:
-        return in_full(formulas.window)(q, k, v, mask, scale, window=window)
-    column = _key_column(mask, k.shape[-2])
-    if q.numel() == 0 or k.numel() == 0:
-        return sdpa(q, k, v, Mask(), scale)
+    if _is_short(q, k, mask):
+        return _under_mask("window", (window,), q, k, v, mask, scale)
     N, M, is_causal = q.shape[-2], k.shape[-2], mask.is_causal
     window = min(window, max(N, M) - 1)
     C = min(max(window, BLOCK), N)  # queries in a block
@@ -151,25 +177,18 @@ def window_attention(
 
     start = torch.arange(rows, device=q.device)[:, None, None] * C - window
     i, j = torch.arange(C, device=q.device)[:, None], start + torch.arange(W, device=q.device)
-    band = _past(i, j[:1], (i - j[:1]).abs() <= window, is_causal)  # (1, C, W): one for all blocks
+    band = flex.in_window(i, j[:1], window) & ((j[:1] <= i) | (not is_causal))  # (1, C, W)
     keep = band & (0 <= j) & (j < M)  # (rows, C, W)
     blocks = extend(q, rows * C - N) if rows * C > N else q
     blocks = blocks.unflatten(-2, (rows, C))  # (..., H, rows, C, D)
-    near = Mask(within(keep, None if column is None else stretches(column).mT))
-    keys, values = stretches(k), stretches(v)  # (..., H, rows, W, D), or (..., G, 1, rows, W, D)
-    if blocks.shape[:-3] == keys.shape[:-3]:
-        H = sdpa(blocks, keys, values, near, scale)
-    else:  # a call for each head of the groups: one for all would copy keys, or repeat the mask
-        keys, values = keys.squeeze(-4), values.squeeze(-4)
-        given = near.on(blocks)  # (rows, C, W), or (..., 1, 1, rows, C, W)
-        near = near if given is None or given.dim() < 4 else Mask(given.squeeze(-4))
-        H = torch.stack([sdpa(x, keys, values, near, scale) for x in blocks.unbind(-4)], -4)
+    column = None if mask.given is None else stretches(_key_column(mask, k, M)).mT
+    near = Mask(within(keep, column))
+    H = sdpa(blocks, stretches(k), stretches(v), near, scale)  # keys (..., H, rows, W, D)
     return H.flatten(-3, -2)[..., :N, :]
 
 
 @mechanism(per_key=True)
 @depends_on_position
-@in_groups
 def strided_attention(
     q: Tensor,
     k: Tensor,
@@ -180,13 +199,13 @@ def strided_attention(
     stride: int,
     fused: Any = None,
 ) -> Tensor:
-    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time, O(N + M) memory.
+    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
 
     In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
     neighbours, by blocks, and its column. A stride near √M is the cheapest. One softmax runs over
-    both groups, and a key in both is left out of the second. Scores are computed for some queries
-    at a time, and again in the backward pass. Sums are in float32 at least, under autocast too. For
-    a stride near M, where nearly all keys are attended, `softmax_attention` is cheaper.
+    both groups, and a key in both is left out of the second. These sums are in float32 at least,
+    under autocast too. Up to `DENSE` tokens it is softmax attention under the mask, which is
+    faster.
 
     Parameters
     ----------
@@ -199,16 +218,15 @@ def strided_attention(
         128, and at a stride of √M ≥ 256 some 64 times as many as the form above.
     """
     check_count("stride", stride, 1)
-    if flex.runs(fused, "strided", q, k, v, mask, by_default=False):
+    if fused is not None and flex.runs(fused, "strided", q, k, v, mask, by_default=False):
         return flex.attend("strided", (stride,), q, k, v, mask, scale)
-    if mask.by_query:
-        return in_full(formulas.strided)(q, k, v, mask, scale, stride=stride)
+    if _is_short(q, k, mask):
+        return _under_mask("strided", (stride,), q, k, v, mask, scale)
     return _two_groups(q, k, v, mask, scale, stride, 0)
 
 
 @mechanism(per_key=True)
 @depends_on_position
-@in_groups
 def fixed_attention(
     q: Tensor,
     k: Tensor,
@@ -220,7 +238,7 @@ def fixed_attention(
     summary: int = 1,
     fused: Any = None,
 ) -> Tensor:
-    """Softmax attention under `fixed_mask`: O(N (stride + summary M/stride)) time, O(N + M) memory.
+    """Softmax attention under `fixed_mask`, in O(N (stride + summary M/stride)) time and memory.
 
     A query attends two groups of keys: its own block, and the summaries of all blocks, which are
     the same keys for all queries. One softmax runs over both, and the summaries of a query's own
@@ -236,302 +254,106 @@ def fixed_attention(
         As in `strided_attention`.
     """
     check_fixed(stride, summary)
-    if flex.runs(fused, "fixed", q, k, v, mask, by_default=False):
+    if fused is not None and flex.runs(fused, "fixed", q, k, v, mask, by_default=False):
         return flex.attend("fixed", (stride, summary), q, k, v, mask, scale)
-    if mask.by_query:
-        return in_full(formulas.fixed)(q, k, v, mask, scale, stride=stride, summary=summary)
+    if _is_short(q, k, mask):
+        return _under_mask("fixed", (stride, summary), q, k, v, mask, scale)
     return _two_groups(q, k, v, mask, scale, stride, summary)
 
 
 def _two_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int, summary: int
 ) -> Tensor:
-    """Attend near keys and far ones: the summaries of blocks, or a column if `summary` is 0."""
-    column, lengths = _key_column(mask, k.shape[-2]), (q.shape[-2], k.shape[-2])
-    if q.numel() == 0 or k.numel() == 0:
-        return sdpa(q, k, v, Mask(), scale)
-    size = stride if is_symbolic(*lengths) else min(stride, max(lengths))
-    groups = _Groups(size, min(summary, size), mask.is_causal, column is not None)
-    Q, K, V = scaled(q, scale), k.to(wide(q)), v.to(wide(q))
-    if column is not None:  # the mask is one more feature of the key, and the query's is 1
-        lowest = torch.finfo(K.dtype).min / 4
-        if column.dtype == torch.bool:
-            column = torch.zeros_like(column, dtype=K.dtype).masked_fill(~column, lowest)
-        column = column.to(K.dtype).clamp(min=lowest).expand(*K.shape[:-1], 1)
-        Q, K = torch.cat([Q, torch.ones_like(Q[..., :1])], -1), torch.cat([K, column], -1)
-    K, V = (x.expand(*Q.shape[:-2], -1, -1) for x in (K, V))  # heads that share keep sharing
-    with full_precision(q.device):
-        if torch.compiler.is_compiling() or is_symbolic(q.shape[-2], k.shape[-2]):
-            return groups.whole(Q, K, V).to(q.dtype)
-        return _InGroups.apply(groups, Q, K, V).to(q.dtype)
+    """Attend near keys and far ones: the summaries of blocks, or a column if `summary` is 0.
 
-
-class _Groups(NamedTuple):
-    """Which keys a block of `size` queries attends, and products with both groups of them.
-
-    Near keys are the blocks of keys around its own; far keys are the query's column of the table
-    or, with a `summary`, the last keys of each block. Keys and values of b heads are padded blocks
-    (b, ·, size, D): one before the first, and as many after the last as the queries need.
+    Queries and keys fill tables (rows, stride), row by row. A query's near keys are in its own row
+    and, without summaries, in the rows before and after it.
     """
-
-    size: int
-    summary: int
-    is_causal: bool
-    masked: bool  # whether a mask gives some keys the lowest score
-
-    @property
-    def around(self) -> tuple[int, int]:
-        """How many near blocks of keys precede a query's own, and how many there are in all."""
-        if self.summary:
-            return 0, 1
-        return 1, 2 if self.is_causal else 3
-
-    def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the result with all scores in memory, which has derivatives of any order."""
-        N, M = q.shape[-2], k.shape[-2]
-        sizes = (self.size, self.summary) if self.summary else (self.size,)
-        pattern = fixed_mask if self.summary else strided_mask
-        keep = pattern(N, M, *sizes, is_causal=self.is_causal, device=q.device)
-        scores = q @ k.mT
-        return masked_softmax(scores, keep & (scores > _closed(scores))) @ v
-
-    def blocks(self, x: Tensor, rows: int, before: int = 0) -> Tensor:
-        """Cut x (b, n, D) into `rows` blocks, padded with zeros, after `before` blocks of zeros."""
-        x = extend(x, rows * self.size - x.shape[1], before=before * self.size)
-        return x.unflatten(1, (before + rows, self.size))
-
-    def near(self, x: Tensor, start: int, rows: int) -> Tensor:
-        """Return the near keys (b · rows, W, D) of `rows` blocks of queries from `start` on."""
-        before, width = self.around
-        flat = x[:, start + 1 - before :].flatten(1, 2)
-        return flat.unfold(1, width * self.size, self.size).mT[:, :rows].flatten(0, 1)
-
-    def far(self, x: Tensor, seen: int) -> Tensor:
-        """Return the far keys in the first `seen` blocks, for a product with `across` queries."""
-        x = x[:, 1 : 1 + seen]
-        return x[:, :, self.size - self.summary :].flatten(1, 2) if self.summary else _across(x)
-
-    def across(self, x: Tensor) -> Tensor:
-        """Return x (b, rows, size, ·) in the batches that meet one set of far keys."""
-        return x.flatten(1, 2) if self.summary else _across(x)
-
-    def products(self, S: Tensor, x: Tensor, y: Tensor, start: int, seen: int) -> None:
-        """Fill S (b, rows, size, W + ·) with products of blocks x and both groups of y."""
-        W, rows = self.around[1] * self.size, x.shape[1]
-        S.flatten(0, 1)[..., :W].baddbmm_(x.flatten(0, 1), self.near(y, start, rows).mT, beta=0)
-        pair = self.across(x), self.far(y, seen).mT
-        if self.summary:
-            S.flatten(1, 2)[..., W:].baddbmm_(*pair, beta=0)
-        elif len(S) == 1:  # without a copy
-            S[0, ..., W:].transpose(0, 1).baddbmm_(*pair, beta=0)
-        else:
-            S[..., W:] = _along(torch.bmm(*pair), len(S))
-
-    def gather(self, out: Tensor, P: Tensor, y: Tensor, start: int, seen: int) -> None:
-        """Add the sums of both groups of y, weighted by P, to blocks `out`."""
-        W, rows = self.around[1] * self.size, out.shape[1]
-        out.flatten(0, 1).baddbmm_(P.flatten(0, 1)[..., :W], self.near(y, start, rows))
-        pair = self.across(P[..., W:]), self.far(y, seen)
-        if self.summary:
-            out.flatten(1, 2).baddbmm_(*pair)
-        else:
-            out += _along(torch.bmm(*pair), len(out))
-
-    def spread(self, dy: Tensor, P: Tensor, x: Tensor, start: int, seen: int) -> None:
-        """Add blocks x, weighted by P, to both groups of `dy`: the adjoint of `gather`."""
-        before, width = self.around
-        C, W, rows = self.size, width * self.size, x.shape[1]
-        for part in range(width):
-            at = start + 1 - before + part
-            dy[:, at : at + rows] += P[..., part * C : (part + 1) * C].mT @ x
-        pair, far = (self.across(P[..., W:]).mT, self.across(x)), dy[:, 1 : 1 + seen]
-        if self.summary:
-            far[:, :, C - self.summary :] += torch.bmm(*pair).unflatten(1, (seen, self.summary))
-        elif len(dy) == 1:  # all far keys, for a few queries: without a copy
-            far[0].transpose(0, 1).baddbmm_(*pair)
-        else:
-            far += _along(torch.bmm(*pair), len(dy))
-
-    def close(self, S: Tensor, band: Tensor | None, start: int, seen: int, M: int) -> None:
-        """Set scores to -∞ of keys that are padding, not in the pattern, or in both groups."""
-        (before, width), C, rows = self.around, self.size, S.shape[1]
-        last = -(-M // C) - 1  # the last block of keys, which has `in_last` of them
-        in_last, W = M - last * C, width * C
-        if band is not None:
-            S[..., :W] += band
-        for part in range(width):
-            first, at = start - before + part, slice(part * C, (part + 1) * C)
-            if first < 0:
-                S[:, 0, :, at] = -math.inf
-            if (a := max(last - first, -1)) < rows:
-                if a >= 0:
-                    S[:, a, :, part * C + in_last : at.stop] = -math.inf
-                S[:, a + 1 :, :, at] = -math.inf
-        each = self.summary or 1
-        if (count := min(seen - start, rows)) > 0:  # far keys in these queries' own blocks
-            near = torch.ones(rows, count, dtype=torch.bool, device=S.device)
-            near = near.triu() if self.is_causal else near.tril().triu()
-            near = near.unsqueeze(-1).expand(rows, count, each).flatten(1)[:, None]
-            S[..., W + start * each : W + (start + count) * each].masked_fill_(near, -math.inf)
-        if seen > last:
-            if self.summary:
-                S[..., W + last * each + max(0, in_last - C + each) :] = -math.inf
-            else:
-                S[:, :, in_last:, -1] = -math.inf
-
-    def band(self, like: Tensor) -> Tensor | None:
-        """Return (size, W), -∞ for near keys that are not in the pattern and 0 for the others."""
-        (before, width), C = self.around, self.size
-        i = torch.arange(C, device=like.device)[:, None]
-        j = torch.arange(-before * C, (width - before) * C, device=like.device)
-        keep = torch.ones_like(i == j) if self.summary else (i - j).abs() < C
-        keep = _past(i, j, keep, self.is_causal)
-        return like.new_zeros(keep.shape).masked_fill_(~keep, -math.inf)
-
-    def weights(
-        self, q: Tensor, k: Tensor, band: Tensor | None, start: int, seen: int, M: int, empty: bool
-    ) -> Tensor:
-        """Return the weights (rows, size, W + ·) of blocks q of queries, the first one `start`."""
-        far = seen * (self.summary or 1)
-        S = q.new_empty(*q.shape[:-1], self.around[1] * self.size + far)
-        self.products(S, q, k, start, seen)
-        self.close(S, band, start, seen, M)
-        dead = S.amax(-1, keepdim=True) <= _closed(S) if empty else None
-        A = torch.softmax(S, -1, out=S)
-        return A if dead is None else A.masked_fill_(dead, 0)
-
-    def row(self, M: int) -> int:
-        """Return how many scores a block of queries has."""
-        far = -(-M // self.size) * (self.summary or 1)
-        return self.size * (self.around[1] * self.size + far)
-
-    def by_heads(self, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Iterate over q, k and others (heads, ·, ·): as many heads at a time as memory is for."""
-        q, k = flat[:2]
-        step = max(1, _limit(q) // max(1, -(-q.shape[1] // self.size) * self.row(k.shape[1])))
-        return zip(*(x.split(step) for x in flat), strict=True)
-
-    def steps(self, q: Tensor, M: int) -> list[tuple[slice, int]]:
-        """Cut blocks of queries (b, rows, ·, D), each cut with how many blocks have far keys.
-
-        Blocks of several heads are not cut.
-        """
-        rows, keys = q.shape[1], -(-M // self.size)
-        step = rows if len(q) > 1 else max(1, _limit(q) // self.row(M))
-        cuts = [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
-        return [(cut, min(cut.stop, keys) if self.is_causal else keys) for cut in cuts]
+    N, M, heads = q.shape[-2], k.shape[-2], q.shape[:-2]
+    stride = min(stride, max(N, M))
+    summary = min(summary, stride)
+    rows = max(-(-N // stride), -(-M // stride))
+    with full_precision(q.device):
+        Q = extend(scaled(q, scale), rows * stride - N)
+        K, V = (extend(x.to(Q.dtype), rows * stride - M) for x in (k, v))
+        added = extend(_key_column(mask, K, M), rows * stride - M, value=-torch.inf)
+        added = added.expand(*heads, -1, 1)
+        tables = [flat_heads(x.unflatten(-2, (rows, stride)), len(heads)) for x in (Q, K, V, added)]
+        keep = _near_and_far(rows, stride, summary, mask.is_causal, q.device)
+        lacking = mask.given is not None or N > M  # whether a query may lack keys
+        step = len(tables[0])
+        if q.device.type == "cpu":
+            step = max(1, SCORES // keep.numel())
+        parts = zip(*(x.split(step) for x in tables), strict=True)
+        H = torch.cat([_attend(*part, keep, summary, lacking) for part in parts])
+    return H.flatten(1, 2)[:, :N].reshape(*heads, N, v.shape[-1]).to(q.dtype)
 
 
-def _limit(x: Tensor) -> int:
-    return SCORES if x.device.type == "cpu" else SCORES_ELSEWHERE
+def _near(x: Tensor, width: int, fill: float = 0.0) -> Tensor:
+    """Return the near keys (b, rows, width · stride, ·) of each row of a table of keys."""
+    if width == 1:
+        return x
+    rows = x.shape[1]
+    x = extend(x, width - 2, 1, fill, before=1)
+    return torch.cat([x[:, r : r + rows] for r in range(width)], 2)
 
 
-def _across(x: Tensor) -> Tensor:
-    """Turn (b, rows, size, ·) into (b · size, rows, ·): a view if b is 1."""
-    return x.transpose(1, 2).flatten(0, 1)
+def _attend(
+    Q: Tensor, K: Tensor, V: Tensor, added: Tensor, keep: Tensor, summary: int, lacking: bool
+) -> Tensor:
+    """Attend from tables of queries (b, rows, stride, D) to near and far keys."""
+    rows, stride = Q.shape[1:3]
+    far = rows * (summary or 1)
+    width = (keep.shape[-1] - far) // stride
+
+    def across(x: Tensor) -> Tensor:  # the tables in the batches that meet one set of far keys
+        return x.flatten(1, 2).unsqueeze(1) if summary else x.transpose(1, 2)
+
+    def along(x: Tensor) -> Tensor:  # and back
+        return x.squeeze(1).unflatten(1, (rows, stride)) if summary else x.transpose(1, 2)
+
+    def keys(x: Tensor) -> Tensor:  # (b, 1 or stride, far, ·)
+        return across(x[:, :, stride - summary :] if summary else x)
+
+    near = Q @ _near(K, width).mT + _near(added, width, -torch.inf).mT
+    S = torch.cat([near, along(across(Q) @ keys(K).mT + keys(added).mT)], -1)
+    S = S.masked_fill(~keep, -torch.inf)  # (b, rows, stride, width · stride + far)
+    if lacking:
+        dead = S.amax(-1, keepdim=True) == -torch.inf
+        A = S.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    else:
+        A = S.softmax(-1)
+    A_near, A_far = A.split([width * stride, far], -1)
+    return A_near @ _near(V, width) + along(across(A_far) @ keys(V))
 
 
-def _along(x: Tensor, b: int) -> Tensor:
-    """Undo `_across`."""
-    return x.unflatten(0, (b, -1)).transpose(1, 2)
+def _near_and_far(
+    rows: int, stride: int, summary: int, is_causal: bool, device: torch.device
+) -> Tensor:
+    """Return which near and which far keys (rows, stride, ·) a query attends, each key once."""
+    place = torch.arange(rows * stride, device=device).view(rows, stride)
+    i, row = place[..., None], torch.arange(rows, device=device)[:, None, None]
+    if summary:
+        near, far = place[:, None], place[:, stride - summary :].flatten()
+        keep = [torch.ones_like(i + near, dtype=torch.bool), far // stride != row]
+    else:
+        width = 2 if is_causal else 3
+        near = (row - 1) * stride + torch.arange(width * stride, device=device)
+        far = place.mT[None]  # (1, stride, rows)
+        keep = [flex.in_window(i, near, stride - 1), far != i]
+    keep = [(x & (j <= i) if is_causal else x).expand(rows, stride, -1)
+            for x, j in zip(keep, (near, far), strict=True)]  # fmt: skip
+    return torch.cat(keep, -1)
 
 
-def _closed(x: Tensor) -> float:
-    """Return the score below which a key counts as masked: half of the lowest one a mask gives."""
-    return torch.finfo(x.dtype).min / 8
-
-
-class _InGroups(torch.autograd.Function):
-    """Attention to two groups of keys, for some heads or some blocks of queries at a time."""
-
-    @staticmethod
-    def forward(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return H for queries that are scaled."""
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for q_h, k_h, v_h, out_h in groups.by_heads(*_flat(q, k, v, out)):
-            (N, M), (Q, K, V, band, empty) = _lengths(q_h, k_h), _prepared(groups, q_h, k_h, v_h)
-            sums = v.new_zeros(*Q.shape[:-1], v.shape[-1])
-            for rows, seen in groups.steps(Q, M):
-                A = groups.weights(Q[:, rows], K, band, rows.start, seen, M, empty)
-                groups.gather(sums[:, rows], A, V, rows.start, seen)
-            out_h.copy_(sums.flatten(1, 2)[:, :N])
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the tensors of the backward pass."""
-        ctx.groups, *tensors = inputs
-        ctx.save_for_backward(*tensors, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v."""
-        (grad,), (q, k, v, out), groups = grads, ctx.saved_tensors, ctx.groups
-        again = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, q, k, v))
-        with full_precision(q.device):  # autocast may be on again
-            if again or any(map(stands_for_many, (grad, q, k, v))):
-                pull: Any = torch.func.vjp(groups.whole, q, k, v)[1]
-                return None, *pull(grad)
-            grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
-            for heads in groups.by_heads(*_flat(q, k, v, out, grad, *grads)):
-                _backward_of_heads(groups, *heads)
-        return None, *grads
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], groups: _Groups, *tensors: Tensor) -> Any:
-        """Make the mapped dimension one more leading dimension."""
-        pairs = zip(tensors, in_dims[1:], strict=True)
-        return _InGroups.apply(groups, *(to_front(info, x, dim) for x, dim in pairs)), 0
-
-
-def _flat(*tensors: Tensor) -> list[Any]:
-    """View all leading dimensions of q, k, v and others as one."""
-    q, k, v, *others = tensors
-    keys = (key_heads(x, x.dim() - 2) for x in (k, v))
-    return [flat_heads(q, q.dim() - 2), *keys, *(flat_heads(x, x.dim() - 2) for x in others)]
-
-
-def _lengths(q: Tensor, k: Tensor) -> tuple[int, int]:
-    return q.shape[-2], k.shape[-2]
-
-
-def _prepared(groups: _Groups, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Cut q, k and v of some heads into blocks; return the band, and if a query may lack keys."""
-    N, M = _lengths(q, k)
-    rows, keys = -(-N // groups.size), -(-M // groups.size)
-    padded = max(rows, keys) + 1
-    K, V = (groups.blocks(x, padded, 1) for x in (k, v))
-    return groups.blocks(q, rows), K, V, groups.band(k), groups.masked or N > M
-
-
-def _backward_of_heads(
-    groups: _Groups, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, dq: Tensor,
-    dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
-    """Write the gradients of some heads."""
-    N, M = _lengths(q, k)
-    Q, K, V, band, empty = _prepared(groups, q, k, v)
-    G = groups.blocks(grad, Q.shape[1])
-    shares = groups.blocks((grad * out).sum(-1, keepdim=True), Q.shape[1])
-    dQ, dK, dV = (torch.zeros_like(x) for x in (Q, K, V))
-    for rows, seen in groups.steps(Q, M):
-        at = rows.start, seen
-        A = groups.weights(Q[:, rows], K, band, *at, M, empty)
-        groups.spread(dV, A, G[:, rows], *at)
-        dS = torch.empty_like(A)
-        groups.products(dS, G[:, rows], V, *at)
-        dS.sub_(shares[:, rows]).mul_(A)
-        groups.gather(dQ[:, rows], dS, K, *at)
-        groups.spread(dK, dS, Q[:, rows], *at)
-    dq.copy_(dQ.flatten(1, 2)[:, :N])
-    for d, D in ((dk, dK), (dv, dV)):
-        d.copy_(D[:, 1:].flatten(1, 2)[:, :M])
-
-
-def _key_column(mask: Mask, M: int) -> Tensor | None:
-    """Return the mask over keys as a column (..., M, 1), which is cut as keys are."""
-    rows = mask.per_key()
-    return None if rows is None else rows.expand(*rows.shape[:-1], M).mT
+def _key_column(mask: Mask, k: Tensor, M: int) -> Tensor:
+    """Return what a mask adds to the scores of M keys, as a column (..., M, 1) like keys."""
+    row = mask.per_key()
+    if row is None:
+        return k.new_zeros(M, 1)
+    if row.dtype == torch.bool:
+        row = k.new_zeros(row.shape).masked_fill(~row, -torch.inf)
+    return narrowed(row, k.dtype).expand(*row.shape[:-1], M).mT
 
 
 def check_fixed(stride: int, summary: int) -> None:
@@ -540,3 +362,32 @@ def check_fixed(stride: int, summary: int) -> None:
     check_count("summary", summary, 1)
     if summary > stride:
         raise ValueError(f"summary is {summary}; expected at most the stride, {stride}")
+
+
+# --- the formulas, with the same arguments ------------------------------------------------------
+
+
+@reference(window_attention, formulas.window)
+def window_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int
+) -> dict[str, Any]:
+    """Check the pattern."""
+    return {"window": check_count("window", window, 0)}
+
+
+@reference(strided_attention, formulas.strided)
+def strided_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
+) -> dict[str, Any]:
+    """Check the pattern."""
+    return {"stride": check_count("stride", stride, 1)}
+
+
+@reference(fixed_attention, formulas.fixed)
+def fixed_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
+    summary: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the pattern."""
+    check_fixed(stride, summary)
+    return {"stride": stride, "summary": summary}
