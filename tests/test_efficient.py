@@ -26,6 +26,7 @@ from helpers import (
 )
 from torch import nn
 
+from derived_attention import performer_attention_reference
 from derived_attention.common.convention import weights_of
 from derived_attention.common.masks import causal_mask
 from derived_attention.layer import ALL, KEY, QUERY, VALUE
@@ -48,7 +49,6 @@ from derived_attention.linear_time.layer import (
 )
 from derived_attention.multiresolution.core import multiresolution_attention
 from derived_attention.multiresolution.layer import multiresolution_layer
-from derived_attention.references import performer_attention_reference
 from derived_attention.registry import MECHANISMS
 from derived_attention.softmax.core import attention_weights, softmax_attention
 from derived_attention.sparse.core import window_mask

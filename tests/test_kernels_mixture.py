@@ -20,14 +20,14 @@ from helpers import (
     with_gradients,
 )
 
+from derived_attention import (
+    mixture_attention_reference,
+    shifted_mixture_attention_reference,
+)
 from derived_attention.common import kernels
 from derived_attention.mixture.core import mixture_attention
 from derived_attention.mixture.layer import MixtureAttention
 from derived_attention.mixture.shifted import shifted_mixture_attention
-from derived_attention.references import (
-    mixture_attention_reference,
-    shifted_mixture_attention_reference,
-)
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)

@@ -9,6 +9,7 @@ import torch
 from helpers import B, D, H, M, N, assert_all_close, boolean, output_and_gradients, qkv
 from torch import nn
 
+from derived_attention import linear_attention_reference, softmax_attention_reference
 from derived_attention.common.masks import causal_mask
 from derived_attention.linear import core as linear
 from derived_attention.linear.core import (
@@ -18,7 +19,6 @@ from derived_attention.linear.core import (
     linear_attention,
     linear_attention_weights,
 )
-from derived_attention.references import linear_attention_reference, softmax_attention_reference
 from derived_book.training import measure
 
 FORMS = [linear_attention, linear_attention_reference]

@@ -24,7 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derived_attention.common import blocks, tiles
+from derived_attention import (
+    hard_mixture_attention_reference,
+    linear_mixture_attention_reference,
+    mixture_attention_reference,
+    softmax_attention_reference,
+)
+from derived_attention.common import blocks
 from derived_attention.common.masks import causal_mask
 from derived_attention.linear.core import linear_attention
 from derived_attention.mixture import core as mixture
@@ -34,12 +40,6 @@ from derived_attention.mixture.core import (
     linear_mixture_attention,
     mixture_attention,
     responsibilities,
-)
-from derived_attention.references import (
-    hard_mixture_attention_reference,
-    linear_mixture_attention_reference,
-    mixture_attention_reference,
-    softmax_attention_reference,
 )
 from derived_attention.softmax.core import softmax_attention
 
@@ -107,9 +107,7 @@ def small_blocks(monkeypatch):
     """Several blocks of queries, one of them not whole, and two heads at a time."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)
-    monkeypatch.setattr(tiles, "ROWS", 4)
-    monkeypatch.setattr(tiles, "KEYS", 3)
-    monkeypatch.setattr(tiles, "SCORES", 4 * 3 * R * 2)
+    monkeypatch.setattr(mixture, "SHORT", 0)
 
 
 # --- the formula -------------------------------------------------------------------------------
@@ -294,15 +292,15 @@ def test_multi_query_shares_keys_and_values_between_heads():
         torch.testing.assert_close(*results)
 
 
-def test_one_call_for_all_components_off_the_cpu_equals_blocks(monkeypatch):
+def test_one_call_for_all_components_equals_rows_of_scores(monkeypatch):
     inputs = qkv((1, H), n=32, m=32, d=8, dv=5)
-    for options in ({}, {"attn_mask": keep(32)}):
-        by_blocks = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+    for options in ({}, {"attn_mask": keep(32)}, {"is_causal": True}):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+            joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(mixture, "_in_parts", lambda q: False)
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
-                joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
-        assert_all_close(by_blocks, joined, 1e-12, list(options))
+            elsewhere.setattr(mixture, "_joined", mixture._summed)
+            by_rows = with_gradients(mixture_attention, inputs, **own("variances"), **options)
+        assert_all_close(by_rows, joined, 1e-12, list(options))
 
 
 # --- the linear kernel -------------------------------------------------------------------------
@@ -508,7 +506,7 @@ def test_keys_far_from_all_queries_give_no_nan(forms, dtype):
 @pytest.mark.parametrize("forms", ALL.values(), ids=ALL)
 def test_scores_of_a_few_queries_are_stored(forms, monkeypatch):
     monkeypatch.setattr(blocks, "CHUNK", 16)
-    monkeypatch.setattr(tiles, "ROWS", 16)
+    monkeypatch.setattr(mixture, "SHORT", 0)
     n, d, r = 320, 8, 2
     inputs = qkv((1, H), n=n, m=n, d=d, dv=d, r=r)
     for options in ({}, {"is_causal": True}, {"attn_mask": keep(n)}):

@@ -12,13 +12,13 @@ import torch
 from helpers import assert_learns
 from torch.utils.checkpoint import checkpoint
 
-from derived_attention.mixture.core import em_priors, mixture_attention, responsibilities
-from derived_attention.mixture.layer import MixtureAttention
-from derived_attention.references import (
+from derived_attention import (
     hard_mixture_attention_reference,
     linear_mixture_attention_reference,
     mixture_attention_reference,
 )
+from derived_attention.mixture.core import em_priors, mixture_attention, responsibilities
+from derived_attention.mixture.layer import MixtureAttention
 
 B, E, HEADS, T = 2, 16, 2, 7
 LAYERS = {

@@ -22,16 +22,16 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from derived_attention import (
+    linear_mixture_attention_reference,
+    shifted_mixture_attention_reference,
+)
 from derived_attention.common import blocks
 from derived_attention.common.masks import causal_mask
 from derived_attention.linear.core import linear_attention
 from derived_attention.mixture import shifted as module
 from derived_attention.mixture.core import linear_mixture_attention, mixture_attention
 from derived_attention.mixture.shifted import shifted_keys, shifted_mixture_attention
-from derived_attention.references import (
-    linear_mixture_attention_reference,
-    shifted_mixture_attention_reference,
-)
 from derived_attention.softmax.core import softmax_attention
 
 R, M, D, DV = 3, 9, 4, 3

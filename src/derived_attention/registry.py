@@ -161,7 +161,6 @@ class Entry:
     @property
     def reference(self) -> Mechanism:
         """The formula."""
-        importlib.import_module(f"{PACKAGE}.references")
         return reference_of(self.fast)
 
     def plug(self, N: int, H: int, D: int) -> Callable[..., Any]:
@@ -300,10 +299,8 @@ _OTHERS = {
     "convolutional.layer": ("CvTAttention",),
     "delta.core": ("delta_state",),
     "linear_time.core": (
-        "PerformerState",
         "flipped_elu_feature_map",
         "orthogonal_features",
-        "performer_state",
         "positive_features",
     ),
     "common.filters": ("downsample", "upsample"),
@@ -312,17 +309,15 @@ _OTHERS = {
     "layer": ("MultiheadAttention",),
     "common.masks": ("causal_mask",),
     "linear.core": ("elu_feature_map", "linear_attention_weights", "linear_state"),
-    "mixture.core": ("em_priors", "linear_mixture_state", "responsibilities"),
+    "mixture.core": ("em_priors", "responsibilities"),
     "mixture.shifted": ("shifted_keys",),
     "mra.core": ("mra_attention_weights",),
     "multiresolution.layer": ("multiresolution_layer",),
     "primal.core": (
-        "PrimalState",
         "cosine_feature_map",
         "ksvd_objective",
         "ksvd_objectives",
         "primal_scores",
-        "primal_state",
     ),
     "softmax.controls": ("PositionOnlyAttention", "identity_attention", "uniform_attention"),
     "softmax.core": ("attention_weights",),
@@ -338,10 +333,7 @@ def _public() -> dict[str, str]:
     for entry in MECHANISMS.values():
         assert isinstance(entry.function, str)  # as all are that are written here
         name = entry.function.rpartition(".")[2]
-        own = f"{entry.function}_reference"
-        if entry.function.split(".")[0] in "linear linear_time mixture primal sparse_coding delta".split():
-            own = f"references.{name}_reference"
-        for path in (entry.function, own, entry.layer):
+        for path in (entry.function, f"{entry.function}_reference", entry.layer):
             module, _, name = path.rpartition(".")
             modules[name] = module
     return {name: f"{PACKAGE}.{module}" for name, module in modules.items()}

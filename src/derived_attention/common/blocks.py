@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.common.checks import is_symbolic
 from derived_attention.common.convention import full_precision
 from derived_attention.common.masks import BlockMask, Mask, flat_heads
 
@@ -29,10 +28,7 @@ def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
     """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
     v = v.to(tensors[0].dtype)
     attn_mask, alive = mask.opened(v.dtype)
-    if is_symbolic(tensors[0].shape[-2], v.shape[-2]):
-        out = _whole(form, mask.is_causal, v, attn_mask, *tensors)
-    else:
-        out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors, *SPARE[len(tensors) :])
+    out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors, *SPARE[len(tensors) :])
     return out if alive is None else out.masked_fill(~alive, 0)
 
 

@@ -58,15 +58,13 @@ def check_keys(k: Tensor, v: Tensor, components: bool = False) -> None:
     check_shape("v", v, (*k.shape[:-least], k.shape[-2], Dv), "a value for each token of k")
 
 
-def check_causal_state(state: object, is_causal: bool, *sizes: int) -> None:
-    """Check that a state, if any, comes before causal queries whose number is not symbolic."""
+def check_causal_state(state: object, is_causal: bool) -> None:
+    """Check that a state, if there is one, comes before causal queries."""
     if state is not None and not is_causal:
         raise ValueError(
             "state is given, and is_causal is False; expected is_causal=True: a state holds the "
             "keys before the first query"
         )
-    if state is not None and is_symbolic(*sizes):
-        raise ValueError("state is given with a dynamic length; expected a fixed one, such as 1")
 
 
 def check_parts(state: Any, kind: type, like: Tensor, *shapes: tuple) -> None:
@@ -130,27 +128,6 @@ def may_look_at(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta or not has_data(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def is_symbolic(*sizes: int) -> bool:
-    """Return whether a size is symbolic, as a dynamic dimension is in ``torch.export``.
-
-    Code that splits by such a size, or compares it with a number, is traced for one length only.
-    """
-    return any(isinstance(n, torch.SymInt) for n in sizes)
-
-
-def cut_any_length(x: Tensor, size: int, count: int, fill: float = 0.0, before: int = 0) -> Tensor:
-    """Cut (..., n, D) into (..., count, size, D), with `fill` before and after, if n `is_symbolic`.
-
-    It gathers by index, because a view depends on whether n is divisible.
-    """
-    index = torch.arange(count, device=x.device)[:, None] * size - before
-    index = index + torch.arange(size, device=x.device)
-    n = x.shape[-2]
-    inside = ((index >= 0) & (index < n)).unsqueeze(-1)
-    index = index.clamp(min=0).minimum(index.new_full((), n - 1))
-    return x[..., index, :].masked_fill(~inside, fill)
 
 
 def has_data(x: Tensor) -> bool:

@@ -399,29 +399,6 @@ def depends_on_position(form: Mechanism) -> Mechanism:
     return form
 
 
-# --- until the families no longer use them ---
-
-
-def in_groups(form: Mechanism | None = None, *, own: Any = None) -> Mechanism:
-    return (lambda form: form) if form is None else form
-
-
-def takes_fewer_heads(form: Mechanism) -> Mechanism:
-    return form
-
-
-def has_fewer_heads(k: Tensor, q: Tensor) -> bool:
-    return False
-
-
-def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k, v
-
-
-def with_any_heads(attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return attention(q, k, v, **options)
-
-
 def scaled(q: Tensor, scale: float | None) -> Tensor:
     """Return q times the scale, or 1/√D if it is None, in float32 at least."""
     return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(torch.promote_types(q.dtype, torch.float32))

@@ -21,11 +21,10 @@ from derived_attention.common.kernels import NAMES, interpreted
 from derived_attention.registry import MECHANISMS, get_attention
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}  # "bf16", "fp16", "fp32"
-MIXTURES = ("mgk", "hard_mgk", "smgk")
 PATTERNS = ("window", "strided", "fixed")  # by PyTorch's FlexAttention
 # Few numbers, each a sum over all pairs of terms of both signs: whose error is small is chance.
-PARAMETERS = {"dshifts", "dpriors", "dvariances", "dlam", "drho"}
-MASKS = ("", "causal", "boolean", "floating", "keys")
+PARAMETERS = {"dpriors"}
+MASKS = ("", "causal", "keys")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +34,19 @@ class Trial:
     Attributes
     ----------
     kernel : str
-        A name of the registry: ``"mgk"``, ``"hard_mgk"``, ``"smgk"``, ``"linear"``, ``"mlk"``,
-        ``"lasso"``, or one of `PATTERNS`.
+        A name of the registry: ``"linear"``, ``"mlk"``, or one of `PATTERNS`.
     dtype : str
         ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"fp64"``, which the interpreter has.
     N, M, D, DV, B, H, R : int
         Queries, keys, features of a key and of a value, sequences, heads, components.
     mask : str
-        One of `MASKS`; in ``"boolean"`` and ``"floating"`` some query has no key, and in ``"keys"``
-        one head of several.
+        One of `MASKS`; in ``"keys"`` one head of several has a query without a key.
     strided : bool
         Whether heads are slices of the features of a layer.
     own : bool
-        Whether each head has its own numbers: priors, variances, or λ and ρ. Otherwise defaults.
+        Whether each head has its own priors.
     features : bool
         Of linear attention: whether φ is a function of PyTorch, which leaves a query without keys.
-    power, prefix : int
-    exclude : bool
-        Of the lasso.
     """
 
     kernel: str
@@ -68,9 +62,6 @@ class Trial:
     strided: bool = False
     own: bool = False
     features: bool = False
-    power: int = 0
-    prefix: int = 0
-    exclude: bool = False
 
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -98,13 +89,7 @@ class Comparison:
     @property
     def worst(self) -> float:
         """Return the largest error of the kernel as a share of what it may be."""
-        # Steps of the lasso hand errors on, and with fewer keys than twice the features, as the
-        # first queries have where it is causal, PyTorch's form takes float64 for it.
-        causal = self.trial.mask == "causal"
-        factor = 2 if self.trial.kernel != "lasso" else 32 if causal else 4
-        factor = 4 if self.trial.kernel in PATTERNS else factor  # scores are rounded once more
-        if self.trial.kernel in MIXTURES and self.trial.dtype == "fp32" and not interpreted():
-            factor = 8  # a GPU's powers of 2 are exact to four units, not to a half
+        factor = 4 if self.trial.kernel in PATTERNS else 2  # scores are rounded once more
         allowed = {x: factor * max(self.pytorch[x], self.rounded[x]) for x in self.kernel}
         for x in PARAMETERS & allowed.keys():
             allowed[x] *= 8
@@ -136,28 +121,16 @@ def inputs(trial: Trial, device: Any = "cpu", seed: int = 0) -> tuple[dict[str, 
         made = torch.rand(shape, **cpu) + 0.5
         return made.to(device, torch.promote_types(dtype, torch.float32))
 
-    keys = (R,) if trial.kernel in ("mgk", "hard_mgk", "mlk") else ()
+    keys = (R,) if trial.kernel == "mlk" else ()
     shapes = {"q": (B, H, N, trial.D), "k": (B, H, *keys, M, trial.D), "v": (B, H, M, trial.DV)}
     made = {x: random(*shape) for x, shape in shapes.items()}
-    if trial.kernel == "lasso":
-        made["q"] = made["q"] * 1.5
     if trial.strided:  # (1, N, H, D) in memory
         made = {x: y.transpose(1, -2).contiguous().transpose(1, -2) for x, y in made.items()}
     options: dict[str, Any] = {}
-    if trial.kernel == "smgk":
-        made["shifts"] = random(H, R, trial.D)
-    if trial.kernel == "lasso":
-        options |= {"power": trial.power or None, "prefix": trial.prefix, "iterations": 3}
-        options |= {"exclude_self": trial.exclude}
-        made |= {"lam": positive(H).to(dtype) / 2, "rho": 3 * positive(H).to(dtype)}
-    elif trial.kernel in PATTERNS:
+    if trial.kernel in PATTERNS:
         options |= MECHANISMS[trial.kernel].options(N, H, trial.D)
-    elif trial.own and trial.kernel != "linear":
-        if R > 1:  # one prior divides out
-            made["priors"] = positive(H, R)
-        if trial.kernel in ("mgk", "hard_mgk"):
-            spread = 2 * positive(H, R) / trial.D  # D log σ is not all that decides
-            made["variances"] = math.sqrt(trial.D) * spread.exp()
+    elif trial.own and trial.kernel == "mlk" and R > 1:  # one prior divides out
+        made["priors"] = positive(H, R)
     if trial.features:
         options["feature_map"] = torch.relu
         made["k"][..., : min(N, M) // 3, :] = -1  # no feature: the first queries have no key
@@ -169,14 +142,10 @@ def masked(trial: Trial, device: Any, generator: torch.Generator) -> dict[str, A
     """Return the arguments that mask keys."""
     if trial.mask in ("", "causal"):
         return {"is_causal": trial.mask == "causal"}
-    rows = 1 if trial.mask == "keys" else trial.N
-    keep = torch.rand((trial.B, trial.H, rows, trial.M), generator=generator) > 0.4
-    if rows > 1 or trial.B * trial.H > 1:
-        keep[-1, -1, rows // 2] = False
-    if trial.mask != "floating":
-        return {"attn_mask": keep.to(device)}
-    bias = torch.randn(keep.shape, generator=generator).masked_fill(~keep, -math.inf)
-    return {"attn_mask": bias.to(device, dtype_of(trial))}
+    keep = torch.rand((trial.B, trial.H, 1, trial.M), generator=generator) > 0.4
+    if trial.B * trial.H > 1:
+        keep[-1, -1] = False
+    return {"attn_mask": keep.to(device)}
 
 
 def results(trial: Trial, tensors: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
@@ -193,7 +162,7 @@ def compare(trial: Trial, device: Any = "cpu", seed: int = 0) -> Comparison:
     """Run a trial with the kernel and without, and compare both with float64."""
     tensors, options = inputs(trial, device, seed)
     exact = {x: y.detach().double() for x, y in tensors.items()}
-    double = options | {"fused": False} | widened(options)
+    double = options | {"fused": False}
     truth = results(trial, exact, double)
     runs = [
         results(trial, tensors, options | {"fused": True}),
@@ -223,12 +192,6 @@ def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
         name: x * (1 + unit(dtype) * (2 * torch.rand(x.shape, generator=generator) - 1).to(x))
         for name, x in tensors.items()
     }
-
-
-def widened(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a floating mask in float64."""
-    mask = options.get("attn_mask")
-    return {} if mask is None or mask.dtype == torch.bool else {"attn_mask": mask.double()}
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -290,23 +253,14 @@ def design(length: Callable[[Trial], int], widths: Sequence[tuple[int, int]]) ->
     common: dict[str, Any] = {"dtype": tuple(DTYPES), "widths": widths, "strided": (False, True)}
     common |= {"shares": ((1, 0.9), (0.3, 1), (1, 0.5))}  # N and M of the length
     sparse = {"kernel": PATTERNS, "mask": ("", "causal", "keys")}
-    own = {"own": (False, True)}
-    mixture = {"kernel": MIXTURES, "mask": MASKS, "R": (2, 1, 3)}
     linear = {"kernel": ("linear", "mlk"), "mask": ("causal",), "R": (2, 3)}
-    linear |= {"features": (False, True)}
-    lasso: dict[str, Any] = {"kernel": ("lasso",), "mask": ("", "causal", "keys"), "power": (0, 5)}
-    lasso |= {"prefix": (0, 7), "exclude": (False, True)}
-    every = common | own | mixture, common | own | linear, common | lasso, common | sparse
-    for factors in every:
+    linear |= {"features": (False, True), "own": (False, True)}
+    for factors in (common | linear, common | sparse):
         for row in pairs(factors):
             (D, DV), (n, m) = row.pop("widths"), row.pop("shares")
-            if row["kernel"] not in MIXTURES:  # their widest
-                D, DV = min(D, 128), min(DV, 128)
+            D, DV = min(D, 128), min(DV, 128)  # the widest
             if "features" in row and row["dtype"] != "bf16":  # else many parts of 16 values
                 DV = min(DV, 24)
             trial = Trial(**row, D=D, DV=DV, B=1 + row["strided"], H=1 + row.get("own", False))
             N, M = (int(length(trial) * x) | 1 for x in (n, m))
-            M = N + trial.prefix if trial.exclude else M
-            if trial.kernel == "lasso":
-                D = min(D, M // 4)
-            yield dataclasses.replace(trial, N=N, M=M, D=D)
+            yield dataclasses.replace(trial, N=N, M=M)

@@ -21,7 +21,7 @@ from derived_attention.common.files import cache_dir, write_atomically
 from derived_attention.common.kernel_cases import Trial, compare
 from derived_attention.common.kernels import versions
 
-SOURCES = ("common", "linear", "mixture", "sparse", "sparse_coding")
+SOURCES = ("common", "linear", "sparse")
 _verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -200,17 +199,6 @@ class Mask:
         """Whether it is given, and may differ between queries."""
         return self.given is not None and self.given.shape[-2] != 1
 
-    @property
-    def for_all_heads(self) -> bool:
-        """Whether it is the same for all heads."""
-        return self.given is None or self.given.dim() < 3 or self.given.shape[-3] == 1
-
-    def of_groups(self) -> Mask:
-        """Return a mask that is the same for all heads, for heads in groups (..., G, r, N, M)."""
-        if self.given is None or self.given.dim() < 3:
-            return self
-        return Mask(self.given.unsqueeze(-4))
-
     def of_head(self, h: int, q: Tensor) -> Mask:
         """Return the mask of one head of q (..., H, N, D)."""
         if self.given is None:
@@ -340,39 +328,6 @@ def cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
 def flat_heads(x: Tensor, leading: int) -> Tensor:
     """View the first `leading` dimensions as one."""
     return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
-
-
-def key_heads(x: Tensor, leading: int) -> Any:
-    """View the leading dimensions of keys or values as one, without a copy for heads that share.
-
-    Heads that share keys are expanded: they have the stride 0, and no view has them in one
-    dimension with the groups. Then only what is cut from the result is copied.
-    """
-    if leading and x.shape[leading - 1] > 1 and x.stride(leading - 1) == 0 and x.numel():
-        return _SharedHeads(x, leading)
-    return flat_heads(x, leading)
-
-
-class _SharedHeads:
-    """Heads as one dimension of x, whose last leading dimension is expanded."""
-
-    def __init__(self, x: Tensor, leading: int) -> None:
-        self.each, one = x.shape[leading - 1], x.select(leading - 1, 0)
-        self.groups = flat_heads(one, leading - 1)
-        self.shape = torch.Size([self.each * len(self.groups), *self.groups.shape[1:]])
-
-    def __getitem__(self, heads: slice) -> Tensor:
-        """Return a view if the heads belong to one group, else a copy of their keys."""
-        first, last, _ = heads.indices(self.shape[0])
-        a, b = first // self.each, (last - 1) // self.each
-        if a == b:
-            return self.groups[a : b + 1].expand(last - first, *self.shape[1:])
-        index = torch.arange(first, last, device=self.groups.device) // self.each
-        return self.groups.index_select(0, index)
-
-    def split(self, size: int) -> Iterator[Tensor]:
-        """Yield some heads at a time."""
-        return (self[slice(a, a + size)] for a in range(0, self.shape[0], size))
 
 
 class BlockMask:

@@ -15,11 +15,12 @@ a difference of the sums l would lose a weak decay that follows a strong one.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
     broadcasts,
@@ -28,15 +29,14 @@ from derived_attention.common.checks import (
     check_no_bias,
     check_numbers,
     check_parameter,
-    is_symbolic,
     wide,
 )
 from derived_attention.common.convention import (
     extend,
     full_precision,
-    in_groups,
     mechanism,
     prepare,
+    reference,
 )
 from derived_attention.common.masks import Mask
 from derived_attention.linear.core import in_chunks, segment_length, segments
@@ -81,7 +81,6 @@ def delta_state(
 
 
 @mechanism(per_key=True, state=delta_state)
-@in_groups(own={"beta": 2, "decay": 2})
 def delta_attention(
     q: Tensor,
     k: Tensor,
@@ -200,9 +199,7 @@ class Chunk(NamedTuple):
 
 
 def _cut(x: Tensor, n: int) -> Tensor:
-    """Cut (..., m, ·), m ≤ n, into chunks (..., n / C, C, ·); one chunk where n is symbolic."""
-    if is_symbolic(n, x.shape[-2]):
-        return x.unsqueeze(-3)
+    """Cut (..., m, ·), m ≤ n, into chunks (..., n / C, C, ·)."""
     return in_chunks(x, n, CHUNK)
 
 
@@ -245,11 +242,9 @@ def _segments(writes: Writes, n: int) -> list[Writes]:
     """
     k, v, b, g = writes.k, writes.v, writes.beta, writes.decay
     more = n - k.shape[-2]
-    if not is_symbolic(n, k.shape[-2]) and more:
+    if more:
         k, v = extend(k, more), extend(v, more)
         b, g = extend(b, more, -1), None if g is None else extend(g, more, -1)
-    if is_symbolic(n):
-        return [writes]
     size = segment_length(k)
     parts = zip(
         k.split(size, -2), v.split(size, -2), b.split(size, -1),
@@ -284,3 +279,17 @@ def _read(q: Tensor, writes: Writes) -> Tensor:
             S = chunk.after(S, u)
         outputs.append(torch.stack(read, -3).flatten(-3, -2)[..., :n, :])
     return torch.cat(outputs, -2)
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(delta_attention, formulas.delta, per_key=True)
+def delta_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, beta: Any = None,
+    decay: Any = None, erase: Any = True, state: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check strengths, decays and the state, and fill in what is left out."""
+    writes = prepare_writes(k, v, mask, beta, decay, erase, state)
+    decay = torch.zeros_like(writes.beta) if writes.decay is None else writes.decay
+    return {"beta": writes.beta, "decay": decay, "erase": erase, "state": writes.state}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
     check_callable,
@@ -27,16 +28,14 @@ from derived_attention.common.checks import (
     check_keys,
     check_parameter,
     check_shape,
-    cut_any_length,
-    is_symbolic,
     wide,
 )
 from derived_attention.common.convention import (
     extend,
     full_precision,
-    in_groups,
     mechanism,
     prepare,
+    reference,
 )
 from derived_attention.common.kernels import chosen
 from derived_attention.common.masks import Mask, divide
@@ -119,7 +118,6 @@ def check_sums(state: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
 
 
 @mechanism(weights=linear_attention_weights, per_key=True, state=linear_state)
-@in_groups
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -164,7 +162,6 @@ def linear_attention(
     pair = functools.partial(features, feature_map, scale=scale)
     elu = feature_map is elu_feature_map
     if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
-        k, v = (x.expand(*q.shape[:-2], -1, -1) for x in (k, v))  # the kernel wants all heads
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
         return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
@@ -183,7 +180,7 @@ def check_fused(
     fused: bool | None, mask: Mask, state: Tensor | None, q: Tensor, k: Tensor
 ) -> bool | None:
     """Raise if the kernel of causal sums or a state cannot be; return whether to run the kernel."""
-    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    check_causal_state(state, mask.is_causal)
     if fused is True and state is not None:
         raise ValueError(
             "fused is True, and state is given; expected fused False or None: the kernel begins "
@@ -231,8 +228,6 @@ def causal_sums(
     `end` turns its sums into the result, while they are in the cache. `state` is the sum over keys
     before the first.
     """
-    if is_symbolic(q.shape[-2], k.shape[-2]):
-        return _sums_of_any_length(pair, q, k, v, begin, end)
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     starts = range(0, max(N, 1), length)
@@ -253,32 +248,9 @@ def causal_sums(
     return torch.cat(outputs, -2)
 
 
-def _sums_of_any_length(
-    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any, end: Any
-) -> Tensor:
-    """Return what `causal_sums` does for a symbolic length: all chunks at once."""
-    N, M, phi = q.shape[-2], k.shape[-2], pair(q, k)
-    with full_precision(q.device):
-        parts = (*phi, begin(v, phi[1].dtype))
-        if _same_size(N, M):
-            count = N // CHUNK + 3  # more than needed: to a compiler, one chunk is a special case
-            q, k, v = (cut_any_length(x, CHUNK, count) for x in parts)  # (..., N / C, C, ·)
-            before = extend((k.mT @ v)[..., :-1, :, :], 0, -3, before=1).cumsum(-3)
-            sums = ((q @ k.mT).tril() @ v + q @ before).flatten(-3, -2)
-            sums = sums.index_select(-2, torch.arange(N, device=q.device))
-        else:  # cross-attention: with the matrix
-            sums = (parts[0] @ parts[1].mT).tril() @ parts[2]
-        return sums if end is None else end(sums)
-
-
-def _same_size(n: Any, m: Any) -> bool:
-    """Say whether two symbolic sizes are equal."""
-    return is_symbolic(n) and is_symbolic(m) and n.node.expr == m.node.expr
-
-
 def segments(x: Tensor) -> tuple[Tensor, ...]:
-    """Cut x (..., n, ·) into segments; one segment where n is symbolic."""
-    return (x,) if is_symbolic(x.shape[-2]) else x.split(segment_length(x), -2)
+    """Cut x (..., n, ·) into segments."""
+    return x.split(segment_length(x), -2)
 
 
 def segment_length(x: Tensor) -> int:
@@ -345,3 +317,15 @@ def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
     expected = (*x.shape[:-1], columns)
     check_shape("the result of feature_map", phi, expected, "the tokens of its argument, F ≥ 1")
     return phi.to(wide(x))
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(linear_attention, formulas.linear, weights=linear_attention_weights)
+def linear_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *,
+    feature_map: Any = elu_feature_map,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the feature map's results."""
+    return {"feature_map": functools.partial(apply_feature_map, feature_map)}

@@ -27,13 +27,8 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
-    check_causal_state,
     check_count,
-    check_keys,
     check_parameter,
-    check_parts,
-    check_positive,
-    is_symbolic,
     may_look_at,
     wide,
 )
@@ -42,11 +37,8 @@ from derived_attention.common.convention import (
     extend,
     full_precision,
     in_full,
-    in_groups,
     mechanism,
-    repeat_heads,
-    takes_fewer_heads,
-    with_any_heads,
+    reference,
 )
 from derived_attention.common.masks import Mask, masked_softmax, narrowed
 from derived_attention.linear.core import (
@@ -67,7 +59,6 @@ from derived_attention.sparse.core import window_attention
 
 
 @mechanism(per_key=True)
-@takes_fewer_heads
 def linformer_attention(
     q: Tensor,
     k: Tensor,
@@ -125,9 +116,6 @@ def check_projections(
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
     E, G = E.to(wide(q)), G.to(wide(q))
-    if is_symbolic(M):  # a slice would compare M with n
-        index = torch.arange(M, device=E.device)
-        return E.index_select(1, index), G.index_select(1, index)
     return E[:, :M], G[:, :M]
 
 
@@ -207,42 +195,7 @@ class PerformerState(NamedTuple):
     top: Tensor  #: c (..., 1, R), the largest log √R φ(k_j)_r so far
 
 
-def performer_state(
-    k: Tensor,
-    v: Tensor,
-    *,
-    projection: Tensor,
-    scale: float | None = None,
-    state: PerformerState | None = None,
-) -> PerformerState:
-    """Σ_j φ(k_j) [v_j, 1]ᵀ, and how it is scaled: all that `performer_attention` needs of keys.
-
-    With it a sequence is decoded one token at a time, or some, and the results are those of one
-    call, at a cost that does not depend on how many came before ::
-
-        h = performer_attention(q_t, k_t, v_t, is_causal=True, projection=W, state=S)
-        S = performer_state(k_t, v_t, projection=W, state=S)
-
-    Keys ``(..., H, M, D)`` and values ``(..., H, M, Dv)`` are added to `state`, or to zeros if it
-    is left out. `scale` is that of the attention; errors are as there.
-    """
-    check_keys(k, v)
-    W = check_projection(k, projection)
-    scale = 1 / math.sqrt(k.shape[-1]) if scale is None else check_positive("scale", scale)
-    return _key_sums(k, v, W, scale, None, _state(state, k, v, len(W)))
-
-
-def _state(state: Any, q: Tensor, v: Tensor, R: int) -> PerformerState | None:
-    """Check a state for R features; return it in float32 at least."""
-    if state is None:
-        return None
-    leading = tuple(q.shape[:-2])
-    check_parts(state, PerformerState, q, (*leading, R, v.shape[-1] + 1), (*leading, 1, R))
-    return PerformerState(*(x.to(wide(q)) for x in state))
-
-
-@mechanism(per_key=True, state=performer_state)
-@in_groups
+@mechanism(per_key=True)
 def performer_attention(
     q: Tensor,
     k: Tensor,
@@ -251,7 +204,6 @@ def performer_attention(
     scale: float | None,
     *,
     projection: Any,
-    state: PerformerState | None = None,
 ) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
@@ -269,17 +221,10 @@ def performer_attention(
     ----------
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
-    state : PerformerState, optional
-        Sums over keys before the first, which every query attends too. `performer_state` returns
-        it. With `is_causal` only.
     """
-    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
-    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
-        W = check_projection(q, projection)
-        return in_full(formulas.performer)(q, k, v, mask, scale, projection=W)
     W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
-        return _causal(q, k, v, W, scale, _state(state, q, v, len(W)))
+        return _causal(q, k, v, W, scale)
     S, top = _key_sums(k, v, W, scale, mask.per_key())
     with full_precision(q.device):
         c = top.masked_fill(top == -math.inf, 0).mT  # all keys are masked
@@ -287,15 +232,13 @@ def performer_attention(
         return torch.cat(parts, -2).to(q.dtype)
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float, past: PerformerState | None
-) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
     """Attend segment by segment, with the state passed from one to the next."""
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
     ends = [*range(length, N, length), N]
     starts = [0, *ends[:-1]]
-    rows, outputs = math.sqrt(scale) * W.to(wide(q)), []
+    rows, outputs, past = math.sqrt(scale) * W.to(wide(q)), [], None
 
     def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
         sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
@@ -408,20 +351,15 @@ def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor
         return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
 
 
-def _key_sums(
-    k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None,
-    past: PerformerState | None = None,
-) -> PerformerState:  # fmt: skip
-    """Return the state after keys, those of `past` included; c is -inf where all are masked.
+def _key_sums(k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None) -> PerformerState:
+    """Return the sums over all keys; c is -inf where all are masked.
 
     Segment by segment, with the largest logarithm so far as c; when it grows, sums are scaled.
     """
     M, size = k.shape[-2], segments(k)[0].shape[-2]
     column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
-    if past is None:
-        top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
-        past = PerformerState(top.new_zeros(*k.shape[:-2], len(W), v.shape[-1] + 1), top)
-    sums, top = past
+    top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
+    sums = top.new_zeros(*k.shape[:-2], len(W), v.shape[-1] + 1)
     for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
         part = None if column is None else column[..., i * size : (i + 1) * size, :]
         logarithms = _masked(_logarithms(k_s, W, scale), part)
@@ -458,7 +396,6 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 @mechanism(per_key=True)
 @depends_on_position
-@takes_fewer_heads
 def fmm_attention(
     q: Tensor,
     k: Tensor,
@@ -492,10 +429,10 @@ def fmm_attention(
     if mask.by_query:
         fields: dict[str, Any] = {"near": w_near, "far": w_far, "window": window}
         fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
-        return in_full(formulas.fmm)(q, *repeat_heads(q, k, v), mask, scale, **fields)
+        return in_full(formulas.fmm)(q, k, v, mask, scale, **fields)
     options = {**mask.keywords, "scale": scale}
-    H = w_near * with_any_heads(window_attention, q, k, v, window=window, **options)
-    linear = functools.partial(with_any_heads, linear_attention, q, k, v, **options)
+    H = w_near * window_attention(q, k, v, window=window, **options)
+    linear = functools.partial(linear_attention, q, k, v, **options)
     far_fields = (linear(feature_map=phi) for phi in maps)
     return (H + w_far * sum(far_fields)).to(q.dtype)
 
@@ -523,7 +460,6 @@ def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
-@in_groups(own={"packed": 3})
 def luna_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any
 ) -> Tensor:
@@ -566,3 +502,44 @@ def check_packed(q: Tensor, mask: Mask, packed: Any) -> Tensor:
     shapes = (size, D), (*q.shape[-3:-2], size, D)
     mask.per_key()
     return check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(linformer_attention, formulas.linformer)
+def linformer_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, key_projection: Any,
+    value_projection: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check E and F; F is E where it is left out."""
+    E, G = check_projections(q, k, mask, key_projection, value_projection)
+    return {"key_projection": E, "value_projection": G}
+
+
+@reference(performer_attention, formulas.performer)
+def performer_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Check W."""
+    return {"projection": check_projection(q, projection)}
+
+
+@reference(fmm_attention, formulas.fmm)
+def fmm_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: Any, near: Any,
+    far: Any, feature_maps: Any = (elu_feature_map,),
+) -> dict[str, Any]:  # fmt: skip
+    """Check both fields."""
+    maps = [functools.partial(apply_feature_map, phi) for phi in check_maps(feature_maps)]
+    near, far = check_weight("near", near, q), check_weight("far", far, q)
+    window = check_count("window", window, 0)
+    return {"near": near, "far": far, "window": window, "feature_maps": maps}
+
+
+@reference(luna_attention, formulas.luna)
+def luna_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Check P."""
+    return {"packed": check_packed(q, mask, packed)}

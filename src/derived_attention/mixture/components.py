@@ -12,7 +12,7 @@ of queries and keys for each of u and w.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from derived_attention.common.checks import (
     check_positive,
     wide,
 )
-from derived_attention.common.kernels import chosen
 from derived_attention.common.masks import Mask, nearer_zero, shared_offset
 
 WIDEST = 256  # features of a query or a value that the kernels have tiles for
@@ -103,40 +102,6 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
     return value[..., None, None]
 
 
-def runs_kernel(
-    fused: bool | None, kernel: str, q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
-) -> bool:
-    """Say whether the kernels of `derived_attention.mixture.triton` are to run.
-
-    They are if `fused` says so, and by default where they can and have been tried; `kernel` is the
-    mechanism's name.
-    """
-    tensors = (q, k, v, parts.log_weights, parts.precisions, mask.given)
-    width = max(q.shape[-1], v.shape[-1])
-    learned = mask.given is not None and mask.given.requires_grad
-
-    def problem() -> dict[str, Any] | None:
-        if learned or width > WIDEST:
-            return None
-        kind = "causal" if mask.is_causal else ""
-        if mask.given is not None:
-            kind = "boolean" if mask.given.dtype == torch.bool else "floating"
-        fields = {"kernel": kernel, "D": q.shape[-1], "DV": v.shape[-1], "R": k.shape[-3]}
-        return fields | {"mask": kind, "own": not parts.equal}
-
-    if not chosen(fused, *(x for x in tensors if x is not None), problem=problem):
-        return False
-    if learned:
-        raise ValueError(
-            "fused is True, and attn_mask requires a gradient; expected one that does not"
-        )
-    if width > WIDEST:
-        raise ValueError(
-            f"fused is True, and q or v has {width} features; expected at most {WIDEST}"
-        )
-    return True
-
-
 def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
     """Subtract a common offset from all queries and keys (..., R, M, D), in float32 at least.
 
@@ -156,36 +121,6 @@ def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor
         query = q.mean(-2, keepdim=True) if per_key else q[..., :1, :]
     offset = nearer_zero(offset, query.detach())
     return q - offset, k - offset.unsqueeze(-3)
-
-
-def kernel_tensors(
-    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to the dtype of a kernel; half precision would round what `centred` leaves."""
-    dtype = parts.input_dtype
-    if torch.finfo(dtype).bits < 32:
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return *centred(q, k, parts, mask), v.to(dtype)
-
-
-def kernel_arguments(
-    q: Tensor, k: Tensor, v: Tensor, parts: Components, mask: Mask
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Return q, k, v, a, u and w as a kernel takes them."""
-    q, k, v = kernel_tensors(q, k, v, parts, mask)
-    a, w, u = parts.scale * parts.precisions, parts.log_weights, None
-    if parts.distance:
-        w = torch.addcmul(w, a, _squares(k, a), value=-0.5)
-    if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
-        u = (a.amin(-3, keepdim=True) - a) * _squares(q, a).unsqueeze(-3) / 2
-        u = u.squeeze(-1)
-    w = w.clamp(min=torch.finfo(w.dtype).min / 4).squeeze(-1).expand(k.shape[:-1])
-    return q, k, v, a, u, w
-
-
-def _squares(x: Tensor, like: Tensor) -> Tensor:
-    """Return ‖x‖² (..., 1) in a wider dtype, without a copy of x in it."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=like.dtype).square()
 
 
 def features(

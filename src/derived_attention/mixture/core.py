@@ -13,19 +13,20 @@ exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
 Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2σ². Only the middle term is new to softmax
 attention: it is one more feature of the key, and 1 is that of the query. The last one cancels where
 all σ are equal, and else is one feature more. So the mixture is softmax attention on R M keys, with
-each value R times. The causal form and the hard form make some rows of scores at a time (`blocks`);
-on a CPU, the soft form makes tiles of them (`tiles`). `components` makes the features. Keys that
-are shifts of one key have a form of their own, in `shifted`; `layer` has the layer.
+each value R times. The hard form makes some rows of scores at a time. `components` makes the
+features. Keys that are shifts of one key have a form of their own, in `shifted`; `layer` has the
+layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.blocks import (
     Block,
     Tensors,
@@ -37,23 +38,13 @@ from derived_attention.common.blocks import (
 )
 from derived_attention.common.checks import (
     check_flag,
-    check_keys,
     check_mask_kind,
     check_shape,
-    may_look_at,
     wide,
 )
-from derived_attention.common.convention import (
-    full_precision,
-    mechanism,
-    prepare,
-    share_heads,
-    takes_fewer_heads,
-    with_any_heads,
-)
+from derived_attention.common.convention import call, full_precision, mechanism, prepare, reference
 from derived_attention.common.kernels import chosen
 from derived_attention.common.masks import BlockMask, Mask, allowed, masked_softmax
-from derived_attention.common.tiles import attend_by_tiles
 from derived_attention.linear.core import (
     FeatureMap,
     apply_feature_map,
@@ -62,19 +53,16 @@ from derived_attention.linear.core import (
     elu_feature_map,
     fused_sums,
     linear_attention,
-    linear_state,
 )
 from derived_attention.mixture.components import (
     Components,
     components_of,
     features,
-    kernel_arguments,
     per_component,
-    runs_kernel,
 )
 from derived_attention.softmax.core import sdpa, widen
 
-Reduction = Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor]  # of q, k, v, mask and scale
+SHORT = 512  # keys up to which a causal mask on all components is faster than rows of scores
 
 
 @mechanism(components=True)
@@ -90,14 +78,11 @@ def mixture_attention(
     distance: bool = True,
     normalized: Any = None,
     hard: bool = False,
-    fused: Any = None,
 ) -> Tensor:
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One product of weights and values for all components, tile by tile, on a CPU and in the Triton
-    kernel. Elsewhere one softmax attention on R M keys; but the causal form, since a triangle does
-    not fit repeated keys, and the hard form compute some rows of scores at a time, and again in the
-    backward pass.
+    One softmax attention on R M keys. The hard form, and the causal form of long sequences, compute
+    some rows of scores at a time, and again in the backward pass.
 
     Parameters
     ----------
@@ -119,23 +104,16 @@ def mixture_attention(
     hard : bool
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
-    fused : bool, optional
-        True: run the Triton kernel, or raise a ValueError where it cannot run, as where `attn_mask`
-        requires a gradient, or q or v has more than 256 features. False: PyTorch's form. Left out:
-        the kernel on a GPU where it can run, has been tried and agrees; it has one derivative.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
-    name = "hard_mgk" if hard else "mgk"
-    kernel, dtype = runs_kernel(fused, name, q, k, v, parts, mask), q.dtype
-    reduce = _reduction(q, k, v, mask, hard)
+    form = _joined
+    if k.shape[-3] > 1 and hard:
+        form = _largest
+    elif k.shape[-3] > 1 and mask.is_causal and k.shape[-2] > SHORT:
+        form = _summed
     with full_precision(v.device):
-        if kernel:
-            from derived_attention.mixture import triton
-
-            tensors = kernel_arguments(q, k, v, parts, mask)
-            return triton.attend(*tensors, mask, hard).to(dtype)
-        q, k = features(q, k, parts, mask, parts.dtype if reduce is _joined else parts.wide)
-        return reduce(q, k, v, mask, parts.scale).to(dtype)
+        Q, K = features(q, k, parts, mask, parts.dtype if form is _joined else parts.wide)
+        return form(Q, K, v, mask, parts.scale).to(q.dtype)
 
 
 @mechanism(components=True)
@@ -143,50 +121,39 @@ def hard_mixture_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
 ) -> Tensor:
     """`mixture_attention` with ``hard=True``, and the other arguments of that."""
-    return mixture_attention(q, k, v, scale=scale, hard=True, **mask.keywords, **mixture)
-
-
-def _reduction(q: Tensor, k: Tensor, v: Tensor, mask: Mask, hard: bool) -> Reduction:
-    """Choose how scores scale · q_i·k_jr become weights of values."""
-    if k.shape[-3] == 1 or not (mask.is_causal or hard or _in_parts(v)):
-        return _joined
-    if hard:
-        return _most
-    tiles = all(_in_parts(x) and may_look_at(x) and x.numel() for x in (q, k, v))
-    return _tiled if tiles else _summed
-
-
-def _in_parts(x: Tensor) -> bool:
-    """Say whether to save R − 1 of R value products is worth more than one fused call.
-
-    It is on a CPU, but for compilers, which would have every part in their graph.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return call(mixture_attention, q, k, v, mask, scale, hard=True, **mixture)
 
 
 def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Attend to R M keys at once."""
-    R, M, Dv = k.shape[-3], k.shape[-2], v.shape[-1]
-    v = v.to(q.dtype)
+    """Attend to R M keys at once, k (..., R, M, E), with each value R times.
+
+    The keys of a token are neighbours. If causal, C queries at a time attend the keys of the tokens
+    before the last of them, under a mask (C, R m).
+    """
+    R, Dv, v = k.shape[-3], v.shape[-1], v.to(q.dtype)
     if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
         v = widen(v, k.shape[-1])
-    v = v.unsqueeze(-3).expand(*k.shape[:-1], -1)  # (..., H, R, M, ·)
-    if mask.given is not None:
-        sizes = (*mask.given.shape[:-1], R, M)
-        mask = Mask(mask.given.unsqueeze(-2).expand(sizes).flatten(-2))  # (..., N, R M)
-    return sdpa(q, k.flatten(-3, -2), v.flatten(-3, -2), mask, scale)[..., :Dv]
+    K, V = k.transpose(-3, -2).flatten(-3, -2), v.repeat_interleave(R, -2)  # (..., M R, ·)
+    if mask.given is not None and mask.given.shape[-1] > 1:
+        mask = Mask(mask.given.repeat_interleave(R, -1))
+    if not mask.is_causal or R == 1:
+        return sdpa(q, K, V, mask, scale)[..., :Dv]
+    parts = []
+    for rows, m in chunks(q, v, True):
+        triangle = mask.part(rows, m, q.device)
+        assert triangle is not None
+        given = Mask(triangle.repeat_interleave(R, -1))
+        given.complete = True  # every query attends the first token
+        parts.append(sdpa(q[..., rows, :], K[..., : m * R, :], V[..., : m * R, :], given, scale))
+    return torch.cat(parts, -2)[..., :Dv] if parts else v.new_zeros(*q.shape[:-1], Dv)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return attend_by_tiles(_Sum(), v, mask, scale * q, k)
+def _largest(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    return attend(_Most(), v, mask, scale * q, k)
 
 
 def _summed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     return attend(_Sum(), v, mask, scale * q, k)
-
-
-def _most(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return attend(_Most(), v, mask, scale * q, k)
 
 
 class _Sum(NamedTuple):
@@ -260,25 +227,6 @@ class _Most(NamedTuple):
 # --- the linear kernel ---------------------------------------------------------------------------
 
 
-def linear_mixture_state(
-    k: Tensor,
-    v: Tensor,
-    *,
-    priors: Tensor | None = None,
-    feature_map: FeatureMap = elu_feature_map,
-    state: Tensor | None = None,
-) -> Tensor:
-    """S = Σ_j (Σ_r π_r φ(k_jr)) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``; the largest prior counts as 1.
-
-    It is to `linear_mixture_attention` what `linear_state` is to `linear_attention`, for keys
-    ``(..., H, R, M, D)``; errors are those of the mechanism.
-    """
-    check_keys(k, v, components=True)
-    mixed = _mixed(feature_map, k, _relative(priors, k))
-    with full_precision(k.device):
-        return linear_state(mixed, v.to(mixed.dtype), feature_map=_same, state=state)
-
-
 def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
     """Return π as (R, 1, 1) or (H, R, 1, 1), the largest 1; a common factor divides out."""
     pi = per_component("priors", priors, k).to(wide(k))
@@ -296,8 +244,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-@mechanism(components=True, per_key=True, state=linear_mixture_state)
-@takes_fewer_heads
+@mechanism(components=True, per_key=True)
 def linear_mixture_attention(
     q: Tensor,
     k: Tensor,
@@ -308,7 +255,6 @@ def linear_mixture_attention(
     priors: Any = None,
     feature_map: Any = elu_feature_map,
     fused: Any = None,
-    state: Tensor | None = None,
 ) -> Tensor:
     """Mixture of linear keys: `linear_attention` with the key features Σ_r π_r φ(k_jr).
 
@@ -316,12 +262,10 @@ def linear_mixture_attention(
     ----------
     priors : Tensor, optional
         As in `mixture_attention`.
-    feature_map, fused, state
-        As in `linear_attention`. `linear_mixture_state` returns a state.
+    feature_map, fused
+        As in `linear_attention`.
     """
-    fused = check_fused(fused, mask, state, q, k)
-    if isinstance(priors, Tensor) and priors.dim() > 1:  # of each head
-        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
+    fused = check_fused(fused, mask, None, q, k)
     pi = _relative(priors, k)
     elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
 
@@ -330,14 +274,14 @@ def linear_mixture_attention(
         return fields and fields | {"R": k.shape[-3]}
 
     if chosen(fused, q, k, v, pi, problem=problem) and elu:
-        k, v = share_heads("k", k, q, -4), share_heads("v", v, q, -3)
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
     mixed = _mixed(feature_map, k, pi)  # (..., M, F)
     with full_precision(q.device):
-        options = {"feature_map": _same, "fused": fused, "state": state, **mask.keywords}
-        v = v.to(phi_q.dtype)
-        return with_any_heads(linear_attention, phi_q, mixed, v, **options).to(q.dtype)
+        options = {"feature_map": _same, "fused": fused}
+        return call(linear_attention, phi_q, mixed, v.to(phi_q.dtype), mask, None, **options).to(
+            q.dtype
+        )
 
 
 # --- expectation and maximisation ----------------------------------------------------------------
@@ -425,3 +369,38 @@ def _shares(q: Tensor, k: Tensor, parts: Components, mask: Tensor | None, weight
         even = torch.zeros_like(scores[..., 0, :, :])
         A = masked_softmax(even, None if mask is None else allowed(mask))
     return (A.unsqueeze(-3) * scores.softmax(-3)).sum(-1)
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(mixture_attention, formulas.mgk, components=True)
+def mixture_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, priors: Any = None,
+    variances: Any = None, distance: Any = True, normalized: Any = None, hard: Any = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Check priors and variances, and put them together."""
+    parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
+    return {"components": parts, "hard": hard}
+
+
+@reference(hard_mixture_attention, formulas.mgk, components=True)
+def hard_mixture_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, priors: Any = None,
+    variances: Any = None, distance: Any = True, normalized: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Do what `mixture_attention_reference` does with ``hard=True``."""
+    parts = components_of(q, k, scale, True, priors, variances, distance, normalized)
+    return {"components": parts, "hard": True}
+
+
+@reference(linear_mixture_attention, formulas.mlk, components=True)
+def linear_mixture_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, priors: Any = None,
+    feature_map: Any = elu_feature_map,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the priors, and the feature map's results."""
+    return {
+        "priors": per_component("priors", priors, k),
+        "feature_map": functools.partial(apply_feature_map, feature_map),
+    }

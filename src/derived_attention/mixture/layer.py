@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_count, check_flags, check_positive
 from derived_attention.common.convention import weights_of
-from derived_attention.common.fused_layer import FusedAttention
 from derived_attention.common.masks import Mask
-from derived_attention.layer import ALL, KEY, Heads
+from derived_attention.layer import ALL, KEY, Heads, MultiheadAttention
 from derived_attention.mixture.core import em_priors, linear_mixture_attention, mixture_attention
 from derived_attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 
 
-class MixtureAttention(FusedAttention):
+class MixtureAttention(MultiheadAttention):
     """Transformer-MGK's attention in H heads, with the interface of `MultiheadAttention`.
 
     The projection of `MultiheadAttention` makes the keys of the first component; ``key_weight``
@@ -50,9 +49,6 @@ class MixtureAttention(FusedAttention):
         Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
     mixture : dict, optional
         Other keywords of the function: `distance`, `normalized`, `feature_map`.
-    fused : bool, optional
-        As in `mixture_attention`, or with `linear` in `linear_mixture_attention`; calls that want
-        weights are never fused.
 
     Raises
     ------
@@ -154,9 +150,7 @@ class MixtureAttention(FusedAttention):
 
     def attend(self, run: Mechanism, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask) -> Tensor:
         """Attend to mixtures, and in training mode let EM take a step."""
-        keywords = {**mask.keywords, **self.keywords(), **self.kernel_keywords()}
-        if v is None and self.fused:
-            keywords["fused"] = False
+        keywords = {**mask.keywords, **self.keywords()}
         if self.linear:
             k = self._components(k)
         else:

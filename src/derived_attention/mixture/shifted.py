@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.blocks import (
     Block,
     Tensors,
@@ -29,14 +30,12 @@ from derived_attention.common.blocks import (
     spread_product,
 )
 from derived_attention.common.checks import check_floating, check_numbers, check_shape, may_look_at
-from derived_attention.common.convention import full_precision, mechanism
+from derived_attention.common.convention import full_precision, mechanism, reference
 from derived_attention.common.masks import BlockMask, Mask
 from derived_attention.mixture.components import (
     Components,
     centred,
     components_of,
-    kernel_tensors,
-    runs_kernel,
 )
 from derived_attention.mixture.core import mixture_attention
 from derived_attention.softmax.core import sdpa
@@ -77,7 +76,6 @@ def shifted_mixture_attention(
     distance: bool = True,
     normalized: Any = None,
     hard: bool = False,
-    fused: Any = None,
 ) -> Tensor:
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
@@ -93,7 +91,7 @@ def shifted_mixture_attention(
     ----------
     shifts : Tensor
         As in `shifted_keys`, ``(R, D)`` or ``(H, R, D)``; keys are ``(..., H, M, D)``.
-    priors, normalized, hard, fused
+    priors, normalized, hard
         As in `mixture_attention`.
     variances : float or Tensor, optional
         As in `mixture_attention`. A tensor, unless R = 1, is taken for variances that differ. Then
@@ -108,25 +106,15 @@ def shifted_mixture_attention(
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
     if shifts.shape[-2] == 1 or not parts.equal:
         mixture: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
-        mixture |= {"normalized": normalized, "hard": hard, "fused": fused, "scale": scale}
+        mixture |= {"normalized": normalized, "hard": hard, "scale": scale}
         return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)
-    if fused and not distance:
-        raise ValueError("fused is True and distance False; expected PyTorch's softmax attention")
-    kernel, dtype = distance and runs_kernel(fused, "smgk", q, like, v, parts, mask), q.dtype
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
-            return sdpa(Q, K, V, mask, parts.scale).to(dtype)
-        if kernel:
-            from derived_attention.mixture import triton
-
-            q, k, v = kernel_tensors(q, k.unsqueeze(-3), v, parts, mask)
-            _, _, u, w = separate(q.to(parts.wide), k.squeeze(-3).to(parts.wide), shifts, parts)
-            a = parts.scale * parts.precisions
-            return triton.attend(q, k, v, a, u.mT, w, mask, hard).to(dtype)
-        q, k = centred(q, k.unsqueeze(-3), parts, mask)
-        tensors = separate(q, k.squeeze(-3), shifts, parts)
-        return attend(_Shifted(hard), v, mask, *tensors).to(dtype)
+            return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
+        Q, K = centred(q, k.unsqueeze(-3), parts, mask)
+        tensors = separate(Q, K.squeeze(-3), shifts, parts)
+        return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
 
 
 def separate(
@@ -231,3 +219,19 @@ def _cut_tensors(ours: Tensors, block: Block) -> Tensors:
     _, rows, m = block
     q, k, u, *ws = ours
     return [q[:, rows], k[:, :m], u[:, rows], *(w[..., :m] for w in ws)]
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(shifted_mixture_attention, formulas.smgk)
+def shifted_mixture_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, shifts: Any,
+    priors: Any = None, variances: Any = None, distance: Any = True, normalized: Any = None,
+    hard: Any = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the shifts, priors and variances."""
+    check_shifts(k, shifts)
+    like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # (..., R, M, D)
+    parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
+    return {"shifts": shifts, "components": parts, "hard": hard}

@@ -14,6 +14,7 @@ The formula is written in that form as a reference, and the causal scores are co
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -23,18 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
-    check_causal_state,
     check_flag,
-    check_keys,
     check_no_bias,
-    check_parts,
-    is_symbolic,
-    may_look_at,
     wide,
 )
-from derived_attention.common.convention import full_precision, mechanism, prepare
+from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
 from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums, segments
 
@@ -56,52 +53,7 @@ def cosine_feature_map(x: Tensor) -> Tensor:
 # --- the mechanism --------------------------------------------------------------------------------
 
 
-class PrimalState(NamedTuple):
-    """What causal, data-dependent `primal_attention` needs of tokens: Σ_j x_j u_jᵀ for both scores.
-
-    The value u_j of token j is its row of W_e, or of W_r. Sums are in float32 at least.
-    """
-
-    e: Tensor  #: (..., p, s)
-    r: Tensor  #: (..., p, s)
-    seen: Tensor  #: (), how many tokens, in double precision
-
-
-def primal_state(
-    k: Tensor,
-    v: Tensor,
-    *,
-    W_e: Tensor,
-    W_r: Tensor,
-    sampling: str | Tensor = "even",
-    state: PrimalState | None = None,
-) -> PrimalState:
-    """Σ_j x_j u_jᵀ: all that causal, data-dependent `primal_attention` needs of tokens x_j.
-
-    With it a sequence is decoded one token at a time, or some, and the results are those of one
-    call, at a cost that does not depend on how many came before ::
-
-        o = primal_attention(q_t, k_t, x_t, is_causal=True, W_e=W_e, W_r=W_r, W_o=W_o, state=S)
-        S = primal_state(k_t, x_t, W_e=W_e, W_r=W_r, state=S)
-
-    The sequence X ``(..., H, M, p)`` is `v`, and added to `state`, or to zeros if it is left out;
-    of the keys ``(..., H, M, D)`` nothing is kept. Errors are those of the attention.
-    """
-    check_keys(k, v)
-    check_scores(k, k.shape[-2], Mask(), W_e, W_r, True, sampling)
-    shape, M = (*k.shape[:-2], v.shape[-1], W_e.shape[-1]), v.shape[-2]
-    if state is None:
-        zeros = k.new_zeros(shape, dtype=wide(k))
-        state = PrimalState(zeros, zeros, k.new_zeros((), dtype=torch.float64))
-    by = Projection(W_e, W_r, sampling=sampling, state=state).begun(k, v)
-    assert by.state is not None
-    with full_precision(k.device):
-        X = v.to(wide(k)).mT
-        e, r = (X @ by.values(W.to(X.dtype), M) for W in (W_e, W_r))
-        return PrimalState(by.state.e + e, by.state.r + r, by.state.seen + M)
-
-
-@mechanism(per_key=True, drops=True, state=primal_state)
+@mechanism(per_key=True, drops=True)
 def primal_attention(
     q: Tensor,
     k: Tensor,
@@ -117,7 +69,6 @@ def primal_attention(
     sampling: Any = "even",
     cross: bool = False,
     dropout_p: float = 0.0,
-    state: PrimalState | None = None,
 ) -> Tensor:
     """Primal-Attention, Algorithm 1 of [Chen2023]: o_i = W_o [e(x_i); r(x_i)].
 
@@ -157,17 +108,8 @@ def primal_attention(
     cross : bool
         Whether queries and keys belong to different sequences. Then r, which belongs to keys, is
         added to every query as its mean over the keys that are present; if causal, over j ≤ i.
-    state : PrimalState, optional
-        Sums over tokens before the first. `primal_state` returns it. Only with `is_causal` and
-        `data_dependent`, and without `cross`.
     """
-    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
-    if state is not None and (cross or not data_dependent):
-        raise ValueError(
-            f"state is given with cross={cross} and data_dependent={data_dependent}; expected "
-            "False and True: a state has no running means of queries, keys or scores"
-        )
-    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling, state)
+    projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
     scores = scores_of(q, k, v, mask, scale, projection)
     return join(scores, mask, W_o, cross, dropout_p).to(q.dtype)
 
@@ -204,36 +146,12 @@ class Projection(NamedTuple):
     data_dependent: bool = True
     feature_map: FeatureMap = cosine_feature_map
     sampling: str | Tensor = "even"
-    state: PrimalState | None = None
-
-    def begun(self, k: Tensor, v: Tensor) -> Projection:
-        """Check the state for these tokens, if there is one, and cast it."""
-        if self.state is None:
-            return self
-        shape = (*k.shape[:-2], v.shape[-1], self.W_e.shape[-1])
-        check_parts(self.state, PrimalState, k, shape, shape, ())
-        e, r, seen = self.state
-        if isinstance(self.sampling, Tensor) and may_look_at(seen):
-            end = int(seen) + k.shape[-2]
-            if self.sampling.shape[-1] < end:
-                raise ValueError(
-                    f"sampling has shape {tuple(self.sampling.shape)}; expected columns for {end} "
-                    "tokens, those of the state included"
-                )
-        return self._replace(state=PrimalState(e.to(wide(k)), r.to(wide(k)), seen))
-
-    def places(self, M: int) -> Tensor:
-        """Return the places of M tokens in the sequence."""
-        places = torch.arange(M, device=self.W_e.device)
-        return places if self.state is None else places + self.state.seen.long()
 
     def values(self, W: Tensor, M: int) -> Tensor:
         """Return u_j (..., M, s), for token j row j mod n of W, or as the sketch has it."""
         if not isinstance(self.sampling, Tensor):
-            return W[..., self.places(M) % W.shape[-2], :]
-        S = self.sampling
-        S = S[..., :M] if self.state is None else S[..., self.places(M)]
-        return S.to(W.dtype).mT @ W
+            return W[..., torch.arange(M, device=W.device) % W.shape[-2], :]
+        return self.sampling[..., :M].to(W.dtype).mT @ W
 
 
 class Scores(NamedTuple):
@@ -252,10 +170,8 @@ def scores_of(
     W_e, W_r = (W.to(wide(q)) for W in (by.W_e, by.W_r))
     used = None
     if by.data_dependent and mask.is_causal:
-        by = by.begun(k, v)
-        before = (None, None) if by.state is None else by.state[:2]
-        e = _causal_scores(by, v, q, W_e, scale, before[0])  # (..., N, s)
-        r = _causal_scores(by, v, k, W_r, None, before[1])  # (..., M, s)
+        e = _causal_scores(by, v, q, W_e, scale)  # (..., N, s)
+        r = _causal_scores(by, v, k, W_r, None)  # (..., M, s)
         if not isinstance(by.sampling, Tensor):
             used = torch.arange(W_e.shape[-2], device=q.device) < k.shape[-2]
     else:
@@ -284,13 +200,10 @@ def _project(by: Projection, x: Tensor, W: Tensor, scale: float | None) -> Tenso
     return torch.cat(parts, -2)
 
 
-def _causal_scores(
-    by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None, before: Tensor | None
-) -> Tensor:
+def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None) -> Tensor:
     """Return Σ_{j ≤ i} (x_j · g(q_i)) u_j, where the value u_j of token j is row j mod n of W.
 
-    A row has i // n + 1 tokens, or one less, and the sum is divided by that. `before` is the sum
-    over earlier tokens.
+    A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
     with full_precision(q.device):
@@ -301,12 +214,11 @@ def _causal_scores(
         check_width(phi, x.shape[-1], True)
         return phi, x_s.to(phi.dtype)
 
-    sums = causal_sums(pair, q, x, U, state=before)
+    sums = causal_sums(pair, q, x, U)
     if isinstance(by.sampling, Tensor):
         return sums
-    last = by.places(q.shape[-2])
-    if by.state is None:  # in cross-attention there may be more queries than tokens
-        last = last.clamp(max=max(M - 1, 0))
+    # In cross-attention there may be more queries than tokens.
+    last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)
 
 
@@ -330,7 +242,7 @@ def landmarks(
         x = x if present is None else x * present.unsqueeze(-1)
         return sampling[..., :M].to(x.dtype) @ x, None
     place = torch.arange(n, device=x.device)
-    if present is None and not is_symbolic(M):
+    if present is None:
         if M <= n:
             return x, place < M
         if sampling == "even":  # the same as below, without a sort
@@ -338,7 +250,7 @@ def landmarks(
     if present is None:
         present = torch.ones(M, dtype=torch.bool, device=x.device)
     count = present.sum(-1, keepdim=True)  # (..., 1)
-    used, n = place < count, n if is_symbolic(M) else min(n, M)  # (..., n)
+    used, n = place < count, min(n, M)  # (..., n)
     if sampling == "random":
         noise = torch.rand(present.shape, device=x.device).masked_fill(~present, -1)
         drawn = noise.topk(n).indices
@@ -493,3 +405,38 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
         yield collectors.lists[-1]
     finally:
         collectors.lists.pop()
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(primal_attention, formulas.primal, per_key=True, drops=True)
+def primal_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, W_e: Any, W_r: Any,
+    W_o: Any, data_dependent: Any = True, feature_map: Any = cosine_feature_map,
+    sampling: Any = "even", cross: Any = False, dropout_p: Any = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the weights, and return the map from the sequence to the rows of f."""
+    check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling)
+    check_output(q, k.shape[-2], W_o, cross, W_e.shape[-1])
+    (N, M), n = (x.shape[-2] for x in (q, k)), W_e.shape[-2]
+    phi, dtype = functools.partial(apply_feature_map, feature_map), wide(q)
+    arguments = {"W_e": W_e, "W_r": W_r, "W_o": W_o, "cross": cross, "dropout_p": dropout_p}
+    if not data_dependent:
+        running = mask.is_causal
+        g = (lambda x: phi(formulas.running_mean(x))) if running else phi
+        return arguments | {"feature_map": g}
+    if not mask.is_causal:
+        identity = torch.eye(M, dtype=dtype, device=q.device).expand(*v.shape[:-1], M)
+        rows = landmarks(identity, n, mask, sampling)[0]  # (..., n', M)
+        W_e, W_r = (W[..., : rows.shape[-2], :] for W in (W_e, W_r))
+        return arguments | {"W_e": W_e, "W_r": W_r, "feature_map": phi, "rows": rows}
+    past = [torch.ones(L, M, dtype=dtype, device=q.device).tril() for L in (N, M)]
+    if isinstance(sampling, Tensor):
+        rows = sampling
+    else:
+        rows = F.one_hot(torch.arange(M, device=q.device) % n, n).mT
+        steps = (torch.arange(len(x), device=q.device).clamp(max=max(M - 1, 0)) for x in past)
+        # a row is the mean of i // n + 1 tokens
+        past = [x / (i // n + 1)[:, None] for x, i in zip(past, steps, strict=True)]
+    return arguments | {"feature_map": phi, "rows": rows[..., :M].to(dtype), "past": past}

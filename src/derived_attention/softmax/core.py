@@ -93,8 +93,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None
 
 def kernel_widths(D: int, Dv: int, device_type: str) -> tuple[int, int]:
     """Return the last dimensions of (q, k) and of v that a fused kernel takes."""
-    if device_type == "cpu":
-        return max(D, Dv), max(D, Dv)  # the CPU's kernel takes one width for all
+    if device_type == "cpu":  # whose kernel takes one width for all, and odd ones are slower
+        width = max(D, Dv) + (D != Dv) * (max(D, Dv) % 2)
+        return width, width
     return D + -D % 8, Dv + -Dv % 8  # the CUDA kernels take multiples of 8
 
 

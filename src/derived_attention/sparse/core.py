@@ -285,7 +285,8 @@ def _two_groups(
         if q.device.type == "cpu":
             step = max(1, SCORES // keep.numel())
         parts = zip(*(x.split(step) for x in tables), strict=True)
-        H = torch.cat([_attend(*part, keep, summary, lacking) for part in parts])
+        attend = functools.partial(_attend, keep=keep, summary=summary, lacking=lacking)
+        H = torch.cat([attend(*part) for part in parts])
     return H.flatten(1, 2)[:, :N].reshape(*heads, N, v.shape[-1]).to(q.dtype)
 
 
@@ -299,7 +300,7 @@ def _near(x: Tensor, width: int, fill: float = 0.0) -> Tensor:
 
 
 def _attend(
-    Q: Tensor, K: Tensor, V: Tensor, added: Tensor, keep: Tensor, summary: int, lacking: bool
+    Q: Tensor, K: Tensor, V: Tensor, added: Tensor, *, keep: Tensor, summary: int, lacking: bool
 ) -> Tensor:
     """Attend from tables of queries (b, rows, stride, D) to near and far keys."""
     rows, stride = Q.shape[1:3]

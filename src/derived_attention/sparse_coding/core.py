@@ -29,9 +29,8 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.blocks import Block, stands_for_many
-from derived_attention.common.checks import check_causal_state, check_keys, check_parts, is_symbolic
-from derived_attention.common.convention import full_precision, in_full, in_groups, mechanism
-from derived_attention.common.kernels import chosen
+from derived_attention.common.checks import check_causal_state, check_keys, check_parts
+from derived_attention.common.convention import full_precision, mechanism, reference
 from derived_attention.common.masks import Mask, flat_heads
 from derived_attention.formulas import signed_power
 from derived_attention.linear.core import in_chunks
@@ -39,7 +38,6 @@ from derived_attention.sparse_coding.solver import (
     CHUNK,
     Options,
     Past,
-    Penalty,
     Solve,
     Solver,
     check_lasso,
@@ -50,8 +48,6 @@ from derived_attention.sparse_coding.solver import (
 )
 
 RIDGE = 64  # queries of causal ridge that look back to the same keys
-LONGEST = 16  # steps that the kernels are for: each step makes those before it again
-WIDEST = 128  # features of a query or a value that the kernels have tiles for
 CODES = 2**17  # about as many of them at a time on a CPU: each step goes through all of its cache
 ALL = slice(None)
 
@@ -96,7 +92,6 @@ def _earlier(state: Any, k: Tensor, v: Tensor) -> RidgeState:
 
 
 @mechanism(per_key=True, state=ridge_state)
-@in_groups(own={"lam": 1})
 def ridge_attention(
     q: Tensor,
     k: Tensor,
@@ -133,13 +128,10 @@ def ridge_attention(
     state : RidgeState, optional
         Sums over more keys that come before. `ridge_state` returns it. With `is_causal` only.
     """
-    check_causal_state(state, mask.is_causal, q.shape[-2], k.shape[-2])
+    check_causal_state(state, mask.is_causal)
     options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
     q, k, v, present = prepare_codes(q, k, v, mask, scale, options)
     lam = penalty("lam", lam, k)  # heads that share keys share λ
-    if mask.is_causal and is_symbolic(q.shape[-2], k.shape[-2]):
-        formula = {"lam": lam[..., None, None], "atoms": options.atoms(q.shape[-2], present)}
-        return in_full(formulas.ridge)(q, k, v, mask, None, **formula).to(dtype)
     k = k * present.unsqueeze(-1)
     with full_precision(q.device):
         if mask.is_causal:
@@ -207,7 +199,6 @@ def lasso_attention(
     power: Any = None,
     prefix: int = 0,
     residuals: Any = None,
-    fused: Any = None,
 ) -> Tensor:
     """O = ν(α(Z)) V: code each query in few keys, by some steps of ADMM for the lasso.
 
@@ -239,68 +230,18 @@ def lasso_attention(
     residuals : list, optional
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
-    fused : bool, optional
-        True: run the Triton kernels, or raise a ValueError where they cannot run, as for more than
-        16 iterations, or 128 features of q or of v. False: PyTorch's form. Left out: kernels on a
-        GPU where they can run, have been tried and agree, and every query has 4D keys, with
-        fewer of which they are less exact than PyTorch's form; they have one derivative. Kernels
-        store no codes, but compute them again for each step: with 5 steps that is twice as many
-        products. In bfloat16 they multiply in bfloat16, and add in float32.
     """
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
-    fused = _runs_kernels(fused, q, k, v, lam, rho, options)
     dtype = q.dtype
     q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, options, lam, rho)
-    if not fused and is_symbolic(q.shape[-2], k.shape[-2]):
-        numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None], "power": power}
-        numbers |= {"iterations": iterations, "residuals": residuals}
-        atoms = options.atoms(q.shape[-2], present)
-        return in_full(formulas.lasso)(q, k, v, mask, None, atoms=atoms, **numbers).to(dtype)
     k, kappa = k * present.unsqueeze(-1), (lam / rho)[..., None, None]
     with full_precision(q.device):
         q = q / kappa  # codes of q / κ with κ = 1 are those of q, divided by κ
         if residuals is not None:
             primal, dual = _residuals(options, q, k, rho)
             residuals.append((kappa * primal, kappa * dual))
-        if fused:
-            from derived_attention.sparse_coding.triton import coding
-
-            out = coding(options, q, k, v, rho, dtype)
-        else:
-            out = _Coding.apply(options, q, k, v, rho)
+        out = _Coding.apply(options, q, k, v, rho)
         return (out if power else kappa * out).to(dtype)
-
-
-def _runs_kernels(
-    fused: bool | None, q: Tensor, k: Tensor, v: Tensor, lam: Penalty, rho: Penalty,
-    options: Options,
-) -> bool:  # fmt: skip
-    """Say whether the kernels of `derived_attention.sparse_coding.triton` are to run."""
-    iterations = options.iterations
-
-    def problem() -> dict[str, Any] | None:
-        D, causal = q.shape[-1], options.is_causal
-        keys = options.prefix if causal else k.shape[-2]  # that every query has
-        # With fewer than 2D, PyTorch's form takes float64, and kernels lose digits before that.
-        if iterations > LONGEST or max(D, v.shape[-1]) > WIDEST or keys < 4 * D:
-            return None
-        prefix = 4 * D if causal else 7 if options.prefix else 0
-        fields = {"kernel": "lasso", "D": D, "DV": v.shape[-1], "prefix": prefix}
-        fields |= {"power": options.power or 0, "exclude": options.exclude_self}
-        return fields | {"mask": "causal" if causal else ""}
-
-    given = (x for x in (lam, rho) if isinstance(x, Tensor))
-    if not chosen(fused, q, k, v, *given, problem=problem):
-        return False
-    if iterations > LONGEST:
-        raise ValueError(
-            f"fused is True, and iterations is {iterations}; expected at most {LONGEST}"
-        )
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > WIDEST:
-            features = f"{name} has {x.shape[-1]} features"
-            raise ValueError(f"fused is True, and {features}; expected at most {WIDEST}")
-    return 0 not in (q.numel(), k.numel(), v.numel())
 
 
 def _blocks(options: Options, q: Tensor, k: Tensor) -> Iterator[Block]:
@@ -491,3 +432,32 @@ def _residuals(options: Options, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Ten
             result[:, block.heads, block.rows, n] = pair
     primal, dual = result.view(2, *q.shape[:-1], options.iterations)
     return primal, dual
+
+
+# --- the formulas, with the same arguments ---
+
+
+@reference(ridge_attention, formulas.ridge, per_key=True)
+def ridge_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, lam: Any = 0.1,
+    exclude_self: Any = False, prefix: Any = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Check λ, and return which keys are atoms of which query."""
+    options = Options(mask.is_causal, exclude_self, prefix)
+    q, *_, present = prepare_codes(q, k, v, mask, None, options)
+    lam = penalty("lam", lam, q)[..., None, None]
+    return {"lam": lam, "atoms": options.atoms(q.shape[-2], present)}
+
+
+@reference(lasso_attention, formulas.lasso, per_key=True)
+def lasso_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, lam: Any = 0.1,
+    rho: Any = 10.0, iterations: Any = 5, exclude_self: Any = False, power: Any = None,
+    prefix: Any = 0, residuals: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check λ, ρ and the steps, and return which keys are atoms of which query."""
+    options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
+    q, *_, present, lam, rho = check_lasso(q, k, v, mask, None, options, lam, rho)
+    numbers = {"lam": lam[..., None, None], "rho": rho[..., None, None]}
+    numbers |= {"iterations": iterations, "power": power, "residuals": residuals}
+    return numbers | {"atoms": options.atoms(q.shape[-2], present)}

@@ -1,4 +1,4 @@
-"""Layers of ridge and lasso attention (chapter 13): what is learned of `splitting.fast`."""
+"""Layers of ridge and lasso attention (chapter 13): what is learned of `sparse_coding.core`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_count, check_flag, check_positive
-from derived_attention.common.fused_layer import FusedAttention
 from derived_attention.common.masks import Mask
 from derived_attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.sparse_coding.core import lasso_attention, ridge_attention
@@ -99,7 +98,7 @@ class RidgeAttention(MultiheadAttention):
         return functools.partial(base, lam=lam)
 
 
-class LassoAttention(FusedAttention, RidgeAttention):
+class LassoAttention(RidgeAttention):
     """Lasso attention in H heads; the rest is as in `RidgeAttention`.
 
     Parameters
@@ -110,8 +109,6 @@ class LassoAttention(FusedAttention, RidgeAttention):
         As in `RidgeAttention`.
     learned : bool
         Whether λ and ρ are parameters, ``log_lam`` and ``log_rho`` (H,), that start there.
-    fused : bool, optional
-        As in `lasso_attention`; left out, nothing is passed on.
     """
 
     shown = ("rho", "iterations", "power")
@@ -136,9 +133,7 @@ class LassoAttention(FusedAttention, RidgeAttention):
         """Pass λ, ρ and the other options to the mechanism."""
         rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
         options = {"rho": rho, "iterations": self.iterations, "power": self.power}
-        return functools.partial(
-            super().mechanism(base, heads), **options, **self.kernel_keywords()
-        )
+        return functools.partial(super().mechanism(base, heads), **options)
 
 
 def _before(tokens: Tensor, x: Tensor) -> Tensor:
