@@ -14,10 +14,6 @@ from derived_attention import (
     get_attention,
     linear_attention,
     linear_state,
-    performer_attention,
-    performer_state,
-    primal_attention,
-    primal_state,
     ridge_attention,
     ridge_state,
 )
@@ -26,7 +22,7 @@ from derived_attention.testing.cases import Largest
 from derived_book import ByteLM, Config, generate
 from derived_book.training.measure import count_flops
 
-WITH_STATES = ("linear", "performer", "mlk", "primal", "ridge", "delta")
+WITH_STATES = ("linear", "ridge", "delta")
 B, H, N, D = 2, 2, 80, 4  # longer than a chunk of 64
 CUTS = {"tokens": [1] * N, "uneven": [1, 3, 0, 66, 9, 1]}
 with_states = pytest.mark.parametrize("name", WITH_STATES)
@@ -142,29 +138,8 @@ def test_more_keys_may_come_between_a_state_and_the_first_query():
     assert_all_close([found], [whole], 1e-10, "prefix")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("order", [1, -1])
-def test_performers_state_is_rescaled_when_features_grow(dtype, order):
-    """Long keys have small features: here they get longer, or shorter, by many powers of ten."""
-    form, (q, k, v) = draw("performer", 60, dtype)
-    size = torch.linspace(0, 60, 60, dtype=dtype)[:, None]
-    k = (k.detach() * (size if order == 1 else size.flip(0))).requires_grad_()
-    tops = [performer_state(k[..., :n, :], v[..., :n, :], **form.keywords).top for n in (1, 60)]
-    assert order == 1 or (tops[1] - tops[0]).amin() > 500
-    whole = output_and_gradients(functools.partial(form, is_causal=True), [q, k, v])
-    sizes = [1] * 20 + [25, 1, 14]
-    pieces = output_and_gradients(lambda *x: in_pieces(form, *x, sizes)[0], [q, k, v])
-    assert bool(torch.isfinite(pieces[0]).all())
-    assert_all_close(pieces, whole, 1e-10 if dtype == torch.float64 else 1e-3, "Performer")
-
-
 @pytest.mark.parametrize("name, more", [
     ("linear", dict(scale=0.3, feature_map=torch.exp)),
-    ("performer", dict(scale=0.3)),
-    ("mlk", dict(priors=torch.tensor([[0.9, 0.1], [2.0, 5.0]]))),
-    ("primal", dict(W_e=normal(3, 2), W_r=normal(3, 2), W_o=normal(D, 4))),
-    ("primal", dict(W_e=normal(3, 2), W_r=normal(3, 2), W_o=normal(D, 4),
-                    sampling=normal(3, N))),
     ("ridge", dict(lam=torch.tensor([0.1, 3.0]), scale=0.3)),
     ("delta", dict(beta=torch.tensor([[0.1], [0.3]]), erase=False)),
 ])  # fmt: skip
@@ -228,10 +203,6 @@ def test_layers_step_or_say_why_not(name):
 
 @pytest.mark.parametrize("name, options", [
     ("linear", dict(kv_heads=1)),
-    ("mlk", dict(priors="learned", components=3, kv_heads=1)),
-    ("mlk", dict(linear=True, shifted=True, fused=False)),
-    ("primal", dict(sampling="gaussian", length=N)),
-    ("primal", dict(regularised=True)),
     ("ridge", dict(dictionary="value", learned=True)),
     ("ridge", dict(projected=False)),
     ("delta", dict(gated=True, beta="double")),
@@ -244,15 +215,11 @@ def test_options_of_layers_hold_for_steps(name, options):
     assert_all_close([steps(layer, x, CUTS["uneven"])], [whole], 1e-9, name)
 
 
-@pytest.mark.parametrize("name", ["linear", "mlk"])
-def test_no_kernel_runs_in_a_step(name):
-    layer, x = layers(name)
-    if name == "linear":
-        layer.attention = functools.partial(linear_attention, fused=True)
-    else:
-        layer.fused = True
-    plain, _ = layers(name)
-    assert_all_close([steps(layer, x, [79, 1])], [steps(plain, x, [79, 1])], 1e-12, name)
+def test_no_kernel_runs_in_a_step():
+    layer, x = layers("linear")
+    layer.attention = functools.partial(linear_attention, fused=True)
+    plain, _ = layers("linear")
+    assert_all_close([steps(layer, x, [79, 1])], [steps(plain, x, [79, 1])], 1e-12, "linear")
 
 
 def test_layers_that_mix_or_prepend_tokens_have_no_state():
@@ -266,8 +233,8 @@ def test_layers_that_mix_or_prepend_tokens_have_no_state():
     assert not RidgeAttention(8, 2, random_tokens=3).has_state
     mrs = MECHANISMS["mrs"].make_layer(16, 4, 8, attention=linear_attention)
     assert not mrs.has_state
-    primal = MECHANISMS["primal"]
-    assert not type(primal.make_layer(8, 2, 8))(8, 2, data_dependent=False).has_state
+    for name in ("mlk", "performer", "primal"):
+        assert not MECHANISMS[name].make_layer(8, 2, 8).has_state
 
 
 @with_states
@@ -357,13 +324,13 @@ def test_models_without_a_state_say_so():
 NO_CAUSE = "state is given, and is_causal is False; expected is_causal=True"
 
 
-@pytest.mark.parametrize("name", ["linear", "performer", "mlk", "primal", "ridge"])
+@pytest.mark.parametrize("name", ["linear", "ridge"])
 def test_wrong_states_are_named(name):
     form, (q, k, v) = draw(name, 6)
     state = state_of(form, k, v)
     with pytest.raises(ValueError, match=NO_CAUSE):
         form(q, k, v, state=state)
-    wrong = [q[..., 0].detach(), "S", None if name in ("linear", "mlk") else flat(state)]
+    wrong = [q[..., 0].detach(), "S", None if name == "linear" else flat(state)]
     for bad in filter(lambda x: x is not None, wrong):
         with pytest.raises((TypeError, ValueError), match="^state (is|has) "):
             form(q, k, v, is_causal=True, state=bad)
@@ -385,24 +352,11 @@ def test_what_has_no_state_is_refused():
         linear_attention(q, k, v, is_causal=True, state=S, fused=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
         get_attention("softmax")(q, k, v, is_causal=True, state=S)
-    form, (q, k, v) = draw("primal", 6)
-    W = form.keywords
-    S = primal_state(k, v, W_e=W["W_e"], W_r=W["W_r"])
-    with pytest.raises(ValueError, match="state is given with cross=True and data_dependent=True"):
-        form(q, k, v, is_causal=True, state=S, cross=True)
-    square = dict(W_e=W["W_e"].new_ones(D, 2), W_r=W["W_e"].new_ones(D, 2), W_o=q.new_ones(D, 4))
-    with pytest.raises(ValueError, match="cross=False and data_dependent=False; expected"):
-        primal_attention(q, k, v, is_causal=True, state=S, data_dependent=False, **square)
-    sketch = dict(W | {"sampling": q.new_ones(len(W["W_e"]), 10)})
-    with pytest.raises(ValueError, match=r"expected columns for 12 tokens, those of the state"):
-        primal_attention(q, k, v, is_causal=True, state=S, **sketch)
 
 
 @pytest.mark.parametrize("function, options", [
     (linear_state, {}),
     (ridge_state, {}),
-    (performer_state, {"projection": torch.ones(3, D)}),
-    (primal_state, {"W_e": torch.ones(3, 2), "W_r": torch.ones(3, 2)}),
 ])  # fmt: skip
 def test_states_check_keys_and_values(function, options):
     k = torch.ones(2, 5, D)
@@ -412,15 +366,3 @@ def test_states_check_keys_and_values(function, options):
         function(k[0, 0], k, **options)
     with pytest.raises(TypeError, match="v has dtype torch.float64; expected torch.float32"):
         function(k, k.double(), **options)
-
-
-def test_performer_takes_its_scale():
-    form, (q, k, v) = draw("performer", 6)
-    W = form.keywords["projection"]
-    with pytest.raises(ValueError, match="scale is -1"):
-        performer_state(k, v, projection=W, scale=-1)
-    S = performer_state(k[..., :3, :], v[..., :3, :], projection=W, scale=0.2)
-    rest = (x[..., 3:, :] for x in (q, k, v))
-    found = performer_attention(*rest, is_causal=True, projection=W, scale=0.2, state=S)
-    whole = performer_attention(q, k, v, is_causal=True, projection=W, scale=0.2)
-    assert_all_close([found], [whole[..., 3:, :]], 1e-12, "scale")

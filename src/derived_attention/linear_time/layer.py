@@ -80,7 +80,6 @@ class PerformerAttention(MultiheadAttention):
     """
 
     shown = ("features",)
-    decodes = True
     projection: Tensor
 
     def __init__(

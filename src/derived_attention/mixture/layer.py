@@ -58,7 +58,6 @@ class MixtureAttention(MultiheadAttention):
     """
 
     shown = ("kind", "components", "fixed_variances", "mixture")
-    decodes = True  # where it is linear
     priors: Tensor | None
 
     def __init__(

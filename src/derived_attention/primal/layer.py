@@ -60,7 +60,6 @@ class PrimalAttention(MultiheadAttention):
 
     shown = ("directions", "landmarks", "data_dependent", "sampling", "feature_map")
     weighs = False
-    decodes = True
     sketch: Tensor | None
 
     def __init__(
@@ -95,7 +94,6 @@ class PrimalAttention(MultiheadAttention):
         self.directions, self.sampling = s, sampling
         self.landmarks = n if data_dependent else None
         self.data_dependent, self.feature_map = data_dependent, feature_map
-        self.decodes = self.decodes and data_dependent
         phi = apply_feature_map(feature_map, like.new_ones(1, D))
         if data_dependent:
             check_width(phi, D, True)
