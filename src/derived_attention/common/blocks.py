@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.convention import full_precision
-from derived_attention.common.masks import BlockMask, Mask, flat_heads
+from derived_attention.common.masks import BlockMask, Mask, all_flat
 
 Tensors = list[Tensor]
 
@@ -62,7 +62,7 @@ class _Chunked(torch.autograd.Function):
         """Take v, a mask with no row all masked, and the two to four tensors of `form`."""
         tensors = [x for x in (a, b, c, d) if x is not None]
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
-        values, flat, *inputs = (flat_heads(x, v.dim() - 2) for x in (v, out, *tensors))
+        values, flat, *inputs = all_flat(v.dim() - 2, v, out, *tensors)
         mask = BlockMask(attn_mask, is_causal, v)
         form = form.settled(inputs)
         for block in _blocks(out, v, is_causal):
@@ -87,8 +87,8 @@ class _Chunked(torch.autograd.Function):
             return None, None, *differentiable(ctx, grad, v, attn_mask, tensors), *spare
         dmask = torch.zeros_like(attn_mask) if ctx.needs_input_grad[3] else None
         sums = [x.new_zeros(x.shape) for x in (v, *tensors)]
-        values, outs, dout, dv = (flat_heads(x, v.dim() - 2) for x in (v, out, grad, sums[0]))
-        flat = [[flat_heads(x, v.dim() - 2) for x in xs] for xs in (tensors, sums[1:])]
+        values, outs, dout, dv = all_flat(v.dim() - 2, v, out, grad, sums[0])
+        flat = [all_flat(v.dim() - 2, *xs) for xs in (tensors, sums[1:])]
         mask = BlockMask(attn_mask, ctx.is_causal, v)
         form = ctx.form.settled(flat[0])
         with full_precision(v.device):  # autocast may be on again

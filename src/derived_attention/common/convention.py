@@ -30,7 +30,6 @@ from torch import Tensor
 from derived_attention.common.checks import (
     FLOATING,
     Mechanism,
-    autocasts,
     check_callable,
     check_flag,
     check_mask,
@@ -423,7 +422,7 @@ def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """Switch autocast off in a with block, so that float32 sums stay in float32."""
-    if not autocasts(device):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 

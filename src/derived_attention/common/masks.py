@@ -330,6 +330,11 @@ def flat_heads(x: Tensor, leading: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
 
 
+def all_flat(leading: int, *tensors: Tensor) -> list[Tensor]:
+    """View the first `leading` dimensions of each tensor as one."""
+    return [x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]) for x in tensors]
+
+
 class BlockMask:
     """A mask without dead rows, applied to blocks of heads (viewed as one dimension) and rows."""
 

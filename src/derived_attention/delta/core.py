@@ -24,7 +24,7 @@ from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
     broadcasts,
-    check_flag,
+    check_flags,
     check_keys,
     check_no_bias,
     check_numbers,
@@ -124,7 +124,7 @@ def delta_attention(
     """
     writes = prepare_writes(k, v, mask, beta, decay, erase, state)
     with full_precision(q.device):
-        queries = q.to(wide(q)) if scale is None else scale * q.to(wide(q))
+        queries = q.to(writes.k.dtype) if scale is None else scale * q.to(writes.k.dtype)
         if not mask.is_causal:
             return (queries @ _last(writes).mT).to(q.dtype)
         return _read(queries, writes).to(q.dtype)
@@ -140,19 +140,21 @@ def prepare_writes(
     state: Tensor | None,
 ) -> Writes:
     """Check the options, fill in what is left out, and leave out what is masked."""
-    check_flag("erase", erase)
+    check_flags(erase=erase)
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, UNWEIGHTED)
-    k, v = k.to(wide(k)), v.to(wide(v))
-    present = mask.presence(k)
+    dtype = wide(k)
+    k, v = k.to(dtype), v.to(dtype)
+    present = None if mask.given is None and mask.keys is None else mask.presence(k)
     if beta is not None:
         beta = _per_key("beta", beta, k, present, "finite")
     elif erase:
         size = k.square().sum(-1)
-        known = present & (size >= torch.finfo(size.dtype).tiny)
+        known = size >= torch.finfo(size.dtype).tiny
+        known = known if present is None else known & present
         beta = torch.where(known, 1 / size.where(known, 1), 0)
     else:
-        beta = present.to(k.dtype)
+        beta = torch.ones_like(k[..., 0]) if present is None else present.to(k.dtype)
     if decay is not None:
         decay = _per_key("decay", decay, k, present, "finite and at most 0")
     shape = (*k.shape[:-2], v.shape[-1], k.shape[-1])
@@ -164,7 +166,7 @@ def prepare_writes(
     return Writes(k, v, beta, decay, erase, state)
 
 
-def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor, kind: str) -> Tensor:
+def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str) -> Tensor:
     """Return a number for each key of k (..., M, D), checked, and 0 where a key is masked."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
         kind = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
@@ -176,7 +178,8 @@ def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor, kind: str) -> Ten
         )
     if x.device != k.device:
         raise ValueError(f"{name} is on device {x.device}; expected {k.device}, that of the keys")
-    x = x.to(k.dtype).expand(shape).masked_fill(~present, 0)
+    x = x.to(k.dtype).expand(shape)
+    x = x if present is None else x.masked_fill(~present, 0)
     check_numbers(name, x, kind)
     return x
 
@@ -198,18 +201,17 @@ class Chunk(NamedTuple):
         return (S if self.fade is None else self.fade * S) + self.keys @ u
 
 
-def _cut(x: Tensor, n: int) -> Tensor:
-    """Cut (..., m, ·), m ≤ n, into chunks (..., n / C, C, ·)."""
-    return in_chunks(x, n, CHUNK)
-
-
 def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None, Tensor | None]:
     """Return the chunks of n positions, and of their decays R (..., n / C, C, C) and e^l."""
-    k, v, b = (_cut(x, n) for x in (writes.k, writes.v, writes.beta.unsqueeze(-1)))
+    k, v, b = (
+        in_chunks(writes.k, n, CHUNK),
+        in_chunks(writes.v, n, CHUNK),
+        in_chunks(writes.beta.unsqueeze(-1), n, CHUNK),
+    )
     late, fade, R, since = k, None, None, None
     written = b * v, b * k
     if writes.decay is not None:
-        decay = _cut(writes.decay.unsqueeze(-1), n)  # (..., n / C, C, 1)
+        decay = in_chunks(writes.decay.unsqueeze(-1), n, CHUNK)  # (..., n / C, C, 1)
         C = decay.shape[-2]
         sums = decay.mT.expand(*decay.shape[:-2], C, C).triu(1).cumsum(-1)  # l_t − l_j, at (j, t)
         R, since = sums.exp().triu().mT, decay.cumsum(-2).exp()
@@ -268,7 +270,7 @@ def _read(q: Tensor, writes: Writes) -> Tensor:
     for q_s, part in zip(segments(q), parts, strict=True):
         n = q_s.shape[-2]
         chunks, R, since = _chunks(part, n)
-        k, queries = _cut(part.k, n), _cut(q_s, n)
+        k, queries = in_chunks(part.k, n, CHUNK), in_chunks(q_s, n, CHUNK)
         inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
         if since is not None:
             queries = since * queries

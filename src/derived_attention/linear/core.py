@@ -56,7 +56,8 @@ def elu_feature_map(x: Tensor) -> Tensor:
     in float32 all of them below x = −17.
     """
     positive = x.relu()  # min(x, 0) = x − max(x, 0): a clamp's gradient is slow on a CPU, and so
-    power = (x - positive).to(wide(x)) * math.log2(math.e)  # is exp: 2ˣ takes a third of its time
+    wider = torch.promote_types(x.dtype, torch.float32)
+    power = (x - positive).to(wider) * math.log2(math.e)  # is exp: 2ˣ takes a third of its time
     return power.exp2().to(x.dtype) + positive
 
 
@@ -158,27 +159,27 @@ def linear_attention(
         Σ φ(k_j) [v_j, 1]ᵀ over keys before the first, ``(..., H, F, Dv + 1)``: every query attends
         them too. `linear_state` returns it. With `is_causal` only, and without the kernel.
     """
-    fused = check_fused(fused, mask, state, q, k)
+    if fused is not None or state is not None:
+        fused = check_fused(fused, mask, state)
     pair = functools.partial(features, feature_map, scale=scale)
     elu = feature_map is elu_feature_map
-    if chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)):
+    if (fused is not None or (mask.is_causal and q.device.type != "cpu")) and chosen(
+        fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
+    ):
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
         return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
     if mask.is_causal:
-        return causal_average(pair, q, k, v, state)
-    factor = mask.factor(wide(q))
+        return causal_sums(pair, q, k, v, with_ones, ratio, state).to(q.dtype)
     phi_q, phi_k = pair(q, k)
-    if factor is not None:
+    if mask.given is not None and (factor := mask.factor(wide(q))) is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
     with full_precision(q.device):
         S = phi_k.mT @ with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
         return ratio(phi_q @ S).to(q.dtype)
 
 
-def check_fused(
-    fused: bool | None, mask: Mask, state: Tensor | None, q: Tensor, k: Tensor
-) -> bool | None:
+def check_fused(fused: bool | None, mask: Mask, state: Tensor | None) -> bool | None:
     """Raise if the kernel of causal sums or a state cannot be; return whether to run the kernel."""
     check_causal_state(state, mask.is_causal)
     if fused is True and state is not None:
@@ -210,13 +211,6 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     return linear.causal_sums(*tensors, **options)
 
 
-def causal_average(
-    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
-) -> Tensor:
-    """Average the values of keys j ≤ i by the kernel of the features `pair` makes of q and k."""
-    return causal_sums(pair, q, k, v, with_ones, ratio, state).to(q.dtype)
-
-
 def causal_sums(
     pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None,
     state: Tensor | None = None,
@@ -230,14 +224,14 @@ def causal_sums(
     """
     N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
     length = segment_length(q)
-    starts = range(0, max(N, 1), length)
-
-    # The gradient of a slice is as long as what it was cut from, that of a split is put together.
-    def segments(x: Tensor, n: int) -> tuple[Tensor, ...]:
-        return x[..., :n, :].split([max(0, min(n - start, length)) for start in starts], -2)
-
+    parts = [(q,), (k[..., :M, :],), (v[..., :M, :],)]
+    if N > length:
+        # The gradient of a slice is as long as what it was cut from, that of a split is joined.
+        for i, (x,) in enumerate(parts):
+            sizes = [max(0, min(x.shape[-2] - start, length)) for start in range(0, N, length)]
+            parts[i] = x.split(sizes, -2)
     outputs: list[Tensor] = []
-    for q_s, k_s, v_s in zip(segments(q, N), segments(k, M), segments(v, M), strict=True):
+    for q_s, k_s, v_s in zip(*parts, strict=True):
         phi_q, phi_k = pair(q_s, k_s)
         with full_precision(q.device):
             values = begin(v_s, phi_k.dtype)
@@ -268,7 +262,7 @@ def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tu
     ``(..., m, Dv + 1)``; `state` ``(..., F, Dv + 1)`` is that of all positions before.
     """
     n = q.shape[-2]
-    q, k, v = (in_chunks(x, n, CHUNK) for x in (q, k, v))  # (..., n / C, C, ·)
+    q, k, v = in_chunks(q, n, CHUNK), in_chunks(k, n, CHUNK), in_chunks(v, n, CHUNK)
     sums_of_chunks = (k.mT @ v).unbind(-3)  # (..., F, Dv + 1)
     state = torch.zeros_like(sums_of_chunks[0]) if state is None else state
     *before, state = itertools.accumulate(sums_of_chunks, initial=state)
@@ -290,7 +284,7 @@ def in_chunks(x: Tensor, n: int, size: int) -> Tensor:
 
 def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
-    return extend(v.to(dtype), 1, -1, 1.0)
+    return torch.cat([v.to(dtype), v.new_ones((), dtype=dtype).expand(*v.shape[:-1], 1)], -1)
 
 
 def ratio(sums: Tensor) -> Tensor:
@@ -308,6 +302,8 @@ def features(
 
 def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
     """φ(x) in float32 at least, checked."""
+    if feature_map is elu_feature_map:  # with nothing to check
+        return feature_map(x).to(torch.promote_types(x.dtype, torch.float32))
     check_callable("feature_map", feature_map, FEATURE_MAP)
     phi = feature_map(x)
     if not isinstance(phi, Tensor) or phi.dtype not in FLOATING:

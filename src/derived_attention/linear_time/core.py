@@ -225,7 +225,7 @@ def performer_attention(
     W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
     if mask.is_causal:
         return _causal(q, k, v, W, scale)
-    S, top = _key_sums(k, v, W, scale, mask.per_key())
+    S, top = _key_sums(k, v, W, scale, mask.given)
     with full_precision(q.device):
         c = top.masked_fill(top == -math.inf, 0).mT  # all keys are masked
         parts = [ratio(_query_features(x, W, scale, c) @ S) for x in segments(q)]
@@ -425,7 +425,7 @@ def fmm_attention(
         At least one; each as in `linear_attention`, for one matrix of low rank.
     """
     maps = check_maps(feature_maps)
-    w_near, w_far = (check_weight(name, w, q) for name, w in (("near", near), ("far", far)))
+    w_near, w_far = check_weight("near", near, q), check_weight("far", far, q)
     if mask.by_query:
         fields: dict[str, Any] = {"near": w_near, "far": w_far, "window": window}
         fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]

@@ -19,14 +19,16 @@ from torch import Tensor
 
 from derived_attention.common.checks import (
     autocasts,
-    check_flag,
+    check_flags,
     check_parameter,
     check_positive,
     wide,
 )
 from derived_attention.common.masks import Mask, nearer_zero, shared_offset
 
-WIDEST = 256  # features of a query or a value that the kernels have tiles for
+# The feature of a query in float16, in place of 1, so that −‖k‖²/2 over it is within the dtype: the
+# largest number is 65504, and a key of length 362 has that for ‖k‖²/2.
+UNIT = 2048
 
 
 class Components(NamedTuple):
@@ -62,8 +64,7 @@ def components_of(
 ) -> Components:
     """Check the keywords that mixtures have beside SDPA's, and return the components."""
     normalized = distance if normalized is None else normalized
-    for name, flag in {"hard": hard, "distance": distance, "normalized": normalized}.items():
-        check_flag(name, flag)
+    check_flags(hard=hard, distance=distance, normalized=normalized)
     if normalized and not distance:
         raise ValueError("normalized is True and distance False; expected a Gaussian to normalise")
     if scale is not None and variances is not None:
@@ -131,33 +132,25 @@ def features(
     They are computed in float32 at least, and then cast. Half precision would round what `centred`
     leaves.
     """
-    if torch.finfo(dtype).bits >= 32:
+    full, wide = torch.finfo(dtype).bits >= 32, parts.precisions.dtype
+    if full:
         q, k = centred(q, k, parts, mask)
-    q, k = q.to(parts.wide), k.to(parts.wide)
+    q, k = q.to(wide), k.to(wide)
     bias = parts.log_weights / parts.scale  # (..., R, 1, 1)
     if parts.distance:
         bias = bias - parts.precisions * k.square().sum(-1, keepdim=True) / 2
-    unit = _unit(dtype)
+    unit = 1 if dtype != torch.float16 else UNIT
     # −∞ − −∞ would be NaN, and so would be what overflows when it is multiplied by the scale
     bias = bias.clamp(min=torch.finfo(dtype).min / 4 / max(1.0, parts.scale) * unit)
-    pairs = [(torch.full_like(q[..., :1], unit), x) for x in _split(bias / unit, dtype)]
+    keys = [parts.precisions * k, bias] if full else _in_half(parts.precisions * k, bias, dtype)
+    ones = torch.full_like(q[..., :1], unit, dtype=dtype)
+    queries = [q.to(dtype) if full else _fit(q, dtype)] + [ones] * (len(keys) - 1)
     if parts.distance and not parts.equal:  # ‖q‖² does not cancel: what is beyond the widest
         widest = parts.precisions.amin(-3, keepdim=True)
-        beyond = (widest - parts.precisions) * q.shape[-1] / 2
-        pairs.append((q.square().mean(-1, keepdim=True), beyond))  # in float32 at least
-    of_queries, of_keys = zip(*pairs, strict=True)
-    sizes = (*k.shape[:-1], 1)
-    q = torch.cat([_fit(q, dtype), *(x.to(dtype) for x in of_queries)], -1)
-    k = torch.cat([_fit(parts.precisions * k, dtype), *(x.expand(sizes) for x in of_keys)], -1)
-    return q, k
-
-
-def _unit(dtype: torch.dtype) -> int:
-    """Return the feature of a query in place of 1, so that −‖k‖²/2 over it is within the dtype.
-
-    The largest number of float16 is 65504, and a key of length 362 has that for ‖k‖²/2.
-    """
-    return 2048 if dtype == torch.float16 else 1
+        keys.append((widest - parts.precisions) * q.shape[-1] / 2)
+        queries.append(q.square().mean(-1, keepdim=True).to(dtype))  # in float32 at least
+    sizes = (*k.shape[:-1], -1)
+    return torch.cat(queries, -1), torch.cat([x.to(dtype).expand(sizes) for x in keys], -1)
 
 
 def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,13 +159,12 @@ def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.clamp(-limit, limit).to(dtype)
 
 
-def _split(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return x, or in half precision two numbers that add up to it: x rounded, and the rest.
+def _in_half(k: Tensor, bias: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return keys, and for the bias two numbers that add up to it: itself rounded, and the rest.
 
     Without the rest, the rounding of a large ‖k‖²/2σ² would be an error of the score. The gradient
-    of x is that of the first number: that of the rest cancels.
+    of the bias is that of the first number: that of the rest cancels.
     """
-    if torch.finfo(dtype).bits >= 32:
-        return [x.to(dtype)]
-    rounded = _fit(x, dtype)
-    return [rounded, _fit(x - rounded.to(x.dtype), dtype)]
+    bias = bias / (UNIT if dtype == torch.float16 else 1)
+    rounded = _fit(bias, dtype)
+    return [_fit(k, dtype), rounded, _fit(bias - rounded.to(bias.dtype), dtype)]

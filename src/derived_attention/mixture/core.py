@@ -265,7 +265,8 @@ def linear_mixture_attention(
     feature_map, fused
         As in `linear_attention`.
     """
-    fused = check_fused(fused, mask, None, q, k)
+    if fused is not None:
+        fused = check_fused(fused, mask, None)
     pi = _relative(priors, k)
     elu = feature_map is elu_feature_map  # then the kernel mixes them as it loads the keys
 
@@ -273,7 +274,8 @@ def linear_mixture_attention(
         fields = causal_problem("mlk", mask, elu, q, v)
         return fields and fields | {"R": k.shape[-3]}
 
-    if chosen(fused, q, k, v, pi, problem=problem) and elu:
+    kernel = fused is not None or (mask.is_causal and q.device.type != "cpu")
+    if kernel and chosen(fused, q, k, v, pi, problem=problem) and elu:
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
     mixed = _mixed(feature_map, k, pi)  # (..., M, F)

@@ -148,7 +148,9 @@ def _by_scale(
         if statistics is None:
             outputs.append(call(base, q_h, k_h, v_h, mask_h, scale))
         else:
-            own = statistics | {"beta": of_heads(statistics["beta"], heads), "attention": base}
+            own = statistics | {"attention": base}
+            if isinstance(own["beta"], Tensor):
+                own["beta"] = of_heads(own["beta"], heads)
             outputs.append(call(normalized_attention, q_h, k_h, v_h, mask_h, scale, **own))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 

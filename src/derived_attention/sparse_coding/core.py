@@ -31,7 +31,7 @@ from derived_attention import formulas
 from derived_attention.common.blocks import Block, stands_for_many
 from derived_attention.common.checks import check_causal_state, check_keys, check_parts
 from derived_attention.common.convention import full_precision, mechanism, reference
-from derived_attention.common.masks import Mask, flat_heads
+from derived_attention.common.masks import Mask, all_flat
 from derived_attention.formulas import signed_power
 from derived_attention.linear.core import in_chunks
 from derived_attention.sparse_coding.solver import (
@@ -309,7 +309,7 @@ class _Coding(torch.autograd.Function):
     def forward(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
         """Take q / κ, keys with rows of zeros for absent ones, values, and ρ."""
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        flat, q, k, v, rho = (flat_heads(x, q.dim() - 2) for x in (out, q, k, v, rho))
+        flat, q, k, v, rho = all_flat(q.dim() - 2, out, q, k, v, rho)
         in_place = not torch.compiler.is_compiling()  # a traced graph may want gradients
         solver = Solver(k, rho, q.shape[-2], options)
         cast = {k.dtype: [q, k, v]}
@@ -351,7 +351,7 @@ class _Coding(torch.autograd.Function):
 def _gradients(options: Options, grad: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Return the gradients of q, k, v and ρ block by block."""
     result = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
-    grad, *flat = (flat_heads(x, grad.dim() - 2) for x in (grad, *tensors, *result))
+    grad, *flat = all_flat(grad.dim() - 2, grad, *tensors, *result)
     (q, k, v, rho), sums = flat[:4], flat[4:]
     solver = Solver(k, rho, q.shape[-2], options)
     cast = {k.dtype: ([q, k, v], sums)}
@@ -405,7 +405,7 @@ def _used(z: Tensor) -> Tensor:
 
 def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
     """Return what `_Coding` does, with all steps in memory: it can be differentiated at will."""
-    Q, K, V, flat_rho = (flat_heads(x, q.dim() - 2) for x in (q, k, v, rho))
+    Q, K, V, flat_rho = all_flat(q.dim() - 2, q, k, v, rho)
     solver, parts = Solver(K, flat_rho, q.shape[-2], options), []
     for rows in _chunks(q.shape[-2]):
         block, dtype = Block(ALL, rows, options.seen(rows.stop, k.shape[-2])), q.dtype
@@ -419,7 +419,7 @@ def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Te
 @torch.no_grad()
 def _residuals(options: Options, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     """Primal and dual residuals of every step, (..., N, iterations), with κ = 1."""
-    Q, K, flat_rho = (flat_heads(x, q.dim() - 2) for x in (q, k, rho))
+    Q, K, flat_rho = all_flat(q.dim() - 2, q, k, rho)
     solver = Solver(K, flat_rho, q.shape[-2], options)
     result = q.new_zeros(2, *Q.shape[:-1], options.iterations)
     for block in _blocks(options, Q, K):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from derived_attention.common.checks import (
     check_count,
-    check_flag,
+    check_flags,
     check_no_bias,
     check_parameter,
     check_positive,
@@ -69,8 +69,9 @@ def prepare_codes(
 
     q is multiplied by the scale.
     """
-    check_flag("exclude_self", options.exclude_self)
-    check_count("prefix", options.prefix, 0)
+    check_flags(exclude_self=options.exclude_self)
+    if options.prefix.__class__ is not int or options.prefix < 0:
+        check_count("prefix", options.prefix, 0)
     N, M = q.shape[-2], k.shape[-2]
     if options.prefix > M:
         raise ValueError(f"prefix is {options.prefix}; expected at most {M}, the number of keys")
@@ -79,8 +80,9 @@ def prepare_codes(
         raise ValueError(f"k has shape (..., {M}, D); expected {expected}")
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, "there are no scores of keys to add to")
-    keys, dtype = mask.present(M), wide(q)
-    q, k, v = (x.to(dtype) for x in (q if scale is None else scale * q, k, v))
+    keys, dtype = None if mask.given is None else mask.present(M), wide(q)
+    q = (q if scale is None else scale * q).to(dtype)
+    k, v = k.to(dtype), v.to(dtype)
     present = k.new_ones(k.shape[:-1]) if keys is None else keys.to(dtype).expand(k.shape[:-1])
     return q, k, v, present
 
@@ -93,7 +95,8 @@ def check_lasso(
     check_count("iterations", options.iterations, 1)
     check_power(options.power)
     q, *rest = prepare_codes(q, k, v, mask, scale, options)
-    return q, *rest, *(penalty(*x, q) for x in zip(("lam", "rho"), penalties, strict=True))
+    lam, rho = penalties
+    return q, *rest, penalty("lam", lam, q), penalty("rho", rho, q)
 
 
 def check_power(power: int | None) -> int | None:
