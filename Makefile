@@ -121,7 +121,7 @@ tools: FORCE
 	@$(ENVIRONMENT) dev
 
 # Sphinx does not notice a change in its extensions or settings: let it read every page again.
-_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_book/ledger/*.py) src/derived_book/tables.py benchmarks/results/plan.json _config.yml _toc.yml book/references.bib _build/.settings
+_build/.extensions: $(wildcard _ext/*.*) $(wildcard src/derived_book/ledger/*.py) src/derived_book/experiment_tables.py benchmarks/report.py _config.yml _toc.yml book/references.bib _build/.settings
 	@rm -rf _build/.doctrees $(HTML)/_modules
 	@touch $@
 

@@ -310,7 +310,7 @@ def _fill_in(app, doctree, doc):
         node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
         text = status_page.measured(app, node["doc"], node["kind"])
-        # Plans are committed; what this build measured must not get into the notebooks.
+        # What this build measured must not get into the notebooks.
         classes = ["da-measured"] if node["kind"] in ("read", "cpu") else []
         node.replace_self(nodes.inline("", text, classes=classes))
 

@@ -1,23 +1,18 @@
-"""What pages say of their own times: to read, to run here, in another profile or on a GPU."""
+"""What pages say of their own times: to read, to solve the exercises, and to run here."""
 
 from __future__ import annotations
 
-import json
 import re
-from functools import lru_cache
 from typing import NamedTuple
 
 from docutils import nodes
-
-from derived_book.training.grids import duration
-from plan import RESULT
 
 # What slow reading took: a class of one reader, who worked through the formulas and the code.
 WORDS_PER_MINUTE = 100
 SECONDS_PER_FORMULA = 45
 SECONDS_PER_LINE = 4  # of visible code
 SITTING = "sitting"  # the class of the box that says where to stop for the day
-KINDS = ("read", "exercises", "cpu", "gpu", "full")
+KINDS = ("read", "exercises", "cpu")
 EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
 
 
@@ -97,23 +92,6 @@ def _folded(node) -> str | None:
     return ("proof" if proof else "away") if closed else None
 
 
-@lru_cache
-def _plans() -> dict:
-    return json.loads(RESULT.read_text("utf8"))
-
-
-def planned(doc: str, profile: str) -> dict | None:
-    """Return what a page's plan says: see plan.py. A new page may have none yet."""
-    return _plans().get(profile, {}).get(doc.rpartition("/")[2])
-
-
-def words(seconds: float) -> str:
-    """Return a time in words that are not torn apart: also days, which no run of ours has taken."""
-    days = seconds / 86400
-    text = f"{days:.0f} days" if days > 3 else duration(seconds)
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
-
-
 def measured(app, doc: str, kind: str) -> str:
     """Return one of a page's times as text."""
     if kind == "read":
@@ -121,43 +99,25 @@ def measured(app, doc: str, kind: str) -> str:
     if kind == "exercises":
         closed, opened = exercise_minutes(app.env.get_doctree(doc))
         return f"{closed} min of exercises" + (f", {opened} min of open ones" if opened else "")
-    if kind == "cpu":
-        seconds = run_seconds(app, doc)
-        return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
-    plan = planned(doc, "medium" if kind == "gpu" else "full")
-    if plan is None:
-        return f"not planned {'on a GPU' if kind == 'gpu' else 'in full'} yet"
-    gpu = f"{words(plan['gpu_seconds'])} on a GPU"
-    if kind == "gpu":
-        return f"some {gpu} (computed)"
-    return (
-        f"{plan['runs']:,} runs, {plan['steps']:,} steps, "
-        f"some {words(plan['cpu_seconds'])} on one core and {gpu} (computed)"
-    )
+    seconds = run_seconds(app, doc)
+    return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
 
 
 def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[list]]:
-    """Return header and rows: each page's times, planned and measured, its claims and figures.
+    """Return header and rows: each page's times, its claims and figures.
 
     `link` makes a link to a page, `claims` are all of this build as (page, claim).
     """
     rows = []
     for page in pages:
         doctree, seconds = app.env.get_doctree(page), run_seconds(app, page)
-        plans = [planned(page, profile) for profile in ("medium", "full")]
-        times = [
-            words(plan[f"{where}_seconds"]) if plan else "–"
-            for plan, where in zip((*plans, plans[1]), ("gpu", "gpu", "cpu"), strict=True)
-        ]
         rows.append(
             [
                 [link(page)],
                 f"{reading(doctree).minutes}\N{NO-BREAK SPACE}min",
                 "not executed" if seconds is None else f"{seconds:.0f} s",
-                *times,
                 str(sum(p == page for p, _ in claims)),
                 str(len(list(doctree.findall(nodes.figure)))),
             ]
         )
-    header = ["chapter", "to read", "quick, here", "medium, GPU", "full, GPU", "full, one core"]
-    return [*header, "claims", "figures"], rows
+    return ["chapter", "to read", "quick, here", "claims", "figures"], rows

@@ -275,7 +275,7 @@ def test_a_page_is_built_and_loads_nothing_from_outside(page):
 @pytest.mark.parametrize("page", [p for p in toc_pages() if re.match(r"book/\d\d_", p)])
 def test_a_chapter_follows_the_template(page):
     source = (ROOT / f"{page}.md").read_text("utf8")
-    for kind in ("read", "cpu", "gpu"):
+    for kind in ("read", "cpu"):
         assert f"{{measured}}`{kind}`" in source
     for heading in ("Takeaways", "## Exercises", "## Further reading", "From formula to GPU"):
         assert heading in source, heading
