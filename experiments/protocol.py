@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from derived_attention.common.files import write_atomically
-from derived_book.tables import experiment_caption, experiment_table
-from derived_book.tables import markdown as as_markdown
-from derived_book.training.cluster import Ray, Workers
+from derived_book.experiment_tables import experiment_caption, experiment_table
+from derived_book.experiment_tables import markdown as as_markdown
 from derived_book.training.grids import run_grid
 from derived_book.training.measure import machine
 from derived_book.training.recorded import SCHEMA
@@ -81,7 +80,7 @@ def deciding(
 def run(
     plan: dict[str, Any],
     device: str,
-    workers: int | Workers = 1,
+    workers: int = 1,
     kept: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Run one experiment, or read what of it has been run; return what is to be written.
@@ -179,28 +178,18 @@ def command(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{prefix}", description=text)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(experiments)}")
     add = parser.add_argument
-    add("--workers", default="1", help="how many processes of this machine (1), or: ray")
+    add("--workers", type=int, default=1, help="how many processes of this machine (1)")
     add("--keep", action="store_true", help="runs of the written record; run what it lacks")
-    add("--address", help="of the Ray cluster: auto, if this machine is part of it")
-    add("--gpus", type=float, default=0, help="that Ray gives to each run (0)")
     asked = parser.parse_args(arguments)
     names = asked.names or list(experiments)
     if unknown := [name for name in names if name not in experiments]:
         parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(experiments)}")
-    if asked.workers != "ray" and not asked.workers.isdecimal():
-        parser.error(f"--workers is {asked.workers}; expected a number, or ray")
-    if asked.workers != "ray" and (asked.address or asked.gpus):
-        parser.error("--address and --gpus are Ray's; expected --workers ray beside them")
-    if asked.workers == "ray":
-        workers: int | Workers = Ray(asked.address, num_gpus=asked.gpus)
-        device = "cuda" if asked.gpus else "cpu"
-    else:
-        workers, device = int(asked.workers), "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     for name in names:
         path = folder / f"{prefix}_{name}_{device}.json"
         kept = kept_rows(path, experiments[name]) if asked.keep else []
-        data = run(experiments[name], device, workers, kept)
+        data = run(experiments[name], device, asked.workers, kept)
         written = json.dumps(data, indent=1) + "\n"
         write_atomically(path, written.encode())
         print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)

@@ -20,17 +20,15 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import beside, kernels, run, tiles
+from benchmarks import beside, report, run
 from benchmarks.cases import BASELINES, CASES
-from benchmarks.gpu.resources import ARCHITECTURES
+from benchmarks.gpu.resources import SHARED
 from benchmarks.peers import LIBRARIES, load
 from benchmarks.peers import flex_attention as flex_peer
 from derived_attention.common.kernel_cases import PATTERNS
-from derived_attention.common.kernels import OLDEST
 from derived_attention.linear.core import linear_attention
 from derived_attention.registry import MECHANISMS, grid_of, near_root
-from derived_book import tables
-from derived_book.training import measure
+from derived_book import experiment_tables
 from derived_book.training.measure import machine
 from derived_book.training.recorded import load_experiment
 from derived_book.training.run_key import PACKAGE
@@ -62,8 +60,8 @@ ROOT = Path(__file__).parents[1]
 
 FORMS = ("fast", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = tables.slug(machine())
-MACHINES = sorted(path for path in tables.RESULTS.iterdir() if path.is_dir())
+HERE = report.slug(machine())
+MACHINES = sorted(path for path in report.RESULTS.iterdir() if path.is_dir())
 
 
 def check_whole(data, lengths):
@@ -72,7 +70,7 @@ def check_whole(data, lengths):
     times = [(x.get("dim", run.DIM), x["length"], x["dtype"], x["mode"]) for x in data["times"]]
     D, dtypes = data["settings"]["D"], data["settings"]["dtypes"]
     dims = D if isinstance(D, list) else [D]
-    assert times == list(itertools.product(dims, lengths, dtypes, tables.MODES))
+    assert times == list(itertools.product(dims, lengths, dtypes, report.MODES))
     for row in data["times"]:
         for numbers in (row["seconds"], row["baseline_seconds"], row["ratio"]):
             assert 0 < numbers["q1"] <= numbers["median"] <= numbers["q3"], row
@@ -82,7 +80,7 @@ def check_whole(data, lengths):
             assert row["operations"] > 0
     for rows in (data["memory"], data["baseline_memory"]):
         assert [(x["form"], x["mode"]) for x in rows] == [
-            (form, mode) for form in FORMS for mode in tables.MODES
+            (form, mode) for form in FORMS for mode in report.MODES
         ]
         for row in rows:
             assert row["lengths"][1] == 2 * row["lengths"][0]
@@ -99,7 +97,7 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
         + ["--cases", *names, "--output", tmp_path / "new"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    results = tables.load(folder=tmp_path / "new")
+    results = report.load(folder=tmp_path / "new")
     assert list(results) == [HERE] and set(results[HERE]) == set(names)
     assert len(list((tmp_path / "new" / HERE).iterdir())) == 2
     for name, data in results[HERE].items():
@@ -129,7 +127,7 @@ def test_a_wrong_argument_is_named(arguments, message, capsys):
 
 
 def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeypatch, capsys):
-    (example,) = tables.load(["window"]).get("amd-epyc").values()
+    (example,) = report.load(["window"]).get("amd-epyc").values()
     asked, libraries = [], []
 
     def fake(baseline, names, lengths, dims, rounds, device):
@@ -238,14 +236,14 @@ def test_cases_are_different_mechanisms_beside_what_masks_alike():
 def test_memory_of_what_stores_a_matrix_and_of_what_does_not():
     growth = {}
     for form in FORMS:
-        before, after = run.weigh(BASELINES["sdpa"], form, tables.MODES[0], 512, "cpu")["bytes"]
+        before, after = run.weigh(BASELINES["sdpa"], form, report.MODES[0], 512, "cpu")["bytes"]
         growth[form] = after / before
     assert growth["fast"] < 2.2 and growth["reference"] > 3.5
 
 
 def test_a_row_is_of_its_head_dimension():
     (row,) = run.time_cases(
-        "sdpa", ["performer"], 64, torch.float32, tables.MODES[0], 2, "cpu", dim=32
+        "sdpa", ["performer"], 64, torch.float32, report.MODES[0], 2, "cpu", dim=32
     ).values()
     assert row["dim"] == 32 and row["operations"] > 0
     assert CASES["performer"].options(64, 32)["projection"].shape == (4 * 32, 32)
@@ -286,7 +284,7 @@ def test_a_reference_is_timed_where_a_case_says_so():
     for name, case in CASES.items():
         assert (case.against_reference is not None) == (name == "lasso")
     rows = run.beside_reference("lasso", replace(CASES["lasso"], against_reference=64), 2, "cpu")
-    assert [x["mode"] for x in rows["reference_times"]] == list(tables.MODES)
+    assert [x["mode"] for x in rows["reference_times"]] == list(report.MODES)
     assert all(x["length"] == 64 and x["ratio"]["median"] > 0 for x in rows["reference_times"])
     assert run.beside_reference("window", CASES["window"], 2, "cpu") == {}
 
@@ -397,12 +395,12 @@ def test_peers_are_measured_once_and_written(tmp_path, capsys):
 
 def check_peer(data, lengths, dim):
     times = [(x["length"], x["dim"], x["mode"]) for x in data["times"]]
-    assert times == [(n, dim, mode) for n in lengths for mode in tables.MODES]
+    assert times == [(n, dim, mode) for n in lengths for mode in report.MODES]
     for row in data["times"]:
         for key in ("seconds", "ours_seconds", "baseline_seconds", "ratio", "ours_ratio"):
             assert 0 < row[key]["q1"] <= row[key]["median"] <= row[key]["q3"], (key, row)
         assert min(row[key] for key in ("bytes", "ours_bytes", "baseline_bytes")) > 0
-    check_shape(tables.peer_table({"one": data}, max(lengths), dim))
+    check_shape(report.peer_table({"one": data}, max(lengths), dim))
 
 
 # --- the committed results -----------------------------------------------------------------------
@@ -420,17 +418,17 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         old = run.outdated(path, run.settings(case, lengths, dims, data["device"]))
         assert same and not old, f"{path.name}: run python -m benchmarks"
         assert data["rounds"] >= (5 if data["device"] == "cuda" else 7)
-        assert folder.name == tables.slug(data["machine"])
+        assert folder.name == report.slug(data["machine"])
         assert (data["machine"]["gpu"] is not None) == (data["device"] == "cuda")
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
         assert ("reference_times" in data) == (case.against_reference is not None)
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
-        assert max(growth["fast", mode] for mode in tables.MODES) < 2.5, "a line, not a matrix"
+        assert max(growth["fast", mode] for mode in report.MODES) < 2.5, "a line, not a matrix"
         # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.
         # Where each query has a (D, D) matrix of its own, that is more than the (N, N) one; the
         # delta rule's formula has no other.
         own = path.stem in ("ridge", "ridge_causal", "lasso_causal", "delta", "delta_causal")
-        assert growth["reference", tables.MODES[0]] > (1.9 if own else 3.3), "it stores a matrix"
+        assert growth["reference", report.MODES[0]] > (1.9 if own else 3.3), "it stores a matrix"
 
 
 @pytest.mark.parametrize("folder", MACHINES, ids=lambda folder: folder.name)
@@ -448,53 +446,33 @@ def test_committed_peers_are_whole_and_as_they_are(folder, peers):
 
 
 def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
-    (committed,) = tables.load_verified()
+    (committed,) = report.load_verified()
     assert all(x["agrees"] and x["repeats"] for x in committed["trials"].values())
     (tmp_path / "verified-a.json").write_text(json.dumps({"place": "a GPU, kernels 123"}))
     for digest, current in (("123", True), ("124", False)):
         monkeypatch.setattr(
             "derived_attention.common.kernel_selftest.digest", lambda digest=digest: digest
         )
-        assert [data["current"] for data in tables.load_verified(tmp_path)] == [current]
+        assert [data["current"] for data in report.load_verified(tmp_path)] == [current]
 
 
-def test_tiles_of_an_h100_are_near_the_fastest_that_were_timed():
-    """Each within a tenth of the fastest for its mechanism, as soft and hard share sizes."""
-    from derived_attention.mixture import triton as mixture
-    from derived_attention.sparse_coding import triton as splitting
-
-    (data,) = tables.load_tuned()
-    assert len(data["milliseconds"]) == 28
-    for label, times in data["milliseconds"].items():
-        family, name = label.split()[0].split(".")
-        width, *_, dtype = int(label.split()[-1]), torch.bfloat16
-        if family == "mixture":
-            keys, hard = 1 if " shifted " in label else 2, " hard " in label
-            sizes = mixture.blocks(getattr(mixture, name), width, dtype, keys, hard, hopper=True)
-        else:
-            sizes = splitting.blocks(getattr(splitting, name), dtype, width, hopper=True)
-        took = times[",".join(str(sizes[x]) for x in data["sizes"])]
-        assert took <= 1.1 * min(x for x in times.values() if x is not None), label
+def test_kernels_compile_for_every_architecture_and_spill_nothing():
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.resources"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["sm"] for row in rows} == set(SHARED)
+    for row in rows:
+        assert row["spills"] == 0 and row["shared"] <= SHARED[row["sm"]], row
 
 
-def test_the_committed_kernels_are_those_that_compile():
-    """Always: memory that fits, and few numbers that spill. One compiler: the same numbers."""
-    committed = tables.load_kernels()
-    same = committed["versions"]["triton"] == run.version_of("triton")
-    usage, architectures = kernels.usage(), ARCHITECTURES
-    assert not same or committed["usage"] == usage, "run python -m benchmarks.kernels"
-    for row in [*usage, *committed["usage"]]:
-        assert row["spills"] <= (700 if row["capability"] == 90 else 32), row
-        assert row["shared"] <= architectures[row["capability"]].block_shared, row
-        assert (8 if row["dtype"] == "bfloat16" else 4) <= row["resident"] <= 64, row
-    rows = list(kernels.rooflines())
-    assert committed["rooflines"] == rows, "run python -m benchmarks.kernels"
-    assert {row["case"] for row in rows} == {name for name, case in CASES.items() if case.kernel}
-    assert set(kernels.FUSED) <= set(CASES)
+def test_what_has_a_kernel_is_timed_with_it():
     for name, entry in MECHANISMS.items():  # of what is linear in N only the causal form has one
         # Those of sparse patterns are PyTorch's, which stands among the peers.
         if name not in PATTERNS and "fused" in inspect.signature(entry.fast).parameters:
-            assert f"{name}_causal" in kernels.FUSED and entry.linear != (name in kernels.FUSED)
+            assert CASES[f"{name}_causal"].kernel and not CASES[name].kernel
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -502,21 +480,21 @@ def test_the_committed_kernels_are_those_that_compile():
 
 @pytest.fixture
 def measured():
-    return {"amd-epyc": tables.load()["amd-epyc"]}
+    return {"amd-epyc": report.load()["amd-epyc"]}
 
 
 def check_shape(made):
     header, rows = made
     assert rows and {len(row) for row in rows} == {len(header)}
     assert all(isinstance(cell, str) and "|" not in cell for row in [header, *rows] for cell in row)
-    lines = tables.markdown(made).splitlines()
+    lines = experiment_tables.markdown(made).splitlines()
     assert len(lines) == len(rows) + 2
     assert {line.count("|") for line in lines} == {len(header) + 1}
 
 
 def test_tables_show_the_cases_after_what_they_are_beside(measured):
-    header, rows = tables.time_table(measured, ["window", "linear_causal"])
-    assert header[0] == "time, N = 4096" and header[-2:] == list(tables.MODES)
+    header, rows = report.time_table(measured, ["window", "linear_causal"])
+    assert header[0] == "time, N = 4096" and header[-2:] == list(report.MODES)
     labels = [CASES[name].label for name in ("window", "linear_causal")]
     assert [row[0] for row in rows] == ["SDPA", "SDPA, causal", *labels]
     assert [row[1] for row in rows] == ["", "", "SDPA", "SDPA, causal"]
@@ -524,7 +502,7 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
     assert re.fullmatch(r"≤ 0\.\d\d / 0\.\d\d: (met|missed on AMD EPYC)", rows[2][3])
     assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", rows[2][4])
     files = {name: measured["amd-epyc"][name] for name in ("mgk", "hard_mgk", "smgk")}
-    memory = tables.memory_table(files)
+    memory = report.memory_table(files)
     assert memory[0][0] == "extra memory, AMD EPYC"
     assert [row[0] for row in memory[1][:2]] == ["SDPA, twice the heads", CASES["mgk"].label]
     assert re.fullmatch(r"[\d.]+ MiB, ×\d\.\d", memory[1][1][2])
@@ -532,7 +510,7 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
     assert beside == "", "of other lengths"
     assert min(map(float, factors)) >= 40, "what O(N) saves at N = 4096"
     assert all(re.fullmatch(r"[\d.]+ GiB, ×[34]\.\d", row[5]) for row in memory[1][1:])
-    for made in (tables.time_table(measured), memory, (header, rows)):
+    for made in (report.time_table(measured), memory, (header, rows)):
         check_shape(made)
 
 
@@ -548,7 +526,7 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
         data["machine"]["processor"] = "Intel(R) Xeon(R) CPU @ 2.70GHz"
         data["machine"]["date"], data["rounds"] = "2026-12-01", data["rounds"] + 2
     slow = intel["linear_causal"]["times"][3]
-    assert tables.GOAL.items() <= slow.items()
+    assert report.GOAL.items() <= slow.items()
     slow["ratio"]["median"] = 0.151
     intel["linear_causal"]["times"][2]["baseline_seconds"]["median"] = 1.5
     del cuda["bn_causal"]
@@ -558,190 +536,49 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     times += [row | {"dtype": "bfloat16"} for row in times]
     results = {"amd-epyc": amd, "intel-xeon-2-70ghz": intel, "nvidia-h200": cuda}
     for files, name in zip(results.values(), results, strict=True):
-        assert {tables.slug(data["machine"]) for data in files.values()} == {name}
+        assert {report.slug(data["machine"]) for data in files.values()} == {name}
 
-    made = tables.time_table(results, ["linear_causal", "bn_causal"])
+    made = report.time_table(results, ["linear_causal", "bn_causal"])
     check_shape(made)
     header, (baseline, linear, bn) = made
     kinds = ["AMD EPYC, float32", "Intel Xeon @ 2.70GHz, float32"]
     kinds += ["NVIDIA H200, float32", "NVIDIA H200, bfloat16"]
-    assert header[4:] == [f"{mode} ({kind})" for kind in kinds for mode in tables.MODES]
+    assert header[4:] == [f"{mode} ({kind})" for kind in kinds for mode in report.MODES]
     assert linear[3] == "≤ 0.12 / 0.15: missed on Intel Xeon @ 2.70GHz"
     assert bn[3] == "≤ 1.10 / 1.10: met"
     assert all(linear[4:]) and all(bn[4:8]) and bn[8:] == [""] * 4
     assert re.fullmatch(r"1 = \d+ ms to 1.50 s", baseline[6])
-    gpu = tables.time_table({"nvidia-h200": cuda}, ["linear_causal"])
+    gpu = report.time_table({"nvidia-h200": cuda}, ["linear_causal"])
     assert gpu[1][1][3] == "", "no goal for a GPU"
-    assert tables.of_each_kind(results) == [amd, cuda], "memory once for each kind"
+    assert report.of_each_kind(results) == [amd, cuda], "memory once for each kind"
     rounds = amd["bn_causal"]["rounds"]
-    assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in tables.caption(amd)
-    assert tables.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
+    assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in report.caption(amd)
+    assert report.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
     unknown = "measured before files named the code, which may have changed since"
     for data in cuda.values():
         data["code"] = "0"
-    assert unknown not in tables.caption(cuda)
-    assert tables.caption({**cuda, "b": amd["bn_causal"]}).endswith(f"; 1 of 2 were {unknown}")
-    assert tables.caption({"b": amd["bn_causal"] | {"code": "0"}}) in tables.caption(
+    assert unknown not in report.caption(cuda)
+    assert report.caption({**cuda, "b": amd["bn_causal"]}).endswith(f"; 1 of 2 were {unknown}")
+    assert report.caption({"b": amd["bn_causal"] | {"code": "0"}}) in report.caption(
         {"b": {key: x for key, x in amd["bn_causal"].items() if key != "code"}}
     )
-    both = tables.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
+    both = report.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
     assert f"medians of {rounds} and {rounds + 2} rounds" in both and "and 2026-12-01" in both
-
-
-def test_a_kernel_stands_beside_the_form_without_it(measured):
-    files = {"linear_causal": copy.deepcopy(measured["amd-epyc"]["linear_causal"])}
-    assert tables.fused_table(files) is None
-    row = files["linear_causal"]["times"][0] | {"dim": 128}
-    quick, slow = ({"q1": x, "median": x, "q3": x} for x in (0.1, 0.2))
-    files["linear_causal"]["times"] = [
-        row | {"ratio": quick, "unfused_ratio": slow},
-        row | {"ratio": slow, "unfused_ratio": quick},
-    ]
-    made = tables.fused_table(files)
-    check_shape(made)
-    assert [x[-3:] for x in made[1]] == [
-        ["0.10", "0.20", "the kernel"],
-        ["0.20", "0.10", "without"],
-    ]
-    assert made[1][0][2] == "128"
-
-
-def test_a_roofline_is_the_slowest_of_three():
-    peak, bandwidth, special = kernels.DEVICES["H200 SXM"]
-    assert kernels.seconds(kernels.Work(peak, 0, 0))["H200 SXM"] == 1
-    assert kernels.seconds(kernels.Work(peak, 2 * bandwidth, special))["H200 SXM"] == 2
-    assert kernels.seconds(kernels.Work(peak, 2 * bandwidth, 3 * special))["H200 SXM"] == 3
-    device = dict(zip(tables.RATES, (peak, bandwidth, special), strict=True))
-    counts = {"operations": peak, "bytes": 0.98 * bandwidth, "exponentials": 0.995 * special}
-    assert tables.bound_by(counts, device) == "operations and exponentials"
-    assert tables.bound_by(counts | {"bytes": 2 * bandwidth}, device) == "bytes"
-    full, half = (kernels.sdpa(8, 4096, 64, causal) for causal in (False, True))
-    assert full["forward"].operations == measure.attention_flops(4096, 4096, 64, heads=8)
-    both = "forward + backward"
-    assert full[both].operations == 3.5 * full["forward"].operations
-    assert half[both].operations / full[both].operations == (1 + 1 / 4096) / 2
-    assert full["forward"].bytes == 4 * 8 * 4096 * 64 * 2 + 8 * 4096 * 4
-
-
-def test_exponentials_are_counted_by_hand():
-    pairs, modes = 8 * 4096**2, tables.MODES
-    sizes = {"B": 1, "H": 8, "N": 4096, "M": 4096, "D": 64}
-    found = {name: [x[mode].exponentials for mode in modes] for name, x in (
-        ("softmax", kernels.sdpa(8, 4096, 64, False)),
-        *((name, kernels.WORK[name](**sizes)) for name in kernels.WORK),
-    )}  # fmt: skip
-    assert found["softmax"] == [pairs, 2 * pairs]  # one kernel backward
-    assert found["mgk"] == found["smgk"] == [2 * pairs, 6 * pairs]  # R = 2, two kernels backward
-    assert found["hard_mgk"] == [pairs, 3 * pairs]
-    assert found["lasso"] == [0, 0]
-    # Features of queries once; of keys twice, for their sums beforehand too. Backward those of
-    # queries three times, of keys twice, and once more the slopes of keys.
-    features = 8 * 4096 * 64
-    assert found["linear"] == [3 * features, 9 * features]
-    assert found["mlk"] == [5 * features, 14 * features]
-
-
-def test_the_machine_code_has_as_many_exponentials():
-    """In the loop over tiles, each thread has its share of a tile, and shrinks its rows."""
-    code = """
-import json, torch
-from benchmarks.gpu import resources
-for launch in resources.launches(64, torch.bfloat16, 80):
-    if launch.name.startswith("mixture") or launch.name == "lasso query":
-        sizes = {x: launch.constants[x] for x in ("BLOCK_N", "BLOCK_M")}
-        count = resources.compile_for(launch, 80).asm["ptx"].count("ex2.approx")
-        print(json.dumps([launch.name, count, 32 * launch.num_warps, *sizes.values()]))
-"""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 10
-    for name, count, threads, N, M in rows:
-        each = 0 if "lasso" in name else 1 if "hard" in name else 2
-        rows_of_a_thread = 2 if "forward" in name else 0
-        assert count == each * (N * M // threads + rows_of_a_thread), name
-
-
-def test_a_bound_says_what_is_left_to_win():
-    data = tables.load_kernels()
-    where = {"length": 16384, "dim": 64, "device": "H100 SXM"}
-    left = {name: tables.winnings(data, CASES[name].label, **where) for name in kernels.FUSED}
-    assert left["mgk"]["forward"] == left["smgk"]["forward"] == (1, "exponentials")
-    assert left["hard_mgk"]["forward"] == (pytest.approx(0.75), "operations")
-    assert left["lasso"]["forward"][0] > 10 and left["mlk_causal"]["forward"][1] == "bytes"
-    header, rows = made = tables.roofline_table(data, where["length"])
-    check_shape(made)
-    assert rows[0][-2:] == ["1 / 1", "exponentials / operations"]
-
-
-def test_spills_stand_by_version(tmp_path, monkeypatch, capsys):
-    (one, job), *_ = tiles.jobs(True, [90])
-    taken = {"registers": 1, "spills": 0, "shared": 1, "resident": 1, "fits": True}
-    monkeypatch.setattr(tiles, "TILES", tmp_path / "tiles.json")
-    monkeypatch.setattr(tiles, "SPILLS", tmp_path / "spills.json")
-    monkeypatch.setattr(tiles, "interpreted", lambda: False)
-    monkeypatch.setattr(
-        tiles, "compiled", lambda *x: taken | {"spills": 8 * (x[:2] == job[:2] and x[3] == job[3])}
-    )
-    monkeypatch.setattr(run, "version_of", lambda package: "3.10.0")
-    assert tiles.main(["--capability", "90"]) == 0 and not (tmp_path / "spills.json").exists()
-    assert tiles.main([]) == 0
-    monkeypatch.setattr(run, "version_of", lambda package: "3.9.0")
-    monkeypatch.setattr(tiles, "compiled", lambda *x: taken)
-    assert tiles.main([]) == 0 and one in capsys.readouterr().out
-    found = tables.load_spills(tmp_path / "spills.json")
-    assert list(found) == ["3.9.0", "3.10.0"], "oldest first"
-    assert found["3.9.0"]["spills"] == {} and found["3.10.0"]["spills"] == {one: 8}
-    header, (row,) = made = tables.spills_table(found)
-    check_shape(made)
-    assert header[-2:] == ["Triton 3.9.0", "Triton 3.10.0"] and row[-3:] == ["sm_90", "0", "8"]
-    monkeypatch.setattr(tiles, "compiled", lambda *x: {"fault": "no room"})
-    monkeypatch.setattr(run, "version_of", lambda package: "3.11.0")
-    with pytest.raises(RuntimeError, match="does not compile with 3.11.0: no room"):
-        tiles.main([])
-
-
-def test_the_committed_spills_are_those_of_the_shipped_sizes():
-    found, committed = tables.load_spills(), tables.load_kernels()
-    names = [name for name, _ in tiles.jobs(True, list(ARCHITECTURES))]
-    for version, data in found.items():
-        assert tuple(map(int, version.split("."))) >= OLDEST
-        stale = set(data["spills"]) - set(names)
-        assert data["compiled"] == len(names) and not stale, "run python -m benchmarks.tiles"
-        for name, size in data["spills"].items():  # on an H100 tiles are chosen by time
-            assert size <= (700 if name.endswith("sm_90") else 72), f"{name}: 18 numbers a thread"
-    same = found[committed["versions"]["triton"]]["spills"]
-    for row in committed["usage"]:
-        front, end = (
-            f"{row['kernel']} {row['dtype']} {row['head_dim']} ",
-            f" sm_{row['capability']}",
-        )
-        assert row["spills"] == sum(
-            size for name, size in same.items() if name.startswith(front) and name.endswith(end)
-        )
-    check_shape(tables.spills_table(found))
 
 
 def test_what_is_not_there_is_named(measured, tmp_path):
     with pytest.raises(ValueError, match="no results for quadratic; there are "):
-        tables.time_table(measured, ["linear", "quadratic"])
+        report.time_table(measured, ["linear", "quadratic"])
     with pytest.raises(ValueError, match="no results for linear at N = 8192"):
-        tables.time_table(measured, ["linear"], length=8192)
-    assert tables.load(folder=tmp_path) == {}
+        report.time_table(measured, ["linear"], length=8192)
+    assert report.load(folder=tmp_path) == {}
     with pytest.raises(ValueError, match="no results for any case"):
-        tables.time_table({})
+        report.time_table({})
     (tmp_path / "amd").mkdir()
     (tmp_path / "amd" / "linear.json").write_text('{"schema": 1}')
-    assert tables.load(["window"], tmp_path) == {}
+    assert report.load(["window"], tmp_path) == {}
     with pytest.raises(ValueError, match="amd/linear.json has schema 1; expected 2"):
-        tables.load(folder=tmp_path)
-
-
-def test_tables_need_no_torch():
-    code = "import sys; import derived_book.tables; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        report.load(folder=tmp_path)
 
 
 # --- experiments ---------------------------------------------------------------------------------
@@ -869,7 +706,7 @@ def test_committed_experiments_are_whole(name, plan):
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
-        check_shape(tables.experiment_table(data))
+        check_shape(experiment_tables.experiment_table(data))
 
 
 def test_what_a_step_takes_is_recorded_for_every_mechanism_at_the_lengths_of_the_jobs():
@@ -894,7 +731,7 @@ def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
         ("a", 1),
         ("b", 1),
     ]
-    header, rows = tables.experiment_table(data)
+    header, rows = experiment_tables.experiment_table(data)
     assert header == ["attention", "parameters", "MFLOP", "bits", "time of a run"]
     assert [row[:4] for row in rows] == [
         ["a", "1,000", "2.00", "3.0 ± 1.4"],
@@ -922,7 +759,7 @@ def test_a_deciding_experiment_chooses_rates_on_other_seeds(monkeypatch, tmp_pat
     }
     rows = {(r["arm"], r["seed"], r["steps"]): r["bits"] for r in data["rows"]}
     assert len(rows) == 2 * 2 * 3
-    header, table = tables.experiment_table(data)
+    header, table = experiment_tables.experiment_table(data)
     assert header[3:] == ["bits", "bits, 4 steps", "time of a run"]
     assert [line[3:5] for line in table] == [["1.00 ± 0.71", "0.75 ± 0.71"]] * 2
     assert "A text" in capsys.readouterr().out

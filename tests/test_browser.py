@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 import pdf
-from lighthouse import find_browser
+from pdf import find_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -171,7 +171,7 @@ def ignores_shared_heads(*args, enable_gqa, **options):
 def copies_shared_heads(q, k, v, *rest, enable_gqa, **options):
     check_flag("enable_gqa", enable_gqa)
     if enable_gqa:
-        k, v = share_heads("k", k, q, -3), share_heads("v", v, q, -3)
+        _, k, v, _ = share_heads(q, k, v)
     return softmax_attention(q, k, v, *rest, **options)
 
 
@@ -216,7 +216,7 @@ def by_hand(
     """Softmax attention as it may be written in a notebook: right, but it stores A."""
     check_flag("enable_gqa", enable_gqa)
     if enable_gqa:
-        k, v = share_heads("k", k, q, -3), share_heads("v", v, q, -3)
+        _, k, v, _ = share_heads(q, k, v)
     check_floating({"q": q, "k": k, "v": v})
     check_qkv(q, k, v)
     check_mask(attn_mask, q, k, is_causal)

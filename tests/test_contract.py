@@ -40,16 +40,12 @@ OF_FORMULAS = [name.strip() for name in OF_FORMULAS.split(",")]
 SUMS = ("ridge", "lasso", "primal", "delta", "sink")
 UNTRIED = {("one key", name) for name in SUMS} | {("dropout", "primal")}
 
-# The keys of a mixture are centred near the queries of a head; Primal-Attention and the lasso take
-# numbers of each head from keys: weights that multiply them, and codes with the penalty of a head.
-COPIES = ("mgk", "hard_mgk", "smgk", "primal", "lasso")
-
 
 def expected(name, promise):
     """What has to come out: a mechanism refuses only what its entry says."""
     entry = MECHANISMS[name]
     refused = {"causality": not entry.causal, "masks per query": not entry.any_mask}
-    refused |= {"memory of shared heads": name in COPIES}
+    refused |= {"memory of shared heads": name != "softmax"}
     if (promise, name) in UNTRIED:
         return "untried"
     return "refused" if refused.get(promise) else "kept"
@@ -154,7 +150,7 @@ def test_every_public_name_can_be_imported():
         assert inspect.getdoc(thing), name
     listed = dir(derived_attention)
     assert {*PUBLIC, "list_attentions", "get_attention", "__version__"} <= {*listed}
-    for name in ("softmax", "_private", "Attention"):
+    for name in ("no_such_attention", "_private", "Attention"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
             getattr(derived_attention, name)
 

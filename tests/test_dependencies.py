@@ -30,13 +30,11 @@ OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
 SRC = ROOT / "src"
 LIBRARY, BOOK = SRC / "derived_attention", SRC / "derived_book"
 KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
-CLUSTER = {"ray"}  # a grid asks for it when it is told to
 LATER = {"plugs", "ledger", "grading"}  # need more than pages do
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {
     "core": [x for x in LIBRARY.rglob("*.py") if x.stem not in LATER],
     "data": [BOOK / x for x in ("runtime.py", "tasks", "training/fit.py", "training/grids.py")],
-    "cluster": [BOOK / "training/cluster.py"],
     "book": [x for x in SRC.rglob("*.py") if not LATER & {x.stem, x.parent.stem}],
     "build": [BOOK / "ledger"],
     "course": [BOOK / "grading.py"],
@@ -103,11 +101,11 @@ def declared(extra: str) -> set[str]:
 @pytest.mark.parametrize("extra", PLACES)
 def test_an_extra_declares_what_its_part_of_the_package_imports(extra):
     needed = distributions(imported(*PLACES[extra]) - KERNELS)
-    assert needed - (CLUSTER if extra == "book" else set()) <= declared(extra)
+    assert needed <= declared(extra)
 
 
 def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more():
-    used = distributions((imported_by("book") | imported_by_pages()) - KERNELS - CLUSTER)
+    used = distributions((imported_by("book") | imported_by_pages()) - KERNELS)
     assert used == declared("book")
     further = distributions(imported_by("plugs") | imported_by_pages(plugs=True))
     assert further - declared("book") == declared("plugs") - declared("core")
@@ -122,9 +120,9 @@ def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
 def test_the_book_is_built_without_what_only_tests_and_benchmarks_need():
     pages = imported_by("book") | imported_by_pages() | imported_by_pages(plugs=True)
     builders = (path for path in (ROOT / "_ext").glob("*.py") if path.stem != "course")
-    used = distributions((imported(*builders) | pages) - KERNELS - CLUSTER) | {*BUILDERS}
+    used = distributions((imported(*builders) | pages) - KERNELS) | {*BUILDERS}
     assert used | declared("plugs") == declared("build")
-    assert not declared("build") & {"ray", "pytest", "triton", "playwright", "fla-core", "mypy"}
+    assert not declared("build") & {"pytest", "triton", "playwright", "fla-core", "mypy"}
 
 
 def test_a_course_is_made_and_graded_with_what_its_extra_declares_and_it_declares_no_more():
@@ -135,7 +133,7 @@ def test_a_course_is_made_and_graded_with_what_its_extra_declares_and_it_declare
 
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
-    by_pages = (imported_by("book") | imported_by_pages()) - KERNELS - CLUSTER
+    by_pages = (imported_by("book") | imported_by_pages()) - KERNELS
     assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
     assert set(notebooks.PLUGS.split()) == imported_by("plugs") - {"torch"}
     asked = [notebooks.set_up(x).count("[book,plugs]") for x in (False, True)]

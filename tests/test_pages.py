@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from derived_book import tables
+from benchmarks import report
 
 BOOK = Path(__file__).parents[1] / "book"
 PAGES = sorted(page.stem for page in BOOK.glob("*.md"))
@@ -81,7 +81,7 @@ def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
     """Its table names the cases in the order of the chapters, so one might be forgotten."""
     shown = {page: (BOOK / f"{page}.md").read_text("utf8") for page in PAGES}
     (names,) = re.findall(r"^```\{benchmarks\} (.+)$", shown.pop("speed"), flags=re.M)
-    assert sorted(names.split()) == sorted({p.stem for p in tables.RESULTS.glob("*/*.json")})
+    assert sorted(names.split()) == sorted({p.stem for p in report.RESULTS.glob("*/*.json")})
     assert not [page for page, text in shown.items() if "```{benchmarks}" in text]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader
 
-import lighthouse
 import pdf
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +29,7 @@ def faces(pages) -> set[str]:
 def printed(browser, tmp_path_factory):
     """Print three pages into one document."""
     folder = tmp_path_factory.mktemp("pdf")
-    writer = pdf.make(lighthouse.find_browser(), HTML, PARTS, folder / "work")
+    writer = pdf.make(pdf.find_browser(), HTML, PARTS, folder / "work")
     writer.write(folder / "book.pdf")
     return PdfReader(folder / "book.pdf")
 
@@ -113,7 +112,7 @@ def test_solutions_come_after_their_chapter(texts):
 
 
 def test_without_a_browser_it_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(lighthouse.shutil, "which", lambda name: None)
+    monkeypatch.setattr(pdf.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="Install one of these: chromium"):
         pdf.main()
 

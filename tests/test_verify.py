@@ -11,15 +11,12 @@ from helpers import NO_TRITON, needs_interpreter
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import verify
-from derived_attention.common import kernel_cases, kernels, tuning
+from derived_attention.common import kernel_cases, kernels
 from derived_attention.common.kernel_cases import Trial
 
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
-from derived_attention.linear import triton as linear
-
 pytestmark = needs_interpreter
-CPU = torch.device("cpu")
 TINY = Trial("linear", "fp32", 20, 20, 5, 5, H=1, mask="causal")
 
 
@@ -31,7 +28,7 @@ def new_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def two_problems(monkeypatch):
-    chosen = [TINY, Trial("mgk", "fp32", 9, 9, 4, 4, H=1)]
+    chosen = [TINY, Trial("mlk", "fp32", 9, 9, 4, 4, H=1, mask="causal")]
     monkeypatch.setattr(verify, "problems", lambda device: chosen)
     return chosen
 
@@ -47,7 +44,7 @@ def test_verify_says_what_agrees_and_goes_on_where_it_stopped(
     assert "linear    1 of 1 problems agree and repeat" in said
     (file,) = tmp_path.glob("verified-*.json")
     data = json.loads(file.read_text("utf8"))
-    assert set(data["trials"]) == set(map(str, two_problems)) and not data["tiles"]
+    assert set(data["trials"]) == set(map(str, two_problems))
     assert data == json.loads(next((tmp_path / "cache").glob("verified*.json")).read_text("utf8"))
     monkeypatch.setattr(verify, "try_one", None)  # calling it would raise
     assert verify.main(["--out", str(tmp_path)]) == 0
@@ -67,65 +64,8 @@ def test_verify_names_a_kernel_that_is_wrong_or_fails(two_problems, monkeypatch,
     monkeypatch.setattr("derived_attention.mixture.triton.attend", fails)
     assert verify.main([]) == 1
     said = capsys.readouterr().out
-    assert "NOT linear fp32" in said and "NOT mgk fp32" in said
+    assert "NOT linear fp32" in said and "NOT mlk fp32" in said
     assert "RuntimeError: out of resource: shared memory" in said
-
-
-def test_the_fastest_tile_that_agrees_is_taken_and_used(monkeypatch, tmp_path):
-    """Times are made up here: of the queries' kernel, the smaller the block, the faster."""
-    monkeypatch.setattr(kernels, "TRIED", 20)
-    now = {}
-
-    def tuned(device, label, sizes):
-        now[label] = tuning._forced.get(label, sizes)
-        tuning._seen[label] = sizes
-        return now[label]
-
-    monkeypatch.setattr(linear, "tuned", tuned)
-
-    def milliseconds(call):
-        call()
-        sizes = now["linear_outputs bf16 R=1 5 5"]
-        return None if sizes["num_stages"] == 1 else sizes["C"] + sizes["num_warps"]
-
-    monkeypatch.setattr(verify, "milliseconds", milliseconds)
-    trial = Trial("linear", "bf16", 70, 70, 5, 5, H=1, mask="causal")
-    record = verify.Record(CPU, tmp_path)
-    with tuning.labels() as labels:
-        verify.calls(trial, CPU, True)["forward"]()
-    assert set(labels) == {"linear_outputs bf16 R=1 5 5", "linear_key_states bf16 R=1 5 5"}
-    with tuning.forced({}):
-        verify.tune(
-            trial, CPU, record, lambda: "linear_outputs bf16 R=1 5 5" in record.data["tiles"]
-        )
-    found = record.data["tiles"]["linear_outputs bf16 R=1 5 5"]
-    shipped = labels["linear_outputs bf16 R=1 5 5"]
-    assert next(iter(found["milliseconds"])) == json.dumps(shipped)
-    assert found["best"] == shipped | {"C": shipped["C"] // 2}
-    assert None in found["milliseconds"].values()
-    on_a_gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(tuning, "found", lambda device: {"a": {"C": 16}})
-    assert tuning.tuned(on_a_gpu, "a", {"C": 64}) == {"C": 16}
-    assert tuning.tuned(on_a_gpu, "b", {"C": 64}) == {"C": 64} == tuning.tuned(CPU, "a", {"C": 64})
-
-
-def test_a_tile_that_is_faster_and_wrong_is_not_taken(monkeypatch):
-    shipped, other = {"C": 64, "num_warps": 4}, {"C": 32, "num_warps": 4}
-    monkeypatch.setattr(verify, "try_one", lambda *_: {"agrees": False, "repeats": True})
-    found = {json.dumps(shipped): 2.0, json.dumps(other): 1.0}
-    assert verify.fastest(TINY, CPU, "linear", shipped, found) == shipped
-    monkeypatch.setattr(verify, "try_one", lambda *_: {"agrees": True, "repeats": True})
-    assert verify.fastest(TINY, CPU, "linear", shipped, found) == other
-    found[json.dumps(other)] = 1.99
-    assert verify.fastest(TINY, CPU, "linear", shipped, found) == shipped, "that is noise"
-
-
-def test_candidates_are_near_and_have_the_shipped_sizes_first():
-    shipped = {"BLOCK_N": 128, "BLOCK_M": 16, "num_warps": 4, "num_stages": 1}
-    first, *others = tuning.candidates(shipped)
-    assert first == shipped and {"BLOCK_N": 64} == dict(others[0].items() - shipped.items())
-    assert len(others) == 5
-    assert all(len(x.items() - shipped.items()) == 1 for x in others)
 
 
 def test_verify_without_a_gpu_and_an_interpreter_says_so(monkeypatch, capsys):
@@ -155,7 +95,7 @@ def test_everything_for_a_gpu_is_rehearsed_and_goes_on(monkeypatch, tmp_path, ca
     (file,) = tmp_path.glob("gpu-*.json")
     data = json.loads(file.read_text("utf8"))
     assert {x["state"] for x in data["steps"].values()} == {"done"}
-    assert list(tmp_path.glob("verified-*.json")) and list(tmp_path.glob("*/mgk.json"))
+    assert list(tmp_path.glob("verified-*.json")) and list(tmp_path.glob("*/linear_causal.json"))
     assert list(tmp_path.glob("*/peers/local_attention.json"))
     monkeypatch.setattr(gpu, "call", None)  # nothing is done again
     assert gpu.main(command) == 0

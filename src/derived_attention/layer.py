@@ -87,11 +87,8 @@ class MultiheadAttention(nn.Module):
       tokens, where in PyTorch's layer 0 times NaN makes every output NaN. Tokens that are excluded
       only by `attn_mask` or by causality have to be finite, as in PyTorch's layer.
 
-    From PyTorch 2.9 on, ``torch.export`` takes a dynamic length with every mechanism except those
-    whose tokens lie on a grid, Attention-Conv2D and CvT. The minimum length has to be larger than
-    all scales, and than MRA-2's kept blocks; mechanisms that pool need
-    ``prefer_deferred_runtime_asserts_over_guards=True``. With a dynamic length, sparse patterns,
-    mixtures, causal Performer, ridge and the lasso store an (N, M) matrix.
+    ``torch.export`` takes a layer for the lengths of its example: most mechanisms are computed in
+    chunks or windows, whose number is part of the exported program.
 
     Parameters
     ----------

@@ -14,10 +14,10 @@ import numpy as np
 from scipy import optimize, stats
 
 from derived_book.plot import COLORS, LABELS
-from derived_book.tables import markdown
 from derived_book.training.recorded import curves, load_experiment
 
 LEVEL, POWER = 0.05, 0.8
+Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
 def results_table(
@@ -145,6 +145,65 @@ def detectable(sd: float, seeds: int) -> float:
         return stats.chi2.expect(found, args=(degrees,)) - POWER
 
     return float(optimize.brentq(lacking, 0.1, 50.0)) * sd * math.sqrt(2 / seeds)
+
+
+def experiment_table(data: dict[str, Any]) -> Table:
+    """Cost and scores of each arm: mean and standard deviation over the seeds.
+
+    If there are several numbers of steps, scores are those at the budget, and the first one is also
+    shown at twice the budget.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    budget, first = data.get("budget"), data["columns"][0]
+    header = ["attention", "parameters", "MFLOP"]
+    header += [heading for _, heading, *_ in data["columns"]]
+    header += ([f"{first[1]}, {2 * budget:,} steps"] if budget else []) + ["time of a run"]
+    rows = []
+    for arm in dict.fromkeys(row["arm"] for row in data["rows"]):
+        every = [row for row in data["rows"] if row["arm"] == arm]
+        runs = [row for row in every if budget in (None, row.get("steps"))]
+        costs = ["–", "–"]  # an experiment that trains no layer has none
+        if "parameters" in runs[0]:
+            costs = [f"{runs[0]['parameters']:,}", f"{runs[0]['flops'] / 1e6:.2f}"]
+        scores = [_spread(runs, *column) for column in data["columns"]]
+        if budget:
+            scores.append(_spread([row for row in every if row["steps"] == 2 * budget], *first))
+        # Runs that another machine has taken have no time.
+        seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]
+        taken = f"{statistics.median(seconds):.3g} s" if seconds else "–"
+        rows.append([arm, *costs, *scores, taken])
+    return header, rows
+
+
+def _spread(runs: list[dict[str, Any]], metric: str, _: str, factor: float, digits: int) -> str:
+    """Mean and sample standard deviation of a metric, in units of 1/factor."""
+    values = [factor * run[metric] for run in runs]
+    sd = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{sd}"
+
+
+def experiment_caption(data: dict[str, Any]) -> str:
+    """One line on what was run, how often, and on what machine."""
+    machine = data["machine"]
+    where = machine["gpu"] or f"{machine['processor']}, threads: {machine['threads']}"
+    settings = ", ".join(f"{key} = {value}" for key, value in data["settings"].items())
+    return (
+        f"{data['title']} ({settings}), mean ± standard deviation of "
+        f"{len({row['seed'] for row in data['rows']})} seeds; parameters and operations of all "
+        f"attention layers, forward, one sequence; {where}; PyTorch {machine['torch']}, "
+        f"{machine['date']}"
+    )
+
+
+def markdown(table: Table) -> str:
+    """Write a table in Markdown."""
+    header, rows = table
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _half(values: list[float]) -> float:

@@ -206,23 +206,29 @@ class _ShiftedSum(torch.autograd.Function):
     The gradient with respect to X is Cᵀ G: the same sum, with the offsets reversed.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
         """Return C X for X (..., H, ·, D), weight (H or 1, taps), computed in float32 at least."""
-        ctx.offsets = offsets
-        ctx.save_for_backward(x, weight)
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps = weight.to(dtype).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
-        first, *others = _shifted(x.to(dtype), offsets)
-        out = first * taps[0]
-        for view, tap in zip(others, taps[1:], strict=True):
-            out.addcmul_(view, tap)
+        inputs = x.to(dtype).contiguous()
+        out = torch.zeros_like(inputs)
+        for tap, (target, source) in zip(taps, _overlaps(out, inputs, offsets), strict=True):
+            target.addcmul_(source, tap)
         return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the tensors of the backward pass."""
+        x, weight, ctx.offsets = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to X and weight."""
-        x, weight = ctx.saved_tensors
+        (grad,), (x, weight) = grads, ctx.saved_tensors
         reverse = tuple(tuple(-o for o in offset) for offset in ctx.offsets)
         dx = _ShiftedSum.apply(grad, weight, reverse) if ctx.needs_input_grad[0] else None
         dw = _products(grad, x, ctx.offsets) if ctx.needs_input_grad[1] else None
@@ -234,20 +240,21 @@ def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
     grad, x = grad.to(wide(x)), x.to(wide(x))
     head = x.dim() - len(offsets[0]) - 2
     others = [d for d in range(x.dim()) if d != head]
-    return torch.stack([(grad * view).sum(others) for view in _shifted(x, offsets)], -1)
+    pairs = _overlaps(grad, x, offsets)
+    return torch.stack([(g * source).sum(others) for g, source in pairs], -1)
 
 
-def _shifted(x: Tensor, offsets: Offsets) -> list[Tensor]:
-    """Return x_{i + o} (..., ·, D) for each offset o, 0 outside: views of one padded copy."""
-    padding, views = [0, 0], []
-    for side in reversed(list(zip(*offsets, strict=True))):
-        padding += [max(0, -min(side)), max(0, max(side))]
-    padded = F.pad(x, padding)
+def _overlaps(y: Tensor, x: Tensor, offsets: Offsets) -> list[tuple[Tensor, Tensor]]:
+    """View, for each offset, the positions i of y (..., ·, D) with i + offset in x, and those."""
+    views = []
     for offset in offsets:
-        view = padded
-        for dim, o in enumerate(reversed(offset), 1):
-            view = view.narrow(-1 - dim, o + padding[2 * dim], x.shape[-1 - dim])
-        views.append(view)
+        target, source = y, x
+        for dim, o in enumerate(offset, -1 - len(offset)):
+            n = x.shape[dim]
+            length = max(0, n - abs(o))
+            target = target.narrow(dim, min(max(0, -o), n), length)
+            source = source.narrow(dim, min(max(0, o), n), length)
+        views.append((target, source))
     return views
 
 

@@ -45,7 +45,6 @@ from derived_attention.common.triton import (
     store_numbers,
     store_rows,
 )
-from derived_attention.common.tuning import tuned
 
 WIDEST = 128  # features: a longer row spills registers
 SEGMENT = 64  # positions: every segment is a multiple of it, and every block a divisor
@@ -571,13 +570,7 @@ class _Call:
         """Launch that many programs for each head."""
         if self.empty or programs <= 0:
             return
-        sizes = blocks(*self.sizes, kernel in BACKWARD)
-        options, R = self.sizes[2], self.pool["R"]
-        if options.dtype in NAMES and kernel is not _accumulate:
-            shape = f"R={R} {self.pool['D']} {self.pool['DV']}"
-            label = f"linear{kernel.__name__} {NAMES[options.dtype]} {shape}"
-            sizes = tuned(self.like.device, label, sizes)
-        arguments = self.pool | arguments | sizes
+        arguments = self.pool | arguments | blocks(*self.sizes, kernel in BACKWARD)
         launch(kernel, (self.heads, programs), self.like, arguments)
 
 

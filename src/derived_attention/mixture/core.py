@@ -136,7 +136,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor
     K, V = k.transpose(-3, -2).flatten(-3, -2), v.repeat_interleave(R, -2)  # (..., M R, ·)
     if mask.given is not None and mask.given.shape[-1] > 1:
         mask = Mask(mask.given.repeat_interleave(R, -1))
-    if not mask.is_causal or R == 1:
+    if not mask.is_causal or R == 1 or q.numel() == 0 or K.numel() == 0:
         return sdpa(q, K, V, mask, scale)[..., :Dv]
     parts = []
     for rows, m in chunks(q, v, True):
@@ -145,7 +145,9 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor
         given = Mask(triangle.repeat_interleave(R, -1))
         given.complete = True  # every query attends the first token
         parts.append(sdpa(q[..., rows, :], K[..., : m * R, :], V[..., : m * R, :], given, scale))
-    return torch.cat(parts, -2)[..., :Dv] if parts else v.new_zeros(*q.shape[:-1], Dv)
+    H = torch.cat(parts, -2)
+    # The first query has one token, whose weight is 1: no later token may change a bit of that.
+    return torch.cat([v[..., :1, :Dv], H[..., 1:, :Dv]], -2)
 
 
 def _largest(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

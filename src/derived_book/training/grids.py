@@ -1,10 +1,10 @@
 """Grids of runs: each result is stored at once, and a finished run is not repeated.
 
 A result is stored under a key, the digest of the function (its source, and the source and values
-of what it reads from its page), its arguments, the code of this package and of the user's modules
-that it reaches, the version of PyTorch, and the profile. If any of them changes, the run is
-repeated. Comments and modules that the function does not use have no influence; neither have other
-installed packages, data files, and modules imported by a name that is computed at run time.
+of what it reads from its page), its arguments, the code of this package that it reaches and of the
+user's modules that are loaded, the version of PyTorch, and the profile. If any of them changes, the
+run is repeated. Comments have no influence; neither have other installed packages, data files, and
+values that are set in another module from outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ from derived_attention import __version__
 from derived_attention.common.files import cache_dir, make_folder, write_atomically
 from derived_book import runtime
 from derived_book.runtime import current_profile, device_name, digest
-from derived_book.training import cluster
-from derived_book.training.run_key import full_name, identity
+from derived_book.training import workers as processes
+from derived_book.training.run_key import full_name, run_key
 
 if TYPE_CHECKING:
     import pandas
@@ -51,14 +51,12 @@ def run_grid(
     grid: Iterable[Mapping[str, Any]],
     store: str | os.PathLike[str] | None = None,
     *,
-    workers: int | cluster.Workers = 1,
+    workers: int | Executor = 1,
     watch: Callable[[list[Result]], Any] | None = None,
 ) -> list[Result]:
     """Call ``function(**config)`` for each config of the grid, or read its stored result.
 
-    What identifies a stored result is described at the top of this module. The user's modules,
-    beside the page or in a checkout, count with their code and all that they import, as it is when
-    they are imported; a constant in them also counts if it is set from outside.
+    What identifies a stored result is described at the top of this module.
 
     In the profile ``full`` the number of runs is printed before the first, and an estimate of the
     remaining time after it. The call may be interrupted or killed at any time: finished runs are
@@ -76,9 +74,9 @@ def run_grid(
         Keyword arguments of each run: values that JSON can hold.
     store : path, optional
         The folder of the results; default, ``cache_dir("runs")``.
-    workers : int or derived_book.training.cluster.Workers
-        What executes the runs: this process (1), that many local processes, or a cluster (`Ray`).
-        Keys, files, profile and seeds do not depend on it.
+    workers : int or concurrent.futures.Executor
+        What executes the runs: this process (1), that many local processes, or an executor, such
+        as that of a Dask cluster. Keys, files, profile and seeds do not depend on it.
     watch : callable, optional
         Maps the list of results so far to an object that a notebook displays until the grid is
         finished, such as ``partial(summarise, by="heads", metric="accuracy")``.
@@ -117,9 +115,9 @@ def run_grid(
     configs = [dict(config) for config in grid]
     for config in configs:
         _check_config(function, config)
-    executor, function_identity = cluster.workers(workers), identity(function)
+    crew, of_function = processes.crew_of(workers), run_key(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
-    keys = [digest(function_identity, _to_json(config, sort_keys=True)) for config in configs]
+    keys = [digest(of_function, _to_json(config, sort_keys=True)) for config in configs]
     paths = [folder / f"{key}.json" for key in keys]
     left = sum(not path.exists() for path in paths)
     if left:
@@ -128,7 +126,7 @@ def run_grid(
     if not announced:
         print(_before(function.__name__, len(paths), left), flush=True)
     results: dict[int, Result] = {}
-    records = _Grid(function, configs, paths, executor).records()
+    records = _Grid(function, configs, paths, crew).records()
     with (
         contextlib.closing(records),
         _watched(watch) as show,
@@ -139,7 +137,7 @@ def run_grid(
             left -= new
             if new and not announced:
                 steps = record.get("steps", 0)
-                text = _after(record["seconds"], steps, left, min(left, executor.slots) or 1)
+                text = _after(record["seconds"], steps, left, min(left, crew.slots) or 1)
                 getattr(bar, "write", print)(text)
                 announced = True
             times = {name: record[name] for name in ("seconds", "cpu_seconds")}
@@ -172,7 +170,7 @@ class _Grid:
         function: Callable[..., Mapping[str, Any]],
         configs: Sequence[dict[str, Any]],
         paths: Sequence[Path],
-        workers: cluster.Workers,
+        workers: processes.Crew,
     ) -> None:
         self.function, self.configs, self.paths, self.workers = function, configs, paths, workers
         self.waiting = deque(range(len(paths)))

@@ -1,6 +1,7 @@
-"""The identity of a function, for the keys of stored results.
+"""The key of a stored run: what determines the results of a function.
 
-It consists of the function's source, the values that it reads, and the code that it reaches.
+It consists of the function's source, the values that it reads, the code of this package that it
+reaches, and that of all loaded modules of the user's.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ import contextlib
 import dataclasses
 import dis
 import functools
+import importlib.util
 import inspect
+import sys
+import sysconfig
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from derived_book.runtime import current_profile, digest
-from derived_book.training import own_modules
-from derived_book.training.code_digest import Sources
+from derived_book.training.code_digest import ROOTS, Sources, code
 
 # The package's source when this module was imported, which is closest to the code that runs.
 PACKAGE = Sources(Path(__file__).parents[2])
+LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, on any system
 
 
 def full_name(function: Callable[..., Any]) -> str:
@@ -31,29 +36,36 @@ def full_name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def identity(function: Callable[..., Any]) -> list[Any]:
+def run_key(function: Callable[..., Any]) -> list[Any]:
     """Return everything except the config that determines what ``function(**config)`` returns."""
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"function is {function!r}; expected a function defined by def")
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
-    dtype = torch.get_default_dtype()
-    other: list[Any] = [] if dtype == torch.float32 else [str(dtype)]
-    for name, file in sorted(own_modules.closure(trace.named).items()):
-        trace.reached |= PACKAGE.imported(file.text)
-        other.append([name, file.digest, _digests(own_modules.changed(name, file))])
-    return [source, PACKAGE.digest(trace.reached), torch.__version__, current_profile(), *other]
+    own = own_modules()
+    for text in own.values():
+        trace.reached |= PACKAGE.imported(text)
+    modules = digest({name: code(text) for name, text in own.items()})
+    dtype = str(torch.get_default_dtype())
+    code_of_package = PACKAGE.digest(trace.reached)
+    return [source, code_of_package, modules, torch.__version__, current_profile(), dtype]
 
 
-def _digests(values: dict[str, Any]) -> dict[str, str]:
-    """Return the digest of each value, or the name of its type if `digest` does not accept it."""
-    digests = {}
-    for name, value in values.items():
-        try:
-            digests[name] = digest(value)
-        except TypeError:
-            digests[name] = type(value).__qualname__
-    return digests
+def own_modules() -> dict[str, str]:
+    """Return the source of each loaded module of the user's: neither installed nor of this package.
+
+    They are beside a page, in a checkout, or installed with ``pip install --editable``.
+    """
+    own = {}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        installed = INSTALLED & set(path.parts) or any(map(path.is_relative_to, LIBRARIES))
+        ours = name.partition(".")[0] in (*ROOTS, "__main__", "__mp_main__")
+        if path.suffix == ".py" and path.is_file() and not installed and not ours:
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                code(text := importlib.util.decode_source(path.read_bytes()))
+                own[name] = text
+    return own
 
 
 class _Trace:
@@ -61,21 +73,19 @@ class _Trace:
 
     A function or class that the page does not define is represented by its name. If it belongs to
     this package, its module is added to `reached`, whose code is part of the key; if it belongs to
-    PyTorch, the version covers it. `named` collects all names of modules, also of the user's.
+    PyTorch, the version covers it.
     """
 
     def __init__(self, page: str) -> None:
         self.page = page
         self.seen: set[int] = set()
         self.reached: set[str] = set()
-        self.named: set[str] = set()
 
     def of(self, value: Any, name: str) -> Any:
         """Return a representation of `value`, which the function reads as `name`."""
         value = inspect.unwrap(value) if callable(value) else value
         if isinstance(value, types.ModuleType):
             self.reached |= PACKAGE.modules(value.__name__)
-            self.named.add(value.__name__)
             return ["module", value.__name__]
         if isinstance(value, functools.partial):
             return ["partial", self.of([value.func, value.args, value.keywords], name)]
@@ -102,7 +112,7 @@ class _Trace:
         full_name = f"{value.__module__}.{value.__qualname__}"
         if value.__module__ != self.page or id(value) in self.seen:
             self.reached |= PACKAGE.modules(full_name)
-            return ["named", full_name, *self._elsewhere(value, full_name)]
+            return ["named", full_name]
         self.seen.add(id(value))
         if isinstance(value, type):
             parts = _class_parts(value)
@@ -111,23 +121,10 @@ class _Trace:
             self._follow(value, parts)
         return [full_name, {part: self.of(parts[part], part) for part in parts}]
 
-    def _elsewhere(self, value: Any, full_name: str) -> list[Any]:
-        """Record the name of another module's object; return its code if the file differs."""
-        if value.__module__ == self.page:
-            return []
-        self.named.add(full_name)
-        changes = own_modules.changed_code(value) if own_modules.is_own(value.__module__) else {}
-        return [changes] if changes else []
-
     def _follow(self, function: Any, parts: dict[str, Any]) -> None:
-        """Record the modules that a function imports in its body, or reaches as attributes."""
+        """Record the modules of the package that a function imports in its body."""
         with contextlib.suppress(SyntaxError):  # a lambda in a statement, which imports nothing
-            source = textwrap.dedent(parts["<source>"])
-            self.reached |= PACKAGE.imported(source)
-            self.named |= own_modules.imported(source, function.__globals__.get("__package__"))
-        for part in parts.values():
-            if isinstance(part, types.ModuleType):
-                self.named.update(own_modules.submodules(part, _names(function.__code__)))
+            self.reached |= PACKAGE.imported(textwrap.dedent(parts["<source>"]))
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
@@ -144,7 +141,6 @@ def _function_parts(function: Any) -> dict[str, Any]:
     return {
         "<source>": source,
         "<defaults>": [function.__defaults__, function.__kwdefaults__],
-        **({"<code>": changed} if (changed := own_modules.changed_code(function)) else {}),
         **{name: module[name] for name in _globals_read(code) if name in module},
         **{name: cell.cell_contents for name, cell in closure},
     }
@@ -152,13 +148,16 @@ def _function_parts(function: Any) -> dict[str, Any]:
 
 def _globals_read(code: types.CodeType) -> list[str]:
     reads = ("LOAD_GLOBAL", "LOAD_NAME")
-    parts = [code, *own_modules.codes(code)]
+    parts = [code, *_nested(code)]
     return sorted({i.argval for c in parts for i in dis.get_instructions(c) if i.opname in reads})
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Return all names in code, including attributes."""
-    return {name for part in [code, *own_modules.codes(code)] for name in part.co_names}
+def _nested(outer: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code objects that are nested in another, at any depth."""
+    for constant in outer.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _nested(constant)
 
 
 def _class_parts(cls: type) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""The same grid in several processes, and on a real Ray: same results, same keys, and who dies."""
+"""The same grid in several processes, and by an executor: same results and keys, and who dies."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from derived_book import runtime
-from derived_book.training import cluster
+from derived_book.training import workers
 from derived_book.training.grids import run_grid
 from experiments import protocol as recorded
 
@@ -23,8 +22,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 from derived_book import runtime
-from derived_book.training import cluster
 from derived_book.training.grids import run_grid
+from derived_book.training.workers import crew_of
 
 FOLDER, engine = sys.argv[1], sys.argv[2]
 RATE = torch.tensor(0.5)
@@ -47,24 +46,18 @@ def fails(seed):
     return dict(value=seed)
 
 def make():
-    if engine == "ray":
-        import ray
-        for tries in range(4):  # Ray gives its agents 15 s to start: too few on a busy machine
-            try:
-                ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
-                return cluster.Ray()
-            except Exception as error:
-                print(error, file=sys.stderr)
-                ray.shutdown()
-    return int(engine)
+    if engine != "executor":
+        return int(engine)
+    from joblib.externals.loky import get_reusable_executor
+    return get_reusable_executor(max_workers=2)
 
 workers, said = make(), {}
 grid = [dict(seed=seed) for seed in range(4)]
 store = FOLDER + "/store"
-DIES = engine == "ray"
+DIES = False
 said["results"] = run_grid(train_once, grid, store, workers=workers)
 said["again"] = run_grid(train_once, grid, store)
-said["driver"], said["slots"] = os.getpid(), cluster.workers(workers).slots
+said["driver"], said["slots"] = os.getpid(), crew_of(workers).slots
 try:
     run_grid(fails, grid, store, workers=workers)
 except ArithmeticError as error:
@@ -72,29 +65,22 @@ except ArithmeticError as error:
 DIES = True
 Path(FOLDER, "died").unlink(missing_ok=True)
 try:
-    once = cluster.Ray(retries=0) if engine == "ray" else workers
-    run_grid(train_once, grid, FOLDER + "/other", workers=once)
+    run_grid(train_once, grid, FOLDER + "/other", workers=workers)
 except Exception as error:
     said["dead"], said["notes of dead"] = type(error).__name__, error.__notes__
-said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=workers)
-if engine == "ray":
-    try:
-        cluster.Ray(num_gpus=1)
-    except ValueError as error:
-        said["no GPU"] = str(error)
+said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=make())
 Path(FOLDER, "said").write_text(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="module", params=["2", "ray"])
+@pytest.fixture(scope="module", params=["2", "executor"])
 def program(request, tmp_path_factory):
     """What the program said, and the folder of its stores."""
     folder = tmp_path_factory.mktemp(f"workers_{request.param}")
     path = folder / "program.py"
     path.write_text(PROGRAM)
     command = [sys.executable, str(path), str(folder), request.param]
-    env = os.environ | {"RAY_AUTH_MODE": "disabled"}  # or else it writes a token to ~/.ray
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (folder / "said").exists(), done.stderr
     return json.loads((folder / "said").read_text()), folder, request.param
 
@@ -129,31 +115,23 @@ def test_an_error_of_a_run_is_raised_when_the_others_are_stored(program):
 
 
 def test_a_worker_that_dies(program):
-    """Ray tries its run again (in the first grid, too); without that it is an error, not a hang."""
-    said, folder, engine = program
+    """It is an error, not a hang, and the next call goes on."""
+    said, folder, _ = program
     assert (folder / "died").exists()
-    assert said["dead"] == {"2": "TerminatedWorkerError", "ray": "WorkerCrashedError"}[engine]
+    assert said["dead"] == "TerminatedWorkerError"
     assert said["notes of dead"][0].startswith("The run was train_once(**{'seed': ")
     values = [[r["value"] for r in said[name]] for name in ("results", "revived")]
     assert values[0] == values[1]
 
 
-def test_a_gpu_that_the_cluster_lacks_is_not_waited_for(program):
-    said, _, engine = program
-    if engine == "ray":
-        assert said["no GPU"].startswith(
-            "a run requires {'CPU': 1, 'GPU': 1}; the cluster has only"
-        )
-
-
 def test_the_same_code_and_release_or_none(monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
-    driver = cluster._environment()
-    assert cluster.run_in_worker(driver, divmod, 7, 2) == (3, 1)
+    driver = workers._environment()
+    assert workers.run_in_worker(driver, divmod, 7, 2) == (3, 1)
     for name in ("release of PyTorch", "package's code"):
         with pytest.raises(RuntimeError, match=f"worker's {name} is .*; expected another"):
-            cluster.run_in_worker(driver | {name: "another"}, divmod, 7, 2)
+            workers.run_in_worker(driver | {name: "another"}, divmod, 7, 2)
 
 
 def test_wrong_workers(tmp_path):
@@ -180,25 +158,15 @@ def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recorded, "run_grid", note)
-    monkeypatch.setattr(recorded, "Ray", lambda address, num_gpus: (address, num_gpus))
     plans = {"tiny": recorded.experiment("A text", divmod, ["a"], [], seeds=1)}
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    for words, workers, device in (
-        ("", 1, here),
-        ("--workers 3", 3, here),
-        ("--workers ray --address auto --gpus 0.5", ("auto", 0.5), "cuda"),
-        ("--workers ray", (None, 0), "cpu"),
-    ):
+    for words, count in (("", 1), ("--workers 3", 3)):
         with pytest.raises(KeyboardInterrupt):
             recorded.command("tiny", plans, tmp_path, None, words.split())
-        assert given.pop() == (workers, {device})
-    for words, message in (
-        ("--workers many", "--workers is many; expected a number, or ray"),
-        ("--gpus 1", "--address and --gpus are Ray's; expected --workers ray"),
-    ):
-        with pytest.raises(SystemExit):
-            recorded.command("tiny", plans, tmp_path, None, words.split())
-        assert message in capsys.readouterr().err
+        assert given.pop() == (count, {here})
+    with pytest.raises(SystemExit):
+        recorded.command("tiny", plans, tmp_path, None, ["--workers", "many"])
+    assert "argument --workers: invalid int value: 'many'" in capsys.readouterr().err
 
 
 ENDLESS = """
