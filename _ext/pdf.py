@@ -28,7 +28,6 @@ from pypdf.constants import PageLabelStyle
 from pypdf.generic import ArrayObject, Destination, DictionaryObject, Fit, NameObject
 
 from derived_attention import __version__
-from lighthouse import find_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
@@ -38,6 +37,7 @@ PARTS = ROOT / "_build" / "pdf"  # not in /tmp: a packaged browser may have one 
 OPTIONS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run
     --disable-background-networking --disable-component-update
     --no-pdf-header-footer --disable-pdf-tagging""".split()
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 300  # seconds for a page
 FRONT = "front"  # the name under which title and contents are served
 PLACE = "place"  # the address of a line of the contents: page of the text, height on it
@@ -347,6 +347,14 @@ def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: P
         server.shutdown()
     shutil.rmtree(work)
     return book.join(before)
+
+
+def find_browser() -> str:
+    """Return the path of Chromium, or end with a line that says what is missing."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"No browser is on the PATH. Install one of these: {', '.join(BROWSERS)}.")
+    return browser
 
 
 def main() -> int:

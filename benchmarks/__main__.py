@@ -14,17 +14,16 @@ import torch
 from benchmarks import beside
 from benchmarks.cases import CASES
 from benchmarks.peers import LIBRARIES
-from benchmarks.run import DIMS, LENGTHS, ROUNDS, code, explained, rename, run, save, settings
-from derived_book.tables import (
+from benchmarks.report import (
     NOTE,
     RESULTS,
     caption,
-    fused_table,
-    markdown,
     memory_table,
     slug,
     time_table,
 )
+from benchmarks.run import DIMS, LENGTHS, ROUNDS, code, explained, rename, run, save, settings
+from derived_book.experiment_tables import markdown
 from derived_book.training.measure import machine
 
 
@@ -131,9 +130,6 @@ def report(results: Mapping[str, Any], lengths: Sequence[int], dims: Sequence[in
     print(f"{caption(done)}.\n{NOTE}\n")
     for dim, length in itertools.product(dims, lengths):
         print(markdown(time_table(dict(results), length=length, dim=dim)) + "\n")
-    if kernels := fused_table(done):
-        print("With the kernel and without it, as a share of SDPA's time:\n")
-        print(markdown(kernels) + "\n")
     print("Extra memory at its peak, and its growth from half that length:\n")
     print(markdown(memory_table(done)))
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks import run
 from benchmarks.cases import BASELINES
 from benchmarks.peers import Peer, load
-from derived_book.tables import SCHEMA, Files, caption, markdown, peer_table
+from benchmarks.report import SCHEMA, Files, caption, peer_table
+from derived_book.experiment_tables import markdown
 from derived_book.training.measure import machine, peak_bytes
 
 LENGTHS = {"cpu": [512, 1024, 2048, 4096], "cuda": run.LENGTHS["cuda"]}

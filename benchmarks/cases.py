@@ -113,10 +113,7 @@ _INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 
 
 
 # What a GPU can run with kernels of the package.
-FUSED = (
-    *(f"{name}{end}" for name in ("mgk", "hard_mgk", "smgk") for end in ("", "_causal")),
-    *("linear_causal", "mlk_causal", "lasso", "lasso_causal"),
-)
+FUSED = ("linear_causal", "mlk_causal")
 
 
 def two_heads(form: Mechanism) -> Mechanism:

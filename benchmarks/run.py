@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import BASELINES, CASES, DIM, HEADS, Case
+from benchmarks.report import MODES, SCHEMA
 from derived_attention.common.checks import Mechanism
 from derived_attention.common.files import write_atomically
-from derived_book.tables import MODES, SCHEMA
 from derived_book.training import code_digest
 from derived_book.training.measure import count_flops, machine, peak_bytes
 from derived_book.training.run_key import PACKAGE

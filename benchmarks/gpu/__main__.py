@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in steps that go on where they stopped: ``make gpu``.
 
-Kernels are tried, tuned and timed; mechanisms with a kernel, and other libraries, are measured
+Kernels are tried and timed; mechanisms with a kernel, and other libraries, are measured
 beside PyTorch's attention, in bfloat16 up to 65,536 tokens; every chapter runs in the profile
 ``medium``. No network is needed, and whatever PyTorch is installed will do if the package runs with
 it. A step that takes longer than ten minutes is stopped; it keeps what it has done, and so does a
@@ -27,7 +27,7 @@ import torch
 from benchmarks import run
 from benchmarks.cases import FUSED
 from benchmarks.peers import LIBRARIES
-from derived_book.tables import RESULTS, slug
+from benchmarks.report import RESULTS, slug
 from derived_book.training.measure import machine
 
 ROOT = Path(__file__).resolve().parents[2]

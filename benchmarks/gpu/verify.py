@@ -1,9 +1,9 @@
 """Try the kernels on the GPU at hand: ``python -m benchmarks.gpu.verify``.
 
 First every kernel is held against PyTorch's form on problems in which any two of their properties
-meet, and run ten times, as its bits are to repeat. Then it is timed with other sizes of tiles, of
-which later processes take the fastest, and beside PyTorch's form. What is found is stored after
-each step, for this GPU, these compilers and these kernels: stop it, start it again, and it goes on.
+meet, and run ten times, as its bits are to repeat. Then it is timed beside PyTorch's form. What is
+found is stored after each step, for this GPU, these compilers and these kernels: stop it, start it
+again, and it goes on.
 
 Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter,
 which says nothing of times.
@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from derived_attention.common import kernels, tuning
+from derived_attention.common import kernels
 from derived_attention.common.files import write_atomically
 from derived_attention.common.kernel_cases import (
-    MIXTURES,
     PATTERNS,
     Trial,
     compare,
@@ -37,7 +36,7 @@ from derived_attention.common.kernel_selftest import file_of, place_of, usable
 
 TIMES = 10  # that bits are to repeat
 LONG = 16_384  # tokens of what is timed, of 8 heads: a kernel takes longer than to call it
-KERNELS = (*MIXTURES, "linear", "mlk", "lasso", *PATTERNS)
+KERNELS = ("linear", "mlk", *PATTERNS)
 TIMED = ("bf16", "fp32")
 
 
@@ -56,7 +55,6 @@ class Record:
             if device.type == "cuda"
             else None,
             "trials": {},
-            "tiles": {},
             "times": {},
         }
         for file in self.files:
@@ -82,10 +80,7 @@ def problems(device: torch.device) -> list[Trial]:
         widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
         return list(design(lambda trial: 1000, widths))
     tiny: dict[str, Any] = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
-    return [
-        Trial(kernel, "fp32", **tiny, mask="" if kernel == "lasso" else "causal")
-        for kernel in KERNELS
-    ]
+    return [Trial(kernel, "fp32", **tiny, mask="causal") for kernel in KERNELS]
 
 
 def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
@@ -145,49 +140,6 @@ def milliseconds(call: Callable[[], Any]) -> float | None:
         return None
 
 
-def tune(trial: Trial, device: torch.device, record: Record, late: Callable[[], bool]) -> None:
-    """Time the candidates for the tiles of each kernel of a trial, the others being as shipped."""
-    both = calls(trial, device, True)
-    known: set[str] = set()
-    for mode, call in both.items():
-        try:
-            with tuning.forced({}), tuning.labels() as labels:
-                call()
-        except Exception:  # the trials say what is wrong with it
-            return
-        for label, sizes in labels.items():
-            if label in known | record.data["tiles"].keys() or late():
-                continue
-            found = {}
-            for candidate in tuning.candidates(sizes):
-                with tuning.forced({label: candidate}):
-                    found[json.dumps(candidate)] = milliseconds(call)
-            best = fastest(trial, device, label, sizes, found)
-            record.keep("tiles", label, {"mode": mode, "best": best, "milliseconds": found})
-        known |= labels.keys()
-
-
-def fastest(
-    trial: Trial, device: torch.device, label: str, sizes: dict[str, int],
-    found: dict[str, float | None],
-) -> dict[str, int]:  # fmt: skip
-    """Return the fastest sizes that agree with PyTorch's form and are clearly faster, or `sizes`.
-
-    Two of a hundred are within the noise of a measurement.
-    """
-    import dataclasses
-
-    shipped = found[json.dumps(sizes)] or float("inf")
-    ran = {x: y for x, y in found.items() if y is not None and y < 0.98 * shipped}
-    small = dataclasses.replace(trial, N=kernels.TRIED, M=kernels.TRIED, H=2)
-    for text in sorted(ran, key=ran.__getitem__):
-        best: dict[str, int] = json.loads(text)
-        with tuning.forced({label: best}):
-            if try_one(small, device).get("repeats") and try_one(small, device)["agrees"]:
-                return best
-    return sizes
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -206,14 +158,6 @@ def report(data: dict[str, Any]) -> str:
             if not (x["agrees"] and x["repeats"] if "repeats" in x else False):
                 what = x.get("fault", f"error {x.get('worst', 0):.3g}, repeats: {x.get('repeats')}")
                 lines.append(f"  NOT {name}: {what}")
-    changed = [
-        f"  {label}: {x['best']}, not {json.loads(next(iter(x['milliseconds'])))}"
-        for label, x in data["tiles"].items()
-        if json.dumps(x["best"]) != next(iter(x["milliseconds"]))
-    ]
-    if data["tiles"]:
-        lines += ["", f"Tiles: {len(changed)} of {len(data['tiles'])} kernels have faster ones:"]
-        lines += changed
     if data["times"]:
         lines += ["", f"{'milliseconds':<44} kernel  PyTorch"]
         for name, x in data["times"].items():
@@ -223,7 +167,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, tune and time what has not been; return 1 if a kernel disagrees, 3 if time ended."""
+    """Compare and time what has not been; return 1 if a kernel disagrees, 3 if time ended."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.verify", description=__doc__.split("\n\n")[0]
     )
@@ -269,13 +213,9 @@ def try_all(record: Record, device: torch.device, late: Callable[[], bool]) -> b
 
 
 def time_all(record: Record, device: torch.device, late: Callable[[], bool]) -> None:
-    """Tune the kernels, then time them beside PyTorch's form, where the record has no time."""
+    """Time the kernels beside PyTorch's form, where the record has no time."""
     for trial in timed():
-        if not late():
-            print(f"tune and time: {trial}", file=sys.stderr, flush=True)
-            tune(trial, device, record, late)
-    tuning.found.cache_clear()
-    for trial in timed():
+        print(f"time: {trial}", file=sys.stderr, flush=True)
         ours = {} if late() else calls(trial, device, True)
         for mode, call in ours.items():
             name = f"{trial} {mode}"

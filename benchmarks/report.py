@@ -1,0 +1,449 @@
+"""Tables and figures of what ``python -m benchmarks`` has measured, from its JSON alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from derived_book.experiment_tables import Table
+
+SCHEMA = 2
+DIM = 64  # of rows that were written before there were others
+RESULTS = Path(__file__).parent / "results"
+MODES = ("forward", "forward + backward")
+GOAL: dict[str, Any] = {
+    "length": 4096,
+    "dtype": "float32",
+}  # of what rows goals are, on CPUs, for each mode
+NOTE = (
+    "Operations are those of the products of matrices, as a share of those that SDPA would take "
+    "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold if "
+    "both hold on every one that was measured."
+)
+
+UNITS = {"seconds": (1e3, "ms"), "bytes": (2**-20, "MiB")}
+_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # of the first and the second library beside one of ours
+
+Files = dict[str, dict[str, Any]]  # by case
+
+
+def load(
+    names: Iterable[str] | None = None, folder: Path = RESULTS, peers: bool = False
+) -> dict[str, Files]:
+    """Read results by machine and by case: those of CPUs first.
+
+    Parameters
+    ----------
+    names : iterable of str, optional
+        Cases; default all.
+    folder : Path
+        Has a folder for each machine, with a file for each case.
+    peers : bool
+        Whether to read what was measured of other libraries instead.
+
+    Raises
+    ------
+    ValueError
+        If a file was written under another schema.
+    """
+    found: dict[str, Files] = {}
+    for name in ["*"] if names is None else names:
+        for path in sorted(folder.glob(f"*/peers/{name}.json" if peers else f"*/{name}.json")):
+            data = json.loads(path.read_text("utf8"))
+            if (schema := data.get("schema")) != SCHEMA:
+                raise ValueError(
+                    f"{path.relative_to(folder)} has schema {schema}; expected {SCHEMA}: "
+                    "run python -m benchmarks again"
+                )
+            found.setdefault(path.relative_to(folder).parts[0], {})[path.stem] = data
+    return dict(sorted(found.items(), key=lambda item: (_first(item[1])["device"], item[0])))
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """Return what a machine is called: its GPU, or else its processor."""
+    name = machine["gpu"] or machine["processor"]
+    return " ".join(re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b", " ", name).split())
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """Return the name of a machine's folder."""
+    return re.sub(r"[^a-z0-9]+", "-", machine_name(machine).lower()).strip("-")
+
+
+def time_table(
+    results: dict[str, Files],
+    names: Iterable[str] | None = None,
+    length: int = GOAL["length"],
+    dim: int = DIM,
+) -> Table:
+    """Time as a share of the baseline's: median over the rounds, and the quartiles beside it.
+
+    Parameters
+    ----------
+    results : dict
+        What `load` returns; each dtype of each machine gets its columns, with empty cells for what
+        it has not measured.
+    names : iterable of str, optional
+        Cases; default all. Their baselines come first, with the time that is 1: its range, where
+        cases were measured at other times.
+    length, dim : int
+        N and D.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+
+    Raises
+    ------
+    ValueError
+        If no machine has what is asked for.
+    """
+    cases = _choose(results, names)
+    kinds = [
+        (machine, dtype)
+        for machine, files in results.items()
+        for dtype in dict.fromkeys(d for data in files.values() for d in data["settings"]["dtypes"])
+    ]
+    rows = {
+        name: [
+            _time(results[m].get(name), length, d, mode, dim) for m, d in kinds for mode in MODES
+        ]
+        for name in cases
+    }
+    size = f", D = {dim}" if dim != DIM else ""
+    header = [f"time, N = {length}{size}", "beside", "operations", "goal"]
+    for machine, dtype in kinds:
+        of = f" ({machine_name(_first(results[machine])['machine'])}, {dtype})"
+        header += [mode + of * (len(kinds) > 1) for mode in MODES]
+    lines = []
+    for baseline, group in _baselines(cases).items():
+        beside = zip(*(rows[name] for name in group), strict=True)
+        lines.append([baseline, "", "", "", *map(_seconds, beside)])
+    for name, case in cases.items():
+        found = [row for row in rows[name] if row]
+        if not found:
+            raise ValueError(f"no results for {name} at N = {length}")
+        counted = next((f"{row['operations']:.2g}" for row in found if row["operations"]), "–")
+        front = [case["label"], case["baseline"]["label"], counted]
+        goal = _goal(name, case["goal"], results) if length == GOAL["length"] else ""
+        lines.append([*front, goal, *map(_share, rows[name])])
+    return header, lines
+
+
+def memory_table(files: Files) -> Table:
+    """Extra memory at its peak, and its growth from half that length: mechanisms and formulas.
+
+    The last column is how many times as much the formula needs, where both are of one length.
+
+    Parameters
+    ----------
+    files : dict
+        Results of one machine, by case.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = [f"extra memory, {machine_name(_first(files)['machine'])}"]
+    header += [part + column for part in ("", "formula: ") for column in ("N", *MODES)]
+    header.append("formula, forward, times as much")
+    rows = {label: files[names[0]]["baseline_memory"] for label, names in _baselines(files).items()}
+    rows |= {data["label"]: data["memory"] for data in files.values()}
+    return header, [[label, *_memory(found)] for label, found in rows.items()]
+
+
+def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
+    """Time and memory of other libraries, as multiples of ours.
+
+    Parameters
+    ----------
+    files : dict
+        What `load` returns of the peers of one machine.
+    length, dim : int
+        N, or the longest below it that was measured, and D.
+
+    Returns
+    -------
+    header, rows
+        Lists of text.
+    """
+    header = ["library", "beside ours"]
+    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES] + ["computes"]
+    rows = []
+    for data in files.values():
+        reached = max(n for n in data["settings"]["lengths"] if n <= length)
+        dtype = data["settings"]["dtypes"][0]
+        pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
+        at = f", N = {reached}" if reached < length else ""
+        front = [f"{data['label']} ({data['version']}{at})", data["ours"]]
+        cells = [*map(_share, pair), *map(_times_as_much, pair)]
+        rows.append([*front, *cells, data["differs"] or "the same"])
+    return header, rows
+
+
+def load_verified(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read what ``python -m benchmarks.gpu.verify`` has found, on each GPU.
+
+    ``"current"`` says whether it has tried the kernels as they are now.
+    """
+    from derived_attention.common.kernel_selftest import digest
+
+    found = [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("verified-*.json"))]
+    return [data | {"current": data["place"].endswith(f"kernels {digest()}")} for data in found]
+
+
+def _times_as_much(row: dict[str, Any] | None) -> str:
+    return f"{row['bytes'] / row['ours_bytes']:.1f}" if row else ""
+
+
+def of_each_kind(results: dict[str, Files]) -> list[Files]:
+    """Return the results of one CPU and of one GPU: memory is counted, not timed.
+
+    Of several of a kind it is the one that has most cases.
+    """
+    kinds: dict[str, Files] = {}
+    for files in sorted(results.values(), key=len, reverse=True):
+        kinds.setdefault(_first(files)["device"], files)
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def caption(files: Files) -> str:
+    """One line on where the numbers of a machine come from."""
+
+    def all_of(values: Iterable[Any]) -> str:
+        return " and ".join(dict.fromkeys(map(str, values)))
+
+    unknown = [data["label"] for data in files.values() if "code" not in data]
+    machines = [data["machine"] for data in files.values()]
+    settings, where = _first(files)["settings"], machine_name(machines[0])
+    if machines[0]["gpu"] is None:
+        where += f", threads: {machines[0]['threads']}"
+    sizes = ", ".join(f"{key} = {settings[key]}" for key in ("B", "H", "D"))
+    return (
+        f"{where}; {sizes}; medians of {all_of(data['rounds'] for data in files.values())} rounds, "
+        f"quartiles in brackets; PyTorch {all_of(sorted(m['torch'] for m in machines))}, "
+        f"{all_of(sorted(m['date'] for m in machines))}"
+        + ("; " + _of_unknown_code(len(unknown), len(files)) if unknown else "")
+    )
+
+
+def _of_unknown_code(count: int, every: int) -> str:
+    which = "all" if count == every else f"{count} of {every}"
+    return f"{which} were measured before files named the code, which may have changed since"
+
+
+def _first(files: Files) -> dict[str, Any]:
+    return next(iter(files.values()))
+
+
+def _choose(results: dict[str, Files], names: Iterable[str] | None) -> Files:
+    """Return the cases asked for, as the first machine that has each describes them."""
+    cases: Files = {}
+    for files in results.values():
+        cases = files | cases
+    names = list(cases if names is None else names)
+    missing = [name for name in names if name not in cases]
+    if missing or not names:
+        raise ValueError(
+            f"no results for {', '.join(missing) or 'any case'}; there are {', '.join(cases)}"
+        )
+    return {name: cases[name] for name in names}
+
+
+def _baselines(cases: Files) -> dict[str, list[str]]:
+    """Return the names of cases by the label of what they are beside."""
+    found: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        found.setdefault(case["baseline"]["label"], []).append(name)
+    return found
+
+
+def _time(
+    data: dict[str, Any] | None, length: int, dtype: str, mode: str, dim: int = DIM
+) -> dict[str, Any] | None:
+    wanted = {"length": length, "dtype": dtype, "mode": mode, "dim": dim}
+    rows = data["times"] if data else []
+    return next((row for row in rows if wanted.items() <= ({"dim": DIM} | row).items()), None)
+
+
+def _goal(name: str, goal: Sequence[float] | None, results: dict[str, Files]) -> str:
+    """Goals, forward and with backward, and verdict, where a CPU has measured the case."""
+    found = {
+        machine_name(files[name]["machine"]): [
+            row["ratio"]["median"]
+            for mode in MODES
+            if (row := _time(files[name], GOAL["length"], GOAL["dtype"], mode))
+        ]
+        for files in results.values()
+        if name in files and files[name]["device"] == "cpu"
+    }
+    if goal is None or not any(found.values()):
+        return ""
+    missed = " and ".join(
+        machine
+        for machine, ratios in found.items()
+        if any(ratio > most for ratio, most in zip(ratios, goal, strict=False))
+    )
+    return f"≤ {goal[0]:.2f} / {goal[1]:.2f}: " + (f"missed on {missed}" if missed else "met")
+
+
+def _share(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    ratio = row["ratio"]
+    return f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]"
+
+
+def _seconds(rows: Iterable[dict[str, Any] | None]) -> str:
+    """Return the baseline's time, from the least to the greatest median."""
+    medians = sorted(row["baseline_seconds"]["median"] for row in rows if row)
+    texts = [f"{s:.2f} s" if s >= 1 else f"{1000 * s:.3g} ms" for s in medians]
+    return "1 = " + " to ".join(dict.fromkeys([texts[0], texts[-1]])) if texts else ""
+
+
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    """Cells for rows of both forms, each in both modes."""
+    (fast, _, formula, _) = rows
+    cells = []
+    for row in rows:
+        before, after = row["bytes"]
+        size = f"{after / 2**20:.3g} MiB" if after < 1000 * 2**20 else f"{after / 2**30:.3g} GiB"
+        length = [] if row["mode"] != MODES[0] else [str(row["lengths"][1])]
+        cells += [*length, f"{size}, ×{after / before:.1f}"]
+    same = fast["lengths"] == formula["lengths"]
+    return [*cells, f"{formula['bytes'][1] / fast['bytes'][1]:.0f}" if same else ""]
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def growth(files: Files, key: str, mode: str = MODES[0], dim: int = DIM) -> Any:
+    """Draw time ("seconds") or extra memory ("bytes") against N: ours, its peers, and SDPA.
+
+    Two panels, without a mask and causal. Ours are solid and labelled, a library's line is dashed,
+    in the colour of what it stands beside.
+
+    Parameters
+    ----------
+    files : dict
+        What `load` returns of the peers of one machine.
+    key : str
+        "seconds" or "bytes".
+    mode : str
+        One of `MODES`.
+    dim : int
+        D.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+
+    from derived_book.plot import COLORS, LABELS
+
+    factor, unit = UNITS[key]
+    names = {label: name for name, label in LABELS.items()}
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 4.0), sharex=True, sharey=True)
+    for ax, causal in zip(axes, (False, True), strict=True):
+        chosen = [data for data in files.values() if ("causal" in data["beside"]) == causal]
+        if not chosen:
+            continue
+        ends: dict[str, tuple[float, str]] = {}
+        seen: list[str] = []
+        for data in chosen:
+            rows = [x for x in data["times"] if (x["mode"], x["dim"]) == (mode, dim)]
+            name = data["ours"].split(",")[0]
+            color = COLORS[names[name]]
+            lengths = [row["length"] for row in rows]
+            values = {who: [factor * _value(row[who + key]) for row in rows]
+                      for who in ("", "ours_", "baseline_")}  # fmt: skip
+            ax.plot(lengths, values[""], color=color, ls=_DASHES[seen.count(name)], lw=1.5)
+            ax.plot(lengths, values["ours_"], color=color)
+            if "SDPA" not in ends or len(lengths) > len(ax.lines[0].get_xdata()):
+                ax.plot(lengths, values["baseline_"], color="black", lw=1.5)
+            for label, end, hue in (
+                (name, values["ours_"][-1], color), ("SDPA", values["baseline_"][-1], "black")
+            ):  # fmt: skip
+                if lengths[-1] == max(_lengths(chosen)) or label not in ends:
+                    ends[label] = end, hue
+            seen.append(name)
+        ax.set(xscale="log", yscale="log", xlabel="N", title="causal" if causal else "no mask")
+        ax.set_xticks(_lengths(chosen), map(str, _lengths(chosen)))
+        ax.minorticks_off()
+        _label(ax, ends, max(_lengths(chosen)))
+    axes[0].set_ylabel(f"{'time' if key == 'seconds' else 'extra memory'}, {unit}")
+    axes[0].legend(
+        [Line2D([], [], color=COLORS["reference"], ls=ls) for ls in ("-", *_DASHES)],
+        ["ours", "a library", "another one"],
+        loc="upper left",
+    )
+    return fig
+
+
+def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[float]:
+    """Return the median ratio to SDPA's time, if there is one."""
+    wanted = (length, dim, mode)
+    return [
+        row["ratio"]["median"]
+        for row in data["times"]
+        if (row["length"], row.get("dim", DIM), row["mode"]) == wanted
+    ]
+
+
+def _value(x: Any) -> float:
+    return x["median"] if isinstance(x, dict) else x
+
+
+def _lengths(chosen: list[dict[str, Any]]) -> list[int]:
+    return sorted({row["length"] for data in chosen for row in data["times"]})
+
+
+def _label(ax: Any, ends: dict[str, tuple[float, str]], right: int) -> None:
+    """Write names behind the ends of lines; where two would overlap, both give way."""
+    import numpy as np
+
+    low, high = np.log10(ax.get_ylim())
+    gap, names = (high - low) / 16, sorted(ends, key=lambda name: ends[name][0])
+    places = np.log10([ends[name][0] for name in names])
+    for _ in range(100):
+        overlap = np.clip(gap - np.diff(places), 0, None) / 2
+        places[1:] += overlap / 2
+        places[:-1] -= overlap / 2
+    for name, place in zip(names, places, strict=True):
+        ax.annotate(name, (right, 10**place), (6, 0), textcoords="offset points",
+                    color=ends[name][1], va="center", annotation_clip=False)  # fmt: skip
+
+
+def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
+    """Draw the time of every case as a share of SDPA's, forward and forward + backward.
+
+    Parameters
+    ----------
+    files : dict
+        What `load` returns of the cases of one machine.
+    length, dim : int
+        N and D.
+    """
+    import matplotlib.pyplot as plt
+
+    from derived_book.plot import COLORS, LABELS
+
+    names = [name for name in files if not name.endswith("_causal")]
+    names.sort(key=lambda name: _ratio_at(files[name], length, dim, MODES[0])[0])
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 0.25 * len(names) + 1.0), sharey=True)
+    for ax, mode in zip(axes, MODES, strict=True):
+        for i, name in enumerate(names):
+            for case, marker in ((name, "o"), (name + "_causal", "^")):
+                ratio = _ratio_at(files[case], length, dim, mode) if case in files else []
+                ax.plot(ratio, [i] * len(ratio), marker, color=COLORS[name], ms=6)
+        ax.axvline(1, color=COLORS["reference"], lw=1)
+        ax.set(xscale="log", title=mode)
+        ax.set_xticks(ticks := [0.03, 0.1, 0.3, 1, 3, 10], [f"{x:g}" for x in ticks])
+        ax.minorticks_off()
+        ax.grid(axis="y")
+    axes[0].set_yticks(range(len(names)), [LABELS[name] for name in names])
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    return fig
