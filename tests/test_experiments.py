@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ import torch
 from derived_book.tasks.series.data import SeriesSplit
 from derived_book.training import grids as experiments
 from derived_book.training.grids import run_grid, summarise
-from derived_book.training.run_key import PACKAGE, identity
+from derived_book.training.run_key import PACKAGE
 
 PAGE = """
 import dataclasses, functools, math
@@ -189,20 +189,20 @@ LOCAL = ("seed_everything(seed)", "from derived_book import claims")
 @pytest.mark.parametrize(
     ("module", "line", "edits", "runs"),
     [
-        ("attention.softmax.fast", "X = 1", [], 1),  # a mechanism in a dict that the function reads
-        ("attention", "X = 1", [], 1),  # the package that it lies in
-        ("runtime", "X = 1", [], 1),
-        ("runtime", "X = 1", [LOCAL], 1),  # the class of a value that is read
-        ("runtime", "# a comment", [], 0),
-        ("page.claims", "X = 1", [], 0),  # not reached
-        ("page.claims", "X = 1", [LOCAL], 1),  # imported in the function
+        ("derived_attention.softmax.core", "X = 1", [], 1),  # a mechanism in a dict that the function reads
+        ("derived_attention.softmax", "X = 1", [], 1),  # the package that it lies in
+        ("derived_book.runtime", "X = 1", [], 1),
+        ("derived_book.runtime", "X = 1", [LOCAL], 1),  # the class of a value that is read
+        ("derived_book.runtime", "# a comment", [], 0),
+        ("derived_book.claims", "X = 1", [], 0),  # not reached
+        ("derived_book.claims", "X = 1", [LOCAL], 1),  # imported in the function
     ],
 )
 def test_the_package_counts_as_far_as_the_function_reaches(
     page, monkeypatch, module, line, edits, runs
 ):
     page.run(*edits, grid=[{"seed": 0}])
-    texts, name = PACKAGE.texts, f"derived_attention.{module}"
+    texts, name = PACKAGE.texts, module
     monkeypatch.setitem(texts, name, f"{texts[name]}\n{line}\n")
     assert page.run(*edits, grid=[{"seed": 0}])[1] == runs
 
@@ -303,10 +303,10 @@ def test_wrong_grid_before_any_run(page):
 
 
 def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
-    class Dying:
+    class Dying(Executor):
         """The worker of the first run dies before the second can be given to another."""
 
-        slots, calls = 2, 0
+        _max_workers, calls = 2, 0
 
         def submit(self, call, *arguments):
             self.calls += 1
@@ -316,9 +316,6 @@ def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
             future.set_exception(BrokenProcessPool("a worker has died"))
             return future
 
-        def stop(self):
-            pass
-
     with pytest.raises(BrokenProcessPool) as caught:
         run_grid(page.load().train_once, CONFIGS, page.store, workers=Dying())
     assert caught.value.__notes__ == ["The run was train_once(**{'seed': 0})."]
@@ -326,10 +323,10 @@ def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
 
 
 def test_no_run_is_started_after_an_error(page):
-    class Two:
+    class Two(Executor):
         """Workers whose first run fails while the second goes on."""
 
-        slots, calls = 2, 0
+        _max_workers, calls = 2, 0
 
         def submit(self, call, *arguments):
             self.calls += 1
@@ -339,9 +336,6 @@ def test_no_run_is_started_after_an_error(page):
             else:
                 threading.Timer(0.1, future.set_result, [call(*arguments)]).start()
             return future
-
-        def stop(self):
-            pass
 
     workers = Two()
     with pytest.raises(ArithmeticError, match="the first"):
@@ -591,7 +585,7 @@ def test_progress(page, monkeypatch, capfd):
 def test_full_says_what_is_to_come_and_the_others_do_not(page, monkeypatch, capsys):
     counting = (
         "seed_everything(seed)",
-        "__import__('derived_attention').runtime.counted['steps'] += 1200",
+        "__import__('derived_book').runtime.counted['steps'] += 1200",
     )
     page.run(counting)
     assert capsys.readouterr().out == ""
@@ -790,12 +784,6 @@ def test_a_constant_of_a_module_beside_the_page_is_noticed(beside, way):
     assert beside.again(way) == (first, False)
 
 
-def test_a_module_that_the_function_does_not_reach_is_not_noticed(beside):
-    beside.again()
-    beside.edit("def twice", "X = 1\n\ndef twice", "beside_other.py")
-    assert not beside.again()[1]
-
-
 def test_what_memory_has_counts_where_a_file_was_edited_after_its_import(beside):
     """Else a result of the old code would lie under the key of the new, and be found for ever."""
     function = beside.load()
@@ -805,27 +793,6 @@ def test_what_memory_has_counts_where_a_file_was_edited_after_its_import(beside)
     assert beside.again() == (7, True)
     importlib.reload(sys.modules["beside_helper"])
     assert beside.run(beside.load()) == (7, False)
-
-
-def test_the_function_itself_may_be_older_than_its_file(beside):
-    (beside.folder / "beside_tasks.py").write_text("def train(seed):\n    return {'value': seed}\n")
-
-    def train():
-        return importlib.import_module("beside_tasks").train
-
-    assert beside.run(train()) == (3, True)
-    beside.edit("'value': seed", "'value': seed + 1", "beside_tasks.py")
-    assert beside.run(train()) == (3, True)
-    beside.forget()
-    assert beside.run(train()) == (4, True)
-
-
-def test_a_function_of_before_a_reload_is_not_the_one_of_after(beside):
-    function = beside.load("a function")
-    beside.edit("FACTOR * x", "FACTOR * x + 1")
-    importlib.reload(sys.modules["beside_helper"])
-    assert beside.run(function) == (6, True)
-    assert beside.again("a function") == (7, True)
 
 
 def test_a_constant_that_is_set_from_outside_is_noticed(beside, monkeypatch):
@@ -853,26 +820,8 @@ def test_the_package_counts_where_a_module_beside_the_page_reaches_it(beside, mo
     assert beside.again()[1]
 
 
-def test_compiled_modules_beside_the_page_count_by_their_bytes(beside):
-    import sysconfig
-
-    library = beside.folder / f"beside_fast{sysconfig.get_config_var('EXT_SUFFIX')}"
-    library.write_bytes(b"one")
-    beside.edit("def scale(x):", "def scale(x):\n    if x < 0:\n        import beside_fast")
-    beside.again()
-    library.write_bytes(b"two")
-    assert beside.again()[1]
-
-
 def test_a_module_with_a_very_long_expression_counts(beside):
     beside.edit("import json", f"import json\nLONG = lambda: {' + '.join(['FACTOR'] * 700)}")
     beside.again()
     beside.edit("FACTOR = 2", "FACTOR = 3")
     assert beside.again() == (9, True)
-
-
-def test_keys_of_functions_that_reach_no_module_of_their_own_are_those_of_before():
-    """What is stored stays found: modules of readers' own are added where there are any."""
-    from derived_book.tasks.recall.run import train_recall
-
-    assert len(identity(summarise)) == len(identity(train_recall)) == 4

@@ -128,10 +128,10 @@ def test_the_same_code_and_release_or_none(monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
     driver = workers._environment()
-    assert workers.run_in_worker(driver, divmod, 7, 2) == (3, 1)
+    assert workers.run_in_worker(0, driver, divmod, 7, 2) == (3, 1)
     for name in ("release of PyTorch", "package's code"):
         with pytest.raises(RuntimeError, match=f"worker's {name} is .*; expected another"):
-            workers.run_in_worker(driver | {name: "another"}, divmod, 7, 2)
+            workers.run_in_worker(0, driver | {name: "another"}, divmod, 7, 2)
 
 
 def test_wrong_workers(tmp_path):

@@ -214,9 +214,11 @@ class _ShiftedSum(torch.autograd.Function):
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps = weight.to(dtype).T.reshape(*weight.T.shape, *(1,) * (len(offsets[0]) + 1))
         inputs = x.to(dtype).contiguous()
-        out = torch.zeros_like(inputs)
-        for tap, (target, source) in zip(taps, _overlaps(out, inputs, offsets), strict=True):
-            target.addcmul_(source, tap)
+        centre = offsets.index((0,) * len(offsets[0]))
+        out = inputs * taps[centre]
+        for t, (target, source) in enumerate(_overlaps(out, inputs, offsets)):
+            if t != centre:
+                target.addcmul_(source, taps[t])
         return out.to(x.dtype)
 
     @staticmethod

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import dis
 import functools
-import importlib.util
+import importlib
 import inspect
 import sys
 import sysconfig
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from derived_book.runtime import current_profile, digest
-from derived_book.training.code_digest import ROOTS, Sources, code
+from derived_book.training.code_digest import ROOTS, Sources, imports
 
 # The package's source when this module was imported, which is closest to the code that runs.
 PACKAGE = Sources(Path(__file__).parents[2])
@@ -42,30 +42,57 @@ def run_key(function: Callable[..., Any]) -> list[Any]:
         raise TypeError(f"function is {function!r}; expected a function defined by def")
     trace = _Trace(function.__module__)
     source = trace.of(function, function.__name__)
-    own = own_modules()
-    for text in own.values():
-        trace.reached |= PACKAGE.imported(text)
-    modules = digest({name: code(text) for name, text in own.items()})
+    own = {module.__name__: module for module in own_modules()}
+    for module in own.values():
+        with contextlib.suppress(OSError):  # an empty file
+            trace.reached |= PACKAGE.imported(inspect.getsource(module))
+    modules = digest({name: _state(module) for name, module in own.items()})
     dtype = str(torch.get_default_dtype())
     code_of_package = PACKAGE.digest(trace.reached)
     return [source, code_of_package, modules, torch.__version__, current_profile(), dtype]
 
 
-def own_modules() -> dict[str, str]:
-    """Return the source of each loaded module of the user's: neither installed nor of this package.
+def own_modules() -> list[types.ModuleType]:
+    """Return each loaded module of the user's: neither installed nor of this package.
 
     They are beside a page, in a checkout, or installed with ``pip install --editable``.
     """
-    own = {}
-    for name, module in list(sys.modules.items()):
+    own = []
+    for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         installed = INSTALLED & set(path.parts) or any(map(path.is_relative_to, LIBRARIES))
         ours = name.partition(".")[0] in (*ROOTS, "__main__", "__mp_main__")
         if path.suffix == ".py" and path.is_file() and not installed and not ours:
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-                code(text := importlib.util.decode_source(path.read_bytes()))
-                own[name] = text
+            own.append(module)
     return own
+
+
+def _state(module: types.ModuleType) -> dict[str, Any]:
+    """Return the code of what a module defines, as it is in memory, and its constants' digests.
+
+    Names in upper case are constants. The file may have been edited since it was imported.
+    """
+    state: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            members = {key: getattr(x, "__func__", x) for key, x in vars(value).items()}
+            members |= {key: x.fget for key, x in members.items() if isinstance(x, property)}
+            state[name] = {key: _code(getattr(x, "__code__", None)) for key, x in members.items()}
+        elif isinstance(value, types.FunctionType):
+            state[name] = _code(value.__code__)
+        elif name.isupper():
+            with contextlib.suppress(TypeError):
+                state[name] = digest(value)
+    return state
+
+
+def _code(code: types.CodeType | None) -> Any:
+    """Return what a function computes, which does not depend on its position in a file."""
+    if code is None:
+        return None
+    constants = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
 
 
 class _Trace:
@@ -122,9 +149,13 @@ class _Trace:
         return [full_name, {part: self.of(parts[part], part) for part in parts}]
 
     def _follow(self, function: Any, parts: dict[str, Any]) -> None:
-        """Record the modules of the package that a function imports in its body."""
+        """Record the modules that a function imports in its body, and load those of the user's."""
         with contextlib.suppress(SyntaxError):  # a lambda in a statement, which imports nothing
-            self.reached |= PACKAGE.imported(textwrap.dedent(parts["<source>"]))
+            source = textwrap.dedent(parts["<source>"])
+            self.reached |= PACKAGE.imported(source)
+            for _, name in imports(source):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name.rpartition(".")[0] or name)
 
 
 def _function_parts(function: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class _Given(Crew):
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Start ``call(*arguments)`` where the executor has a free worker."""
-        return self.executor.submit(run_in_worker, _environment(), call, *arguments)
+        return self.executor.submit(run_in_worker, os.getpid(), _environment(), call, *arguments)
 
 
 class _Processes(Crew):
@@ -83,7 +83,7 @@ class _Processes(Crew):
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Start ``call(*arguments)`` in an idle process."""
-        return self._executor().submit(run_in_worker, _environment(), call, *arguments)
+        return self._executor().submit(run_in_worker, os.getpid(), _environment(), call, *arguments)
 
     def stop(self) -> None:
         """End the processes."""
@@ -126,8 +126,12 @@ def _environment() -> dict[str, str]:
     }
 
 
-def run_in_worker(driver: dict[str, str], call: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_worker(
+    pid: int, driver: dict[str, str], call: Callable[..., Any], *arguments: Any
+) -> Any:
     """Execute ``call(*arguments)`` in a worker, with the driver's profile and one thread.
+
+    A thread of the driver, whose process has the number `pid`, executes it as it is.
 
     Raises
     ------
@@ -135,6 +139,8 @@ def run_in_worker(driver: dict[str, str], call: Callable[..., Any], *arguments: 
         If this process has another release of PyTorch, or other code, than the environment
         `driver`: its results would be stored under the wrong key.
     """
+    if os.getpid() == pid:
+        return call(*arguments)
     os.environ["DERIVED_ATTENTION_PROFILE"] = driver["profile"]
     os.environ["DERIVED_ATTENTION_PROGRESS"] = "0"  # the output of a worker is not shown
     torch.set_num_threads(1)
