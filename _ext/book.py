@@ -25,9 +25,7 @@ from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 import status_page
 from derived_attention import __version__, registry
-from derived_book import experiment_tables
 from derived_book.ledger import claims_of, link, paragraph, table
-from derived_book.training import recorded
 from execute import RECORD
 
 ROOT = Path(__file__).parents[1]
@@ -114,54 +112,24 @@ class Status(SphinxDirective):
 class Benchmarks(SphinxDirective):
     """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed.
 
-    Without a case, all of them.
+    The page that shows them is executed again, and so read again, when a file changes.
     """
 
-    optional_arguments = 1
+    required_arguments = 1
     final_argument_whitespace = True
 
     def run(self):
         """Return the tables of these cases, and a line on each machine before them."""
-        names = self.arguments[0].split() if self.arguments else ["*"]
-        files = _result_files(names)
-        for path in files:
-            self.env.note_dependency(path)
-        seen = self.env.metadata[self.env.docname].setdefault("benchmarks", {})
-        seen[" ".join(names)] = files
+        names = self.arguments[0].split()
         try:
             results = report.load(names)
-            times = report.time_table(results, names if self.arguments else None)
+            times = report.time_table(results, names)
         except ValueError as error:
             raise self.error(str(error)) from error
         captions = [paragraph(report.caption(found)) for found in results.values()]
         memory = map(report.memory_table, report.of_each_kind(results))
         first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
         return [*captions, first, paragraph(report.NOTE), *others]
-
-
-def _result_files(names) -> list[str]:
-    return [str(p) for n in names for p in sorted(report.RESULTS.glob(f"*/{n}.json"))]
-
-
-class Experiments(SphinxDirective):
-    """``{experiments} name``: the scores that a script of benchmarks/ has found, as committed."""
-
-    required_arguments = 1
-
-    def run(self):
-        """Return for each device a line on what was run, and its table."""
-        name = self.arguments[0]
-        for path in recorded.FOLDER.glob(f"{name}_*.json"):
-            self.env.note_dependency(str(path))
-        try:
-            results = recorded.load_experiment(name)
-        except ValueError as error:
-            raise self.error(str(error)) from error
-        parts = []
-        for data in results:
-            parts.append(paragraph(experiment_tables.experiment_caption(data)))
-            parts.append(table(*experiment_tables.experiment_table(data), ["da-benchmarks"]))
-        return parts
 
 
 class Mechanisms(SphinxDirective):
@@ -329,13 +297,7 @@ def _outdated(app, env, added, changed, removed):
     stale = [d for d in env.found_docs if record.get(d[5:]) != seen.get(d)]
     env.da_executed = {d: record.get(d[5:]) for d in env.found_docs}
     always = [d for d in env.found_docs if env.metadata.get(d, {}).get("always_write")]
-    measured = [  # on machines, or of cases, that had no file when the page was read
-        d
-        for d in env.found_docs
-        for names, files in env.metadata.get(d, {}).get("benchmarks", {}).items()
-        if _result_files(names.split()) != files
-    ]
-    return [d for d in {*stale, *always, *measured} if d not in added]
+    return [d for d in {*stale, *always} if d not in added]
 
 
 def _merge_environment(app, env, docnames, other):
@@ -511,7 +473,6 @@ def setup(app):
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("mechanisms", Mechanisms)
     app.add_directive("modules", Modules)
-    app.add_directive("experiments", Experiments)
     app.add_role("measured", Measured())
     app.add_role("chapter", Chapter())
     app.add_post_transform(ResolveChapters)

@@ -48,7 +48,6 @@ NPM += ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"
 # What readers set themselves goes before: few attempts, for a network that is not there.
 PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "15"}
 MARK = "$ "  # before each command in the log
-PULSE = 20  # seconds between two lines of a long installation
 TOGETHER = (
     "These versions do not go together, or are not to be had for this Python and system. A pip "
     "configuration of yours (`pip config list`) can be why; without it: "
@@ -162,10 +161,10 @@ def builds() -> str:
 
 
 def install(folder: Path, extras: str, torch: str) -> None:
-    """Install everything, and say how far it is."""
+    """Install everything."""
     python, mark = folder / "bin" / "python", folder / ".installing"
     size = "7 GB" if torch == "pip" and sys.platform == "linux" else "3 GB"
-    say(f"Installing packages into {folder}: some minutes, and some {size} of disk.")
+    say(f"Installing packages into {folder} (log: {LOG}): some minutes, and some {size} of disk.")
     start = time.time()
     mark.touch()  # after a kill nobody knows which files are whole
     if torch != "pip":
@@ -196,33 +195,18 @@ def install_torch(python: Path, torch: str) -> None:
 
 
 def run(command: list) -> int:
-    """Run a command with its output in the log, saying now and then that it is at work."""
-    start = shown = time.time()
+    """Run a command with its output in the log; return its exit status."""
     with open(LOG, "ab") as log:
         log.write(f"{MARK}{' '.join(map(str, command))}\n".encode())
         log.flush()
-        process = subprocess.Popen(
+        return subprocess.run(
             command,
             cwd=ROOT,
             env={**PATIENCE, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-        )
-        while process.poll() is None:
-            time.sleep(0.1)
-            if time.time() > shown + PULSE:
-                shown = time.time()
-                say(f"  {shown - start:.0f} s: {progress()}")
-    return process.returncode
-
-
-def progress() -> str:
-    """Return what pip is doing."""
-    text = said()
-    count = len(re.findall(r"^(?:Collecting|Processing) ", text, flags=re.M))
-    unpacking = "Installing collected packages" in text
-    return "unpacking them" if unpacking else f"downloading, {count} packages so far"
+        ).returncode
 
 
 def said() -> str:

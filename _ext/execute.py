@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
 
@@ -45,8 +46,6 @@ RUNS = ROOT / "_build" / "runs"  # a folder for each page
 RUNNING = ROOT / "_build" / "running"  # where pages run
 LOG = ROOT / "_build" / "kernels.log"
 TIMEOUT = 900  # seconds a cell; the profile full takes the time that it takes
-PULSE = 60  # seconds without a page that ends, after which a line says that all is well
-USUAL = 90  # seconds a page, of which nothing is known yet
 
 
 def read_page(path: Path):
@@ -200,26 +199,10 @@ def outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]
     return todo
 
 
-def estimate(paths: Iterable[Path], known: dict[str, float]) -> dict[Path, float]:
-    """Return the seconds that pages should take, the longest first.
-
-    It is what their last run took; a page that never ran takes USUAL, more if it is long.
-    """
-    sizes = {path: path.stat().st_size for path in paths}
-    mean = sum(sizes.values()) / max(1, len(sizes))
-    seconds = {path: known.get(path.stem, USUAL * sizes[path] / mean) for path in sizes}
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def remaining(
-    expected: dict[Path, float], done: dict[Path, float], elapsed: float, workers: int
-) -> str:
-    """Return in words how long the pages that are not done will take, at the pace of the others."""
-    pace = sum(done.values()) / sum(expected[path] for path in done) if done else 1
-    todo = [pace * seconds for path, seconds in expected.items() if path not in done]
-    spent = workers * elapsed - sum(done.values())  # on the pages that run now
-    count = round(max(0, (sum(todo) - spent) / workers, max(todo) - elapsed) / 60)
-    return "less than a minute" if count < 1 else f"about {count} minute{'s' * (count > 1)}"
+def longest_first(paths: Iterable[Path], known: dict[str, float]) -> list[Path]:
+    """Sort pages by what their last run took; those that never ran come first, by their size."""
+    times = {path: (known.get(path.stem, math.inf), path.stat().st_size) for path in paths}
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def shorten(error: str) -> str:
@@ -237,29 +220,18 @@ def run_all(paths: Iterable[Path], known: dict[str, float]) -> Iterator[tuple]:
 
     A thread of this process does no more than wait for the page's own process, its kernel.
     """
-    expected, done = estimate(paths, known), {}
-    total, workers = len(expected), min(os.cpu_count() or 1, len(expected))
-    side = f", {workers} at a time" if workers > 1 else ""
-    left = remaining(expected, done, 0, workers)
-    say(f"Running {total} page{'s' * (total > 1)}{side}: {left}.")
+    todo = longest_first(paths, known)
+    total, workers = len(todo), min(os.cpu_count() or 1, len(todo))
+    say(f"Running {total} page{'s' * (total > 1)}, {workers} at a time: some minutes.")
     shutil.rmtree(RUNNING, ignore_errors=True)  # what a kill may have left
     LOG.write_bytes(b"")
-    begin = time.time()
     with ThreadPoolExecutor(workers) as pool:
-        jobs = {pool.submit(execute, path): path for path in expected}
-        while jobs:
-            ended, _ = wait(jobs, PULSE, FIRST_COMPLETED)
-            if not ended:
-                left = remaining(expected, done, time.time() - begin, workers)
-                say(f"  {time.time() - begin:.0f} s at work; {left} left")
-            for job in ended:
-                path = jobs.pop(job)
-                notebook, error, done[path] = job.result()
-                yield path, notebook, error, done[path]
-                line = f"  {len(done)} of {total}: {path.stem}, {done[path]:.0f} s"
-                if jobs:
-                    line += f"; {remaining(expected, done, time.time() - begin, workers)} left"
-                say(line + ", FAILED" * bool(error))
+        jobs = {pool.submit(execute, path): path for path in todo}
+        for done, job in enumerate(as_completed(jobs), start=1):
+            notebook, error, seconds = job.result()
+            yield jobs[job], notebook, error, seconds
+            failed = ", FAILED" * bool(error)
+            say(f"  {done} of {total}: {jobs[job].stem}, {seconds:.0f} s{failed}")
     shutil.rmtree(RUNNING, ignore_errors=True)
 
 

@@ -191,22 +191,9 @@ def test_the_longest_page_runs_first(project):
     for name, code in {"01_a": "x = 1", "02_b": "x = 1 " + "+ 1" * 50, "03_c": "x = 1"}.items():
         write_page(project, name, code)
     paths = sorted((project / "book").glob("*.md"))
-    assert [p.stem for p in execute.estimate(paths, {})][0] == "02_b"
+    assert [p.stem for p in execute.longest_first(paths, {})][0] == "02_b"
     known = {"01_a": 50.0, "02_b": 10.0, "03_c": 70.0}
-    assert [p.stem for p in execute.estimate(paths, known)] == ["03_c", "01_a", "02_b"]
-
-
-@pytest.mark.parametrize(
-    ("done", "elapsed", "said"),
-    [
-        ({}, 0, "about 5 minutes"),  # 600 s of work for two
-        ({"b": 180.0}, 180, "about 2 minutes"),  # 420 s for two, of which a has had 180 s
-        ({"b": 360.0}, 360, "about 4 minutes"),  # the same at half the pace
-    ],
-)
-def test_what_remains_follows_the_pace_of_what_is_done(done, elapsed, said):
-    expected = {"a": 240.0, "b": 180.0, "c": 180.0}
-    assert execute.remaining(expected, done, elapsed, 2) == said
+    assert [p.stem for p in execute.longest_first(paths, known)] == ["03_c", "01_a", "02_b"]
 
 
 HOLD = """import os, pathlib, time
