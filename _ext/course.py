@@ -23,6 +23,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -50,53 +51,7 @@ MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "##
 SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
 VERBS = "Show|Prove|Derive|Find|Minimise|Write|Compute|Compare|Predict|Measure|Evaluate|Give|Count"
 VERBS += "|Express|Sketch|Choose|Take|Design|Build|Train|Check|Solve|Describe|Explain|Bound"
-CONFIG = '''\
-"""Settings of nbgrader for the assignments of "Derived Attention", written by `make course`."""
-
-import warnings
-
-from derived_book import grading
-from nbgrader import preprocessors as theirs
-
-# What nbgrader's way of using its database makes SQLAlchemy say of every student.
-warnings.filterwarnings("ignore", message="Object of type .* not in session")
-
-c = get_config()  # noqa: F821
-c.CourseDirectory.course_id = "derived-attention"
-c.ClearSolutions.code_stub = {"python": %(stub)r}
-c.ClearSolutions.text_stub = %(text_stub)r
-# The scheme of an answer that is marked by hand stands in the locked cell above it.
-c.ClearMarkScheme.enforce_metadata = False
-c.Autograde.pre_convert_hook = grading.find_renamed
-c.Autograde.exporter_class = grading.Reader
-c.ExportApp.plugin_class = grading.Grades
-c.Autograde.sanitize_preprocessors = [
-    grading.HandIn,
-    theirs.ClearOutput,
-    theirs.DeduplicateIds,
-    theirs.OverwriteKernelspec,
-    theirs.OverwriteCells,
-    theirs.CheckCellMetadata,
-]
-c.Autograde.autograde_preprocessors = [
-    grading.Run,
-    theirs.IgnorePattern,
-    theirs.LimitOutput,
-    theirs.SaveAutoGrades,
-    theirs.AssignLatePenalties,
-    theirs.CheckCellMetadata,
-]
-# nbgrader gives no points to a cell that warns; a warning is no error here.
-c.IgnorePattern.enabled = True
-c.IgnorePattern.pattern = "(?s).*"
-# What students get back has neither hidden tests nor expected answers.
-c.GenerateFeedback.preprocessors = [
-    theirs.GetGrades,
-    theirs.ClearHiddenTests,
-    theirs.ClearMarkScheme,
-    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
-]
-'''
+CONFIG = ROOT / "course" / "nbgrader_config.py"
 INTRODUCTION = """\
 # {title}
 
@@ -405,8 +360,7 @@ def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) ->
         _write(target / "student" / f"{name}.ipynb", for_students(notebook))
         _write(target / "instructor" / f"{name}.ipynb", for_lecturers(notebook))
         rows.append(_row(week, name, part, title, exercises))
-    config = CONFIG % {"stub": STUB, "text_stub": TEXT_STUB}
-    (target / "nbgrader" / "nbgrader_config.py").write_text(config, "utf8")
+    shutil.copy(CONFIG, target / "nbgrader")
     write_weeks(target, rows)
     return rows
 

@@ -19,6 +19,7 @@ import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -42,79 +43,10 @@ PATIENCE = 300  # seconds for a page
 FRONT = "front"  # the name under which title and contents are served
 PLACE = "place"  # the address of a line of the contents: page of the text, height on it
 
-STYLE = """
-<style>
-@page {
-  size: A4;
-  margin: 22mm 20mm 20mm;
-  @top-left { content: "%(heading)s"; font: 8pt sans-serif; color: #555; }
-  @bottom-center { content: counter(page%(numerals)s); font: 9pt sans-serif; }
-}
-@page :first {
-  counter-set: page %(first)d;
-  @top-left { content: none; }
-}
-a.headerlink, .viewcode-link, .da-report { display: none; }
-</style>
-"""
-
-# Nothing can be unfolded on paper, and nobody wants an answer right below its question. Chromium
-# gives an element a place in the document if some link of the same page leads to it.
-SCRIPT = """
-<script>
-{
-  const section = document.createElement("section");
-  section.id = "solutions";
-  section.innerHTML = "<h2>Solutions</h2>";
-  let exercise;
-  for (const box of document.querySelectorAll(".bd-article :is(.exercise, .solution)")) {
-    const title = box.querySelector(".admonition-title");
-    if (box.matches(".exercise")) exercise = box;
-    else {
-      const link = Object.assign(document.createElement("a"), { href: `#${exercise.id}` });
-      link.textContent = exercise.querySelector(".admonition-title").textContent.trim();
-      title.replaceChildren("Solution of ", link);
-      section.append(box);
-    }
-  }
-  if (exercise) document.querySelector(".bd-article > section").append(section);
-  const places = document.createElement("nav");
-  places.hidden = true;
-  for (const { id } of document.querySelectorAll(".bd-article :not(svg *)[id]"))
-    places.append(Object.assign(document.createElement("a"), { href: `#${id}` }));
-  document.body.append(places);
-}
-</script>
-"""
-
-TITLE_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>%(title)s</title>
-<style>
-body { font: 10.5pt/1.45 system-ui, sans-serif; margin: 0; }
-a { color: inherit; text-decoration: none; }
-header { break-after: page; }
-header h1 { font-size: 38pt; margin: 45mm 0 5mm; }
-header p { font-size: 14pt; margin: 0 0 12mm; max-width: 130mm; }
-header p + svg { width: 100%%; height: auto; }
-header footer { margin-top: 25mm; }
-h2 { font-size: 20pt; margin: 0 0 6mm; }
-nav p { display: flex; gap: 2mm; margin: 0.4mm 0; break-inside: avoid; }
-nav p::before { content: ""; order: 1; flex: 1; border-bottom: 0.3mm dotted; margin-bottom: 1.2mm; }
-nav p b, nav p span { order: 2; font-weight: inherit; }
-nav .part { font-weight: 700; margin-top: 5mm; break-after: avoid; }
-nav .part::before { border: none; }
-nav .chapter { font-weight: 600; margin-top: 2mm; break-after: avoid; }
-nav .section { padding-left: 7mm; font-size: 9.5pt; }
-</style>
-</head><body>
-<header><h1>%(title)s</h1><p>%(description)s</p>%(picture)s
-<footer>%(author)s<br>Version %(version)s, %(year)s</footer></header>
-<h2>Contents</h2>
-<nav>%(contents)s</nav>
-</body></html>
-"""
-
-
+STYLE, SCRIPT, TITLE_PAGE = (
+    Path(__file__).with_name(name).read_text("utf8")
+    for name in ("pdf.css", "pdf.js", "pdf_front.html")
+)
 HEADING = re.compile(r'<h([1-4])>(.*?)<a class="headerlink" href="#([^"]+)"', re.S)
 HIDDEN = re.compile('<span class="katex-mathml">.*?</math></span>', re.S)
 TAG = re.compile("<[^>]*>")
@@ -167,26 +99,27 @@ def for_paper(page: str, first: int) -> str:
     """Return a built page as it is printed: its title on each sheet, numbered from `first`."""
     title = html.unescape(re.search("<title>(.*?)(?: &#8212; |</title>)", page)[1])
     title = title.replace("\\", "").replace('"', r"\"")
-    style = STYLE % {"heading": title, "first": first, "numerals": ""}
+    style = Template(STYLE).substitute(heading=title, first=first, numerals="")
     page = page.replace(SOLUTION, SOLUTION.replace("dropdown ", ""))
-    return page.replace("</head>", style + "</head>", 1).replace("</body>", SCRIPT + "</body>", 1)
+    page = page.replace("</head>", f"<style>{style}</style></head>", 1)
+    return page.replace("</body>", f"<script>{SCRIPT}</script></body>", 1)
 
 
 def front(lines: str) -> str:
     """Return the title page and the contents, of which `lines` are given."""
     picture = (ROOT / "assets" / "six_attentions.svg").read_text("utf8")
-    style = STYLE % {"heading": "", "first": 1, "numerals": ", lower-roman"}
+    style = Template(STYLE).substitute(heading="", first=1, numerals=", lower-roman")
     style = style.replace("@top-left { content: none; }", "@bottom-center { content: none; }")
-    page = TITLE_PAGE % {
-        "title": CONFIG["title"],
-        "author": CONFIG["author"],
-        "year": CONFIG["copyright"],
-        "version": __version__,
-        "description": CONFIG["sphinx"]["config"]["myst_html_meta"]["description"],
-        "picture": picture,
-        "contents": lines,
-    }
-    return page.replace("</head>", style + "</head>")
+    return Template(TITLE_PAGE).substitute(
+        title=CONFIG["title"],
+        author=CONFIG["author"],
+        year=CONFIG["copyright"],
+        version=__version__,
+        description=CONFIG["sphinx"]["config"]["myst_html_meta"]["description"],
+        picture=picture,
+        contents=lines,
+        style=style,
+    )
 
 
 def contents(entries: list[Entry]) -> str:

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 
 import yaml
 from bs4 import BeautifulSoup
@@ -27,43 +28,8 @@ REVEAL = ROOT / "node_modules" / "reveal.js" / "dist"
 TITLES = re.compile(r"^(Predict|Prediction|Takeaways)$")
 KINDS = {"theorem", "proposition", "definition", "lemma", "corollary", "algorithm"}
 GONE = "a.headerlink, .toggle-button, details, script[src], .copybtn"
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="reveal/reset.css">
-<link rel="stylesheet" href="reveal/reveal.css">
-<link rel="stylesheet" href="katex/katex.min.css">
-<link rel="stylesheet" href="slides.css">
-</head>
-<body>
-<div class="reveal"><div class="slides">
-{slides}
-</div></div>
-<script src="reveal/reveal.js"></script>
-<script>{script}</script>
-</body>
-</html>
-"""
+PAGE = Template(Path(__file__).with_name("slides.html").read_text("utf8"))
 SLIDE = '<section><div class="da-content">{}</div></section>'
-# What is too high for a slide gets smaller type; it must be measured before reveal.js hides it.
-SCRIPT = """
-const high = 690, deck = document.querySelector(".slides");
-deck.classList.add("measured");
-document.fonts.ready.then(() => {
-  for (const content of deck.querySelectorAll("section section > div")) {
-    const room = content.parentElement;
-    for (let size = 1; room.offsetHeight > high && size > 0.4; size -= 0.04)
-      content.style.zoom = size;
-  }
-  deck.classList.remove("measured");
-  Reveal.initialize({width: 1280, height: 720, margin: 0.04, center: true, hash: true,
-    controls: false, slideNumber: "c/t", transition: "none"});
-});
-"""
 
 
 def parts() -> Iterator[tuple[str, list[str]]]:
@@ -152,7 +118,7 @@ def deck(caption: str, pages: list[str]) -> str:
     columns = [f"<section>\n{SLIDE.format(f'<h1>{html.escape(caption)}</h1>')}\n</section>"]
     for name in pages:
         columns.append("<section>\n{}\n</section>".format("\n".join(chapter_slides(name))))
-    return PAGE.format(title=html.escape(caption), slides="\n".join(columns), script=SCRIPT)
+    return PAGE.substitute(title=html.escape(caption), slides="\n".join(columns))
 
 
 def file_name(caption: str) -> str:

@@ -1,0 +1,46 @@
+"""Settings of nbgrader for the assignments of "Derived Attention", written by `make course`."""
+
+import warnings
+
+from nbgrader import preprocessors as theirs
+
+from derived_book import grading
+
+# What nbgrader's way of using its database makes SQLAlchemy say of every student.
+warnings.filterwarnings("ignore", message="Object of type .* not in session")
+
+c = get_config()  # noqa: F821
+c.CourseDirectory.course_id = "derived-attention"
+c.ClearSolutions.code_stub = {"python": "# Your answer, in the place of the three dots."}
+c.ClearSolutions.text_stub = "*Your answer.*"
+# The scheme of an answer that is marked by hand stands in the locked cell above it.
+c.ClearMarkScheme.enforce_metadata = False
+c.Autograde.pre_convert_hook = grading.find_renamed
+c.Autograde.exporter_class = grading.Reader
+c.ExportApp.plugin_class = grading.Grades
+c.Autograde.sanitize_preprocessors = [
+    grading.HandIn,
+    theirs.ClearOutput,
+    theirs.DeduplicateIds,
+    theirs.OverwriteKernelspec,
+    theirs.OverwriteCells,
+    theirs.CheckCellMetadata,
+]
+c.Autograde.autograde_preprocessors = [
+    grading.Run,
+    theirs.IgnorePattern,
+    theirs.LimitOutput,
+    theirs.SaveAutoGrades,
+    theirs.AssignLatePenalties,
+    theirs.CheckCellMetadata,
+]
+# nbgrader gives no points to a cell that warns; a warning is no error here.
+c.IgnorePattern.enabled = True
+c.IgnorePattern.pattern = "(?s).*"
+# What students get back has neither hidden tests nor expected answers.
+c.GenerateFeedback.preprocessors = [
+    theirs.GetGrades,
+    theirs.ClearHiddenTests,
+    theirs.ClearMarkScheme,
+    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
+]
