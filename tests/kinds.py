@@ -1,7 +1,5 @@
 """A tiny model, data and loss of every kind, for the tests of the trainer and of the tasks."""
 
-import functools
-
 import torch
 
 from derived_book.runtime import digest, seed_everything
@@ -16,8 +14,8 @@ from derived_book.tasks.language.loss import Windows, byte_loss
 from derived_book.tasks.language.model import ByteLM
 from derived_book.tasks.model import Config, TokenClassifier
 from derived_book.tasks.series.data import SeriesSplit
-from derived_book.tasks.series.model import SeriesClassifier, SeriesRegressor
-from derived_book.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.tasks.series.model import SeriesClassifier
+from derived_book.tasks.supervised import Examples, class_loss
 
 SIZES = dict(dim=8, heads=2, layers=1, hidden=16)
 
@@ -107,13 +105,6 @@ def classifier(seed=0, **changes):
     return SeriesClassifier(3, 2, 6, Config(**SIZES | changes))
 
 
-def regressor(seed=0, **changes):
-    seed_everything(seed)
-    y = numbers().y
-    target = (float(y.mean()), float(y.std(correction=0)))
-    return SeriesRegressor(3, 6, target, Config(**SIZES | changes))
-
-
 def vision(seed=0, **changes):
     seed_everything(seed)
     return VisionTransformer((2, 3), 4, 2, Config(**SIZES | changes))
@@ -143,10 +134,8 @@ def detector(seed=0, **changes):
 
 # --- Everything that `fit` takes: model, train and test of a size, loss, what the loss reports ----
 
-squared = functools.partial(number_loss, variance=float(numbers().y.double().var(correction=0)))
 KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
-    "numbers": (regressor, lambda n: Examples(numbers(), n), squared, {"loss", "rmse"}),
     "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
     "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),

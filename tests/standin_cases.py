@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_all_close, boolean, every_mechanism
-from kinds import KINDS, SIZES, SMALL, weights
+from kinds import KINDS, SIZES, SMALL
 from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
@@ -240,13 +240,3 @@ def test_fit_says_in_which_step_the_loss_was_not_finite():
     with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
         fit(model, data(SMALL), loss, epochs=3)
     assert next(calls) == 6  # the end of the second epoch
-
-
-def test_fit_resumes_to_equal_bits(tmp_path):
-    make_model, data, loss, _ = KINDS["series"]
-    models = [make_model().to(DEVICE) for _ in range(2)]
-    fit(models[0], data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
-    fit(models[1], data(SMALL), loss, epochs=2, precision="float16")
-    again = make_model().to(DEVICE)
-    fit(again, data(SMALL), loss, epochs=2, checkpoint=tmp_path / "run.pt", precision="float16")
-    assert len({weights(model) for model in (*models, again)}) == 1

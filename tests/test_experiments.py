@@ -189,7 +189,12 @@ LOCAL = ("seed_everything(seed)", "from derived_book import claims")
 @pytest.mark.parametrize(
     ("module", "line", "edits", "runs"),
     [
-        ("derived_attention.softmax.core", "X = 1", [], 1),  # a mechanism in a dict that the function reads
+        (
+            "derived_attention.softmax.core",
+            "X = 1",
+            [],
+            1,
+        ),  # in a dict that it reads
         ("derived_attention.softmax", "X = 1", [], 1),  # the package that it lies in
         ("derived_book.runtime", "X = 1", [], 1),
         ("derived_book.runtime", "X = 1", [LOCAL], 1),  # the class of a value that is read

@@ -195,7 +195,8 @@ def test_public_functions_have_few_parameters():
         for name, function in functions(tree)
         if is_public(name) and not is_kernel(function) and len(parameters(function)) > MOST
         # Forms to fill in, by keyword: what is refuted, a run of training, a mechanism.
-        if (module, name) not in {
+        if (module, name)
+        not in {
             (f"{BOOK}.claims", "refuted"),
             (f"{BOOK}.training.fit", "fit"),
             (f"{LIBRARY}.common.convention", "mechanism"),

@@ -17,7 +17,7 @@ from derived_attention.sparse.core import window_attention
 from derived_book.tasks.images.model import VisionTransformer
 from derived_book.tasks.language.model import ByteLM
 from derived_book.tasks.model import Config, TokenClassifier, make_attention, sinusoids
-from derived_book.tasks.series.model import SeriesClassifier, SeriesRegressor
+from derived_book.tasks.series.model import SeriesClassifier
 
 SMALL = dict(channels=3, classes=4, length=7)
 SIZES = dict(dim=16, heads=4, hidden=32)
@@ -259,41 +259,6 @@ def test_state_travels_through_a_file(tmp_path):
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     torch.testing.assert_close(other(*batch()), model(*batch()), rtol=0, atol=0)
-
-
-# --- Numbers for series ---------------------------------------------------------------------------
-
-NUMBER = dict(channels=3, length=7, target=(5.0, 2.0), config=Config(**SIZES))
-
-
-def test_regressor_is_the_classifier_with_one_output_in_units():
-    torch.manual_seed(0)
-    model = trained_statistics(SeriesRegressor(**NUMBER))
-    twin = small(classes=1).eval()
-    state = {k: v for k, v in model.state_dict().items() if k not in ("mean", "sd")}
-    twin.load_state_dict(state)
-    x, padding = batch()
-    numbers = model(x, padding)
-    assert numbers.shape == (5,)
-    torch.testing.assert_close(numbers, 5 + 2 * twin(x, padding)[:, 0])
-    assert model.classes == 0 and float(model.state_dict()["sd"]) == 2.0
-
-
-@pytest.mark.parametrize(
-    "target, error",
-    [
-        (None, TypeError),
-        (1.0, TypeError),
-        ((1.0,), TypeError),
-        ((0.0, 0.0), ValueError),
-        ((0.0, -1.0), ValueError),
-        ((float("nan"), 1.0), ValueError),
-        ((0.0, float("inf")), ValueError),
-    ],
-)
-def test_wrong_target(target, error):
-    with pytest.raises(error, match="target is"):
-        SeriesRegressor(**NUMBER | {"target": target})
 
 
 # --- Images and tokens ----------------------------------------------------------------------------

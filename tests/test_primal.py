@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from cases import assert_forms_agree
 from helpers import B, H, assert_all_close, assert_learns, boolean
-from kinds import KINDS, classifier, writer
+from kinds import KINDS, classifier
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,8 +30,6 @@ from derived_attention.primal.core import (
     primal_scores,
 )
 from derived_attention.primal.layer import PrimalAttention, orthogonal_directions
-from derived_book.runtime import digest
-from derived_book.tasks.language.loss import byte_loss
 from derived_book.tasks.model import Config
 from derived_book.tasks.supervised import class_loss
 from derived_book.training.fit import Regularised, evaluate, fit
@@ -468,19 +466,6 @@ def test_a_loss_that_adds_the_objective():
             Regularised(class_loss, eta)
     with pytest.raises(TypeError, match="loss is 3"):
         Regularised(3, 0.1)
-
-
-def test_a_regularised_run_is_resumed(tmp_path):
-    def run(epochs_path):
-        primal = functools.partial(PrimalAttention, regularised=True)
-        model = writer(last=primal, layers=2)
-        batches = KINDS["text"][1](8)
-        loss = Regularised(byte_loss, 0.5)
-        fit(model, batches, loss, epochs=3, checkpoint=epochs_path)
-        return digest(model.state_dict())
-
-    path = tmp_path / "run.pt"
-    assert run(path) == run(path) == run(None)
 
 
 # --- models with another last layer ---------------------------------------------------------------

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from kinds import classifier, images, numbers, reader, regressor, series, squared, tokens, vision
+from kinds import classifier, images, reader, series, tokens, vision
 from torch import nn
 
 from derived_book.tasks.series.data import SeriesSplit
-from derived_book.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.tasks.supervised import Examples, class_loss
 from derived_book.training.fit import evaluate, fit
 
 
@@ -44,23 +44,8 @@ def test_loss_and_accuracy_are_means_over_examples():
         assert found["loss"] == pytest.approx(nn.functional.cross_entropy(first, data.y).item())
 
 
-def test_loss_of_numbers_is_that_of_standardised_targets_and_the_error_has_units():
-    data = numbers()
-    first = regressor(dropout=0.0)(data.x, data.padding)
-    mean, sd = data.y.mean(), data.y.std(correction=0)
-    expected = nn.functional.mse_loss((first - mean) / sd, (data.y - mean) / sd)
-    history = fit(regressor(dropout=0.0), Examples(data), squared, epochs=1, lr=1e-12)
-    assert history["loss"][0] == pytest.approx(expected.item(), rel=1e-4)
-    assert history["rmse"][0] == pytest.approx((first - data.y).square().mean().sqrt().item())
-    errors = regressor().eval()(data.x, data.padding) - data.y
-    for size in (1, 5, 24):
-        found = evaluate(regressor(), Examples(data, size), number_loss)
-        assert found["rmse"] == pytest.approx(errors.square().mean().sqrt().item())
-
-
 def test_what_does_not_fit_the_model_before_any_work():
     for make, split, message in (
-        (regressor, series(), "train.y is torch.int64; expected floats, as the model returns"),
         (vision, dataclasses.replace(images(), y=torch.zeros(24)), "train.y is .* expected int64"),
         (classifier, dataclasses.replace(series(), y=series().y + 1), "train.y holds 1 to 2; .* 2"),
         (reader, SeriesSplit(tokens().x + 1, None, tokens().y), "train.x holds .* 0 <= x < 8"),
@@ -74,32 +59,16 @@ def test_what_does_not_fit_the_model_before_any_work():
             fit(model, Examples(split), class_loss, epochs=1)
 
 
-class Column(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.map = nn.Linear(3, 1)
-
-    def forward(self, x, padding):
-        return self.map(x[:, 0])  # (B, 1), which PyTorch would spread over all targets
-
-
 def test_losses_see_what_the_model_returns():
-    row = regressor()
-    del row.classes  # so that nothing is known of it before it runs
     wide = nn.Sequential()
     wide.forward = lambda x, padding: x
-    for model, split, loss, message in (
-        (Column(), numbers(), number_loss, r"model returns shape \(24, 1\); expected \(24,\)"),
-        (row, series(), class_loss, r"model returns shape \(24,\); expected \(24, classes\)"),
-        (wide, series(), class_loss, r"model returns shape \(24, 6, 3\)"),
-        (Column(), numbers(), class_loss, "y is torch.float32; expected int64 classes"),
-        (Column(), series(), number_loss, "y is torch.int64; expected floats"),
+    floats = dataclasses.replace(series(), y=torch.zeros(24))
+    for split, message in (
+        (series(), r"model returns shape \(24, 6, 3\)"),
+        (floats, "y is torch.float32; expected int64 classes"),
     ):
         with pytest.raises(ValueError, match=message):
-            evaluate(model, Examples(split), loss)
-    for variance in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="variance is .*; expected a positive number"):
-            number_loss(regressor(), next(iter(Examples(numbers()))), variance=variance)
+            evaluate(wide, Examples(split), class_loss)
 
 
 def spoilt(field, change):

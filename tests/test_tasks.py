@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import derived_attention as da
+import derived_book as da
 from derived_attention.layer import MultiheadAttention
 from derived_attention.linear.core import linear_attention
 from derived_attention.mixture.layer import MixtureAttention

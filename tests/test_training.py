@@ -1,16 +1,7 @@
-"""The one trainer: determinism, resume after kill -9, damaged and foreign checkpoints, wrong input.
+"""The one trainer: determinism, precision, and wrong input.
 
 What holds for every kind of data is tested with all of `kinds.KINDS`.
 """
-
-import functools
-import io
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -19,21 +10,18 @@ from kinds import (
     SMALL,
     classifier,
     numbers,
-    regressor,
     series,
     weights,
     writer,
 )
 
-from derived_attention.softmax.core import softmax_attention
-from derived_book import runtime
 from derived_book.runtime import evaluating, seed_everything
 from derived_book.tasks.model import Config
 from derived_book.tasks.series.data import SeriesSplit, load_series
 from derived_book.tasks.series.model import SeriesClassifier
-from derived_book.tasks.supervised import Examples, class_loss, number_loss
+from derived_book.tasks.supervised import Examples, class_loss
 from derived_book.training import fit as training
-from derived_book.training.fit import Bits, Mean, RootMean, evaluate, fit, schedule
+from derived_book.training.fit import Bits, Mean, evaluate, fit, schedule
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -44,12 +32,6 @@ def batches(n=8, seed=0):
 
 def fit_series(model=None, train=None, **how):
     return fit(model or classifier(), train or batches(), class_loss, **dict(epochs=3) | how)
-
-
-def finished_epochs(path):
-    history = torch.load(path, weights_only=True)["state"]["history"]
-    (epochs,) = set(map(len, history.values()))
-    return epochs
 
 
 def untouched(make=classifier):
@@ -112,18 +94,17 @@ def test_schedule(monkeypatch):
 
 def test_reported_numbers_add_up():
     parts = ((3.0, 2), (1.0, 2))
-    for kind, value in ((Mean, 1.0), (RootMean, 1.0), (Bits, 1.4426950408889634)):
+    for kind, value in ((Mean, 1.0), (Bits, 1.4426950408889634)):
         first, second = (kind(*part) for part in parts)
         assert type(first + second) is kind and (first + second).value == pytest.approx(value)
-    assert RootMean(8.0, 2).value == 2.0
 
 
 # --- Determinism ----------------------------------------------------------------------------------
 
 
 @every_kind
-def test_a_seed_decides_everything_and_nothing_else_does(kind, tmp_path, monkeypatch):
-    """Neither what the caller drew before, nor test, bar, checkpoint and the mode before."""
+def test_a_seed_decides_everything_and_nothing_else_does(kind, monkeypatch):
+    """Neither what the caller drew before, nor test, bar and the mode before."""
     make, data, loss, _ = KINDS[kind]
     results = {}
     for name, init, seed in (("a", 0, 0), ("b", 0, 0), ("other init", 1, 0), ("other seed", 0, 1)):
@@ -134,178 +115,11 @@ def test_a_seed_decides_everything_and_nothing_else_does(kind, tmp_path, monkeyp
         how = dict(epochs=2, seed=seed)
         if name == "b":
             monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
-            how |= dict(test=data(100), checkpoint=tmp_path / "run.pt")
+            how |= dict(test=data(100))
         fit(model, data(SMALL), loss, **how)
         assert torch.equal(torch.rand(3), expected)  # the caller's generator is left alone
         results[name] = weights(model)
     assert results["a"] == results["b"] and len(set(results.values())) == 3
-
-
-# --- Resume ---------------------------------------------------------------------------------------
-
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_training import batches, fit_series
-fit_series(epochs=60, test=batches(seed=1), checkpoint=sys.argv[2])
-"""
-
-
-def test_kill_9_and_resume_to_bit_equal_weights(tmp_path, request):
-    path = tmp_path / "folder" / "run.pt"
-    command = [sys.executable, "-c", CHILD, str(request.path.parent), str(path)]
-    for _ in range(2):  # killed twice, each time after new progress
-        before = finished_epochs(path) if path.exists() else 0
-        child = subprocess.Popen(command)
-        while not path.exists() or finished_epochs(path) < before + 2:
-            assert child.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.02)
-        child.kill()
-        assert child.wait() == -signal.SIGKILL
-        assert before + 2 <= finished_epochs(path) < 60
-    resumed, whole, how = classifier(), classifier(), dict(epochs=60, test=batches(seed=1))
-    assert fit_series(resumed, checkpoint=path, **how) == fit_series(whole, **how)
-    assert weights(resumed) == weights(whole)
-
-
-@every_kind
-@pytest.mark.parametrize("step", [0, 2, 3, 8])
-def test_resume_after_an_error_anywhere(tmp_path, kind, step):
-    """Interrupted in any step of any epoch, also the very first: the same weights in the end."""
-
-    class Stop(Exception):
-        pass
-
-    make, data, loss, _ = KINDS[kind]
-    train, path = data(SMALL), tmp_path / "run.pt"
-    model, calls, how = make(), iter(range(100)), dict(epochs=3, test=data(100))
-    assert len(train) == 3
-
-    def stop(module, _):
-        if module.training and next(calls) == step:
-            raise Stop
-
-    model.register_forward_pre_hook(stop)
-    with pytest.raises(Stop):
-        fit(model, train, loss, checkpoint=path, **how)
-    assert (finished_epochs(path) if path.exists() else 0) == step // 3
-    resumed, whole = make(), make()
-    history = fit(resumed, train, loss, checkpoint=path, **how)
-    assert history == fit(whole, train, loss, **how)
-    assert weights(resumed) == weights(whole) != weights(make())
-
-
-def test_finished_run_returns_at_once(tmp_path):
-    path, model = tmp_path / "run.pt", classifier()
-    history = fit_series(model, checkpoint=path)
-    stamp, content = path.stat().st_mtime_ns, path.read_bytes()
-    fresh = untouched()
-    assert fit_series(fresh, checkpoint=path) == history
-    assert weights(fresh) == weights(model) and not fresh.training
-    assert fit_series(model, checkpoint=str(path)) == history  # the cell, run again
-    assert (path.stat().st_mtime_ns, path.read_bytes()) == (stamp, content)
-    assert list(tmp_path.iterdir()) == [path]
-    saved = torch.load(path, weights_only=True)  # no code
-    assert set(saved) == {"run", "state", "digest"}
-    assert training.digest(saved["run"], saved["state"]) == saved["digest"]
-
-
-def other_attention(q, k, v, **how):
-    return softmax_attention(2 * q, k, v, **how)
-
-
-START = "initial weights differ .build the model again, after the same seed."
-FOREIGN = [
-    (dict(epochs=5), "epochs is 3 in the checkpoint and 5 now"),
-    (dict(lr=0.01), "lr is 0.001 in the checkpoint and 0.01 now"),
-    (dict(seed=3), "seed is 0 in the checkpoint and 3 now"),
-    (dict(train=Examples(numbers(seed=1), 8)), "train differs"),
-    (dict(train=Examples(numbers(), 5), test=None), "train differs; test differs"),
-    (dict(test=Examples(numbers(seed=1))), "test differs"),
-    (dict(loss=functools.partial(number_loss, variance=2.0)), "loss differs"),
-    (dict(model=regressor(1)), START),
-    (dict(model=regressor(hidden=17)), f"model differs; {START}"),
-    (dict(model=regressor(attention=other_attention)), "model differs"),
-    (
-        dict(model=classifier(), train=batches(), loss=class_loss, test=None),
-        f"model differs; loss differs; train differs; test differs; {START}",
-    ),
-]
-
-
-@pytest.mark.parametrize("changes, message", FOREIGN)
-def test_checkpoint_of_another_run(tmp_path, changes, message):
-    path, test = tmp_path / "run.pt", Examples(numbers())
-    given = dict(train=Examples(numbers(), 8), loss=number_loss, test=test)
-    given |= dict(epochs=3, checkpoint=path)
-    fit(regressor(), **given)
-    content, given = path.read_bytes(), dict(model=regressor()) | given | changes
-    before = weights(given["model"])
-    with pytest.raises(ValueError, match=f"belongs to another run: {message}; the file was not"):
-        fit(**given)
-    assert path.read_bytes() == content and weights(given["model"]) == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-class Evil:
-    def __reduce__(self):
-        return (pytest.fail, ("a checkpoint was executed",))
-
-
-def other_file(content):
-    buffer = io.BytesIO()
-    torch.save({"weights": torch.zeros(3)}, buffer)
-    return buffer.getvalue()
-
-
-def test_damaged_checkpoint(tmp_path):
-    path, model = tmp_path / "run.pt", classifier()
-    fit_series(model, checkpoint=path)
-    content = path.read_bytes()
-    damaged = {
-        "empty": b"",
-        "text": b"no checkpoint",
-        "half": content[: len(content) // 2],
-        "end cut off": content[:-1],
-        "start cut off": content[100:],
-        "zeros": bytes(len(content)),
-        "another file of torch.save": other_file(content),
-        "pickled code": pickle.dumps(Evil(), protocol=2),
-    }
-    at = content.index(model.head.weight.detach().numpy().tobytes())
-    for place in (at, at + 3, at + 17):  # a bit of a weight, to which PyTorch does not look
-        flipped = bytearray(content)
-        flipped[place] ^= 1
-        damaged[f"bit {place}"] = bytes(flipped)
-    for name, found in damaged.items():
-        path.write_bytes(found)
-        model = untouched()
-        before = weights(model)
-        with pytest.raises(ValueError, match="run.pt is damaged or was not written by fit; the f"):
-            fit_series(model, checkpoint=path)
-        assert path.read_bytes() == found and weights(model) == before, name
-    path.write_bytes(content)
-    fit_series(untouched(), checkpoint=path)
-
-
-def test_failed_save_keeps_the_checkpoint_before(tmp_path, monkeypatch):
-    path = tmp_path / "run.pt"
-    real, calls = runtime.os.replace, []
-
-    def replace(*names):
-        calls.append(names)
-        if len(calls) == 3:
-            raise OSError("disk full")
-        real(*names)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(OSError, match="disk full"):
-        fit_series(epochs=5, checkpoint=path)
-    assert finished_epochs(path) == 2 and list(tmp_path.iterdir()) == [path]
-    resumed, whole = classifier(), classifier()
-    fit_series(resumed, epochs=5, checkpoint=path)
-    fit_series(whole, epochs=5)
-    assert weights(resumed) == weights(whole)
 
 
 # --- Precision -----------------------------------------------------------------------------------
@@ -339,50 +153,6 @@ def test_products_are_taken_in_the_precision_and_weights_are_not(precision):
     assert histories[precision] != histories["float32"]
     assert histories[precision][0] == pytest.approx(histories["float32"][0], rel=5e-2)
     assert histories[precision][-1] < 0.5 * histories[precision][0]
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_resumes_to_equal_bits_in_any_precision(tmp_path, precision):
-    class Stop(Exception):
-        pass
-
-    def make():
-        model = classifier()
-        model.head.weight.register_hook(lambda g: g.half().float())  # as if made in float16
-        return model
-
-    def big(model, batch):  # its scaled gradient overflows in the first steps
-        value, numbers = class_loss(model, batch)
-        return 2**8 * value, numbers
-
-    path = tmp_path / "run.pt"
-    how = dict(epochs=4, precision=precision, train=batches(), loss=big)
-    model, calls = make(), iter(range(100))
-
-    def stop(module, _):
-        if next(calls) == 7:  # of 12 steps
-            raise Stop
-
-    model.register_forward_pre_hook(stop)
-    with pytest.raises(Stop):
-        fit(model, checkpoint=path, **how)
-    scaler = torch.load(path, weights_only=True)["state"]["scaler"]
-    assert (0 < scaler["scale"] < 2**16) if precision == "float16" else not scaler
-    resumed, whole = make(), make()
-    assert fit(resumed, checkpoint=path, **how) == fit(whole, **how)
-    assert weights(resumed) == weights(whole)
-    with pytest.raises(ValueError, match=f"precision is {precision} in the checkpoint and float32"):
-        fit(make(), checkpoint=path, **how | dict(precision="float32"))
-
-
-def test_a_checkpoint_from_before_precisions_is_taken(tmp_path):
-    path, model = tmp_path / "run.pt", classifier()
-    fit_series(model, checkpoint=path)
-    saved = torch.load(path, weights_only=True)
-    del saved["run"]["precision"], saved["state"]["scaler"]
-    saved["digest"] = runtime.digest(saved["run"], saved["state"])
-    torch.save(saved, path)
-    fit_series(untouched(), checkpoint=path)
 
 
 def test_a_scaled_gradient_that_overflows_leaves_a_step_out():
@@ -461,7 +231,7 @@ def test_wrong_arguments_before_any_work(tmp_path, arguments, error, message):
     model = untouched()
     given = dict(model=model, train=batches(), loss=class_loss, epochs=1)
     with pytest.raises(error, match=message):
-        fit(**given | dict(checkpoint=tmp_path / "run.pt") | arguments)
+        fit(**given | arguments)
     assert weights(model) == weights(classifier()) and not list(tmp_path.iterdir())
 
 
@@ -501,15 +271,12 @@ def test_no_bar_is_left_behind(monkeypatch, capfd):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: CUDA IS NOT TESTED")
 @every_kind
-def test_cuda_trains_and_a_checkpoint_moves_between_devices(tmp_path, kind):
+def test_cuda_trains_as_the_cpu_does(kind):
     make, data, loss, names = KINDS[kind]
-    path, model, train = tmp_path / "run.pt", make(dropout=0.0), data(SMALL)
+    model, alone, train = make(dropout=0.0), make(dropout=0.0), data(SMALL)
     how = dict(epochs=8, lr=1e-2, test=data(100))
-    history = fit(model.to("cuda"), train, loss, checkpoint=path, **how)
+    history = fit(model.to("cuda"), train, loss, **how)
     assert next(model.parameters()).is_cuda
-    again, alone = make(dropout=0.0), make(dropout=0.0)
-    assert fit(again, train, loss, checkpoint=path, **how) == history
-    assert weights(again) == weights(model) and not next(again.parameters()).is_cuda
     on_cpu = fit(alone, train, loss, **how)
     for name in names - {"accuracy"}:
         assert history[f"test_{name}"] == pytest.approx(on_cpu[f"test_{name}"], rel=5e-2)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -281,11 +280,6 @@ class TokenClassifier(PooledClassifier):
         return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return x, in float32 if it is of a shorter type."""
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
 def with_first(token: Tensor, h: Tensor) -> Tensor:
     """Put a token (dim,) before each sequence of h: (B, T, dim) to (B, 1 + T, dim)."""
     return torch.cat([token.expand(len(h), 1, -1), h], dim=1)
@@ -300,14 +294,6 @@ def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
     omega = temperature ** (-torch.arange(0, dim, 2) / dim)
     angles = torch.arange(length)[:, None] * omega  # (T, dim / 2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :dim].contiguous()
-
-
-def check_target(target: tuple[float, float]) -> None:
-    """Raise TypeError or ValueError unless `target` is a finite mean and a positive deviation."""
-    if not isinstance(target, tuple) or len(target) != 2:
-        raise TypeError(f"target is {target!r}; expected (mean, standard deviation)")
-    if not (math.isfinite(target[0]) and 0 < target[1] < math.inf):
-        raise ValueError(f"target is {target}; expected a finite mean and a deviation above 0")
 
 
 def check_sizes(config: Config, **sizes: int) -> None:

@@ -19,7 +19,7 @@ from derived_book.tasks.checks import (
     check_type,
 )
 from derived_book.tasks.series.data import SeriesSplit
-from derived_book.training.fit import Batches, Mean, RootMean, mean_of
+from derived_book.training.fit import Batches, Mean, mean_of
 
 Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
 
@@ -87,7 +87,7 @@ def class_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Mean]]
     x, padding, y = batch
     logits = model(x, padding)
     if y.is_floating_point():
-        raise ValueError(f"y is {y.dtype}; expected int64 classes (number_loss is for numbers)")
+        raise ValueError(f"y is {y.dtype}; expected int64 classes")
     check_output(logits, (len(y), "classes"))
     return cross_entropy(logits, y)
 
@@ -97,27 +97,6 @@ def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Mean]]:
     loss = nn.functional.cross_entropy(logits, y)
     n, correct = len(y), (logits.argmax(1) == y).sum()
     return loss, {"loss": mean_of(loss, n), "accuracy": Mean(correct, n)}
-
-
-def number_loss(
-    model: nn.Module, batch: Batch, variance: float = 1.0
-) -> tuple[Tensor, dict[str, Mean]]:
-    """Return the mean squared error over `variance`; report ``"loss"``, and ``"rmse"`` in units.
-
-    ``model(x, padding)`` returns numbers (B,) in the units of y; another shape raises ValueError,
-    and so do answers that are classes. With the variance of the training targets, which
-    ``functools.partial`` sets, the loss is that of standardised targets.
-    """
-    x, padding, y = batch
-    outputs = model(x, padding)
-    if not y.is_floating_point():
-        raise ValueError(f"y is {y.dtype}; expected floats (class_loss is for classes)")
-    if not 0 < variance < math.inf:
-        raise ValueError(f"variance is {variance}; expected a positive number")
-    check_output(outputs, y.shape)  # PyTorch would broadcast a column against a row
-    loss = nn.functional.mse_loss(outputs, y) / variance
-    squares = (outputs.detach().double() - y.double()).square().sum()
-    return loss, {"loss": mean_of(loss, len(y)), "rmse": RootMean(squares, len(y))}
 
 
 def check_split(split: SeriesSplit) -> None:

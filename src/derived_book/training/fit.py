@@ -1,15 +1,13 @@
-"""Train and evaluate a model, reproducibly, with checkpoints.
+"""Train and evaluate a model, reproducibly.
 
 A task defines two things: `Batches`, which yield the data in random order for training and in a
 fixed order for evaluation, and a loss, a function ``loss(model, batch)`` that returns the value to
 minimise and the numbers to report. `fit` and `evaluate` work with any task.
 
 All randomness of an epoch (the batches, dropout) is a function of ``(seed, epoch)``, and the
-learning rate is a function of the step. So a run that resumes after a finished epoch reaches the
-same weights, bit for bit, as a run without interruption (on a CPU with the same number of threads;
-the kernels of a GPU may add in another order).
-
-The caller draws the initial weights. A run is reproducible from end to end like this:
+learning rate is a function of the step. The caller draws the initial weights. So a run is
+reproducible, bit for bit on a CPU with the same number of threads (the kernels of a GPU may add in
+another order), like this:
 
     seed_everything(seed)
     model = SeriesClassifier(data.channels, data.classes, data.length, Config())
@@ -22,22 +20,17 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import io
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from derived_attention.common.files import write_atomically
 from derived_attention.primal.core import ksvd_objectives
 from derived_book import runtime
-from derived_book.runtime import check_count, check_seed, digest, evaluating
+from derived_book.runtime import check_count, check_seed, evaluating
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
@@ -54,8 +47,8 @@ LEAST_SCALE = (
 class Batches(abc.ABC):
     """The data of a task, cut into batches: each a tuple of tensors, with None for one left out.
 
-    A subclass is a frozen dataclass: a checkpoint tells two runs apart by the `digest` of its
-    fields. Fields that are integers, such as the size of a batch, are at least 1.
+    A subclass is a frozen dataclass. Fields that are integers, such as the size of a batch, are at
+    least 1.
 
     Raises
     ------
@@ -137,15 +130,6 @@ class Mean:
     def value(self) -> float:
         """The mean over all items."""
         return float(self.total / self.count)
-
-
-class RootMean(Mean):
-    """The root of the mean, for sums of squares."""
-
-    @property
-    def value(self) -> float:
-        """The root of the mean over all items."""
-        return math.sqrt(self.total / self.count)
 
 
 class Bits(Mean):
@@ -245,7 +229,6 @@ def fit(
     lr: float = 1e-3,
     seed: int = 0,
     test: Batches | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
     precision: str | None = None,
 ) -> History:
     """Minimise `loss` of `model` on `train` with Adam, in place.
@@ -273,9 +256,6 @@ def fit(
         random generators does not change.
     test : Batches, optional
         Evaluated after each epoch. It has no influence on the training.
-    checkpoint : path, optional
-        A file that stores the run after every epoch, replaced atomically. If it exists, training
-        resumes from it; if its run is finished, the trained weights are loaded at once.
     precision : str, optional
         ``"float32"``: as the model is. ``"bfloat16"`` or ``"float16"``: matrix products of a model
         of float32 in that type, by autocast, with the gradient scaled for float16, so that small
@@ -292,11 +272,10 @@ def fit(
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, before any training. Also if `checkpoint` is damaged or belongs
-        to another run; the file is not changed.
+        If an argument is invalid, before any training.
     FloatingPointError
         If the loss or the gradient becomes infinite or NaN; names epoch and step. On a CPU it is
-        raised before the weights change, on a GPU up to 100 steps later. No checkpoint is saved.
+        raised before the weights change, on a GPU up to 100 steps later.
 
     Examples
     --------
@@ -306,17 +285,12 @@ def fit(
     device = check_device(model)
     check_task(model, loss, train=train, **({} if test is None else {"test": test}))
     trainer = Trainer(model, loss, chosen_precision(precision, model, device), device)
-    path, run, history = None if checkpoint is None else Path(checkpoint), {}, {}
-    if path is not None:
-        run = {"epochs": epochs, "lr": float(lr), "seed": seed, "precision": trainer.precision}
-        run |= describe_task(model, loss, train, test)
-        history = resume(path, run, trainer) if path.exists() else {}
-    left = range(max(map(len, history.values()), default=0), epochs)
+    history: History = {}
     restored_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with restored_rng, runtime.progress(left, "epochs", epochs > 1) as bar:
+    with restored_rng, runtime.progress(range(epochs), "epochs", epochs > 1) as bar:
         for epoch in bar:
             torch.manual_seed(mixed_seed(seed, epoch))
-            batches, n = on(device, train.epoch(seed, epoch)), len(train)
+            batches, n = move_batches(train.epoch(seed, epoch), device), len(train)
             rates = [lr * schedule(epoch * n + step, epochs * n) for step in range(n)]
             # A run of one epoch, as of a language model, has as many steps as others of many.
             with runtime.progress(rates, "steps", epochs == 1) as steps:
@@ -327,8 +301,6 @@ def fit(
                 numbers |= {f"test_{name}": value for name, value in tested.items()}
             for name, value in numbers.items():
                 history.setdefault(name, []).append(value)
-            if path is not None:
-                save(path, run, trainer, history)
     model.eval()
     return history
 
@@ -381,18 +353,6 @@ class Trainer:
                     f"the loss is {value} and its gradient has norm {norm} in {place}, "
                     f"step {at}; a smaller lr may help"
                 )
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        parts: dict[str, Any] = {"model": self.model, "optimiser": self.optimiser}
-        parts["scaler"] = self.scaler
-        return {name: part.state_dict() for name, part in parts.items()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.scaler.load_state_dict(state.get("scaler", {}))
 
 
 def train_epoch(
@@ -477,13 +437,13 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]
     check_task(model, loss, batches=batches)
     sums: dict[str, Mean] = {}
     with evaluating(model):
-        for batch in on(device, batches):
+        for batch in move_batches(batches, device):
             with runtime.values_checked():
                 add(sums, loss(model, batch)[1])
     return means(sums)
 
 
-def on(device: torch.device, batches: Iterable[tuple]) -> Iterator[tuple]:
+def move_batches(batches: Iterable[tuple], device: torch.device) -> Iterator[tuple]:
     """Yield the batches, moved to `device`, which works on while they are copied."""
 
     def move(x: torch.Tensor) -> torch.Tensor:
@@ -554,78 +514,3 @@ def check_task(model: nn.Module, loss: Loss, **data: Batches) -> None:
         batches.check(name, model)
     if not callable(loss):
         raise TypeError(f"loss is {loss!r}; expected a function loss(model, batch)")
-
-
-# --- Checkpoints ----------------------------------------------------------------------------------
-
-# A checkpoint is one file of torch.save: tensors, numbers and text, never code. It contains
-#   run:     settings, model, loss, digests of the data and of the initial weights
-#   state:   weights, optimiser, scale of the gradient and history after the last finished epoch
-#   digest:  of both, because torch.load does not notice a flipped bit
-# The schedule and the random generators follow from seed and epoch, and are not stored.
-
-
-def describe_task(
-    model: nn.Module, loss: Loss, train: Batches, test: Batches | None
-) -> dict[str, Any]:
-    """Return what determines the result of a run beside its settings, for comparison."""
-    model_text, loss_text = (re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)) for x in (model, loss))
-    return {
-        "model": model_text,
-        "loss": loss_text,
-        "train": digest(train),
-        "test": digest(test),
-        "initial weights": digest(model.state_dict()),
-    }
-
-
-def save(path: Path, run: dict[str, Any], trainer: Trainer, history: History) -> None:
-    """Write the checkpoint to `path`, atomically."""
-    state = trainer.state() | {"history": history}
-    buffer = io.BytesIO()
-    torch.save({"run": run, "state": state, "digest": digest(run, state)}, buffer)
-    write_atomically(path, buffer.getvalue())
-
-
-def resume(path: Path, run: dict[str, Any], trainer: Trainer) -> History:
-    """Load the checkpoint at `path` into model and optimiser; return its history.
-
-    Raises
-    ------
-    ValueError
-        If the file is damaged, or belongs to another run than `run`. The file is not changed.
-    """
-    cause: Exception | None = None
-    try:
-        saved = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-        state, intact = saved["state"], saved["digest"] == digest(saved["run"], saved["state"])
-        stored = {"precision": "float32"} | saved["run"]  # older files say nothing of it
-        intact = intact and stored.keys() == run.keys()
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive raises almost anything
-        intact, cause = False, error
-    if not intact:
-        raise ValueError(
-            f"checkpoint {path} is damaged or was not written by fit; the file was not changed. "
-            "Delete it to train again, or pass another path."
-        ) from cause
-    start = "initial weights"
-    if run[start] == digest(state["model"]):  # the cell was run again, with the trained model
-        run[start] = stored[start]
-    changed = [difference(key, stored[key], run[key]) for key in run if stored[key] != run[key]]
-    if changed:
-        raise ValueError(
-            f"checkpoint {path} belongs to another run: {'; '.join(changed)}; the file was not "
-            "changed. Repeat that run exactly, or pass another path."
-        )
-    trainer.load(state)
-    return state["history"]
-
-
-def difference(key: str, stored: Any, current: Any) -> str:
-    """Describe a difference between the run of a checkpoint and the current run."""
-    if isinstance(current, int | float) or key == "precision":
-        return f"{key} is {stored} in the checkpoint and {current} now"
-    hint = " (build the model again, after the same seed)" if key == "initial weights" else ""
-    return f"{key} differ{'' if key.endswith('weights') else 's'}{hint}"

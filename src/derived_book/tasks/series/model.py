@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,7 @@ from derived_book.tasks.model import (
     Config,
     Encoder,
     EncoderLayer,
-    at_least_float32,
     check_sizes,
-    check_target,
     stack,
 )
 
@@ -64,50 +61,3 @@ class SeriesClassifier(Encoder):
         check_floating({WEIGHTS: self.positions, "x": x})
         h = self.embed(x) * math.sqrt(self.positions.shape[1])  # (B, T, dim)
         return self.dropout(h + self.positions)
-
-
-class SeriesRegressor(SeriesClassifier):
-    """A `SeriesClassifier` with one output: a number for each series, in the units of the target.
-
-    The last linear map gives z, and the result is ``mean + sd · z``, so that the network itself
-    works on standardised targets. Mean, deviation and result are float32 at least, also where the
-    network runs in half precision, which cannot resolve a number such as 1995 ± 10.
-
-    Parameters
-    ----------
-    channels, length : int
-        C and T.
-    target : (float, float)
-        Mean and standard deviation of the training targets.
-    config : Config
-
-    Examples
-    --------
-    >>> model = SeriesRegressor(channels=12, length=26, target=(0.0, 1.0), config=Config())
-    >>> model(torch.zeros(4, 26, 12)).shape
-    torch.Size([4])
-    """
-
-    mean: Tensor
-    sd: Tensor
-
-    def __init__(
-        self, channels: int, length: int, target: tuple[float, float], config: Config
-    ) -> None:
-        super().__init__(channels, 1, length, config)
-        check_target(target)
-        self.classes = 0
-        for name, value in zip(("mean", "sd"), target, strict=True):
-            self.register_buffer(name, torch.tensor(float(value)))
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Return numbers (B,) for `x` (B, T, C); `padding` (B, T) is True where padded."""
-        return self.mean + self.sd * at_least_float32(super().forward(x, padding).squeeze(1))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeriesRegressor:
-        """Move or cast the model, but keep mean and deviation of the target in float32."""
-        mean, sd = self.mean, self.sd
-        super()._apply(fn, recurse)
-        if self.mean.dtype.itemsize < 4:
-            self.mean, self.sd = (at_least_float32(x.to(self.mean.device)) for x in (mean, sd))
-        return self

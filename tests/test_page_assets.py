@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from docutils import nodes
 
-import heights
+import content_visibility
 import katex_prerender
 import labels
-import lean
+import page_assets
 import stylesheet
 
 
@@ -39,7 +39,7 @@ def test_plain_words_of_code_are_no_elements():
     name = f'<dt class="sig sig-object py">{signature}</dt>'
     context = {"body": code + signature + name}
     app = SimpleNamespace()
-    lean._lighten(app, "page", "page.html", context, None)
+    page_assets._lighten(app, "page", "page.html", context, None)
     plain = '<dt class="sig sig-object py">x</dt>'
     assert context["body"] == f'x <span class="o">=</span>{signature}{plain}'
 
@@ -51,27 +51,27 @@ def test_contents_of_the_api_name_functions_and_classes_alone():
         return f'<li class="toc-h{level} entry">{link}{more}</li>'
 
     methods = f'<ul class="nav">\n{entry(4, "A.f()")}\n{entry(4, "A.g()")}\n</ul>'
-    found = lean.shorten(f"<ul>{entry(3, 'A', methods)}{entry(3, 'b()')}</ul>")
+    found = page_assets.shorten(f"<ul>{entry(3, 'A', methods)}{entry(3, 'b()')}</ul>")
     plain = "<ul>" + entry(3, "A") + entry(3, "b()") + "</ul>"
     assert found == plain.replace('<code class="docutils"><span class="pre">', "<code>").replace(
         "</span></code>", "</code>"
     )
     chapter = '<ul class="nav"><li class="toc-h4"><a href="#a-heading">A heading</a></li></ul>'
-    assert lean.shorten(chapter) == chapter
+    assert page_assets.shorten(chapter) == chapter
 
 
 def test_entries_of_the_api_say_how_tall_they_are():
     inner = (
         '<dl class="py class"><dd>four<dl class="py method">x</dl></dd></dl><dl class="no">y</dl>'
     )
-    found = heights.say_heights(f"<section><section>{inner}</section></section>")
+    found = content_visibility.say_heights(f"<section><section>{inner}</section></section>")
     assert found.count("--wide") == 2 and '<dl class="py class" style="--wide' in found
     assert '<dl class="py method">' in found and '<dl class="no">' in found
 
 
 def test_a_section_has_room_for_what_its_entries_say_and_the_gaps_below_them():
     entry = '<dl class="py function"><dt class="sig x">name</dt><dd><p>Text.</p></dd></dl>'
-    found = heights.say_heights(f"<section><section>{3 * entry}</section></section>")
+    found = content_visibility.say_heights(f"<section><section>{3 * entry}</section></section>")
     section, *entries = map(int, re.findall(r"--wide:(\d+)px", found))
     assert len(entries) == 3 and section == pytest.approx(sum(entries) + 3 * 48, abs=2)
 
@@ -79,8 +79,8 @@ def test_a_section_has_room_for_what_its_entries_say_and_the_gaps_below_them():
 def test_large_sliders_have_their_steps_in_a_file(tmp_path):
     small, large = (f"(x=>{{x&&{'9' * n}}})" for n in (10, 9000))
     body = "".join(f"<div><script>{x}</script></div>" for x in (small, large))
-    found = lean.put_aside(body, tmp_path, "../_static")
-    (file,) = (tmp_path / lean.SLIDERS).iterdir()
+    found = page_assets.put_aside(body, tmp_path, "../_static")
+    (file,) = (tmp_path / page_assets.SLIDERS).iterdir()
     assert file.read_text("utf8") == large
     place = f'<script type="text/plain" data-src="../_static/sliders/{file.name}"></script>'
     assert found == body.replace(f"<script>{large}</script>", place)
@@ -100,10 +100,10 @@ def test_a_page_names_the_faces_of_its_formulas():
 def test_sections_say_how_tall_they_are():
     inner = "<section id='c'><p>four</p></section><pre>a\nb</pre><details><pre>c</pre></details>"
     page = f"<section id='a'><h1>x</h1><section id='b'>{inner}</section></section>"
-    said = heights.say_heights(page)
+    said = content_visibility.say_heights(page)
     wide, narrow = (
         round(4 * text + 2 * line + folded + heading)
-        for text, line, *_, folded, heading in heights.PIXELS.values()
+        for text, line, *_, folded, heading in content_visibility.PIXELS.values()
     )
     style = f' style="--wide:{wide}px;--narrow:{narrow}px"'
     assert said == page.replace("<section id='b'>", f"<section id='b'{style}>")
@@ -118,7 +118,7 @@ def test_gather_moves_addresses(tmp_path):
 
 
 def test_marks_are_drawn():
-    drawn = lean.draw_marks("<p>\u270d\ufe0f Prove it.</p>")
+    drawn = page_assets.draw_marks("<p>\u270d\ufe0f Prove it.</p>")
     assert "\u270d" not in drawn and "\ufe0f" not in drawn and 'aria-label="by hand"' in drawn
 
 
