@@ -13,7 +13,7 @@ import shutil
 from functools import lru_cache
 from pathlib import Path
 
-import heights
+import content_visibility
 import stylesheet
 from derived_book.ledger import STATIC
 
@@ -115,7 +115,7 @@ def _lighten(app, pagename, templatename, context, doctree):
     context["da_styles"] = f"{STYLES}?v={_version()}"
     body = SIGNATURE.sub(lambda name: WORD.sub(r"\1", name[0]), context.get("body", ""))
     body = PLAIN.sub(r"\1", draw_marks(body))
-    context["body"] = heights.say_heights(body)
+    context["body"] = content_visibility.say_heights(body)
     if make := context.get("generate_toc_html"):  # the theme's
         context["generate_toc_html"] = lambda kind="html": (
             shorten(str(make(kind))) if kind == "html" else make(kind)

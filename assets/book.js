@@ -221,7 +221,7 @@ document.fonts.addEventListener("loadingdone", measure);
 
 // --- sliders --------------------------------------------------------------------------------------
 
-// The steps of large ones lie in files, which lean.py made, and come when all else is there.
+// The steps of large ones lie in files, which page_assets.py made, and come when all else is there.
 addEventListener("load", () =>
   (window.requestIdleCallback ?? setTimeout)(() =>
     all("script[data-src]").forEach((place) => {
