@@ -1,5 +1,6 @@
 """The generated notebooks: in step with the pages, plain, without solutions, and they run."""
 
+import ast
 import json
 import os
 import re
@@ -110,7 +111,36 @@ def test_exercises_are_numbered_and_every_check_waits_for_an_answer(name):
     assert checks and all("..." in cell for cell in checks)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def names(source):
+    """Return the names that a cell defines, and those that it reads."""
+    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    defined = {x.id for x in found if isinstance(x.ctx, ast.Store)}
+    defined |= {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    return defined, {x.id for x in found if isinstance(x.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "17_side_by_side"])
+def test_without_solutions_the_other_cells_run_as_they_do_on_the_page(name):
+    """The build has executed the page. Of its cells only self-checks come after a solution, and
+    none reads what only a solution defines."""
+    page, inside, solved, known = read_page(ROOT / "book" / f"{name}.md"), False, None, set()
+    for cell in page.cells:
+        if cell.cell_type == "markdown":
+            marks = re.findall(r"solution-(start|end)", cell.source)
+            inside = marks[-1] == "start" if marks else inside
+            continue
+        defined, read = names(cell.source)
+        if inside:
+            solved = (solved or set()) | defined - known
+        elif solved is not None:
+            assert re.search(r"^\s*check(_properties)?\(", cell.source, re.M), cell.source
+            assert not (read - defined) & solved, cell.source
+        if not inside:
+            known |= defined
+
+
+@pytest.mark.parametrize("name", ["13_sparse_reconstruction", "17_side_by_side", "A_plugs"])
 def test_it_runs_from_top_to_bottom_in_an_empty_folder(name, tmp_path):
     """The runs that the build has stored for the page are the notebook's, too: nothing is trained
     a second time, but what a cell trains outside of `run_grid`."""
