@@ -372,24 +372,23 @@ def _name_part(app, pagename, templatename, context, doctree):
         context["body"] = context["body"].replace("<h1>", heading, 1)
 
 
+def _button(text: str, tooltip: str, icon: str, url: str) -> dict:
+    return {"type": "link", "text": text, "tooltip": tooltip, "icon": icon, "url": url}
+
+
 def _furnish(app, pagename, templatename, context, doctree):
-    buttons = context.setdefault("header_buttons", [])
+    buttons, name = context.setdefault("header_buttons", []), pagename.rpartition("/")[2]
     if pagename in chapters(app):
-        notebook = {
-            "type": "link",
-            "text": "notebook (.ipynb)",
-            "tooltip": "Download this chapter as a notebook",
-            "icon": "fas fa-code",
-            "url": context["pathto"](f"notebooks/{pagename.rpartition('/')[2]}.ipynb", 1),
-        }
-        package = notebook | {
-            "text": "package (.whl)",
-            "tooltip": "Download the package, to lie beside the notebook",
-            "url": context["pathto"](f"notebooks/{WHEEL}", 1),
-        }
+        files = (
+            ("notebook (.ipynb)", "Download this chapter as a notebook", f"{name}.ipynb"),
+            ("package (.whl)", "Download the package, to lie beside the notebook", WHEEL),
+        )
         for group in buttons:
             if group.get("label") == "download-buttons":
-                group["buttons"][:0] = [notebook, package]
+                group["buttons"][:0] = [
+                    _button(text, tooltip, "fas fa-code", context["pathto"](f"notebooks/{file}", 1))
+                    for text, tooltip, file in files
+                ]
     url, branch = repository()
     if not url:
         return
@@ -400,36 +399,15 @@ def _furnish(app, pagename, templatename, context, doctree):
             "Report a mistake on this page</a></p>"
         )
     if pagename in chapters(app):
-        links = launch_links(url, branch, pagename.rpartition("/")[2])
-        launch = [
-            {
-                "type": "link",
-                "text": name,
-                "tooltip": f"Run this chapter on {name}",
-                "icon": "fas fa-rocket",
-                "url": link,
-            }
-            for name, link in links.items()
+        icon, launch = "fas fa-rocket", launch_links(url, branch, name)
+        group = {"type": "group", "label": "launch-buttons", "icon": icon}
+        group["buttons"] = [
+            _button(runtime, f"Run this chapter on {runtime}", icon, link)
+            for runtime, link in launch.items()
         ]
-        buttons.append(
-            {
-                "type": "group",
-                "tooltip": "Run this chapter",
-                "label": "launch-buttons",
-                "icon": "fas fa-rocket",
-                "buttons": launch,
-            }
-        )
-    buttons.append(
-        {
-            "type": "link",
-            "text": "",
-            "tooltip": "Source repository",
-            "icon": "fab fa-github",
-            "url": url,
-            "label": "repository-button",
-        }
-    )
+        buttons.append(group | {"tooltip": "Run this chapter"})
+    source = _button("", "Source repository", "fab fa-github", url)
+    buttons.append(source | {"label": "repository-button"})
 
 
 def _no_default_repository(app, config):

@@ -68,7 +68,7 @@ if derived_attention.__version__ != "$version":
 MODULES = """IPython PIL aeon cvxpy cycler filelock gymnasium joblib matplotlib pandas
     pycocotools pywt scipy sklearn sympy tqdm"""
 # What the extra "plugs" brings; only a notebook that has this import asks for it.
-PLUGS, PLUG = "safetensors timm torchvision transformers", "from derived_attention import plugs"
+PLUGS = "safetensors timm torchvision transformers"
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "
@@ -77,6 +77,7 @@ raise RuntimeError(
         )"""
 SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "topic", "label")
 SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
+SKIPPED += ("image", "raw")  # made for the HTML alone: every figure of a chapter is drawn by a cell
 
 
 def name_cells(cells: list[dict]) -> None:
@@ -207,12 +208,10 @@ class Writer:
         return f"<details><summary>{self.inline(title)}</summary>\n\n{inner}\n\n</details>"
 
     def block_title(self, node) -> str:
-        """Return the title of a box."""
+        """Return the title of a box, or an unnumbered heading."""
         return f"**{self.inline(node)}**"
 
-    def block_rubric(self, node) -> str:
-        """Return an unnumbered heading."""
-        return f"**{self.inline(node)}**"
+    block_rubric = block_title
 
     def block_math_block(self, node) -> str:
         """Return a displayed formula with its number."""
@@ -257,14 +256,6 @@ class Writer:
         title = [f"**{self.inline(t)}**\n" for t in node.children if isinstance(t, nodes.title)]
         return "\n".join([*title, *(f"| {' | '.join(row)} |" for row in rows)])
 
-    def block_image(self, node) -> str:
-        """Leave out images of the built site: every figure of a chapter is drawn by a cell."""
-        return ""
-
-    def block_raw(self, node) -> str:
-        """Leave out text written for the HTML page alone."""
-        return ""
-
     def block_proof_node(self, node) -> str:
         """Return a proof: the box inside adds nothing."""
         return "\n\n".join(self.body(box) for box in node.children)
@@ -288,7 +279,7 @@ class Writer:
         """Return one inline node as Markdown."""
         if isinstance(node, nodes.Text):
             return re.sub(r"([\\*`$<])", r"\\\1", node.astext())
-        if isinstance(node, (nodes.Invisible, nodes.raw)) or type(node).__name__ in SKIPPED:
+        if isinstance(node, nodes.Invisible) or type(node).__name__ in SKIPPED:
             return ""
         if isinstance(node, nodes.math):
             return f"${node.astext().strip()}$"
