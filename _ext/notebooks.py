@@ -68,7 +68,7 @@ if derived_attention.__version__ != "$version":
 MODULES = """IPython PIL aeon cvxpy cycler filelock gymnasium joblib matplotlib pandas
     pycocotools pywt scipy sklearn sympy tqdm"""
 # What the extra "plugs" brings; only a notebook that has this import asks for it.
-PLUGS = "safetensors timm torchvision transformers"
+PLUGS, PLUG = "safetensors timm torchvision transformers", "from derived_attention import plugs"
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "
@@ -111,7 +111,7 @@ class Writer:
         code = [cell for cell in self.cells if cell["cell_type"] == "code"]
         source = "".join(line for cell in code for line in cell["source"])
         self.cells.insert(
-            first, code_cell(set_up(plugs="derived_attention import plugs" in source), {})
+            first, code_cell(set_up(plugs=PLUG in source), {})
         )
         name_cells(self.cells)
         return {
