@@ -110,9 +110,7 @@ class Writer:
         first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
         code = [cell for cell in self.cells if cell["cell_type"] == "code"]
         source = "".join(line for cell in code for line in cell["source"])
-        self.cells.insert(
-            first, code_cell(set_up(plugs=PLUG in source), {})
-        )
+        self.cells.insert(first, code_cell(set_up(plugs=PLUG in source), {}))
         name_cells(self.cells)
         return {
             "cells": self.cells,
