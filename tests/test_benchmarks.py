@@ -22,7 +22,6 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import beside, report, run
 from benchmarks.cases import BASELINES, CASES
-from benchmarks.gpu.resources import SHARED
 from benchmarks.peers import LIBRARIES, load
 from benchmarks.peers import flex_attention as flex_peer
 from derived_attention.common.kernel_cases import PATTERNS
@@ -456,16 +455,16 @@ def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
         assert [data["current"] for data in report.load_verified(tmp_path)] == [current]
 
 
-def test_kernels_compile_for_every_architecture_and_spill_nothing():
+def test_kernels_compile_ahead_of_time_and_spill_nothing():
+    """A block has at least 99 KiB of shared memory on the GPUs that run kernels."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.resources"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {row["sm"] for row in rows} == set(SHARED)
-    for row in rows:
-        assert row["spills"] == 0 and row["shared"] <= SHARED[row["sm"]], row
+    assert {row["sm"] for row in rows} == {80, 90}
+    assert not [row for row in rows if row["spills"] or row["shared"] > 99 * 1024]
 
 
 def test_what_has_a_kernel_is_timed_with_it():

@@ -248,8 +248,7 @@ def test_the_package_index_is_asked_only_when_the_name_is_ours(monkeypatch):
 
 
 def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(wheels):
-    package = ROOT / "src" / "derived_attention"
-    files = {p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    files = {p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     with zipfile.ZipFile(wheels / notebooks.WHEEL) as wheel:
         names = {name for name in wheel.namelist() if "dist-info" not in name}
         assert names == {p.relative_to(ROOT / "src").as_posix() for p in files}

@@ -18,8 +18,7 @@ import torch
 
 from derived_attention.common.kernels import HEAD_DIMS, NAMES, Launch
 
-# Bytes of shared memory that a block may have, by compute capability: A100, A10, L4, H100.
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+ARCHITECTURES = (80, 90)  # compute capabilities: A100, and H100
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -67,7 +66,7 @@ def main() -> int:
     """Print what each kernel takes on each architecture, for both head dimensions and dtypes."""
     from derived_attention.linear.triton import launches
 
-    for dim, dtype, capability in itertools.product(HEAD_DIMS, DTYPES, SHARED):
+    for dim, dtype, capability in itertools.product(HEAD_DIMS, DTYPES, ARCHITECTURES):
         for launch in launches(dim, dtype, capability == 90):
             what = {"kernel": launch.name, "D": dim, "dtype": NAMES[dtype], "sm": capability}
             print(json.dumps(what | usage(launch, capability)), flush=True)
