@@ -45,8 +45,6 @@ class Case:
         Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
-    against_reference : int, optional
-        An N at which to time the fast form beside the reference, too.
     kernel : bool
         Whether there is a kernel of ours for a GPU, which ``fused=True`` runs.
     """
@@ -58,7 +56,6 @@ class Case:
     baseline: str
     goal: tuple[float, float] | None = None
     reference_length: int = 1024
-    against_reference: int | None = None
     kernel: bool = False
 
 
@@ -106,10 +103,8 @@ _DENSE: dict[str, Mechanism] = {
     "hard_mgk": functools.partial(dense_mixture, hard=True),
     "smgk": dense_shifted_mixture,
 }
-
-
-# Where there is no mask; the fast form is timed beside it, at this length.
-_INVERSE: dict[str, tuple[Mechanism, int]] = {"lasso": (lasso_by_large_inverse, 1024)}
+_DENSE |= {f"{name}_causal": form for name, form in _DENSE.items()}
+_DENSE["lasso"] = lasso_by_large_inverse
 
 
 # What a GPU can run with kernels of the package.
@@ -156,19 +151,16 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         attend = lambda q, k, v, **options: form(q, entry.keys(k), v, **options)  # noqa: E731
         return functools.wraps(form)(attend)
 
-    reference, timed = _DENSE.get(name, entry.reference), None
-    if name in _INVERSE and not is_causal:
-        reference, timed = _INVERSE[name]
+    case = name + "_causal" * is_causal
     return Case(
         ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
         with_keys(entry.fast),
-        with_keys(reference),
+        with_keys(_DENSE.get(case, entry.reference)),
         lambda N, D=DIM: _causal(entry.options(N, HEADS, D), is_causal),
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
-        timed,
-        name + "_causal" * is_causal in FUSED,
+        case in FUSED,
     )
 
 

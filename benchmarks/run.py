@@ -176,19 +176,6 @@ def fits(name: str, fn: Call) -> bool:
     return True
 
 
-def time_reference(case: Case, mode: str, rounds: int, device: str) -> dict[str, Any]:
-    """Time the fast form of a case beside its reference, in float32."""
-    length = case.against_reference or 1
-    tensors = inputs(length, torch.float32, device, training=mode != MODES[0])
-    calls = {
-        form: call(getattr(case, form), tensors, options_of(case, form, length, DIM, device))
-        for form in ("fast", "reference")
-    }
-    taken = time_rounds(calls, rounds, device)
-    ratio = quartiles(taken["reference"] / taken["fast"])
-    return {"length": length, "mode": mode, "ratio": ratio}
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name without its library's."""
     return str(dtype).removeprefix("torch.")
@@ -253,7 +240,6 @@ def run(
             "times": times[name],
             "memory": weigh_forms(name, CASES[name], max(lengths), device),
             "baseline_memory": beside,
-            **beside_reference(name, CASES[name], rounds, device),
         }
         for name in names
     }
@@ -272,14 +258,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def beside_reference(name: str, case: Case, rounds: int, device: str) -> dict[str, Any]:
-    """Return what a file says of the reference's time, if anything."""
-    if case.against_reference is None:
-        return {}
-    progress(f"reference: {name}")
-    return {"reference_times": [time_reference(case, mode, rounds, device) for mode in MODES]}
 
 
 def title(case: Case) -> dict[str, Any]:

@@ -279,15 +279,6 @@ def test_a_gpu_times_a_kernel_with_and_without_it_and_survives_what_does_not_fit
         assert run.options_of(CASES["mra"], other[0], 64, 32, other[1]) == {}
 
 
-def test_a_reference_is_timed_where_a_case_says_so():
-    for name, case in CASES.items():
-        assert (case.against_reference is not None) == (name == "lasso")
-    rows = run.beside_reference("lasso", replace(CASES["lasso"], against_reference=64), 2, "cpu")
-    assert [x["mode"] for x in rows["reference_times"]] == list(report.MODES)
-    assert all(x["length"] == 64 and x["ratio"]["median"] > 0 for x in rows["reference_times"])
-    assert run.beside_reference("window", CASES["window"], 2, "cpu") == {}
-
-
 def test_sizes_that_depend_on_the_length():
     sizes = [(64, 64), (32, 64), (3, 4), (1, 7), (1, 1)]
     assert [grid_of(n) for n in (4096, 2048, 12, 7, 1)] == sizes
@@ -420,7 +411,6 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         assert folder.name == report.slug(data["machine"])
         assert (data["machine"]["gpu"] is not None) == (data["device"] == "cuda")
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
-        assert ("reference_times" in data) == (case.against_reference is not None)
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
         assert max(growth["fast", mode] for mode in report.MODES) < 2.5, "a line, not a matrix"
         # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.
