@@ -150,15 +150,13 @@ def test_the_formula_takes_masks_that_differ_between_queries(pattern):
         assert_all_close([reference(*qkv(), attn_mask=mask, **own)], [expected], 1e-12)
 
 
-@pytest.mark.parametrize("pattern", ["stride 3", "fixed 4 2"])
-def test_autocast_leaves_sums_of_blocks_in_float32(pattern, form):
+def test_autocast_leaves_sums_of_blocks_in_float32(form):
     if form != "by blocks":
         return
-    (fast, reference, _), own = PATTERNS[pattern]
     inputs = qkv(dtype=torch.float32)
-    exact = reference(*(x.double() for x in inputs), **own)
+    exact = strided_attention_reference(*(x.double() for x in inputs), stride=3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = fast(*inputs, **own)
+        out = strided_attention(*inputs, stride=3)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -238,14 +236,11 @@ def test_bad_patterns_are_named():
 
 # --- FlexAttention: its kernel needs a GPU, and the interpreter runs its formula ------------------
 
-FLEX = {"window 3": 3, "window 40": 40, "stride 3": 3, "stride 8": 8, "fixed 4 2": 4}
-
 
 @needs_interpreter
-@pytest.mark.parametrize("pattern", FLEX)
+@pytest.mark.parametrize("window", [3, 40])
 @pytest.mark.parametrize(("n", "m"), [(7, 5), (300, 300), (130, 259), (259, 130)])
-def test_flexattention_is_the_form_by_blocks(pattern, n, m):
-    (form, reference, _), options = PATTERNS[pattern]
+def test_flexattention_is_the_form_by_blocks(window, n, m):
     masks = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}]
     keep = boolean(B, H, 1, m)
     keep[1, 0] = False  # a head with nothing to attend
@@ -254,17 +249,17 @@ def test_flexattention_is_the_form_by_blocks(pattern, n, m):
         for mask in masks:
             inputs = any_qkv(n=n, m=m, dtype=dtype)
             given = [
-                output_and_gradients(functools.partial(f, **options, **mask, **how), inputs)
-                for f, how in ((form, {"fused": True}), (form, {"fused": False}), (reference, {}))
+                output_and_gradients(
+                    functools.partial(window_attention, window=window, fused=fused, **mask), inputs
+                )
+                for fused in (True, False)
             ]
-            assert_all_close(given[0], given[1], tol)
-            assert_all_close(given[0], given[2], tol)
+            assert_all_close(*given, tol)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("pattern", ["window 3", "stride 3", "fixed 4 2"])
-def test_flexattention_takes_any_leading_dimensions_and_shared_heads(pattern):
-    (form, _, _), options = PATTERNS[pattern]
+def test_flexattention_takes_any_leading_dimensions_and_shared_heads():
+    form, options = window_attention, {"window": 3}
     for leading in [(), (3,), (2, 1, 4)]:
         tensors = any_qkv(n=9, m=9, leading=leading)
         out = form(*tensors, fused=True, **options)
@@ -282,26 +277,24 @@ def test_flexattention_takes_any_leading_dimensions_and_shared_heads(pattern):
     assert form(empty, k, v, enable_gqa=True, fused=True, **options).shape == (B, 4, 0, v.shape[-1])
 
 
-@pytest.mark.parametrize("name", ["window", "strided", "fixed"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_blocks_of_a_pattern_are_those_of_pytorch(name, is_causal, monkeypatch):
+def test_the_blocks_of_a_window_are_those_of_pytorch(is_causal, monkeypatch):
     """Without an (N, M) matrix, and as many of its rows at a time as are set here."""
     monkeypatch.setattr(flex, "ENTRIES", 2 * 128 * 700)
-    numbers = {"window": (150,), "strided": (300,), "fixed": (200, 3)}[name]
     cpu = torch.device("cpu")
     flex._blocks.cache_clear()
     for n, m in [(700, 700), (513, 640), (640, 130), (1, 1)]:
         for masked in (False, True):
-            ours = flex._blocks(name, numbers, n, m, is_causal, masked, cpu)
-            pair = flex._pair(name, flex._on(cpu, numbers), is_causal)
+            ours = flex._blocks(150, n, m, is_causal, masked, cpu)
+            pair = flex._pair(flex._on(cpu, 150), is_causal)
             apart = {"separate_full_blocks": not masked}
             theirs = create_block_mask(pair, 1, 1, n, m, device="cpu", **apart)
             assert ours.shape == theirs.shape and torch.equal(ours.to_dense(), theirs.to_dense())
             of_theirs = theirs.full_kv_num_blocks
             full = torch.zeros_like(ours.kv_num_blocks) if of_theirs is None else of_theirs
             assert torch.equal(ours.full_kv_num_blocks, full)
-    again = flex._blocks(name, numbers, 1, 1, is_causal, True, cpu)
-    assert again is ours, "made once for a pattern, its lengths and a device"
+    again = flex._blocks(150, 1, 1, is_causal, True, cpu)
+    assert again is ours, "made once for a window, its lengths and a device"
 
 
 @needs_interpreter
@@ -322,11 +315,11 @@ def test_flexattention_says_where_it_cannot_run():
     with pytest.raises(ValueError, match="a transform of torch.func is at work"):
         torch.func.vmap(run)(q, k, v)
     with pytest.raises(TypeError, match="fused is of type str"):
-        strided_attention(q, k, v, stride=2, fused="yes")
+        window_attention(q, k, v, window=2, fused="yes")
 
 
 @needs_interpreter
-def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monkeypatch, tmp_path):
+def test_a_window_is_tried_before_it_runs_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)  # as if this were a GPU
@@ -346,8 +339,6 @@ def test_a_window_is_tried_before_it_runs_by_default_and_strides_never_are(monke
     window_attention(*tensors, window=2)
     assert seen.count(20) == tried and seen[-1] == 9
     window_attention(*tensors, torch.zeros(9), window=2)  # numbers: nothing to try
-    strided_attention(*tensors, stride=3)
-    fixed_attention(*tensors, stride=3)
     assert len(seen) == tried + 2
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     kernel_selftest.file_of("trusted", torch.device("cpu")).unlink()

@@ -175,6 +175,8 @@ def mechanism(
         return run(q, k, v, mask, scale, **options)
 
     vars(attend).update(properties, form=None if drops else run)
+    if hasattr(form, "placed"):
+        attend.placed = run  # type: ignore[attr-defined]
     attend.__signature__ = _signature(attend, checks or form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     if formula is not None:

@@ -13,38 +13,71 @@ and its patterns are ::
 without the j > i if `is_causal`. The last two are those of Child et al. (2019), both of their sets
 in one head. A ``<pattern>_mask`` is S as a matrix, a ``<pattern>_attention_reference`` is softmax
 attention under it, and a ``<pattern>_attention`` gives the same H: by PyTorch's softmax attention
-under a mask for short sequences, and for long ones by blocks, without an (N, M) matrix. All three
-can also run PyTorch's FlexAttention on a GPU: see `derived_attention.sparse.flex`.
+under a mask for short sequences, and for long ones by blocks, without an (N, M) matrix. On a GPU
+a window runs PyTorch's FlexAttention: see `derived_attention.sparse.flex`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from derived_attention import formulas
-from derived_attention.common.checks import check_count, check_flag, may_look_at
+from derived_attention.common.checks import check_count, check_flag, may_look_at, wide
 from derived_attention.common.convention import (
     depends_on_position,
     extend,
     full_precision,
     mechanism,
     reference,
+    reference_of,
     scaled,
 )
-from derived_attention.common.masks import Mask, flat_heads, narrowed, within
+from derived_attention.common.masks import Mask, masked_softmax, narrowed, within
 from derived_attention.softmax.core import sdpa
 from derived_attention.sparse import flex
 
 DENSE = 256  # keys up to which a mask is cheaper than blocks
-BLOCK = 32  # fewest queries in a block of a window: smaller blocks are slower
-SCORES = 2**19  # of some heads, in memory at a time on a CPU: they fit in its cache
+BLOCK = 32  # fewest queries in a block: smaller blocks are slower
 Device = torch.device | str | None
+Options = dict[str, Any]
+
+# --- the options --------------------------------------------------------------------------------
+
+
+def check_stride(*_: Any, stride: int) -> Options:
+    """Check the stride of the strided pattern."""
+    return {"stride": check_count("stride", stride, 1)}
+
+
+def check_fixed(*_: Any, stride: int, summary: int = 1) -> Options:
+    """Check the sizes of the fixed pattern."""
+    check_count("stride", stride, 1)
+    if check_count("summary", summary, 1) > stride:
+        raise ValueError(f"summary is {summary}; expected at most the stride, {stride}")
+    return {"stride": stride, "summary": summary}
+
 
 # --- the patterns as matrices -------------------------------------------------------------------
+
+
+def in_window(i: Tensor, j: Tensor, window: Any) -> Tensor:
+    """Return whether key j is in the window of query i, for positions that broadcast."""
+    return (i - j).abs() <= window
+
+
+def in_strided(i: Tensor, j: Tensor, stride: int) -> Tensor:
+    """Return whether key j is in the strided pattern of query i: its neighbourhood and column."""
+    return ((i - j).abs() < stride) | ((i - j) % stride == 0)
+
+
+def in_fixed(i: Tensor, j: Tensor, stride: int, summary: int) -> Tensor:
+    """Return whether key j is in the fixed pattern of query i: its block, and all summaries."""
+    return (i // stride == j // stride) | (j % stride >= stride - summary)
 
 
 def window_mask(
@@ -57,7 +90,7 @@ def window_mask(
     """
     check_count("window", window, 0)
     i, j = _pairs(N, M, device)
-    return _past(i, j, flex.in_window(i, j, window), is_causal)
+    return _past(i, j, in_window(i, j, window), is_causal)
 
 
 def strided_mask(
@@ -69,9 +102,9 @@ def strided_mask(
     data with a period, such as the rows of an image. With `is_causal` any key reaches any later
     query in two layers. With a `stride` of 1 every key is attended. Otherwise as `window_mask`.
     """
-    check_count("stride", stride, 1)
+    check_stride(stride=stride)
     i, j = _pairs(N, M, device)
-    return _past(i, j, flex.in_strided(i, j, stride), is_causal)
+    return _past(i, j, in_strided(i, j, stride), is_causal)
 
 
 def fixed_mask(
@@ -83,9 +116,9 @@ def fixed_mask(
     positions start at 0, stride, 2 stride, ...; a shorter last block has fewer summaries or none.
     `summary` is from 1 to `stride`. Otherwise as `window_mask`.
     """
-    check_fixed(stride, summary)
+    check_fixed(stride=stride, summary=summary)
     i, j = _pairs(N, M, device)
-    return _past(i, j, flex.in_fixed(i, j, stride, summary), is_causal)
+    return _past(i, j, in_fixed(i, j, stride, summary), is_causal)
 
 
 def _past(i: Tensor, j: Tensor, keep: Tensor, is_causal: bool) -> Tensor:
@@ -100,29 +133,23 @@ def _pairs(N: int, M: int, device: Device) -> tuple[Tensor, Tensor]:
 
 
 def _pattern(
-    name: str, N: int, M: int, numbers: tuple[int, ...], is_causal: bool, device: torch.device
+    keep: Callable[..., Tensor],
+    N: int,
+    M: int,
+    is_causal: bool,
+    device: torch.device,
+    **options: int,
 ) -> Tensor:
     """Return the mask of a pattern, which is outside of inference mode, so that it can be kept."""
     with torch.inference_mode(False):
         i, j = torch.arange(N, device=device)[:, None], torch.arange(M, device=device)
-        keep = flex.PATTERNS[name](i, j, *numbers)
-        return keep & (j <= i) if is_causal else keep
+        return _past(i, j, keep(i, j, **options), is_causal)
 
 
 _kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB each
 
 
-def _under_mask(
-    name: str, numbers: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, mask: Mask,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Attend by softmax attention under the mask of a pattern."""
-    N, M = q.shape[-2], k.shape[-2]
-    pattern = _kept_pattern if M <= DENSE >= N and may_look_at(q) else _pattern
-    keep = pattern(name, N, M, numbers, mask.is_causal, q.device)
-    under = Mask(keep if mask.given is None else within(keep, mask.given))
-    under.complete = mask.given is None and N <= M  # each query attends its own key
-    return sdpa(q, k, v, under, scale)
+# --- attention under a mask ---------------------------------------------------------------------
 
 
 def _is_short(q: Tensor, k: Tensor, mask: Mask) -> bool:
@@ -130,21 +157,49 @@ def _is_short(q: Tensor, k: Tensor, mask: Mask) -> bool:
     return q.shape[-2] <= DENSE >= k.shape[-2] or mask.by_query or not q.numel()
 
 
+def _under_mask(
+    pattern: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask,
+    scale: float | None, **options: int,
+) -> Tensor:  # fmt: skip
+    """Attend by softmax attention under the mask of a pattern."""
+    N, M = q.shape[-2], k.shape[-2]
+    make = _kept_pattern if M <= DENSE >= N and may_look_at(q) else _pattern
+    keep = make(pattern, N, M, mask.is_causal, q.device, **options)
+    under = Mask(keep if mask.given is None else within(keep, mask.given))
+    under.complete = mask.given is None and N <= M  # each query attends its own key
+    return sdpa(q, k, v, under, scale)
+
+
 # --- attention by blocks ------------------------------------------------------------------------
+
+
+def _by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, C: int,
+    keys: Callable[[Tensor], Tensor], attends: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """Attend from blocks of C queries to some keys for each block, in one fused call.
+
+    `keys` maps (..., M, D) to the keys (..., R, L, D) of each of R blocks, with zeros for none.
+    ``attends(i, j)`` returns which keys at j (R, 1, L) the queries at i (R, C, 1) attend.
+    """
+    N, M = q.shape[-2], k.shape[-2]
+    rows = -(-N // C)
+    i = torch.arange(rows * C, device=q.device).view(rows, C, 1)
+    j = keys(torch.arange(1, M + 1, device=q.device)[:, None]).mT - 1  # -1 for no key
+    keep = (j >= 0) & attends(i, j)
+    if mask.given is not None:
+        keep = within(keep, keys(_key_column(mask, k, M)).mT)
+    blocks = extend(q, rows * C - N) if rows * C > N else q
+    H = sdpa(blocks.unflatten(-2, (rows, C)), keys(k), keys(v), Mask(keep), scale)
+    return H.flatten(-3, -2)[..., :N, :]
 
 
 @mechanism(per_key=True)
 @depends_on_position
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-    *,
-    window: int,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int,
     fused: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
     Memory is O(N window), too. Queries are cut into blocks; each block attends the stretch of keys
@@ -161,88 +216,35 @@ def window_attention(
         can run, has been tried and agrees; it has one derivative.
     """
     check_count("window", window, 0)
-    if flex.runs(fused, "window", q, k, v, mask, by_default=True):
-        return flex.attend("window", (window,), q, k, v, mask, scale)
+    if flex.runs(fused, q, k, v, mask):
+        return flex.attend(window, q, k, v, mask, scale)
     if _is_short(q, k, mask):
-        return _under_mask("window", (window,), q, k, v, mask, scale)
-    N, M, is_causal = q.shape[-2], k.shape[-2], mask.is_causal
-    window = min(window, max(N, M) - 1)
+        return _under_mask(in_window, q, k, v, mask, scale, window=window)
+    N = q.shape[-2]
+    window = min(window, max(N, k.shape[-2]) - 1)
     C = min(max(window, BLOCK), N)  # queries in a block
-    W = window + C + (0 if is_causal else window)  # keys in its stretch
-    rows = -(-N // C)
+    L = window + C + (0 if mask.is_causal else window)  # keys in its stretch
 
-    def stretches(x: Tensor) -> Tensor:  # (..., rows, W, D): every C-th from -window, 0 outside x
-        after = (rows - 1) * C + W - window - x.shape[-2]
-        return extend(x, after, before=window).unfold(-2, W, C).mT  # a view: overlaps stored once
+    def stretches(x: Tensor) -> Tensor:  # every C-th from -window: a view, overlaps stored once
+        after = -(-N // C) * C - C + L - window - x.shape[-2]
+        return extend(x, after, before=window).unfold(-2, L, C).mT
 
-    start = torch.arange(rows, device=q.device)[:, None, None] * C - window
-    i, j = torch.arange(C, device=q.device)[:, None], start + torch.arange(W, device=q.device)
-    band = flex.in_window(i, j[:1], window) & ((j[:1] <= i) | (not is_causal))  # (1, C, W)
-    keep = band & (0 <= j) & (j < M)  # (rows, C, W)
-    blocks = extend(q, rows * C - N) if rows * C > N else q
-    blocks = blocks.unflatten(-2, (rows, C))  # (..., H, rows, C, D)
-    column = None if mask.given is None else stretches(_key_column(mask, k, M)).mT
-    near = Mask(within(keep, column))
-    H = sdpa(blocks, stretches(k), stretches(v), near, scale)  # keys (..., H, rows, W, D)
-    return H.flatten(-3, -2)[..., :N, :]
+    c, place = torch.arange(C, device=q.device)[:, None], torch.arange(L, device=q.device) - window
+    band = _past(c, place, in_window(c, place, window), mask.is_causal)  # the same for all blocks
+    return _by_blocks(q, k, v, mask, scale, C, stretches, lambda i, j: band)
 
 
-@mechanism(per_key=True)
-@depends_on_position
-def strided_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-    *,
-    stride: int,
-    fused: Any = None,
-) -> Tensor:
-    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
-
-    In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
-    neighbours, by blocks, and its column. A stride near √M is the cheapest. One softmax runs over
-    both groups, and a key in both is left out of the second. These sums are in float32 at least,
-    under autocast too. Up to `DENSE` tokens it is softmax attention under the mask, which is
-    faster.
-
-    Parameters
-    ----------
-    stride : int
-        At least 1.
-    fused : bool, optional
-        True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
-        or more than 256 features; it has one derivative. False, or left out: the form above.
-        FlexAttention computes whole blocks of 128 queries and keys: N M scores for a stride up to
-        128, and at a stride of √M ≥ 256 some 64 times as many as the form above.
-    """
-    check_count("stride", stride, 1)
-    if fused is not None and flex.runs(fused, "strided", q, k, v, mask, by_default=False):
-        return flex.attend("strided", (stride,), q, k, v, mask, scale)
-    if _is_short(q, k, mask):
-        return _under_mask("strided", (stride,), q, k, v, mask, scale)
-    return _two_groups(q, k, v, mask, scale, stride, 0)
-
-
-@mechanism(per_key=True)
+@mechanism(per_key=True, formula=formulas.fixed, checks=check_fixed)
 @depends_on_position
 def fixed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-    *,
-    stride: int,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
     summary: int = 1,
-    fused: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Softmax attention under `fixed_mask`, in O(N (stride + summary M/stride)) time and memory.
 
-    A query attends two groups of keys: its own block, and the summaries of all blocks, which are
-    the same keys for all queries. One softmax runs over both, and the summaries of a query's own
-    block are left out of the second. Otherwise as `strided_attention`.
+    A block of queries attends the keys at its own positions, and the summaries of all blocks, which
+    are the same keys for all queries, but for those that are among the former. Otherwise as
+    `window_attention`.
 
     Parameters
     ----------
@@ -250,145 +252,104 @@ def fixed_attention(
         Length of a block, at least 1.
     summary : int
         Keys at the end of each block that every query attends, from 1 to `stride`.
-    fused : bool, optional
-        As in `strided_attention`.
     """
-    check_fixed(stride, summary)
-    if fused is not None and flex.runs(fused, "fixed", q, k, v, mask, by_default=False):
-        return flex.attend("fixed", (stride, summary), q, k, v, mask, scale)
     if _is_short(q, k, mask):
-        return _under_mask("fixed", (stride, summary), q, k, v, mask, scale)
-    return _two_groups(q, k, v, mask, scale, stride, summary)
-
-
-def _two_groups(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int, summary: int
-) -> Tensor:
-    """Attend near keys and far ones: the summaries of blocks, or a column if `summary` is 0.
-
-    Queries and keys fill tables (rows, stride), row by row. A query's near keys are in its own row
-    and, without summaries, in the rows before and after it.
-    """
-    N, M, heads = q.shape[-2], k.shape[-2], q.shape[:-2]
+        return _under_mask(in_fixed, q, k, v, mask, scale, stride=stride, summary=summary)
+    N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))
     summary = min(summary, stride)
+    C = stride * -(-BLOCK // stride)  # queries in a block
+
+    def own_and_summaries(x: Tensor) -> Tensor:
+        x = extend(x, max(-(-N // C), -(-M // C)) * C - M)
+        far = x.unflatten(-2, (-1, stride))[..., stride - summary :, :].flatten(-3, -2)
+        own = x.unflatten(-2, (-1, C))[..., : -(-N // C), :, :]
+        return torch.cat([own, far.unsqueeze(-3).expand(*own.shape[:-2], -1, -1)], -2)
+
+    def attends(i: Tensor, j: Tensor) -> Tensor:
+        own, far = in_fixed(i, j[..., :C], stride, summary), j[..., C:] // C != i // C
+        return _past(i, j, torch.cat([own, far], -1), mask.is_causal)
+
+    return _by_blocks(q, k, v, mask, scale, C, own_and_summaries, attends)
+
+
+@mechanism(per_key=True, formula=formulas.strided, checks=check_stride)
+@depends_on_position
+def strided_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
+) -> Tensor:
+    """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
+
+    In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
+    neighbours, in the rows before, of and after it, and its column. A stride near √M is the
+    cheapest. One softmax runs over both groups, and a key in both is left out of the second. These
+    sums are in float32 at least, under autocast too. Up to `DENSE` tokens it is softmax attention
+    under the mask, which is faster.
+
+    Parameters
+    ----------
+    stride : int
+        At least 1.
+    """
+    if _is_short(q, k, mask):
+        return _under_mask(in_strided, q, k, v, mask, scale, stride=stride)
+    N, M = q.shape[-2], k.shape[-2]
+    stride = min(stride, max(N, M))
     rows = max(-(-N // stride), -(-M // stride))
+
+    def table(x: Tensor) -> Tensor:  # (..., rows, stride, ·)
+        return extend(x, rows * stride - x.shape[-2]).unflatten(-2, (rows, stride))
+
+    def near(x: Tensor) -> Tensor:  # (..., rows, W, ·), of the rows before, of and after each
+        x = extend(x, int(not mask.is_causal), -3, before=1)
+        return torch.cat([x.narrow(-3, r, rows) for r in range(3 - mask.is_causal)], -2)
+
+    def columns(x: Tensor) -> Tensor:  # (..., stride, rows, ·), and back
+        return x.transpose(-3, -2)
+
+    def pairs(x: Tensor, y: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        far = columns(product(columns(x), columns(y).mT))
+        return torch.cat([product(x, near(y).mT), far], -1)  # (..., rows, stride, W + rows)
+
+    i, j = (torch.arange(1, n + 1, device=q.device)[:, None] for n in (rows * stride, M))
+    i, j = table(i), table(j)  # where there is no key, j is 0
+    W = stride * (3 - mask.is_causal)
+    gap = pairs(i, j, torch.sub)
+    keep = torch.cat([gap[..., :W].abs() < stride, gap[..., W:] != 0], -1) & (gap < i)
+    if mask.is_causal:
+        keep = keep & (gap >= 0)
     with full_precision(q.device):
-        Q = extend(scaled(q, scale), rows * stride - N)
-        K, V = (extend(x.to(Q.dtype), rows * stride - M) for x in (k, v))
-        added = extend(_key_column(mask, K, M), rows * stride - M, value=-torch.inf)
-        added = added.expand(*heads, -1, 1)
-        tables = [flat_heads(x.unflatten(-2, (rows, stride)), len(heads)) for x in (Q, K, V, added)]
-        keep = _near_and_far(rows, stride, summary, mask.is_causal, q.device)
-        lacking = mask.given is not None or N > M  # whether a query may lack keys
-        step = len(tables[0])
-        if q.device.type == "cpu":
-            step = max(1, SCORES // keep.numel())
-        parts = zip(*(x.split(step) for x in tables), strict=True)
-        attend = functools.partial(_attend, keep=keep, summary=summary, lacking=lacking)
-        H = torch.cat([attend(*part) for part in parts])
-    return H.flatten(1, 2)[:, :N].reshape(*heads, N, v.shape[-1]).to(q.dtype)
-
-
-def _near(x: Tensor, width: int, fill: float = 0.0) -> Tensor:
-    """Return the near keys (b, rows, width · stride, ·) of each row of a table of keys."""
-    if width == 1:
-        return x
-    rows = x.shape[1]
-    x = extend(x, width - 2, 1, fill, before=1)
-    return torch.cat([x[:, r : r + rows] for r in range(width)], 2)
-
-
-def _attend(
-    Q: Tensor, K: Tensor, V: Tensor, added: Tensor, *, keep: Tensor, summary: int, lacking: bool
-) -> Tensor:
-    """Attend from tables of queries (b, rows, stride, D) to near and far keys."""
-    rows, stride = Q.shape[1:3]
-    far = rows * (summary or 1)
-    width = (keep.shape[-1] - far) // stride
-
-    def across(x: Tensor) -> Tensor:  # the tables in the batches that meet one set of far keys
-        return x.flatten(1, 2).unsqueeze(1) if summary else x.transpose(1, 2)
-
-    def along(x: Tensor) -> Tensor:  # and back
-        return x.squeeze(1).unflatten(1, (rows, stride)) if summary else x.transpose(1, 2)
-
-    def keys(x: Tensor) -> Tensor:  # (b, 1 or stride, far, ·)
-        return across(x[:, :, stride - summary :] if summary else x)
-
-    near = Q @ _near(K, width).mT + _near(added, width, -torch.inf).mT
-    S = torch.cat([near, along(across(Q) @ keys(K).mT + keys(added).mT)], -1)
-    S = S.masked_fill(~keep, -torch.inf)  # (b, rows, stride, width · stride + far)
-    if lacking:
-        dead = S.amax(-1, keepdim=True) == -torch.inf
-        A = S.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    else:
-        A = S.softmax(-1)
-    A_near, A_far = A.split([width * stride, far], -1)
-    return A_near @ _near(V, width) + along(across(A_far) @ keys(V))
-
-
-def _near_and_far(
-    rows: int, stride: int, summary: int, is_causal: bool, device: torch.device
-) -> Tensor:
-    """Return which near and which far keys (rows, stride, ·) a query attends, each key once."""
-    place = torch.arange(rows * stride, device=device).view(rows, stride)
-    i, row = place[..., None], torch.arange(rows, device=device)[:, None, None]
-    if summary:
-        near, far = place[:, None], place[:, stride - summary :].flatten()
-        keep = [torch.ones_like(i + near, dtype=torch.bool), far // stride != row]
-    else:
-        width = 2 if is_causal else 3
-        near = (row - 1) * stride + torch.arange(width * stride, device=device)
-        far = place.mT[None]  # (1, stride, rows)
-        keep = [flex.in_window(i, near, stride - 1), far != i]
-    keep = [(x & (j <= i) if is_causal else x).expand(rows, stride, -1)
-            for x, j in zip(keep, (near, far), strict=True)]  # fmt: skip
-    return torch.cat(keep, -1)
+        Q, K, V = (table(x.to(wide(q))) for x in (scaled(q, scale), k, v))
+        if mask.given is not None:
+            added = table(_key_column(mask, K, M))
+            keep = within(keep, pairs(torch.ones_like(added), added, torch.mul))
+        S = pairs(Q, K, torch.matmul)
+        if mask.given is None and N <= M:  # each query attends its own key
+            A = S.masked_fill_(~keep, -torch.inf).softmax(-1)
+        else:
+            A = masked_softmax(S, keep)
+        A_near, A_far = A.split([W, rows], -1)
+        H = A_near @ near(V) + columns(columns(A_far) @ columns(V))
+    return H.flatten(-3, -2)[..., :N, :].to(q.dtype)
 
 
 def _key_column(mask: Mask, k: Tensor, M: int) -> Tensor:
     """Return what a mask adds to the scores of M keys, as a column (..., M, 1) like keys."""
     row = mask.per_key()
-    if row is None:
-        return k.new_zeros(M, 1)
+    assert row is not None
     if row.dtype == torch.bool:
         row = k.new_zeros(row.shape).masked_fill(~row, -torch.inf)
     return narrowed(row, k.dtype).expand(*row.shape[:-1], M).mT
-
-
-def check_fixed(stride: int, summary: int) -> None:
-    """Check the sizes of the fixed pattern."""
-    check_count("stride", stride, 1)
-    check_count("summary", summary, 1)
-    if summary > stride:
-        raise ValueError(f"summary is {summary}; expected at most the stride, {stride}")
 
 
 # --- the formulas, with the same arguments ------------------------------------------------------
 
 
 @reference(window_attention, formulas.window)
-def window_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int
-) -> dict[str, Any]:
+def window_attention_reference(*_: Any, window: int) -> Options:
     """Check the pattern."""
     return {"window": check_count("window", window, 0)}
 
 
-@reference(strided_attention, formulas.strided)
-def strided_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
-) -> dict[str, Any]:
-    """Check the pattern."""
-    return {"stride": check_count("stride", stride, 1)}
-
-
-@reference(fixed_attention, formulas.fixed)
-def fixed_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
-    summary: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """Check the pattern."""
-    check_fixed(stride, summary)
-    return {"stride": stride, "summary": summary}
+strided_attention_reference = reference_of(strided_attention)
+fixed_attention_reference = reference_of(fixed_attention)

@@ -1,11 +1,9 @@
-"""Sparse patterns by PyTorch's FlexAttention: one kernel, which skips blocks without a pair.
+"""Window attention by PyTorch's FlexAttention: one kernel, which skips blocks without a pair.
 
-FlexAttention compiles a kernel for a function of two positions that says whether they attend. It
+FlexAttention compiles a kernel for a function of two positions that returns whether they attend. It
 computes the scores of 128 queries and 128 keys at a time, of all such blocks that hold a pair; a
-table of these blocks is made once for a pattern and its lengths, on the device, without an (N, M)
+table of these blocks is made once for a window and its lengths, on the device, without an (N, M)
 matrix and without waiting. For a window of w keys that is little more than the pairs themselves.
-For strides up to 128 every block holds a pair, and all N M scores are computed, though none is
-stored.
 
 With ``TRITON_INTERPRET=1``, and on a CPU, where the kernel has no gradients, PyTorch's own formula
 of FlexAttention runs in its place, uncompiled, and stores the scores: that is for tests.
@@ -29,35 +27,10 @@ from derived_attention.common.masks import Mask
 BLOCK = 128  # queries and keys of a block, FlexAttention's own choice
 ENTRIES = 2**24  # of pairs at a time, where blocks are sought
 WIDEST = 256  # features of a query or a value
-Numbers = tuple[int, ...]
 
 
-def in_window(i: Tensor, j: Tensor, window: Any) -> Tensor:
-    """Say whether query i attends key j, for positions that broadcast."""
-    return (i - j).abs() <= window
-
-
-def in_strided(i: Tensor, j: Tensor, stride: Any) -> Tensor:
-    """Say it for a neighbourhood and a column."""
-    return ((i - j).abs() < stride) | ((i - j) % stride == 0)
-
-
-def in_fixed(i: Tensor, j: Tensor, stride: Any, summary: Any) -> Tensor:
-    """Say it for a block, and the summaries of all blocks."""
-    return (i // stride == j // stride) | (j % stride >= stride - summary)
-
-
-PATTERNS: dict[str, Callable[..., Tensor]] = {
-    "window": in_window,
-    "strided": in_strided,
-    "fixed": in_fixed,
-}
-
-
-def runs(
-    fused: bool | None, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, by_default: bool
-) -> bool:
-    """Say whether FlexAttention is to run: if `fused` says so, or `by_default` where it was tried.
+def runs(fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
+    """Return whether FlexAttention is to run: if `fused` is True, or None where it was tried.
 
     Raises
     ------
@@ -68,10 +41,10 @@ def runs(
     obstacle = _obstacle(q, v, mask)
 
     def problem() -> dict[str, Any] | None:
-        if obstacle or not by_default:
+        if obstacle:
             return None
         kind = "causal" if mask.is_causal else "keys" if mask.given is not None else ""
-        return {"kernel": name, "D": q.shape[-1], "DV": v.shape[-1], "mask": kind}
+        return {"kernel": "window", "D": q.shape[-1], "DV": v.shape[-1], "mask": kind}
 
     given = (q, k, v) if mask.given is None else (q, k, v, mask.given)
     if not chosen(fused, *given, problem=problem):
@@ -92,10 +65,8 @@ def _obstacle(q: Tensor, v: Tensor, mask: Mask) -> str:
     return ""
 
 
-def attend(
-    name: str, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> Tensor:
-    """Attend under a pattern: q (..., H, N, D), k (..., H or 1, M, D), v (..., H or 1, M, Dv)."""
+def attend(window: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    """Attend in a window: q (..., H, N, D), k (..., H or 1, M, D), v (..., H or 1, M, Dv)."""
     N, M, shape = q.shape[-2], k.shape[-2], q.shape[:-1]
     column = None
     if mask.given is not None:  # (B, H or 1, M); the formula has a dimension for each of the four
@@ -104,15 +75,14 @@ def attend(
         column = column.expand(*shape[:-2], *heads, M).reshape(-1, *heads, M)
         column = column.expand(-1, shape[-2] if len(shape) > 1 else 1, -1)
     q, k, v = (_four_dims(x) for x in (q, k, v))
-    blocks = _blocks(name, numbers, N, M, mask.is_causal, column is not None, q.device)
+    blocks = _blocks(window, N, M, mask.is_causal, column is not None, q.device)
     if column is not None:
         blocks = copy.copy(blocks)
-        blocks.mask_mod = _pair(name, _on(q.device, numbers), mask.is_causal, column)
+        blocks.mask_mod = _pair(_on(q.device, window), mask.is_causal, column)
     run = (
         _formula
         if interpreted() or q.device.type == "cpu"
         else _kernel(
-            name,
             mask.is_causal,
             column is not None,
             q.dtype,
@@ -130,19 +100,16 @@ def _four_dims(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _on(device: torch.device, numbers: Numbers) -> tuple[Tensor, ...]:
-    """Return numbers as tensors: a kernel is compiled for a pattern, not for each stride."""
-    return tuple(torch.full((), x, dtype=torch.int32, device=device) for x in numbers)
+def _on(device: torch.device, window: int) -> Tensor:
+    """Return a window as a tensor: the kernel is compiled for all, not for each."""
+    return torch.full((), window, dtype=torch.int32, device=device)
 
 
-def _pair(
-    name: str, numbers: tuple[Any, ...], is_causal: bool, column: Tensor | None = None
-) -> Callable[..., Tensor]:
+def _pair(window: Tensor, is_causal: bool, column: Tensor | None = None) -> Callable[..., Tensor]:
     """Return what FlexAttention asks for a sequence, a head, a query and a key."""
-    pattern = PATTERNS[name]
 
     def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        keep = pattern(i, j, *numbers)
+        keep = (i - j).abs() <= window
         if is_causal:
             keep = keep & (j <= i)
         return keep if column is None else keep & column[b, h, j]
@@ -152,16 +119,16 @@ def _pair(
 
 @functools.lru_cache(maxsize=64)
 def _blocks(
-    name: str, numbers: Numbers, N: int, M: int, is_causal: bool, masked: bool, device: torch.device
+    window: int, N: int, M: int, is_causal: bool, masked: bool, device: torch.device
 ) -> Any:
-    """Return a table of the blocks that hold a pair of a pattern, a `BlockMask`.
+    """Return a table of the blocks that hold a pair of a window, a `BlockMask`.
 
     Blocks of nothing but pairs are listed apart, as they need not ask for each; but for a mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     with torch.inference_mode(False), torch.no_grad():
-        pair = _pair(name, _on(device, numbers), is_causal)
+        pair = _pair(_on(device, window), is_causal)
         rows, columns = -(-N // BLOCK), -(-M // BLOCK)
         j = torch.arange(columns * BLOCK, dtype=torch.int32, device=device)
         step, some, every = max(1, ENTRIES // (BLOCK * len(j))), [], []
@@ -196,7 +163,7 @@ def _kernel(*kind: Any) -> Callable[..., Tensor]:
     It has its own code, as PyTorch counts how often it compiles one, and stops at a limit. One kind
     is compiled for one length, for any, for one sequence and for one block.
     """
-    own = types.FunctionType(_call.__code__.replace(co_name=f"flex_{kind[0]}"), globals())
+    own = types.FunctionType(_call.__code__.replace(co_name="flex_window"), globals())
     return torch.compile(own, fullgraph=True)
 
 
