@@ -11,10 +11,8 @@ from torch import nn
 
 from derived_attention import linear_attention_reference, softmax_attention_reference
 from derived_attention.common.masks import causal_mask
-from derived_attention.linear import core as linear
 from derived_attention.linear.core import (
     CHUNK,
-    SEGMENT,
     elu_feature_map,
     linear_attention,
     linear_attention_weights,
@@ -73,10 +71,9 @@ def test_the_formula_takes_masks_that_differ_between_queries():
         torch.testing.assert_close(linear_attention_reference(*qkv(), attn_mask=mask), A @ qkv()[2])
 
 
-# Lengths around the chunk and the segment, with as many keys, fewer and more.
+# Lengths around the chunk, with as many keys, fewer and more.
 LENGTHS = [(1, 1), (2, 1), (CHUNK - 1, CHUNK - 1), (CHUNK, CHUNK), (CHUNK + 1, CHUNK + 1)]
 LENGTHS += [(3 * CHUNK + 5, CHUNK + 2), (CHUNK + 2, 3 * CHUNK + 5), (2 * CHUNK, 5)]
-LENGTHS += [(SEGMENT, SEGMENT), (SEGMENT + CHUNK + 3, SEGMENT - 7), (SEGMENT + 1, SEGMENT + 9)]
 
 
 def test_causal_by_chunks_equals_the_triangle():
@@ -88,22 +85,15 @@ def test_causal_by_chunks_equals_the_triangle():
             assert_all_close(fast, reference, 1e-11, f"{n}, {m}")
 
 
-def test_nothing_of_the_future_comes_from_another_segment():
+def test_nothing_of_the_future_comes_from_another_chunk():
     q, k, v = qkv((2,), n=600, m=600, dtype=torch.float32)
     out = linear_attention(q, k, v, is_causal=True)
-    for t in (63, 64, SEGMENT - 1, SEGMENT, 598):
+    for t in (63, 64, 300, 598):
         late = 5.0 * (torch.arange(600) > t)[:, None]
         changed = linear_attention(q + late, k + late, v - 3 * late, is_causal=True)
         assert torch.equal(out[..., : t + 1, :], changed[..., : t + 1, :])
         slopes = torch.autograd.grad(out[..., : t + 1, :].sum(), [k, v], retain_graph=True)
         assert all(bool((x[..., t + 1 :, :] == 0).all()) for x in slopes)
-
-
-def test_one_segment_as_off_the_cpu_gives_the_same(monkeypatch):
-    inputs = qkv((H,), n=SEGMENT + 70, m=SEGMENT + 70)
-    several = output_and_gradients(linear_attention, inputs, is_causal=True)
-    monkeypatch.setattr(linear, "SEGMENT", 10**6)
-    assert_all_close(several, output_and_gradients(linear_attention, inputs, is_causal=True), 1e-12)
 
 
 # --- feature maps ------------------------------------------------------------------------------

@@ -32,14 +32,13 @@ from derived_attention.common.checks import (
     wide,
 )
 from derived_attention.common.convention import (
-    extend,
     full_precision,
     mechanism,
     prepare,
     reference,
 )
 from derived_attention.common.masks import Mask
-from derived_attention.linear.core import in_chunks, segment_length, segments
+from derived_attention.linear.core import in_chunks
 
 CHUNK = 64  # keys that enter the state at once
 UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
@@ -77,7 +76,7 @@ def delta_state(
     check_keys(k, v)
     mask, _ = prepare(k[..., :1, :], k, v, attn_mask, False, None)  # a mask over keys, as for q
     with full_precision(k.device):
-        return _last(prepare_writes(k, v, mask, beta, decay, erase, state))
+        return chunk_by_chunk(prepare_writes(k, v, mask, beta, decay, erase, state))
 
 
 @mechanism(per_key=True, state=delta_state)
@@ -126,8 +125,8 @@ def delta_attention(
     with full_precision(q.device):
         queries = q.to(writes.k.dtype) if scale is None else scale * q.to(writes.k.dtype)
         if not mask.is_causal:
-            return (queries @ _last(writes).mT).to(q.dtype)
-        return _read(queries, writes).to(q.dtype)
+            return (queries @ chunk_by_chunk(writes).mT).to(q.dtype)
+        return chunk_by_chunk(writes, queries).to(q.dtype)
 
 
 def prepare_writes(
@@ -184,103 +183,46 @@ def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str)
     return x
 
 
-class Chunk(NamedTuple):
-    """Matrices of one chunk of C keys; the corrections are u = U − W S, with S as (D, Dv)."""
+def chunk_by_chunk(writes: Writes, q: Tensor | None = None) -> Tensor:
+    """Return what each query (..., N, D) reads after its own key.
 
-    U: Tensor  # (..., C, Dv)
-    W: Tensor | None  # (..., C, D); None where nothing is erased
-    keys: Tensor  # (..., D, C), decayed to the end of the chunk
-    fade: Tensor | None  # (..., 1, 1), what a chunk leaves of the state
-
-    def corrections(self, S: Tensor) -> Tensor:
-        """Return u (..., C, Dv) for the state S (..., D, Dv) before the chunk."""
-        return self.U if self.W is None else self.U - self.W @ S
-
-    def after(self, S: Tensor, u: Tensor) -> Tensor:
-        """Return the state after the chunk."""
-        return (S if self.fade is None else self.fade * S) + self.keys @ u
-
-
-def _chunks(writes: Writes, n: int) -> tuple[list[Chunk], Tensor | None, Tensor | None]:
-    """Return the chunks of n positions, and of their decays R (..., n / C, C, C) and e^l."""
-    k, v, b = (
-        in_chunks(writes.k, n, CHUNK),
-        in_chunks(writes.v, n, CHUNK),
-        in_chunks(writes.beta.unsqueeze(-1), n, CHUNK),
-    )
-    late, fade, R, since = k, None, None, None
-    written = b * v, b * k
-    if writes.decay is not None:
-        decay = in_chunks(writes.decay.unsqueeze(-1), n, CHUNK)  # (..., n / C, C, 1)
-        C = decay.shape[-2]
-        sums = decay.mT.expand(*decay.shape[:-2], C, C).triu(1).cumsum(-1)  # l_t − l_j, at (j, t)
-        R, since = sums.exp().triu().mT, decay.cumsum(-2).exp()
-        late, fade = R[..., -1:, :].mT * k, since[..., -1:, :]
-        written = b * v, b * since * k
-    U, W = written[0], None
-    if writes.erase:
-        A = b * (k @ k.mT) if R is None else b * (k @ k.mT) * R
-        both = torch.linalg.solve_triangular(
-            A.tril(-1), torch.cat(written, -1), upper=False, unitriangular=True
-        )
-        U, W = both.split([v.shape[-1], k.shape[-1]], -1)
-    parts = [U.unbind(-3), None if W is None else W.unbind(-3), late.mT.unbind(-3)]
-    parts.append(None if fade is None else fade.unbind(-3))
-    count = k.shape[-3]
-    return (
-        [
-            Chunk(*(None if x is None else x[c] for x in parts))  # type: ignore[arg-type]
-            for c in range(count)
-        ],
-        R,
-        since,
-    )
-
-
-def _segments(writes: Writes, n: int) -> list[Writes]:
-    """Cut n keys into segments whose temporaries stay in a CPU's cache; the state is the first's.
-
-    Keys are cut to n, or filled up with keys that are not written.
+    Without queries all keys are written, and the last state (..., Dv, D) is returned.
     """
-    k, v, b, g = writes.k, writes.v, writes.beta, writes.decay
-    more = n - k.shape[-2]
-    if more:
-        k, v = extend(k, more), extend(v, more)
-        b, g = extend(b, more, -1), None if g is None else extend(g, more, -1)
-    size = segment_length(k)
-    parts = zip(
-        k.split(size, -2), v.split(size, -2), b.split(size, -1),
-        itertools.repeat(None) if g is None else g.split(size, -1), strict=False,
-    )  # fmt: skip
-    return [Writes(*part, writes.erase, writes.state) for part in parts]
+    N = writes.k.shape[-2] if q is None else q.shape[-2]
 
+    def cut(x: Tensor) -> Tensor:  # (..., N / C, C, ·)
+        return in_chunks(x[..., :N, :], N, CHUNK)
 
-def _last(writes: Writes) -> Tensor:
-    """Return the state (..., Dv, D) after all keys."""
-    S = writes.state.mT
-    for part in _segments(writes, writes.k.shape[-2]):
-        for chunk in _chunks(part, part.k.shape[-2])[0]:
-            S = chunk.after(S, chunk.corrections(S))
-    return S.mT
+    k, v, b = cut(writes.k), cut(writes.v), cut(writes.beta[..., None])
+    U, W, K, R, since, fade = b * v, b * k, k, None, None, None
+    if writes.decay is not None:
+        decay = cut(writes.decay[..., None])
+        sums = (
+            decay.mT.expand(*k.shape[:-1], k.shape[-2]).triu(1).cumsum(-1)
+        )  # l_t − l_j, at (j, t)
+        R, since = sums.exp().triu().mT, decay.cumsum(-2).exp()
+        W, K, fade = since * W, R[..., -1:, :].mT * k, since[..., -1:, :]
 
+    def past(scores: Tensor) -> Tensor:  # decayed, and 0 in the future
+        return scores.tril() if R is None else scores * R
 
-def _read(q: Tensor, writes: Writes) -> Tensor:
-    """Return what each query (..., N, D) reads of the state after its own key."""
-    parts, S, outputs = _segments(writes, q.shape[-2]), writes.state.mT, []
-    for q_s, part in zip(segments(q), parts, strict=True):
-        n = q_s.shape[-2]
-        chunks, R, since = _chunks(part, n)
-        k, queries = in_chunks(part.k, n, CHUNK), in_chunks(q_s, n, CHUNK)
-        inside = (queries @ k.mT).tril() if R is None else (queries @ k.mT) * R
-        if since is not None:
-            queries = since * queries
-        read = []
-        for q_c, P_c, chunk in zip(queries.unbind(-3), inside.unbind(-3), chunks, strict=True):
-            u = chunk.corrections(S)
-            read.append(q_c @ S + P_c @ u)
-            S = chunk.after(S, u)
-        outputs.append(torch.stack(read, -3).flatten(-3, -2)[..., :n, :])
-    return torch.cat(outputs, -2)
+    if writes.erase:
+        A, both = past(b * (k @ k.mT)).tril(-1), torch.cat([U, W], -1)
+        both = torch.linalg.solve_triangular(A, both, upper=False, unitriangular=True)
+        U, W = both.split([v.shape[-1], k.shape[-1]], -1)
+    P = None
+    if q is not None:
+        q = cut(q)
+        P, q = past(q @ k.mT), q if since is None else since * q
+    S, H = writes.state.mT, []
+    parts = (x if x is None else x.unbind(-3) for x in (U, W, K.mT, fade, q, P))
+    each = (itertools.repeat(None) if x is None else x for x in parts)
+    for U_c, W_c, K_c, f_c, q_c, P_c in zip(*each, strict=False):
+        u = U_c - W_c @ S if writes.erase else U_c
+        if q_c is not None:
+            H.append(q_c @ S + P_c @ u)
+        S = (S if f_c is None else f_c * S) + K_c @ u
+    return torch.stack(H, -3).flatten(-3, -2)[..., :N, :] if H else S.mT
 
 
 # --- the formulas, with the same arguments ---

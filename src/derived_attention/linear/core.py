@@ -42,10 +42,8 @@ from derived_attention.common.masks import Mask, divide
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
 WIDEST = 128  # features that the kernel takes
-SEGMENT = 4 * CHUNK  # on the CPU, positions whose temporaries stay in the cache
 
 FeatureMap = Callable[[Tensor], Tensor]
-FeaturePair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of q and k: φ(q) and φ(k)
 FEATURE_MAP = "a function from (..., D)"
 
 
@@ -101,14 +99,11 @@ def linear_state(
     is left out. In float32 at least. Errors are those of `linear_attention`.
     """
     check_keys(k, v)
-    for k_s, v_s in zip(segments(k), segments(v), strict=True):
-        phi = apply_feature_map(feature_map, k_s)
-        with full_precision(k.device):
-            values = with_ones(v_s, phi.dtype)
-            sums = phi.mT @ values
-            state = sums if state is None else check_sums(state, phi, values) + sums
-    assert state is not None  # there is one segment at least
-    return state
+    phi = apply_feature_map(feature_map, k)
+    with full_precision(k.device):
+        values = with_ones(v, phi.dtype)
+        S = phi.mT @ values
+        return S if state is None else check_sums(state, phi, values) + S
 
 
 def check_sums(state: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
@@ -147,8 +142,8 @@ def linear_attention(
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
         softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
     feature_map : callable
-        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own: it is called on
-        parts of the sequence. Weights are those of an average where the kernel φ(q)ᵀφ(k) is
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own. Weights are
+        those of an average where the kernel φ(q)ᵀφ(k) is
         non-negative. A module with parameters does too. Default elu + 1.
     fused : bool, optional
         True: run the Triton kernel, or raise a ValueError where it cannot run, as without
@@ -161,22 +156,23 @@ def linear_attention(
     """
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)
-    pair = functools.partial(features, feature_map, scale=scale)
     elu = feature_map is elu_feature_map
     if (fused is not None or (mask.is_causal and q.device.type != "cpu")) and chosen(
         fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
     ):
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
-        return fused_sums(*pair(q, k), v, normalize=True, dtype=q.dtype)
-    if mask.is_causal:
-        return causal_sums(pair, q, k, v, with_ones, ratio, state).to(q.dtype)
-    phi_q, phi_k = pair(q, k)
+        phi_q, phi_k = features(feature_map, q, k, scale)
+        return fused_sums(phi_q, phi_k, v, normalize=True, dtype=q.dtype)
+    phi_q, phi_k = features(feature_map, q, k, scale)
     if mask.given is not None and (factor := mask.factor(wide(q))) is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
     with full_precision(q.device):
-        S = phi_k.mT @ with_ones(v, phi_k.dtype)  # (..., H, F, Dv + 1)
-        return ratio(phi_q @ S).to(q.dtype)
+        values = with_ones(v, phi_k.dtype)
+        if mask.is_causal:
+            state = None if state is None else check_sums(state, phi_k, values)
+            return ratio(causal_sums(phi_q, phi_k, values, state)).to(q.dtype)
+        return ratio(phi_q @ (phi_k.mT @ values)).to(q.dtype)  # (..., H, F, Dv + 1) first
 
 
 def check_fused(fused: bool | None, mask: Mask, state: Tensor | None) -> bool | None:
@@ -211,66 +207,21 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     return linear.causal_sums(*tensors, **options)
 
 
-def causal_sums(
-    pair: FeaturePair, q: Tensor, k: Tensor, v: Tensor, begin: Any = Tensor.to, end: Any = None,
-    state: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Σ_{j ≤ i} (φ(q_i)ᵀφ(k_j)) v_j with the features `pair` makes of q and k, in their dtype.
-
-    Goes through the positions in segments, and carries Σ φ(k_j) v_jᵀ from one to the next, so a
-    feature of a token may depend on no other token. `begin` makes the values of a segment, and
-    `end` turns its sums into the result, while they are in the cache. `state` is the sum over keys
-    before the first.
-    """
-    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
-    length = segment_length(q)
-    parts = [(q,), (k[..., :M, :],), (v[..., :M, :],)]
-    if N > length:
-        # The gradient of a slice is as long as what it was cut from, that of a split is joined.
-        for i, (x,) in enumerate(parts):
-            sizes = [max(0, min(x.shape[-2] - start, length)) for start in range(0, N, length)]
-            parts[i] = x.split(sizes, -2)
-    outputs: list[Tensor] = []
-    for q_s, k_s, v_s in zip(*parts, strict=True):
-        phi_q, phi_k = pair(q_s, k_s)
-        with full_precision(q.device):
-            values = begin(v_s, phi_k.dtype)
-            if state is not None and not outputs:
-                state = check_sums(state, phi_k, values)
-            sums, state = _causal_segment(phi_q, phi_k, values, state)
-            outputs.append(sums if end is None else end(sums))
-    return torch.cat(outputs, -2)
-
-
-def segments(x: Tensor) -> tuple[Tensor, ...]:
-    """Cut x (..., n, ·) into segments."""
-    return x.split(segment_length(x), -2)
-
-
-def segment_length(x: Tensor) -> int:
-    """Return how many of the positions of x (..., n, ·) to take at once.
-
-    Large steps are bound by memory on a CPU; elsewhere one step is best.
-    """
-    return SEGMENT if x.device.type == "cpu" else max(x.shape[-2], 1)
-
-
-def _causal_segment(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Tensor:
     """Σ_{j ≤ i} (q_i·k_j) v_j: inside a chunk by its scores, before it by the state S = Σ k_j v_jᵀ.
 
-    `q` and `k` are features ``(..., n, F)`` and ``(..., m, F)`` with m ≤ n, `v` is
-    ``(..., m, Dv + 1)``; `state` ``(..., F, Dv + 1)`` is that of all positions before.
+    `q` and `k` are features ``(..., N, F)`` and ``(..., M, F)``, `v` is ``(..., M, Dv)``, and
+    `state` ``(..., F, Dv)`` the sum over keys before the first.
     """
-    n = q.shape[-2]
-    q, k, v = in_chunks(q, n, CHUNK), in_chunks(k, n, CHUNK), in_chunks(v, n, CHUNK)
-    sums_of_chunks = (k.mT @ v).unbind(-3)  # (..., F, Dv + 1)
-    state = torch.zeros_like(sums_of_chunks[0]) if state is None else state
-    *before, state = itertools.accumulate(sums_of_chunks, initial=state)
-    # before[c] ends before chunk c. Subtracting chunk c from a longer sum would leave rounding
-    # errors, and with them a trace of the future.
-    sums = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
-    sums += q @ torch.stack(before, -3)
-    return sums.flatten(-3, -2)[..., :n, :], state
+    N = q.shape[-2]
+    q, k, v = (in_chunks(x[..., :N, :], N, CHUNK) for x in (q, k, v))  # (..., N / C, C, ·)
+    sums = (k.mT @ v).unbind(-3)  # (..., F, Dv)
+    start = torch.zeros_like(sums[0]) if state is None else state
+    # S ends before each chunk. Subtracting the chunk from a longer sum would leave rounding errors,
+    # and with them a trace of the future.
+    S = torch.stack([*itertools.accumulate(sums[:-1], initial=start)], -3)
+    H = ((q @ k.mT).tril_() @ v).add_(q @ S)  # in place: no backward pass needs what is overwritten
+    return H.flatten(-3, -2)[..., :N, :]
 
 
 def in_chunks(x: Tensor, n: int, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +48,12 @@ from derived_attention.linear.core import (
     elu_feature_map,
     linear_attention,
     ratio,
-    segment_length,
-    segments,
     with_ones,
 )
 from derived_attention.softmax.core import sdpa
 from derived_attention.sparse.core import window_attention
+
+SEGMENT = 256  # on a CPU, positions whose features stay in its cache
 
 # --- Linformer: fewer keys, by learned weights ---------------------------------------------------
 
@@ -183,18 +183,6 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
         return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
 
-class PerformerState(NamedTuple):
-    """What `performer_attention` needs of keys: Σ_j φ(k_j)_r e^(−c_r) [v_j, 1], and c.
-
-    The sums are relative to the largest features so far, which keeps them in the range of floats:
-    where a later key has a larger one, they are multiplied by e^(old c − new c). In float32 at
-    least.
-    """
-
-    sums: Tensor  #: (..., R, Dv + 1)
-    top: Tensor  #: c (..., 1, R), the largest log √R φ(k_j)_r so far
-
-
 @mechanism(per_key=True)
 def performer_attention(
     q: Tensor,
@@ -214,8 +202,8 @@ def performer_attention(
     A factor of each query divides out. So does a factor of each feature, which is moved from the
     keys to the queries: the largest feature of any key, so that no sum of weights is below 1; with
     `is_causal` the largest one so far. Keys may grow by any factor: if features grow by e⁴⁴ within
-    64 positions, twice as much work is done for 256 positions, and for all of them if data cannot
-    be read, as under ``torch.compile``.
+    64 positions, three times as much work is done for 256 positions, and for all of them if data
+    cannot be read, as under ``torch.compile``.
 
     Parameters
     ----------
@@ -223,35 +211,71 @@ def performer_attention(
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
     W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
-    if mask.is_causal:
-        return _causal(q, k, v, W, scale)
-    S, top = _key_sums(k, v, W, scale, mask.given)
+    N, M = q.shape[-2], k.shape[-2]
+    size = SEGMENT if q.device.type == "cpu" else max(N, M, 1)
+    rows = math.sqrt(scale) * W.to(wide(q))
+
+    def queries(x: Tensor) -> Tensor:  # without -‖q‖²/2, which divides out
+        return x.to(rows.dtype) @ rows.mT
+
+    H = []
     with full_precision(q.device):
-        c = top.masked_fill(top == -math.inf, 0).mT  # all keys are masked
-        parts = [ratio(_query_features(x, W, scale, c) @ S) for x in segments(q)]
-        return torch.cat(parts, -2).to(q.dtype)
+        if mask.is_causal:
+            state = None
+            for q_s, k_s, v_s in zip(*(_segments(x, N, size) for x in (q, k, v)), strict=True):
+                a, logs = queries(q_s), _logarithms(k_s, W, scale)
+                part, state = _causal(a, logs, with_ones(v_s, logs.dtype), state)
+                H.append(part)
+            return torch.cat(H, -2).to(q.dtype)
+        parts = [_logarithms(x, W, scale) for x in k.split(size, -2)]  # (..., m, R)
+        if mask.given is not None:
+            columns = mask.given.expand(*mask.given.shape[:-1], M).mT.split(size, -2)
+            parts = [_masked(x, column) for x, column in zip(parts, columns, strict=True)]
+        tops = [x.detach().amax(-2, keepdim=True) for x in parts if M]
+        c = functools.reduce(torch.maximum, tops, rows.new_full((), -math.inf))
+        c = c.masked_fill(c == -math.inf, 0)  # all keys are masked
+        pairs = zip(parts, v.split(size, -2), strict=True)
+        S = sum(x.sub_(c).exp_().mT @ with_ones(y, x.dtype) for x, y in pairs)
+        H = [ratio(_powers(queries(x).add_(c))[0] @ S) for x in q.split(size, -2)]
+        return torch.cat(H, -2).to(q.dtype)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
-    """Attend segment by segment, with the state passed from one to the next."""
-    N, M = q.shape[-2], min(q.shape[-2], k.shape[-2])
-    length = segment_length(q)
-    ends = [*range(length, N, length), N]
-    starts = [0, *ends[:-1]]
-    rows, outputs, past = math.sqrt(scale) * W.to(wide(q)), [], None
+def _segments(x: Tensor, N: int, size: int) -> list[Tensor]:
+    """Cut the first N of x (..., M, D) into segments, of which the last may be shorter or empty."""
+    parts = x[..., :N, :].split(size, -2)
+    return [*parts, *[x[..., :0, :]] * (-(-N // size) - len(parts))]
 
-    def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:  # a slice has a slow gradient
-        sizes = [min(end, n) - min(start, n) for start, end in zip(starts, ends, strict=True)]
-        return x[..., :n, :].split(sizes, -2)
 
-    for q_s, k_s, v_s in zip(parts(q, N), parts(k, M), parts(v, M), strict=True):
-        with full_precision(q.device):
-            n, values = q_s.shape[-2], with_ones(v_s, rows.dtype)
-            a, logs = q_s.to(rows.dtype) @ rows.mT, _logarithms(k_s, W, scale)
-            a, logs, values = _chunks(a, n), _chunks(logs, n, -math.inf), _chunks(values, n)
-            sums, past = _causal_segment(a, logs, values, past)
-            outputs.append(sums[..., :n, :])
-    return torch.cat(outputs, -2).to(q.dtype)
+def _causal(
+    a: Tensor, logs: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return averages (..., n, Dv) for logarithms of queries and of keys, and values, in chunks.
+
+    Features are divided by the largest one among the keys before the chunk, or by that of the first
+    key, which no later key influences. From the first key on that has a feature larger by more than
+    half of the range of a float, `_by_halves` is used, which has no such limit. `past` are the sums
+    over earlier keys and their largest features, which are returned for the next segment.
+    """
+    n = a.shape[-2]
+    a, logs, v = _chunks(a, n), _chunks(logs, n, -math.inf), _chunks(v, n)  # (..., m, C, ·)
+    first = logs[..., :1, :1, :] if past is None else past[1]
+    low = torch.finfo(logs.dtype).min / 4  # not -inf, as -inf - -inf is NaN
+    tops = torch.cat([first, logs.amax(-2, keepdim=True)], -3).detach()
+    tops = tops.cummax(-3).values.clamp(min=low)
+    before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
+    shrink, room = (before - after).mT.exp(), math.log(torch.finfo(logs.dtype).max) / 2
+    grows = not may_look_at(logs) or bool((after - before > room).any())
+    relative = logs - before if grows else logs.sub_(before)  # logs are used again if they grow
+    K = (relative.clamp(max=room) if grows else relative).exp_()
+    Q, _ = _powers(a + before if grows else a.add_(before))
+    states, last = _states((K.mT @ v) * shrink, shrink, past)
+    H = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
+    if grows:
+        states, last = _states((logs - after).exp_().mT @ v, shrink, past)
+        slow = ratio(_by_halves(a, logs, v, before, states)).flatten(-3, -2)
+        late = (relative > room).any(-1).flatten(-2).cumsum(-1) > 0  # and all that follow
+        H = torch.where(late.unsqueeze(-1), slow, H)
+    return H[..., :n, :], (last, after[..., -1:, :, :])
 
 
 def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
@@ -265,48 +289,15 @@ def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
     return x.unflatten(-2, (-1, size))
 
 
-def _causal_segment(
-    a: Tensor, logs: Tensor, v: Tensor, past: PerformerState | None
-) -> tuple[Tensor, PerformerState]:
-    """Return averages (..., n, Dv) for logarithms of queries a and of keys, and values, in chunks.
-
-    Features are divided by the largest one among the keys before the chunk, or by that of the first
-    key, which no later key influences. If a later feature is larger by more than half of the range
-    of a float, `_by_halves` is used, which has no such limit and takes twice the work.
-    """
-    top = logs.detach().amax(-2)  # (..., m, R)
-    first = logs[..., 0, :1, :].detach() if past is None else past.top
-    low = torch.finfo(logs.dtype).min / 4  # not -inf, as -inf - -inf is NaN
-    tops = torch.cat([first, top], -2).cummax(-2).values.clamp(min=low).unsqueeze(-2)
-    before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
-    room = math.log(torch.finfo(logs.dtype).max) / 2
-    slow = None
-    if not may_look_at(logs) or bool((after - before > room).any()):
-        states, end = _states((logs - after).exp_().mT @ v, before, after, past)
-        slow = ratio(_by_halves(a, logs, v, before, states))
-        if not may_look_at(logs):
-            return slow.flatten(-3, -2), end
-    relative = logs - before if slow is not None else logs.sub_(before)  # logs are not used again
-    K = relative.clamp(max=room).exp_() if slow is not None else relative.exp_()
-    Q, _ = _powers(a + before if slow is not None else a.add_(before))
-    states, sooner = _states((K.mT @ v) * (before - after).mT.exp(), before, after, past)
-    fast = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
-    if slow is None:
-        return fast, sooner
-    late = (relative > room).any(-1).flatten(-2).cumsum(-1) > 0  # and all that follow
-    return torch.where(late.unsqueeze(-1), slow.flatten(-3, -2), fast), end
-
-
 def _states(
-    chunks: Tensor, before: Tensor, after: Tensor, past: PerformerState | None
-) -> tuple[Tensor, PerformerState]:
-    """Return the sums before each of the chunks, (..., m, R, Dv + 1), and after the last."""
-    state = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past.sums
-    shrink, states = (before - after).mT.exp(), []
+    chunks: Tensor, shrink: Tensor, past: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return the sums before each of the chunks (..., m, R, Dv + 1), and after the last."""
+    state, states = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past[0], []
     for sums, factor in zip(chunks.unbind(-3), shrink.unbind(-3), strict=True):
         states.append(state)
         state = factor * state + sums
-    return torch.stack(states, -3), PerformerState(state, after[..., -1, :, :])
+    return torch.stack(states, -3), state
 
 
 def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,43 +333,11 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tenso
     return functools.reduce(torch.add, parts)
 
 
-def _query_features(q: Tensor, W: Tensor, scale: float, shift: Tensor) -> Tensor:
-    """Return exp(√scale w_r·q + shift_r), (..., N, R), divided by the largest of each query."""
-    with full_precision(q.device):
-        W = math.sqrt(scale) * W.to(wide(q)).expand(*shift.shape[:-1], -1)
-        rows = torch.cat([W, shift.to(W.dtype)], -1)  # (..., R, D + 1)
-        logarithms = extend(q.to(wide(q)), 1, -1, 1.0) @ rows.mT
-        return logarithms.sub_(logarithms.detach().amax(-1, keepdim=True)).exp_()
-
-
-def _key_sums(k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Tensor | None) -> PerformerState:
-    """Return the sums over all keys; c is -inf where all are masked.
-
-    Segment by segment, with the largest logarithm so far as c; when it grows, sums are scaled.
-    """
-    M, size = k.shape[-2], segments(k)[0].shape[-2]
-    column = None if mask is None else mask.expand(*mask.shape[:-1], M).mT
-    top = k.new_full((*k.shape[:-2], 1, len(W)), -math.inf, dtype=wide(k))
-    sums = top.new_zeros(*k.shape[:-2], len(W), v.shape[-1] + 1)
-    for i, (k_s, v_s) in enumerate(zip(segments(k), segments(v), strict=True)):
-        part = None if column is None else column[..., i * size : (i + 1) * size, :]
-        logarithms = _masked(_logarithms(k_s, W, scale), part)
-        most = torch.maximum(top, logarithms.detach().amax(-2, keepdim=True)) if M else top
-        c = most.masked_fill(most == -math.inf, 0)  # all keys so far are masked
-        with full_precision(k.device):
-            added = logarithms.sub_(c).exp_().mT @ with_ones(v_s, c.dtype)
-            sums = added + (top - c).exp().mT * sums
-        top = most
-    return PerformerState(sums, top)
-
-
-def _masked(logarithms: Tensor, column: Tensor | None) -> Tensor:
-    """Add a mask over keys, a column (..., M, 1), to logarithms (..., M, R)."""
-    if column is None:
-        return logarithms
+def _masked(logs: Tensor, column: Tensor) -> Tensor:
+    """Add a mask over keys (..., M, 1) to logarithms (..., M, R)."""
     if column.dtype == torch.bool:
-        return logarithms.masked_fill(~column, -math.inf)
-    return logarithms + narrowed(column, logarithms.dtype)
+        return logs.masked_fill(~column, -math.inf)
+    return logs + narrowed(column, logs.dtype)
 
 
 def check_projection(q: Tensor, projection: Any) -> Tensor:

@@ -33,7 +33,7 @@ from derived_attention.common.checks import (
 )
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
-from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums, segments
+from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
 SAMPLINGS = ("even", "random")
@@ -190,14 +190,11 @@ def scores_of(
 
 
 def _project(by: Projection, x: Tensor, W: Tensor, scale: float | None) -> Tensor:
-    """Return Wᵀ g(scale · x_i) for each i, in segments whose features stay in the cache."""
-    parts = []
-    for x_s in segments(x):
-        phi = apply_feature_map(by.feature_map, x_s if scale is None else scale * x_s)
-        check_width(phi, W.shape[-2], by.data_dependent)
-        with full_precision(x.device):
-            parts.append(phi @ W)
-    return torch.cat(parts, -2)
+    """Return Wᵀ g(scale · x_i) for each i."""
+    phi = apply_feature_map(by.feature_map, formulas.scaled(x, scale))
+    check_width(phi, W.shape[-2], by.data_dependent)
+    with full_precision(x.device):
+        return phi @ W
 
 
 def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float | None) -> Tensor:
@@ -206,15 +203,10 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
     A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
+    phi = apply_feature_map(by.feature_map, formulas.scaled(q, scale))
+    check_width(phi, x.shape[-1], True)
     with full_precision(q.device):
-        U = by.values(W, M)
-
-    def pair(q_s: Tensor, x_s: Tensor) -> tuple[Tensor, Tensor]:
-        phi = apply_feature_map(by.feature_map, q_s if scale is None else scale * q_s)
-        check_width(phi, x.shape[-1], True)
-        return phi, x_s.to(phi.dtype)
-
-    sums = causal_sums(pair, q, x, U)
+        sums = causal_sums(phi, x.to(phi.dtype), by.values(W, M))
     if isinstance(by.sampling, Tensor):
         return sums
     # In cross-attention there may be more queries than tokens.

@@ -30,8 +30,8 @@ from derived_attention import performer_attention_reference
 from derived_attention.common.convention import weights_of
 from derived_attention.common.masks import causal_mask
 from derived_attention.layer import ALL, KEY, QUERY, VALUE
-from derived_attention.linear import core as linear
 from derived_attention.linear.core import elu_feature_map, linear_attention_weights
+from derived_attention.linear_time import core
 from derived_attention.linear_time.core import (
     flipped_elu_feature_map,
     fmm_attention,
@@ -194,7 +194,7 @@ def test_performer_nears_softmax_attention_as_features_grow_in_number():
 
 def test_performer_by_segments_scales_its_sums(monkeypatch):
     """The largest key comes first, last, or is masked; whole segments are masked."""
-    monkeypatch.setattr(linear, "SEGMENT", 4)
+    monkeypatch.setattr(core, "SEGMENT", 4)
     m = 23
     ends = torch.arange(m) > 9
     for mask in (None, ends, ~ends, boolean(m), torch.linspace(-9, 9, m), torch.tensor(True)):
