@@ -40,7 +40,6 @@ from derived_attention.common.convention import (
 from derived_attention.common.masks import Mask
 from derived_attention.linear.core import in_chunks
 
-CHUNK = 64  # keys that enter the state at once
 UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
 
 
@@ -191,7 +190,7 @@ def chunk_by_chunk(writes: Writes, q: Tensor | None = None) -> Tensor:
     N = writes.k.shape[-2] if q is None else q.shape[-2]
 
     def cut(x: Tensor) -> Tensor:  # (..., N / C, C, ·)
-        return in_chunks(x[..., :N, :], N, CHUNK)
+        return in_chunks(x[..., :N, :], N)
 
     k, v, b = cut(writes.k), cut(writes.v), cut(writes.beta[..., None])
     U, W, K, R, since, fade = b * v, b * k, k, None, None, None

@@ -157,7 +157,7 @@ def linear_attention(
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)
     elu = feature_map is elu_feature_map
-    if (fused is not None or (mask.is_causal and q.device.type != "cpu")) and chosen(
+    if (fused is not None or mask.is_causal) and chosen(
         fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
     ):
         if elu:
@@ -214,7 +214,7 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) ->
     `state` ``(..., F, Dv)`` the sum over keys before the first.
     """
     N = q.shape[-2]
-    q, k, v = (in_chunks(x[..., :N, :], N, CHUNK) for x in (q, k, v))  # (..., N / C, C, ·)
+    q, k, v = in_chunks(q, N), in_chunks(k[..., :N, :], N), in_chunks(v[..., :N, :], N)
     sums = (k.mT @ v).unbind(-3)  # (..., F, Dv)
     start = torch.zeros_like(sums[0]) if state is None else state
     # S ends before each chunk. Subtracting the chunk from a longer sum would leave rounding errors,
@@ -224,7 +224,7 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) ->
     return H.flatten(-3, -2)[..., :N, :]
 
 
-def in_chunks(x: Tensor, n: int, size: int) -> Tensor:
+def in_chunks(x: Tensor, n: int, size: int = CHUNK) -> Tensor:
     """Cut (..., m, D), m ≤ n, into (..., ⌈n / C⌉, C, D) with C ≤ `size`, padded with zeros."""
     C = max(1, min(size, n))
     length = max(n + -n % C, C)  # one chunk at least

@@ -236,7 +236,7 @@ def performer_attention(
         c = c.masked_fill(c == -math.inf, 0)  # all keys are masked
         pairs = zip(parts, v.split(size, -2), strict=True)
         S = sum(x.sub_(c).exp_().mT @ with_ones(y, x.dtype) for x, y in pairs)
-        H = [ratio(_powers(queries(x).add_(c))[0] @ S) for x in q.split(size, -2)]
+        H = [ratio(_powers(queries(x) + c)[0] @ S) for x in q.split(size, -2)]
         return torch.cat(H, -2).to(q.dtype)
 
 

@@ -191,7 +191,7 @@ def scores_of(
 
 def _project(by: Projection, x: Tensor, W: Tensor, scale: float | None) -> Tensor:
     """Return Wᵀ g(scale · x_i) for each i."""
-    phi = apply_feature_map(by.feature_map, formulas.scaled(x, scale))
+    phi = apply_feature_map(by.feature_map, x if scale is None else scale * x)
     check_width(phi, W.shape[-2], by.data_dependent)
     with full_precision(x.device):
         return phi @ W
@@ -203,7 +203,7 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
     A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
     n, M = W.shape[-2], x.shape[-2]
-    phi = apply_feature_map(by.feature_map, formulas.scaled(q, scale))
+    phi = apply_feature_map(by.feature_map, q if scale is None else scale * q)
     check_width(phi, x.shape[-1], True)
     with full_precision(q.device):
         sums = causal_sums(phi, x.to(phi.dtype), by.values(W, M))
