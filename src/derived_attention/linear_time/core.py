@@ -39,6 +39,7 @@ from derived_attention.common.convention import (
     in_full,
     mechanism,
     reference,
+    reference_of,
 )
 from derived_attention.common.masks import Mask, masked_softmax, narrowed
 from derived_attention.linear.core import (
@@ -58,7 +59,40 @@ SEGMENT = 256  # on a CPU, positions whose features stay in its cache
 # --- Linformer: fewer keys, by learned weights ---------------------------------------------------
 
 
-@mechanism(per_key=True)
+def _rows_of(name: str, value: Any, q: Tensor, columns: str | int) -> Tensor:
+    """Check for a matrix (R, columns) with R ≥ 1; if `columns` is a letter, of any number."""
+    is_matrix = isinstance(value, Tensor) and value.dim() == 2
+    rows = value.shape[0] or "R" if is_matrix else "R"
+    size = value.shape[1] if is_matrix and isinstance(columns, str) else columns
+    return check_parameter(name, value, q, ((rows, size),), f"(R, {columns}) with R at least 1")
+
+
+def check_projections(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, key_projection: Any,
+    value_projection: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check E and F, and the mask; return E and F for the M keys, in float32 at least."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a projected key depends on later tokens, and is "
+            "the same for every query"
+        )
+    M = k.shape[-2]
+    E = _rows_of("key_projection", key_projection, q, "n")
+    if E.shape[1] < M:
+        raise ValueError(
+            f"key_projection has shape {tuple(E.shape)}; expected (kept, n) with n at least {M}, "
+            "the number of keys"
+        )
+    G = E
+    if value_projection is not None:
+        meaning = "the shape of key_projection"
+        G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
+    E, G = E.to(wide(q)), G.to(wide(q))
+    return {"key_projection": E[:, :M], "value_projection": G[:, :M]}
+
+
+@mechanism(per_key=True, formula=formulas.linformer, checks=check_projections)
 def linformer_attention(
     q: Tensor,
     k: Tensor,
@@ -66,8 +100,8 @@ def linformer_attention(
     mask: Mask,
     scale: float | None,
     *,
-    key_projection: Any,
-    value_projection: Any = None,
+    key_projection: Tensor,
+    value_projection: Tensor,
 ) -> Tensor:
     """Linformer [Wang2020]: softmax attention to `kept` weighted sums of keys and of values.
 
@@ -88,49 +122,16 @@ def linformer_attention(
     value_projection : Tensor, optional
         F ``(kept, n)``; E if left out.
     """
-    E, G = check_projections(q, k, mask, key_projection, value_projection)
     if mask.given is not None:
         share = mask.share(k).unsqueeze(-1)
         k, v = k * share, v * share
-    return sdpa(q, _combine(E, k), _combine(G, v), Mask(), scale)
-
-
-def check_projections(
-    q: Tensor, k: Tensor, mask: Mask, key_projection: Any, value_projection: Any
-) -> tuple[Tensor, Tensor]:
-    """Check E and F, and the mask; return E and F for the M keys, in float32 at least."""
-    if mask.is_causal:
-        raise ValueError(
-            "is_causal is True; expected False: a projected key depends on later tokens, and is "
-            "the same for every query"
-        )
-    M = k.shape[-2]
-    E = _rows_of("key_projection", key_projection, q, "n")
-    if E.shape[1] < M:
-        raise ValueError(
-            f"key_projection has shape {tuple(E.shape)}; expected (kept, n) with n at least {M}, "
-            "the number of keys"
-        )
-    G = E
-    if value_projection is not None:
-        meaning = "the shape of key_projection"
-        G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
-    E, G = E.to(wide(q)), G.to(wide(q))
-    return E[:, :M], G[:, :M]
+    return sdpa(q, _combine(key_projection, k), _combine(value_projection, v), Mask(), scale)
 
 
 def _combine(E: Tensor, x: Tensor) -> Tensor:
     """E X for all heads, as one product: (kept, M) and (..., M, D) to (..., kept, D)."""
     with full_precision(x.device):
         return F.linear(x.mT.to(E.dtype), E).mT.to(x.dtype)
-
-
-def _rows_of(name: str, value: Any, q: Tensor, columns: str | int) -> Tensor:
-    """Check for a matrix (R, columns) with R ≥ 1; if `columns` is a letter, of any number."""
-    is_matrix = isinstance(value, Tensor) and value.dim() == 2
-    rows = value.shape[0] or "R" if is_matrix else "R"
-    size = value.shape[1] if is_matrix and isinstance(columns, str) else columns
-    return check_parameter(name, value, q, ((rows, size),), f"(R, {columns}) with R at least 1")
 
 
 # --- Performer: features whose mean is the exponential -------------------------------------------
@@ -183,7 +184,14 @@ def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
         return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
 
-@mechanism(per_key=True)
+def check_projection(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any
+) -> dict[str, Any]:
+    """Check W (R, D)."""
+    return {"projection": _rows_of("projection", projection, q, q.shape[-1])}
+
+
+@mechanism(per_key=True, formula=formulas.performer, checks=check_projection)
 def performer_attention(
     q: Tensor,
     k: Tensor,
@@ -191,7 +199,7 @@ def performer_attention(
     mask: Mask,
     scale: float | None,
     *,
-    projection: Any,
+    projection: Tensor,
 ) -> Tensor:
     """Linear attention with positive random features: Performer, FAVOR+ of [Choromanski2021].
 
@@ -210,7 +218,7 @@ def performer_attention(
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
-    W, scale = check_projection(q, projection), scale or 1 / math.sqrt(q.shape[-1])
+    W, scale = projection, scale or 1 / math.sqrt(q.shape[-1])
     N, M = q.shape[-2], k.shape[-2]
     size = SEGMENT if q.device.type == "cpu" else max(N, M, 1)
     rows = math.sqrt(scale) * W.to(wide(q))
@@ -340,11 +348,6 @@ def _masked(logs: Tensor, column: Tensor) -> Tensor:
     return logs + narrowed(column, logs.dtype)
 
 
-def check_projection(q: Tensor, projection: Any) -> Tensor:
-    """Check W (R, D)."""
-    return _rows_of("projection", projection, q, q.shape[-1])
-
-
 # --- FMM: softmax for near keys, features for far ones -------------------------------------------
 
 
@@ -418,9 +421,26 @@ def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
 # --- Luna: fewer keys, by another attention ------------------------------------------------------
 
 
-@mechanism(per_key=True)
-def luna_attention(
+def check_packed(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any
+) -> dict[str, Any]:
+    """Check P, and the mask."""
+    if mask.is_causal:
+        raise ValueError(
+            "is_causal is True; expected False: a packed key depends on later tokens, and is the "
+            "same for every query"
+        )
+    D = q.shape[-1]
+    size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
+    shapes = (size, D), (*q.shape[-3:-2], size, D)
+    mask.per_key()
+    packed = check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
+    return {"packed": packed}
+
+
+@mechanism(per_key=True, formula=formulas.luna, checks=check_packed)
+def luna_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Tensor
 ) -> Tensor:
     """Luna [Ma2021]: l packed queries P attend all keys, and the queries attend their results.
 
@@ -441,7 +461,7 @@ def luna_attention(
     packed : Tensor
         P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
     """
-    packed, dtype = check_packed(q, mask, packed), wide(q)
+    dtype = wide(q)
     with full_precision(q.device):
         scores = (scale or 1 / math.sqrt(q.shape[-1])) * packed.to(dtype) @ k.to(dtype).mT
         A = masked_softmax(scores, mask.per_key())  # (..., l, M), zeros if no key is present
@@ -449,39 +469,12 @@ def luna_attention(
     return sdpa(q, K, V, Mask(), scale)
 
 
-def check_packed(q: Tensor, mask: Mask, packed: Any) -> Tensor:
-    """Check P, and the mask."""
-    if mask.is_causal:
-        raise ValueError(
-            "is_causal is True; expected False: a packed key depends on later tokens, and is the "
-            "same for every query"
-        )
-    D = q.shape[-1]
-    size = packed.shape[-2] or "l" if isinstance(packed, Tensor) and packed.dim() > 1 else "l"
-    shapes = (size, D), (*q.shape[-3:-2], size, D)
-    mask.per_key()
-    return check_parameter("packed", packed, q, shapes, "l ≥ 1 rows, for all heads or for each")
-
-
 # --- the formulas, with the same arguments ---
 
 
-@reference(linformer_attention, formulas.linformer)
-def linformer_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, key_projection: Any,
-    value_projection: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Check E and F; F is E where it is left out."""
-    E, G = check_projections(q, k, mask, key_projection, value_projection)
-    return {"key_projection": E, "value_projection": G}
-
-
-@reference(performer_attention, formulas.performer)
-def performer_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Check W."""
-    return {"projection": check_projection(q, projection)}
+linformer_attention_reference = reference_of(linformer_attention)
+performer_attention_reference = reference_of(performer_attention)
+luna_attention_reference = reference_of(luna_attention)
 
 
 @reference(fmm_attention, formulas.fmm)
@@ -494,11 +487,3 @@ def fmm_attention_reference(
     near, far = check_weight("near", near, q), check_weight("far", far, q)
     window = check_count("window", window, 0)
     return {"near": near, "far": far, "window": window, "feature_maps": maps}
-
-
-@reference(luna_attention, formulas.luna)
-def luna_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, packed: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Check P."""
-    return {"packed": check_packed(q, mask, packed)}
