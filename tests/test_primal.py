@@ -66,15 +66,6 @@ def output(layer, x, *args, **options):
     return layer(x, x, x, *args, need_weights=False, **options)[0]
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return output(self.layer, x)
-
-
 # --- Algorithm 1, token by token ------------------------------------------------------------------
 
 
@@ -333,15 +324,6 @@ def test_the_formula_keeps_the_dtype_of_its_queries():
     how = {"is_causal": True, "data_dependent": False, **weights(D)}
     for form in (primal_attention, primal_attention_reference):
         assert form(q, k, v, **how).dtype == torch.float16
-
-
-def test_the_layer_is_exported_for_any_length():
-    layer = layer_of(landmarks=99, regularised=True).eval()
-    lengths = {1: torch.export.Dim("T", min=8, max=64)}
-    model = nn.Sequential(SelfAttention(layer))
-    program = torch.export.export(model, (x_of(B, 12, E),), dynamic_shapes=[lengths])
-    x = x_of(B, 30, E)
-    assert_all_close([program.module()(x)], [output(layer, x)], 1e-12)
 
 
 def test_dropout_drops_scores():

@@ -19,7 +19,6 @@ from derived_attention import (
 )
 from derived_attention.common import kernel_selftest, kernels
 from derived_attention.common.masks import causal_mask
-from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import softmax_attention
 from derived_attention.sparse import core, flex
 from derived_attention.sparse.core import (
@@ -30,7 +29,6 @@ from derived_attention.sparse.core import (
     window_attention,
     window_mask,
 )
-from derived_book.training import measure
 
 # The form by blocks, its reference and its mask.
 WINDOW = window_attention, window_attention_reference, window_mask
@@ -160,10 +158,7 @@ def test_autocast_leaves_sums_of_blocks_in_float32(form):
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-# --- no matrix in memory ------------------------------------------------------------
-
-LONG = {"window": (WINDOW, {"window": 16}), "strided": (STRIDED, {"stride": 24})}
-LONG |= {"fixed": (FIXED, {"stride": 24, "summary": 2})}
+# --- the fused kernel ----------------------------------------------------------------------------
 
 
 def test_window_keeps_the_fused_kernel():
@@ -176,35 +171,7 @@ def test_window_keeps_the_fused_kernel():
             assert_all_close(fast, slow, 1e-12, f"{leading}, {options}")
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_memory_grows_with_the_length_and_not_its_square(name):
-    (fast, reference, _), own = LONG[name]
-
-    def peak(form, n):
-        # A stride near √N, as its docstring says: 24 at 512, 34 at 1024.
-        options = own if "window" in own else {**own, "stride": round((n * 1.1) ** 0.5)}
-        inputs = qkv((2,), n=n, m=n, d=16, dv=16, dtype=torch.float32)
-        options = {**options, "is_causal": True}
-        return measure.peak_bytes(
-            lambda: output_and_gradients(form, inputs, **options), device="cpu"
-        )
-
-    # N √N grows by 2.83, N² by 4.
-    assert peak(fast, 1024) / peak(fast, 512) < (2.5 if name == "window" else 3.1)
-    assert peak(reference, 1024) / peak(reference, 512) > 3.5
-
-
-# --- in a layer, errors --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pattern", ONE_EACH)
-def test_weights_of_a_layer_show_the_pattern(pattern):
-    (fast, _, make), own = PATTERNS[pattern]
-    layer = MultiheadAttention(12, 3, attention=functools.partial(fast, **own))
-    x, padding = torch.randn(2, 9, 12), torch.arange(9) >= torch.tensor([[6], [9]])
-    _, A = layer(x, x, x, padding, average_attn_weights=False)
-    expected = (make(9, 9, **own) & ~padding[:, None])[:, None].expand(2, 3, 9, 9)
-    assert torch.equal(A > 0, expected)
+# --- errors --------------------------------------------------------------------------------------
 
 
 OWN_BAD = [

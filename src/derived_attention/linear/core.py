@@ -142,9 +142,9 @@ def linear_attention(
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
         softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
     feature_map : callable
-        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own. Weights are
-        those of an average where the kernel φ(q)ᵀφ(k) is
-        non-negative. A module with parameters does too. Default elu + 1.
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own. Weights are those of
+        an average where the kernel φ(q)ᵀφ(k) is non-negative. A module with parameters does too.
+        Default elu + 1.
     fused : bool, optional
         True: run the Triton kernel, or raise a ValueError where it cannot run, as without
         `is_causal`, where two products of PyTorch are all the work. False: PyTorch's form. Left
@@ -157,8 +157,10 @@ def linear_attention(
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)
     elu = feature_map is elu_feature_map
-    if (fused is not None or mask.is_causal) and chosen(
-        fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
+    if (
+        fused is not False
+        and (fused or mask.is_causal)
+        and chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v))
     ):
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
