@@ -157,10 +157,8 @@ def linear_attention(
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)
     elu = feature_map is elu_feature_map
-    if (
-        fused is not False
-        and (fused or mask.is_causal)
-        and chosen(fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v))
+    if (fused is not None or mask.is_causal) and chosen(
+        fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
     ):
         if elu:
             return fused_sums(q, k, v, scale=scale, elu=True, normalize=True)
