@@ -16,7 +16,6 @@ from derived_attention.common.kernel_cases import Trial
 if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
 from derived_attention.linear import triton as linear
-from derived_attention.mixture import triton as mixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,31 +39,27 @@ def another_process(monkeypatch):
 
 def qkv(kernel, n=9, d=5):
     q, k, v = tensors((1, 2, n, d), (1, 2, n, d), (1, 2, n, d), dtype=torch.float32, device=DEVICE)
-    return q, (torch.stack([k, -k], -3) if kernel in ("mgk", "hard_mgk", "mlk") else k), v
+    return q, (torch.stack([k, -k], -3) if kernel == "mlk" else k), v
 
 
 def call(kernel, **options):
-    options |= {"is_causal": True} if kernel in ("linear", "mlk") else {}
-    if kernel == "smgk":
-        options["shifts"] = tensors((2, 2, 5), dtype=torch.float32, device=DEVICE)[0]
-    return get_attention(kernel)(*qkv(kernel), **options)
+    return get_attention(kernel)(*qkv(kernel), is_causal=True, **options)
 
 
 def launched(monkeypatch):
     """Collect whether launches are those of trials, by the lengths that they are for."""
     seen = []
-    for module in (linear, mixture):
-        launch = module.launch
+    launch = linear.launch
 
-        def counted(kernel, grid, device_of, arguments, launch=launch):
-            seen.append(arguments["N"] if "N" in arguments else None)
-            return launch(kernel, grid, device_of, arguments)
+    def counted(kernel, grid, device_of, arguments):
+        seen.append(arguments["N"] if "N" in arguments else None)
+        return launch(kernel, grid, device_of, arguments)
 
-        monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setattr(linear, "launch", counted)
     return seen
 
 
-@pytest.mark.parametrize("kernel", ["mgk", "hard_mgk", "smgk", "linear", "mlk"])
+@pytest.mark.parametrize("kernel", ["linear", "mlk"])
 def test_a_kernel_that_agrees_runs_by_default_and_is_tried_once(
     kernel, monkeypatch, another_process, new_machine
 ):
@@ -86,7 +81,7 @@ def lies(*args, **options):
     return true(*args, **options) * 1.001
 
 
-true = mixture.attend
+true = linear.causal_sums
 
 
 def does_not_compile(*args, **options):
@@ -100,39 +95,41 @@ def does_not_compile(*args, **options):
 def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
     attend, said, monkeypatch, another_process
 ):
-    monkeypatch.setattr(mixture, "attend", attend)
-    exact = call("mgk", fused=False)
-    with pytest.warns(RuntimeWarning, match=f"kernel for mgk fp32 .*{said}.*Please report") as seen:
-        assert torch.equal(call("mgk"), exact)
-        assert torch.equal(call("mgk"), exact)
+    monkeypatch.setattr(linear, "causal_sums", attend)
+    exact = call("linear", fused=False)
+    with pytest.warns(
+        RuntimeWarning, match=f"kernel for linear fp32 .*{said}.*Please report"
+    ) as seen:
+        assert torch.equal(call("linear"), exact)
+        assert torch.equal(call("linear"), exact)
     assert len(seen) == 1
     another_process()
     monkeypatch.setattr(
         kernel_selftest, "compare", None
     )  # what is on the disk need not be tried again
     with pytest.warns(RuntimeWarning, match=said):
-        assert torch.equal(call("mgk"), exact)
+        assert torch.equal(call("linear"), exact)
     if attend is lies:
-        assert not torch.equal(call("mgk", fused=True), exact), "who insists gets what there is"
+        assert not torch.equal(call("linear", fused=True), exact), "who insists gets what there is"
     else:
         with pytest.raises(RuntimeError, match="PassManager"):
-            call("mgk", fused=True)
+            call("linear", fused=True)
 
 
 def test_a_kernel_that_harms_the_gpu_ends_this_process_and_no_other(monkeypatch, another_process):
-    monkeypatch.setattr(mixture, "attend", does_not_compile)
+    monkeypatch.setattr(linear, "causal_sums", does_not_compile)
     monkeypatch.setattr(kernel_selftest, "usable", lambda device: False)
-    with pytest.raises(RuntimeError, match="kernel for mgk fp32 .*cannot use the GPU.*Start it"):
-        call("mgk")
+    with pytest.raises(RuntimeError, match="kernel for linear fp32 .*cannot use the GPU.*Start it"):
+        call("linear")
     monkeypatch.setattr(kernel_selftest, "usable", None)
     monkeypatch.setattr(kernel_selftest, "compare", None)  # calling either would raise
     another_process()
     with pytest.raises(TypeError):
-        call("mgk")
+        call("linear")
     monkeypatch.setattr(kernel_selftest, "usable", lambda device: True)
     another_process()
     with pytest.warns(RuntimeWarning, match="PyTorch's form runs in its place"):
-        assert torch.equal(call("mgk"), call("mgk", fused=False))
+        assert torch.equal(call("linear"), call("linear", fused=False))
 
 
 def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_machine):
@@ -140,39 +137,27 @@ def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_mach
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(kernel_selftest, "compare", full)
-    assert torch.equal(call("mgk"), call("mgk", fused=False))
+    assert torch.equal(call("linear"), call("linear", fused=False))
     monkeypatch.undo()
     assert not list(new_machine.iterdir()) and not kernel_selftest._verdicts
 
 
 def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
     monkeypatch.setattr(kernel_selftest, "trusted", None)  # calling it would raise
-    q, k, v = qkv("mgk")
-    bias = torch.zeros(9, 9, device=DEVICE, requires_grad=True)
-    get_attention("mgk")(q, k, v, bias)
+    q, _, v = qkv("linear")
     get_attention("linear")(q, q, v)  # not causal
     get_attention("linear")(q, q, v, is_causal=True, feature_map=torch.square)
     wide = torch.zeros(1, 2, 3, 257, device=DEVICE)
-    get_attention("mgk")(wide, wide.unsqueeze(-3), wide)
     get_attention("linear")(wide, wide, wide, is_causal=True)
-    get_attention("lasso")(q[..., :2], q[..., :2], v, iterations=17)
-    get_attention("lasso")(q, q, v)  # fewer keys than four times the features
-    get_attention("lasso")(q, k[:, :, 0], v, is_causal=True)
 
 
 def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeypatch):
     seen = []
     monkeypatch.setattr(kernel_selftest, "trusted", lambda trial, *_: bool(seen.append(trial)))
     sizes = {"N": kernels.TRIED, "M": kernels.TRIED, "D": 5, "DV": 5}
-    call("mgk", is_causal=True, variances=torch.ones(2, device=DEVICE))
-    call("hard_mgk", attn_mask=torch.ones(9, 9, dtype=torch.bool, device=DEVICE))
-    few = [x[..., :2] for x in qkv("lasso")]  # 9 keys of 2 features
-    get_attention("lasso")(*few, power=5, exclude_self=True)
-    assert seen == [
-        Trial("mgk", "fp32", **sizes, mask="causal", own=True),
-        Trial("hard_mgk", "fp32", **sizes, mask="boolean"),
-        Trial("lasso", "fp32", **sizes | {"D": 2, "DV": 2}, power=5, exclude=True),
-    ]
+    call("linear")
+    call("mlk", priors=torch.ones(2, 2, device=DEVICE))
+    assert seen == [Trial(x, "fp32", **sizes, mask="causal") for x in ("linear", "mlk")]
     trial = Trial("linear", "fp32", **sizes, mask="causal")
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16), torch.device("meta"):
@@ -214,7 +199,7 @@ def test_the_yardstick_is_exact(monkeypatch):
 
 # --- what is kept of verdicts ---------------------------------------------------------------------
 
-ONE, OTHER = (Trial("mgk", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
+ONE, OTHER = (Trial("linear", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
 
 
 def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, another_process):

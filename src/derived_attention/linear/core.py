@@ -165,14 +165,21 @@ def linear_attention(
         phi_q, phi_k = features(feature_map, q, k, scale)
         return fused_sums(phi_q, phi_k, v, normalize=True, dtype=q.dtype)
     phi_q, phi_k = features(feature_map, q, k, scale)
-    if mask.given is not None and (factor := mask.factor(wide(q))) is not None:
+    return weighted_means(phi_q, phi_k, v, mask, state).to(q.dtype)
+
+
+def weighted_means(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Mask, state: Tensor | None = None
+) -> Tensor:
+    """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1), of features (..., N, F) and (..., M, F) of tokens."""
+    if mask.given is not None and (factor := mask.factor(wide(phi_q))) is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
-    with full_precision(q.device):
+    with full_precision(v.device):
         values = with_ones(v, phi_k.dtype)
         if mask.is_causal:
             state = None if state is None else check_sums(state, phi_k, values)
-            return ratio(causal_sums(phi_q, phi_k, values, state)).to(q.dtype)
-        return ratio(phi_q @ (phi_k.mT @ values)).to(q.dtype)  # (..., H, F, Dv + 1) first
+            return ratio(causal_sums(phi_q, phi_k, values, state))
+        return ratio(phi_q @ (phi_k.mT @ values))  # (..., H, F, Dv + 1) first
 
 
 def check_fused(fused: bool | None, mask: Mask, state: Tensor | None) -> bool | None:

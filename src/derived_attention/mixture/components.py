@@ -4,9 +4,8 @@ The equation of this module, for the parameters of component r, is ::
 
     s_ijr = log_weight_r − scale · precision_r · ‖q_i − k_jr‖² / 2
 
-or with q_i·k_jr in place of −‖q_i − k_jr‖²/2. What the forms of mixtures share stands here: the
-kernels get a, u and w with s_ijr = a_r q_i·k_jr + u_ir + w_jr, and PyTorch's forms one more feature
-of queries and keys for each of u and w.
+or with q_i·k_jr instead of −‖q_i − k_jr‖²/2. What depends on the key alone becomes one more feature
+of the key, and what depends on the query and r, if variances differ, becomes another one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Components(NamedTuple):
     """The parameters of components: s = log_weights + scale · precisions · (−‖q − k‖²/2).
 
     Tensors are (R, 1, 1) or (H, R, 1, 1), float32 at least. A variance that is a Python number is
-    in `scale`, by which kernels multiply without rounding the keys.
+    in `scale`, so that it does not round the keys.
     """
 
     log_weights: Tensor
@@ -43,7 +42,6 @@ class Components(NamedTuple):
     scale: float
     equal: bool  # all precisions are 1
     distance: bool
-    input_dtype: torch.dtype  # that of q, or autocast's
     dtype: torch.dtype  # in which SDPA computes
 
     @property
@@ -84,12 +82,12 @@ def components_of(
     if normalized and learned:
         log_weights = log_weights + D / 2 * precisions.log()
     autocast = q.dtype != torch.float64 and autocasts(q.device)
-    input_dtype = dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
     # Half precision would round k/σ², and float16 would end −‖k‖²/2σ² at a small number.
     if learned or (dtype == torch.float16 and scale < 1e-4):
         dtype = torch.promote_types(dtype, torch.float32)
     equal = k.shape[-3] == 1 or not learned
-    return Components(log_weights, precisions, float(scale), equal, distance, input_dtype, dtype)
+    return Components(log_weights, precisions, float(scale), equal, distance, dtype)
 
 
 def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:

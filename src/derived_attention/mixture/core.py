@@ -46,13 +46,12 @@ from derived_attention.common.convention import call, full_precision, mechanism,
 from derived_attention.common.kernels import chosen
 from derived_attention.common.masks import BlockMask, Mask, allowed, masked_softmax
 from derived_attention.linear.core import (
-    FeatureMap,
     apply_feature_map,
     causal_problem,
     check_fused,
     elu_feature_map,
     fused_sums,
-    linear_attention,
+    weighted_means,
 )
 from derived_attention.mixture.components import (
     Components,
@@ -235,17 +234,6 @@ def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
     return pi / pi.detach().amax(-3, keepdim=True)  # not by overflow
 
 
-def _mixed(feature_map: FeatureMap, k: Tensor, pi: Tensor) -> Tensor:
-    """Return the features Σ_r π_r φ(k_jr) (..., M, F) of tokens."""
-    phi_k = apply_feature_map(feature_map, k)  # (..., R, M, F)
-    with full_precision(k.device):
-        return (pi * phi_k).sum(-3)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 @mechanism(components=True, per_key=True)
 def linear_mixture_attention(
     q: Tensor,
@@ -276,16 +264,16 @@ def linear_mixture_attention(
         fields = causal_problem("mlk", mask, elu, q, v)
         return fields and fields | {"R": k.shape[-3]}
 
-    kernel = fused is not None or (mask.is_causal and q.device.type != "cpu")
-    if kernel and chosen(fused, q, k, v, pi, problem=problem) and elu:
+    kernel = (fused is not None or mask.is_causal) and chosen(fused, q, k, v, pi, problem=problem)
+    if kernel and elu:
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
-    mixed = _mixed(feature_map, k, pi)  # (..., M, F)
+    phi_k = apply_feature_map(feature_map, k)  # (..., R, M, F)
     with full_precision(q.device):
-        options = {"feature_map": _same, "fused": fused}
-        return call(linear_attention, phi_q, mixed, v.to(phi_q.dtype), mask, None, **options).to(
-            q.dtype
-        )
+        mixed = (pi * phi_k).sum(-3)
+    if kernel:
+        return fused_sums(phi_q, mixed, v, normalize=True, dtype=q.dtype)
+    return weighted_means(phi_q, mixed, v, mask).to(q.dtype)
 
 
 # --- expectation and maximisation ----------------------------------------------------------------

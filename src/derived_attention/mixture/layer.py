@@ -48,7 +48,7 @@ class MixtureAttention(MultiheadAttention):
     learn_variances : bool
         Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
     mixture : dict, optional
-        Other keywords of the function: `distance`, `normalized`, `feature_map`.
+        Other keywords of the function: `distance`, `normalized`, `feature_map`, `fused`.
 
     Raises
     ------
