@@ -126,17 +126,18 @@ def hard_mixture_attention(
 def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     """Attend to R M keys at once, k (..., R, M, E), with each value R times.
 
-    The keys of a token are neighbours. If causal, C queries at a time attend the keys of the tokens
-    before the last of them, under a mask (C, R m).
+    If causal, the keys of a token are neighbours, and C queries at a time attend the keys of the
+    tokens before the last of them, under a mask (C, R m).
     """
     R, Dv, v = k.shape[-3], v.shape[-1], v.to(q.dtype)
     if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
         v = widen(v, k.shape[-1])
+    if not mask.is_causal or R == 1 or q.numel() == 0 or k.numel() == 0:
+        V = v.unsqueeze(-3).expand(*k.shape[:-1], -1).flatten(-3, -2)  # (..., R M, Dv)
+        if mask.given is not None and mask.given.shape[-1] > 1:
+            mask = Mask(torch.cat([mask.given] * R, -1))
+        return sdpa(q, k.flatten(-3, -2), V, mask, scale)[..., :Dv]
     K, V = k.transpose(-3, -2).flatten(-3, -2), v.repeat_interleave(R, -2)  # (..., M R, ·)
-    if mask.given is not None and mask.given.shape[-1] > 1:
-        mask = Mask(mask.given.repeat_interleave(R, -1))
-    if not mask.is_causal or R == 1 or q.numel() == 0 or K.numel() == 0:
-        return sdpa(q, K, V, mask, scale)[..., :Dv]
     parts = []
     for rows, m in chunks(q, v, True):
         triangle = mask.part(rows, m, q.device)
