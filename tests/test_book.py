@@ -241,7 +241,7 @@ def test_the_api_has_every_mechanism_and_module_with_public_signatures(api):
     home = Path(registry.__file__).parent
     files = [p.relative_to(home).with_suffix("").parts for p in home.rglob("[!_]*.py")]
     modules = [".".join(parts) for parts in files if parts[-1] != "triton"]
-    assert len(modules) > 50
+    assert len(modules) > 45
     for module in modules:
         assert f'id="{registry.PACKAGE}.{module}.' in entries, module
     for name, entry in registry.MECHANISMS.items():
@@ -403,7 +403,7 @@ def test_the_front_page_shows_no_bound_that_an_explicit_mixture_beats():
 
 
 def test_all_attentions_are_on_one_page_and_fit_it():
-    path = ROOT / "src" / "derived_attention" / "attention" / "formulas.py"
+    path = ROOT / "src" / "derived_attention" / "formulas.py"
     lines = path.read_text("utf8").splitlines()
     assert len(lines) <= 600 and max(map(len, lines)) <= 84
     shown = re.sub("<[^>]+>", "", (HTML / "book" / "formulas.html").read_text("utf8"))
