@@ -206,7 +206,7 @@ LOCAL = ("seed_everything(seed)", "from derived_book import claims")
 def test_the_package_counts_as_far_as_the_function_reaches(
     page, monkeypatch, module, line, edits, runs
 ):
-    # Else the modules of other tests count, which this process has loaded, with all that they reach.
+    # Else the modules of other tests count, which this process has loaded.
     monkeypatch.setattr("derived_book.training.run_key.own_modules", list)
     page.run(*edits, grid=[{"seed": 0}])
     texts, name = PACKAGE.texts, module
