@@ -86,7 +86,7 @@ gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run a
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
 experiments: tools ## train what the pages have no room for: some twelve hours on one core
-	@for name in control small $(basename $(notdir $(wildcard experiments/chapter*.py))); do \
+	@for name in small $(basename $(notdir $(wildcard experiments/chapter*.py))); do \
 	  $(BIN)/python -m experiments.$$name || exit 1; done
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10

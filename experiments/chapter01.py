@@ -7,45 +7,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from derived_attention import (
-    PositionOnlyAttention,
-    identity_attention,
-    softmax_attention,
-    uniform_attention,
-)
-from derived_book import Config, train_recall, train_series
+import torch
+
+from derived_book import Config, train_series
+from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
+from experiments.page_models import chapter
 from experiments.protocol import command, deciding, experiment
 
-PAIRS = 16
-ARMS = {
-    "softmax": softmax_attention,
-    "uniform": uniform_attention,
-    "alone": identity_attention,
-    "position only": partial(PositionOnlyAttention, length=2 * PAIRS),
-}
+page = chapter("01")
 
 
-def recall(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
-    """Train one layer on associative recall; return its share of right answers."""
-    config = Config(dim=64, heads=4, layers=1, dropout=0.0, attention=ARMS[arm])
-    options = {"pairs": PAIRS, "seed": seed, "steps": steps, "lr": lr, "device": device}
-    return train_recall(config, **options)
+def recall(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
+    """Train the page's `Recaller` on associative recall; return its share of right answers."""
+    model = page.recaller(arm, seed)
+    cost = attention_cost(model, *torch.zeros(3, 1, 16, dtype=torch.int64))
+    return {"accuracy": page.train(model, seed, steps, lr)} | cost
 
 
 def speakers(arm: str, **settings: Any) -> dict[str, float]:
     """Name the speakers of time series; return the share that is right."""
-    return train_series(Config(dim=64, heads=8, attention=ARMS[arm]), **settings)
+    return train_series(Config(dim=64, heads=8, attention=page.MIXERS[arm]), **settings)
 
 
 EXPERIMENTS = {
     "recall": deciding(
         "associative recall of 16 pairs, one layer",
         recall,
-        list(ARMS),
+        list(page.MIXERS),
         [("accuracy", "right answers, %", 100, 1)],
         steps=(75, 150, 300, 600),
     ),

@@ -1,28 +1,23 @@
 """Train what chapter 12 predicts: ``python -m experiments.chapter12``.
 
-A quarter of an hour on one thread of a CPU. The models are those of the chapter, which trains some
-of these runs again. What has finished is not repeated. The results go to the records.
+A quarter of an hour on one thread of a CPU. What has finished is not repeated. The results go to
+the records.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch import Tensor
 
 from derived_attention import (
-    MultiheadAttention,
-    PositionOnlyAttention,
     PrimalAttention,
-    identity_attention,
     ksvd_objectives,
     primal_scores,
-    uniform_attention,
 )
 from derived_attention.layer import KEY, QUERY, VALUE
 from derived_book import (
@@ -37,79 +32,19 @@ from derived_book import (
 )
 from derived_book.tasks.run import attention_cost, regularised
 from derived_book.training.recorded import FOLDER
+from experiments.page_models import chapter
 from experiments.protocol import command, deciding
 
-PAIRS, NAMES, WIDTH = 16, 32, 4  # in a sequence; names in all; features of a value
-Layer = Callable[..., nn.Module]  # of the width of a token and the number of heads
+page = chapter("12")
 PARTS = (QUERY, KEY, VALUE)
 
 
-# --- asked by name, asked by place ----------------------------------------------------------------
-
-
-def pose(sets: int, device: str = "cpu") -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Draw (names, values, names asked for) and the answers by name and by place, (B, 16, 4)."""
-    names = torch.rand(sets, NAMES, device=device).argsort(1)[:, :PAIRS]
-    values = torch.randn(sets, PAIRS, WIDTH, device=device)
-    order = torch.rand(sets, PAIRS, device=device).argsort(1)
-    by_name = values.gather(1, order[..., None].expand_as(values))
-    return (names, values, names.gather(1, order)), (by_name, values[:, :1].expand_as(values))
-
-
-class TwoQuestions(nn.Module):
-    """Questions read pairs, through layers side by side or one above another; a linear reader."""
-
-    def __init__(self, layers: Sequence[Layer], stacked: bool = False, dim: int = 64) -> None:
-        super().__init__()
-        self.name, self.stacked = nn.Embedding(NAMES, dim), stacked
-        self.value = nn.Linear(WIDTH, dim, bias=False)
-        self.layers = nn.ModuleList([layer(dim, 8) for layer in layers])
-        self.read = nn.Linear(dim, 2 * WIDTH)
-
-    def forward(self, names: Tensor, values: Tensor, asked: Tensor) -> tuple[Tensor, ...]:
-        """Return answers by name and by place, (B, 16, 4) each."""
-        pairs, question = self.name(names) + self.value(values), self.name(asked)
-        H = torch.zeros_like(question)
-        for f in self.layers:
-            x = question + H if self.stacked else question
-            H = H + f(x, pairs, pairs, need_weights=False)[0]
-        return self.read(H).chunk(2, -1)
-
-
-crossed = partial(PrimalAttention, directions=8, cross=True)
-primal = partial(crossed, landmarks=PAIRS)
-LAYERS: dict[str, Sequence[Layer]] = {
-    "softmax": [MultiheadAttention],
-    "Primal": [primal],
-    "Primal, no data": [partial(crossed, data_dependent=False)],
-    "side by side": [MultiheadAttention, primal],
-    "Primal above softmax": [MultiheadAttention, primal],
-    "position only": [partial(PositionOnlyAttention, length=PAIRS)],
-    "uniform": [partial(MultiheadAttention, attention=uniform_attention)],
-    "alone": [partial(MultiheadAttention, attention=identity_attention)],
-}
-
-
-def questions(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
-    """Train a `TwoQuestions`; return the shares of the variance that it explains."""
-    seed_everything(seed)
-    model = TwoQuestions(LAYERS[arm], stacked="above" in arm).to(device)
-    optimiser = torch.optim.Adam(model.parameters(), lr=lr)
-    for step in range(steps):
-        optimiser.param_groups[0]["lr"] = lr * min((step + 1) / 30, 1 - step / steps)
-        asked, answers = pose(32, device)
-        loss = sum(map(mse_loss, model(*asked), answers), torch.tensor(0.0))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    asked, answers = pose(4096, device)
-    with torch.no_grad():
-        name, place = (
-            float(1 - mse_loss(found, y) / y.var())
-            for found, y in zip(model(*asked), answers, strict=True)
-        )
-    cost = attention_cost(model, *(z[:1] for z in asked))
-    return {"both": (name + place) / 2, "name": name, "place": place} | cost
+def questions(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
+    """Train the page's `TwoQuestions`; return the shares of the variance that it explains."""
+    shares = page.train_once(arm, seed, steps, lr)
+    asked, _ = page.pose(1)
+    cost = attention_cost(page.TwoQuestions(page.ARMS[arm]), *asked)
+    return {"both": (shares["name"] + shares["place"]) / 2} | shares | cost
 
 
 # --- what the objective does ----------------------------------------------------------------------
@@ -118,7 +53,7 @@ WEIGHTS = {"η = 0": 0.0, "η = 0.1": 0.1, "η = 0.5": 0.5}
 BATCH = 8
 
 
-def objective(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
+def objective(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     """Train a PrimalFormer on movements; return its accuracy, and what its heads have become.
 
     The numbers are those of `inside`, with those before the training as ``"untrained ..."``.
@@ -129,11 +64,11 @@ def objective(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[s
     config = Config(dim=64, heads=8, attention=layer)
     model = SeriesClassifier(data.channels, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
-    before = inside(model.to(device), data.test.x.to(device))
+    before = inside(model, data.test.x)
     train, epochs = Examples(data.train, BATCH), steps * BATCH // len(data.train)
     fit(model, train, regularised(class_loss, WEIGHTS[arm]), epochs=epochs, lr=lr, seed=seed)
     accuracy = evaluate(model, Examples(data.test, len(data.test)), class_loss)["accuracy"]
-    after = inside(model, data.test.x.to(device))
+    after = inside(model, data.test.x)
     return {"accuracy": accuracy} | after | {f"untrained {k}": x for k, x in before.items()} | cost
 
 
@@ -192,7 +127,7 @@ EXPERIMENTS = {
     "questions": deciding(
         "questions by name and by place",
         questions,
-        list(LAYERS),
+        list(page.ARMS),
         [
             ("both", "variance explained, %", 100, 1),
             ("name", "by name, %", 100, 1),

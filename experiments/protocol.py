@@ -1,5 +1,8 @@
 """Experiments that are recorded: arms and seeds of one task, run once and written for a chapter.
 
+They train on the CPU, one thread for each run, the models that the chapter's page defines
+(`experiments.page_models`).
+
 `deciding` describes one by the protocol of appendix C. Each arm gets the best of the same three
 learning rates, chosen at the budget on seeds that are not used again. Then every arm runs with
 every seed at each number of steps: the last is twice the budget, the one before it, and doubling
@@ -79,7 +82,6 @@ def deciding(
 
 def run(
     plan: dict[str, Any],
-    device: str,
     workers: int = 1,
     kept: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def run(
 
     A run that is among the rows `kept` is taken from there.
     """
-    settings = plan["settings"] | {"device": device}
+    settings = plan["settings"]
     metrics = {metric for metric, *_ in plan["columns"]}
     known = {_run_of(row): row for row in kept if metrics <= row.keys()}
 
@@ -109,9 +111,9 @@ def run(
     return {
         "schema": SCHEMA,
         "title": plan["title"],
-        "device": device,
+        "device": "cpu",
         "machine": machine(),
-        "settings": plan["settings"],
+        "settings": settings,
         "columns": plan["columns"],
         **more,
         "rows": results(grid),
@@ -175,7 +177,7 @@ def command(
     arguments: Sequence[str] | None,
 ) -> int:
     """Run what a command line asks for of the module `prefix`, write it, and print its tables."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{prefix}", description=text)
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{prefix}", description=text)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(experiments)}")
     add = parser.add_argument
     add("--workers", type=int, default=1, help="how many processes of this machine (1)")
@@ -184,12 +186,11 @@ def command(
     names = asked.names or list(experiments)
     if unknown := [name for name in names if name not in experiments]:
         parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(experiments)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     for name in names:
-        path = folder / f"{prefix}_{name}_{device}.json"
+        path = folder / f"{prefix}_{name}_cpu.json"
         kept = kept_rows(path, experiments[name]) if asked.keep else []
-        data = run(experiments[name], device, asked.workers, kept)
+        data = run(experiments[name], asked.workers, kept)
         written = json.dumps(data, indent=1) + "\n"
         write_atomically(path, written.encode())
         print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)

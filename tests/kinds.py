@@ -3,9 +3,6 @@
 import torch
 
 from derived_book.runtime import digest, seed_everything
-from derived_book.tasks.control.data import Episodes
-from derived_book.tasks.control.loss import Trajectories, action_loss
-from derived_book.tasks.control.model import DecisionTransformer
 from derived_book.tasks.detection.data import Scenes
 from derived_book.tasks.detection.loss import SceneBatches, detection_loss
 from derived_book.tasks.detection.model import DetectionTransformer
@@ -83,20 +80,6 @@ def text(n=500, seed=0):
     return (97 + steps.cumsum(0) % 3).to(torch.uint8)
 
 
-def episodes(n=6, seed=0, discrete=True):
-    """Episodes of 3 to 8 steps, in which the action is the sign of what is seen first."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 9, (n,), generator=generator).tolist()
-    states = torch.randn(sum(lengths), 3, generator=generator)
-    actions = (states[:, 0] > 0).long() if discrete else states[:, :2].tanh()
-    return Episodes(
-        torch.cat([torch.arange(length, 0, -1.0) for length in lengths]),
-        states,
-        actions,
-        torch.cat([torch.arange(length) for length in lengths]),
-    )
-
-
 # --- Models ---------------------------------------------------------------------------------------
 
 
@@ -120,12 +103,6 @@ def writer(seed=0, length=6, **changes):
     return ByteLM(length, Config(**SIZES | changes))
 
 
-def actor(seed=0, length=4, discrete=True, conditioned=True, **changes):
-    seed_everything(seed)
-    config, how = Config(**SIZES | changes), dict(scale=8.0, conditioned=conditioned)
-    return DecisionTransformer(3, 2, discrete, length, config, horizon=8, **how)
-
-
 def detector(seed=0, **changes):
     seed_everything(seed)
     own = {name: changes.pop(name) for name in ("cross", "path_dropout") if name in changes}
@@ -139,12 +116,6 @@ KINDS = {
     "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
     "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
-    "steps": (
-        actor,
-        lambda n: Trajectories(episodes(), 4, n, steps=3),
-        action_loss,
-        {"loss", "accuracy"},
-    ),
     "scenes": (
         detector,
         lambda n: SceneBatches(scenes(), n, steps=3),

@@ -12,7 +12,6 @@ from torch import nn
 
 from derived_attention.layer import MultiheadAttention
 from derived_attention.registry import MECHANISMS
-from derived_book.tasks.control.model import DecisionTransformer
 from derived_book.tasks.detection.model import DetectionTransformer
 from derived_book.tasks.images.model import VisionTransformer
 from derived_book.tasks.language.model import ByteLM
@@ -40,7 +39,6 @@ def config(attention):
     return Config(dim=E, heads=H, layers=1, hidden=E, dropout=0.0, attention=attention)
 
 
-STEPS = (numbers(B, 4), numbers(B, 4, 3), torch.arange(4).expand(B, -1))
 SCENES = (numbers(B, 3, 32, 24),)  # 12 tokens
 PLACES = {  # how many tokens attention sees, a model of it, what the model reads
     "series": (N, lambda a: SeriesClassifier(3, 2, N, config(a)), (numbers(B, N, 3), GONE)),
@@ -52,22 +50,12 @@ PLACES = {  # how many tokens attention sees, a model of it, what the model read
         (numbers(B, N, 4),),
     ),
     "bytes": (N, lambda a: ByteLM(N, config(a)), (integers(0, 256, B, N),)),
-    "actions": (
-        N,
-        lambda a: DecisionTransformer(3, 2, True, 4, config(a), horizon=8, scale=2.0),
-        (*STEPS[:2], integers(0, 2, B, 4), STEPS[2]),
-    ),
-    "continuous actions": (
-        N,
-        lambda a: DecisionTransformer(3, 2, False, 4, config(a), horizon=8),
-        (*STEPS[:2], numbers(B, 4, 2).tanh(), STEPS[2]),
-    ),
     "pairs": (N, lambda a: Recaller(8, config(a)), tuple(integers(0, 8, 3, B, N // 2))),
     "memory": (N, lambda a: detector(encoder=a), SCENES),
     "object queries": (5, lambda a: detector(decoder=a), SCENES),
     "object queries and memory": (N, lambda a: detector(cross=a), SCENES),
 }
-CAUSAL = ("bytes", "actions", "continuous actions")
+CAUSAL = ("bytes",)
 CROSS = ("object queries and memory",)
 
 

@@ -30,15 +30,6 @@ SMALL = {
         da.train_images, name="digits", patch=4, class_token=True, epochs=2
     ),
     "recall": functools.partial(da.train_recall, pairs=4, symbols=6, steps=3),
-    "control": functools.partial(
-        da.train_control,
-        name="CartPole-v1",
-        quality="medium",
-        transitions=300,
-        length=3,
-        steps=2,
-        episodes=2,
-    ),
     "detection": functools.partial(da.train_detection, train=20, test=10, steps=2, batch_size=4),
 }
 

@@ -3,9 +3,8 @@
 Queries q are (..., N, D), keys k (..., M, D), values v (..., M, Dv); where heads
 differ, they are the dimension before N. `mask` says which keys a query may attend,
 `scale` what stands in the place of 1/√D, and is None where nothing was said. Each
-function forms the (N, M) matrix, and all between, in memory. Checks, dtypes and
-defaults are those of the fast forms, with which each of these is given the arguments of
-PyTorch's own attention; what is fast is in the modules of the chapters.
+function forms the (N, M) matrix, and all between, in memory. The fast forms, in the
+folders of the chapters, add checks, dtypes and defaults.
 
 An `attention` that a formula is given has the arguments of `softmax` here.
 """

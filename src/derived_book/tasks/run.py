@@ -1,7 +1,7 @@
 """One model on one task: build it, train it, and return its scores and its cost.
 
 `runner` makes such a function of each task: `derived_book.train_series`, `train_images`,
-`train_recall`, `train_control` and `train_detection`. Each trains one model from one seed and
+`train_recall` and `train_detection`. Each trains one model from one seed and
 returns numbers that JSON can hold, so that `derived_book.training.grids.run_grid` can run a
 grid of them.
 

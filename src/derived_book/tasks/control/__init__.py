@@ -1,1 +1,0 @@
-"""Control: episodes to act on."""
