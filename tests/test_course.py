@@ -452,7 +452,7 @@ def test_a_notebook_without_any_of_the_cells_is_not_graded():
         ("import math\nfrom torch import nn", []),
         ("torch.randn = None", ["torch.randn = ..."]),
         ("import os.path as p", ["os"]),
-        ("from derived_book import exercises", ["derived_attention", "exercises"]),
+        ("from derived_book import exercises", ["derived_book", "exercises"]),
         ("x = ().__class__", ["__class__"]),
         ("!ls", ["!ls"]),
         ("def check_properties(*x): pass", ["check_properties"]),

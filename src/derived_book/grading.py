@@ -66,8 +66,8 @@ FENCE = "unshare --map-root-user --net --mount --pid --fork --kill-child --mount
 # What no exercise asks for, and what could reach the checks: to be read by somebody.
 STRANGE = set(
     """__builtins__ builtins check_properties check_refuses compile ctypes delattr derived_attention
-    eval exec exercises exit gc get_ipython globals importlib inspect multiprocessing open os
-    pathlib quit setattr shutil signal socket subprocess sys threading vars""".split()
+    derived_book eval exec exercises exit gc get_ipython globals importlib inspect multiprocessing
+    open os pathlib quit setattr shutil signal socket subprocess sys threading vars""".split()
 )
 TRIED = "its check was tried behind each, and the best result counts"
 COPIES = {
