@@ -1,10 +1,9 @@
 """Train every mechanism on what a layer may be needed for: ``python -m experiments.chapter17``.
 
-About five hours on one thread of a CPU. All arms share one model, `Frame`, of one layer; what a
-mechanism takes of its own is what the registry says for the length of the task. A new entry of the
-registry is a new row. What has finished is not repeated. The results go to the records,
-from where chapter 17 reads them. ``python -m experiments.chapter17 cost`` measures what a step of
-training takes at the lengths of the tasks: on a machine that does nothing else.
+About five hours on one thread of a CPU. A new entry of the registry is a new row. What has finished
+is not repeated. The results go to the records, from where chapter 17 reads them.
+``python -m experiments.chapter17 cost`` measures what a step of training takes at the lengths of
+the tasks: on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -16,163 +15,35 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from derived_attention.common.files import write_atomically
 from derived_attention.registry import MECHANISMS
-from derived_attention.softmax.controls import (
-    PositionOnlyAttention,
-    identity_attention,
-    uniform_attention,
-)
-from derived_book.runtime import seed_everything
-from derived_book.tasks.model import Config, PreNormLayer
 from derived_book.training import measure
 from derived_book.training.recorded import FOLDER, SCHEMA
+from experiments.page_models import chapter
 from experiments.protocol import command, deciding
 
-NAMES, VALUES, MOST = 64, 32, 6  # MOST: the largest count that is told apart
-NEAR, FAR = 2, 12  # how many tokens to the left
-DIM, HEADS, HIDDEN = 64, 4, 128
-CONTROLS = ["uniform", "alone", "position only"]
+page = chapter("17")
+CONTROLS = [*page.POOR, "position only"]
+LONG, LONG_STEPS = 1024, 64
 
 
-class Frame(nn.Module):
-    """One transformer layer over N tokens that have a name, a value and a place each."""
-
-    def __init__(self, arm: str, length: int, answers: int) -> None:
-        super().__init__()
-        self.name, self.value = nn.Embedding(NAMES + 1, DIM), nn.Embedding(VALUES + 1, DIM)
-        self.places = nn.Parameter(torch.empty(length, DIM).normal_(std=0.5))
-        own = Config(dim=DIM, heads=HEADS, hidden=HIDDEN, dropout=0.0, attention=plug(arm, length))
-        self.layer, self.norm = PreNormLayer(own), nn.LayerNorm(DIM)
-        self.read = nn.Linear(DIM, answers)
-
-    def forward(self, names: Tensor, values: Tensor) -> Tensor:
-        """Return logits (B, N, answers), from names and values (B, N)."""
-        x = self.name(names) + self.value(values) + self.places
-        return self.read(self.norm(self.layer(x, None)))
-
-
-def plug(arm: str, length: int) -> Callable[..., object]:
-    """Return the attention of an arm: of the registry, with its sample options, or a control."""
-    if arm == "position only":
-        return partial(PositionOnlyAttention, length=length)
-    controls = {"uniform": uniform_attention, "alone": identity_attention}
-    return controls[arm] if arm in controls else MECHANISMS[arm].plug(length, HEADS, DIM // HEADS)
-
-
-# --- what a layer may be needed for ---------------------------------------------------------------
-# Each draws names and values (B, N) and answers (B, N, ...), which are -1 where nothing is asked.
-
-
-def ask(names: Tensor, values: Tensor, asked: Tensor, answers: Tensor) -> tuple[Tensor, ...]:
-    """Put questions, names whose value is not given, behind the records."""
-    blank, silent = torch.full_like(asked, VALUES), torch.full_like(names, -1)
-    return (
-        torch.cat([names, asked], 1),
-        torch.cat([values, blank], 1),
-        torch.cat([silent, answers], 1)[..., None],
-    )
-
-
-def look_up(sets: int, length: int) -> tuple[Tensor, ...]:
-    """Which value has this name? Of 64 names 32 have a record, anywhere; all other tokens ask."""
-    known, values = torch.rand(sets, NAMES).argsort(1)[:, :32], torch.randint(VALUES, (sets, 32))
-    which = torch.randint(32, (sets, length))
-    where = torch.rand(sets, length).argsort(1)[:, :32]
-    names = known.gather(1, which).scatter(1, where, known)
-    given = torch.full_like(names, VALUES).scatter(1, where, values)
-    answers = values.gather(1, which).scatter(1, where, -1)
-    return names, given, answers[..., None]
-
-
-def newest(sets: int, length: int) -> tuple[Tensor, ...]:
-    """Which value did this name get last? Each is written twice, with different values."""
-    once = torch.rand(sets, NAMES).argsort(1)[:, : length // 3]
-    old = torch.randint(VALUES, once.shape)
-    new = (old + torch.randint(1, VALUES, once.shape)) % VALUES
-    order = torch.rand(sets, 2 * once.shape[1]).argsort(1)
-    written = once.repeat(1, 2).gather(1, order)
-    values = torch.cat([old, new], 1).gather(1, order)
-    asked = once.gather(1, torch.rand(once.shape).argsort(1))
-    same = asked[..., None] == written[:, None]
-    last = (same * torch.arange(1, written.shape[1] + 1)).argmax(-1)
-    return ask(written, values, asked, values.gather(1, last))
-
-
-def count(sets: int, length: int) -> tuple[Tensor, ...]:
-    """How often does this name stand there? Records of twelve names; eight names are asked for."""
-    twelve = torch.rand(sets, NAMES).argsort(1)[:, :12]
-    written = twelve.gather(1, torch.randint(12, (sets, length - 8)))
-    asked = twelve[:, :8]
-    times = (asked[..., None] == written[:, None]).sum(-1).clamp(max=MOST)
-    return ask(written, torch.randint(VALUES, written.shape), asked, times)
-
-
-def places(sets: int, length: int) -> tuple[Tensor, ...]:
-    """Which value stands so many tokens to the left, a few, and many? All tokens ask."""
-    values = torch.randint(VALUES, (sets, length))
-    answers = torch.stack([values.roll(by, 1) for by in (NEAR, FAR)], -1)
-    answers[:, :NEAR], answers[:, :FAR, 1] = -1, -1
-    return torch.full_like(values, NAMES), values, answers
-
-
-# how it is drawn, tokens, classes of an answer, the scores
-TASKS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], int, int, tuple[str, ...]]] = {
-    "look_up": (look_up, 64, VALUES, ("right",)),
-    "newest": (newest, 48, VALUES, ("right",)),
-    "count": (count, 32, MOST + 1, ("right",)),
-    "places": (places, 32, VALUES, ("near", "far")),
-}
-SETS, LONG, LONG_STEPS = 16, 1024, 64
-
-
-def train(model: nn.Module, draw: Callable[[], tuple[Tensor, ...]], steps: int, lr: float) -> None:
-    """Train in place."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
-    for step in range(steps):
-        optimiser.param_groups[0]["lr"] = lr * min((step + 1) / 30, 1 - step / steps)
-        *tokens, answers = draw()
-        logits = model(*tokens).unflatten(-1, (answers.shape[-1], -1))
-        loss = cross_entropy(logits.flatten(0, 2), answers.flatten(), ignore_index=-1)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-
-
-@torch.no_grad()
-def right(model: nn.Module, draw: Callable[[], tuple[Tensor, ...]]) -> list[float]:
-    """Return the share of right answers to new questions, for each that a token asks."""
-    found, asked = [], []
-    for _ in range(16):
-        *tokens, answers = draw()
-        guess = model(*tokens).unflatten(-1, (answers.shape[-1], -1)).argmax(-1)
-        found.append((guess == answers).sum((0, 1)))
-        asked.append((answers >= 0).sum((0, 1)))
-    return (torch.stack(found).sum(0) / torch.stack(asked).sum(0)).tolist()
-
-
-def learn(arm: str, seed: int, steps: int, lr: float, device: str, task: str) -> dict[str, float]:
+def scores(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, float]:
     """Train one arm on one task; return the share of right answers to new questions.
 
     For *look_up* the model then goes on, for 64 steps of one sequence, with 1024 tokens.
     """
-    draw, length, classes, names = TASKS[task]
-    seed_everything(seed)
-    model = Frame(arm, length, classes * len(names))
-    train(model, partial(draw, SETS, length), steps, lr)
-    scores = dict(zip(names, right(model, partial(draw, SETS, length)), strict=True))
-    if len(names) > 1:
-        scores["both"] = sum(scores.values()) / len(names)
+    draw, length, answers = page.TASKS[task]
+    model, shares = page.learn(page.plug(arm, length), task, seed, steps, lr)
+    found = dict(zip(("near", "far") if task == "places" else ("right",), shares, strict=True))
+    if task == "places":
+        found["both"] = sum(shares) / 2
     if task == "look_up":
-        longer = carried(model, Frame(arm, LONG, classes))
-        train(longer, partial(draw, 1, LONG), LONG_STEPS, lr)
-        scores["long"] = right(longer, partial(draw, 1, LONG))[0]
-    size = sum(p.numel() for p in model.layer.attention.parameters())
-    return scores | {"size": size}
+        longer = carried(model, page.Frame(page.plug(arm, LONG), LONG, answers))
+        page.train(longer, partial(draw, 1, LONG), LONG_STEPS, lr)
+        found["long"] = page.right(longer, partial(draw, 1, LONG))[0]
+    return found | {"size": sum(p.numel() for p in model.layer.attention.parameters())}
 
 
 def carried(model: nn.Module, longer: nn.Module) -> nn.Module:
@@ -190,7 +61,7 @@ SIZE = ("size", "parameters of the attention", 1, 0)
 EXPERIMENTS = {
     "look_up": deciding(
         "a value by its name, among 64 tokens and among 1024",
-        learn,
+        scores,
         ARMS,
         [RIGHT, ("long", "right among 1024 tokens, %", 100, 1), SIZE],
         steps=(400, 800),
@@ -199,7 +70,7 @@ EXPERIMENTS = {
     ),
     "newest": deciding(
         "the newest of two values of a name",
-        learn,
+        scores,
         ARMS,
         [RIGHT, SIZE],
         steps=(500, 1000),
@@ -208,7 +79,7 @@ EXPERIMENTS = {
     ),
     "count": deciding(
         "how often a name is written",
-        learn,
+        scores,
         ["softmax", "mgk", "sink", "linear", "delta"],
         [RIGHT, SIZE],
         steps=(1000, 2000),
@@ -220,7 +91,7 @@ EXPERIMENTS = {
     # The largest rate is chosen here, at which runs collapse after they have learned.
     "count_fast": deciding(
         "how often a name is written, at rates that let runs collapse",
-        learn,
+        scores,
         ["softmax", *CONTROLS],
         [RIGHT, SIZE],
         steps=(1000, 2000),
@@ -229,7 +100,7 @@ EXPERIMENTS = {
     ),
     "places": deciding(
         "what stands 12 and 2 tokens to the left",
-        learn,
+        scores,
         ARMS,
         [
             ("both", "right, both, %", 100, 1),
@@ -246,14 +117,14 @@ EXPERIMENTS = {
 
 # --- what a step takes at these lengths -----------------------------------------------------------
 
-BATCHES = {64: SETS, LONG: 1}  # sequences of a step, by their length
+BATCHES = {64: 16, LONG: 1}  # sequences of a step, by their length
 
 
 def step(arm: str, length: int) -> Callable[[], None]:
     """Return the attention layer of an arm, forward and backward, as in a step of training."""
     torch.manual_seed(0)
-    layer = Frame(arm, length, VALUES).layer.attention
-    x = torch.randn(BATCHES[length], length, DIM, requires_grad=True)
+    layer = page.Frame(page.plug(arm, length), length, page.VALUES).layer.attention
+    x = torch.randn(BATCHES[length], length, page.DIM, requires_grad=True)
 
     def call() -> None:
         layer(x, x, x, need_weights=False)[0].sum().backward()
@@ -276,7 +147,7 @@ def cost(rounds: int = 15) -> dict[str, Any]:
         "title": "Time and memory of an attention layer in a step of training",
         "device": "cpu",
         "machine": measure.machine(),
-        "settings": {"heads": HEADS, "dim": DIM, "sequences": BATCHES, "rounds": rounds},
+        "settings": {"heads": page.HEADS, "dim": page.DIM, "sequences": BATCHES, "rounds": rounds},
         "columns": [("ratio", "time, softmax = 1", 1, 2), ("bytes", "MiB", 2**-20, 1)],
         "rows": rows,
     }

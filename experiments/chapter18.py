@@ -12,11 +12,9 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from derived_attention.common.convention import mechanism, scaled
 from derived_attention.common.masks import Mask
@@ -24,94 +22,41 @@ from derived_attention.registry import MECHANISMS, Entry
 from derived_book.runtime import seed_everything
 from derived_book.training.recorded import FOLDER
 from experiments import chapter17
-from experiments.chapter17 import NAMES, SETS, VALUES, Frame, look_up, train
+from experiments.page_models import chapter
 from experiments.protocol import command, deciding
 
-LENGTH, LENGTHS = 64, (64, 512, 4096)
+page = chapter("18")
+LENGTHS = (64, 512, 4096)  # the first is that of the training
 
 
-# --- the mechanism, as the chapter writes it ------------------------------------------------------
-
-
-@torch.no_grad()
-def threshold(s: Tensor) -> Tensor:
-    """Return τ (..., 1) with Σ max(s − τ, 0) = 1, by Newton's steps from below."""
-    one, size = s.new_ones(s.shape[-1], 1), None
-    tau = s.amax(-1, keepdim=True) - 1
-    while True:
-        excess = (s - tau).relu_()
-        over, inside = excess @ one - 1, excess.sign_() @ one
-        tau = torch.maximum(tau, tau + over / inside)
-        if size is not None and torch.equal(inside, size):
-            return tau
-        size = inside
+# --- the mechanism --------------------------------------------------------------------------------
 
 
 def sparsemax(s: Tensor) -> Tensor:
     """Project scores (..., M) onto the simplex; autograd finds the Jacobian of the support."""
-    inside = s > threshold(s)
+    inside = s > page.threshold(s.detach())
     kept = s.masked_fill(~inside, 0)
     tau = (kept.sum(-1, keepdim=True) - 1) / inside.sum(-1, keepdim=True)
     return (kept - tau).masked_fill(~inside, 0)
 
 
-def sparsemax_weights(
-    q: Tensor, k: Tensor, attn_mask: None = None, is_causal: bool = False, *, scale: Any = None
-) -> Tensor:
-    """Return A (..., N, M), without a mask."""
-    return sparsemax(scaled(q, scale) @ k.mT)
-
-
-@mechanism(weights=sparsemax_weights)
+@mechanism
 def sparsemax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Attend with sparsemax weights; the chapter has the form that stores no matrix."""
-    return sparsemax_weights(q, k, scale=scale) @ v
-
-
-OWN = {"sparsemax": Entry("Sparsemax", "#b4641e", 18, sparsemax_attention)}
+    return sparsemax(scaled(q, scale) @ k.mT) @ v
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """Have the mechanism of this chapter in the registry, for a while."""
-    MECHANISMS.update(OWN)
+    MECHANISMS["sparsemax"] = Entry("Sparsemax", "#b4641e", 18, sparsemax_attention)
     try:
         yield
     finally:
-        for name in OWN:
-            del MECHANISMS[name]
+        del MECHANISMS["sparsemax"]
 
 
 # --- longer than it was trained for ---------------------------------------------------------------
-
-
-class Placeless(Frame):
-    """The frame without vectors of places, so that it reads any number of tokens."""
-
-    def __init__(self, arm: str) -> None:
-        super().__init__(arm, LENGTH, VALUES)
-        del self.places
-
-    def forward(self, names: Tensor, values: Tensor) -> Tensor:
-        """Return logits (B, N, 32), from names and values (B, N)."""
-        return self.answer(names, values)[0]
-
-    def answer(
-        self, names: Tensor, values: Tensor, asking: Tensor | None = None, weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return logits of the tokens `asking` (B, n), which attend to all, and their weights."""
-        layer, x = self.layer, self.name(names) + self.value(values)
-        y, x = layer.norm1(x), x if asking is None else at(x, asking)
-        q = y if asking is None else at(y, asking)
-        options = dict(need_weights=weights, average_attn_weights=False)
-        h, A = layer.attention(q, y, y, **options)
-        x = x + h
-        return self.read(self.norm(x + layer.feedforward(layer.norm2(x)))), A
-
-
-def at(x: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens (B, n, D) of x (B, N, D) at an index (B, n)."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def among(sets: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,32 +64,37 @@ def among(sets: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Returns names and values (B, N), and where the 32 questions stand and their answers (B, 32).
     """
-    names, values, answers = look_up(sets, LENGTH)
-    missing = torch.ones(sets, NAMES).scatter(1, names, 0).argsort(1, descending=True)[:, :32]
-    more = length - LENGTH
+    names, values, answers = page.look_up(sets, LENGTHS[0])
+    missing = torch.ones(sets, page.NAMES).scatter(1, names, 0)
+    missing = missing.argsort(1, descending=True)[:, :32]
+    more = length - LENGTHS[0]
     other = missing.gather(1, torch.randint(32, (sets, more)))
-    values = torch.cat([values, torch.randint(VALUES, (sets, more))], 1)
-    asking = (answers[..., 0] >= 0).nonzero()[:, 1].view(sets, 32)
-    return torch.cat([names, other], 1), values, asking, answers[..., 0].gather(1, asking)
+    values = torch.cat([values, torch.randint(page.VALUES, (sets, more))], 1)
+    asking = (answers >= 0).nonzero()[:, 1].view(sets, 32)
+    return torch.cat([names, other], 1), values, asking, answers.gather(1, asking)
 
 
 @torch.no_grad()
-def read(model: Placeless, length: int, sets: int = 8) -> tuple[float, float]:
+def read(model: nn.Module, length: int, sets: int = 8) -> tuple[float, float]:
     """Return the share of right answers, and the weight of the record in the head with most."""
     right, weight = [], []
+    layer = model.layer
     for _ in range(sets):
         names, values, asking, answers = among(1, length)
-        logits, A = model.answer(names, values, asking, weights=True)
-        record = (
-            names.gather(1, asking)[..., None] == names.masked_fill(values == VALUES, -1)[:, None]
-        )
+        tokens = model.name(names) + model.value(values)
+        y, at = layer.norm1(tokens), asking[..., None]
+        q, x = (z.take_along_dim(at, 1) for z in (y, tokens))  # only 32 tokens attend
+        h, A = layer.attention(q, y, y, average_attn_weights=False)  # A: (1, H, 32, N)
+        x = x + h
+        logits = model.read(model.norm(x + layer.feedforward(layer.norm2(x))))
         right.append((logits.argmax(-1) == answers).double().mean())
-        if A is not None:  # (1, H, 32, N)
-            weight.append((A * record[:, None]).sum(-1).amax(1).double().mean())
+        written = names.masked_fill(values == page.VALUES, -1)
+        record = names.gather(1, asking)[..., None] == written[:, None]
+        weight.append((A * record[:, None]).sum(-1).amax(1).double().mean())
     return float(torch.stack(right).mean()), float(torch.stack(weight).mean())
 
 
-def sharpened(model: Placeless, factor: float) -> Placeless:
+def sharpened(model: nn.Module, factor: float) -> nn.Module:
     """Return a copy whose scores are multiplied."""
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -153,24 +103,23 @@ def sharpened(model: Placeless, factor: float) -> Placeless:
     return model
 
 
-def longer(arm: str, seed: int, steps: int, lr: float, device: str) -> dict[str, float]:
+def longer(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     """Train among 64 tokens; read among 64, 512 and 4096, the last with sharper scores, too."""
     seed_everything(seed)
     with registered():
-        model = Placeless(arm)
-    train(model, partial(look_up, SETS, LENGTH), steps, lr)
+        model = page.Placeless(arm)
+    page.train(model, steps, lr)
     scores = {}
     for length in LENGTHS:
         scores[f"right_{length}"], scores[f"weight_{length}"] = read(model, length)
-    grown = torch.tensor(LENGTHS[-1]).log() / torch.tensor(LENGTH).log()
-    scores["sharpened"] = read(sharpened(model, float(grown)), LENGTHS[-1])[0]
+    scores["sharpened"] = read(sharpened(model, 2), LENGTHS[-1])[0]  # log 4096 / log 64 = 2
     return scores
 
 
-def learn(arm: str, seed: int, steps: int, lr: float, device: str, task: str) -> dict[str, float]:
+def jobs(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, float]:
     """Make a run of chapter 17 with the mechanism of this chapter in its registry."""
     with registered():
-        return chapter17.learn(arm, seed, steps, lr, device, task)
+        return chapter17.scores(arm, seed, steps, lr, task)
 
 
 EXPERIMENTS = {
@@ -193,9 +142,9 @@ EXPERIMENTS = {
     ),
 }
 EXPERIMENTS |= {
-    task: plan | {"function": learn, "names": list(OWN), "seeds": 8 if task == "count" else 3}
+    task: plan | {"function": jobs, "names": ["sparsemax"], "seeds": 8 if task == "count" else 3}
     for task, plan in chapter17.EXPERIMENTS.items()
-    if task in chapter17.TASKS
+    if task in chapter17.page.TASKS
 }
 
 

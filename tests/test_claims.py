@@ -262,6 +262,7 @@ def test_a_check_of_typed_numbers_is_refused():
             typed()
     compare(three, 3)  # what a function is given is not known to be typed
     claims.equal(None, np.mean(table["printed"]), 39.6, mutant=two)  # arithmetic on a print
+    claims.equal(None, 2 * a, three * 4, mutant=a**2)  # and with a number that has a name
 
 
 def test_one_check_under_two_names_is_refused_but_for_another_source():

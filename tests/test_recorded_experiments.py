@@ -192,7 +192,7 @@ def test_the_example_of_chapter_18_projects_on_the_simplex():
 def test_what_is_added_to_the_look_up_of_chapter_18_answers_no_question():
     torch.manual_seed(0)
     names, values, asking, answers = chapter18.among(3, 300)
-    asked, records = names.gather(1, asking), values != chapter17.VALUES
+    asked, records = names.gather(1, asking), values != chapter17.page.VALUES
     same = (asked[..., None] == names[:, None]) & records[:, None]
     assert names.shape == values.shape == (3, 300) and not same[..., 64:].any()
     assert (same.sum(-1) == 1).all() and not records.gather(1, asking).any()

@@ -63,8 +63,8 @@ class CallSite:
             return all(map(self._literal, node.values))
         if isinstance(node, ast.UnaryOp):
             return self._literal(node.operand)
-        if isinstance(node, ast.BinOp):
-            return self._literal(node.left) and self._literal(node.right)
+        if isinstance(node, ast.BinOp):  # arithmetic with a named number is a computation
+            return not any(isinstance(x, ast.Name) for x in ast.walk(node))
         if isinstance(node, ast.Name):
             values = self._assigned.get(node.id, [])
             return bool(values) and all(x is not None and self._literal(x) for x in values)

@@ -1,0 +1,135 @@
+"""Time every mechanism beside its shortest correct form, at the sizes at which the book trains.
+
+``python -m benchmarks.small_sizes`` writes one file for this machine. The shortest form is the
+formula with its (N, M) matrix, or one call of SDPA where that computes the same; the faster of the
+two counts. Batch, heads and width are those of the book's models, forward and backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import run
+from benchmarks.cases import _DENSE
+from benchmarks.report import RESULTS, slug
+from derived_attention import fixed_mask, strided_mask, window_mask
+from derived_attention.mixture.shifted import shifted_keys
+from derived_attention.registry import MECHANISMS, Entry
+from derived_book.experiment_tables import markdown
+from derived_book.training.measure import machine
+
+BATCH, HEADS, DIM = 16, 4, 16
+LENGTHS = (16, 64, 256, 512)
+ROUNDS = 25
+LIMIT = 1.05  # of the shortest form's time
+
+
+def masked(pattern: Callable[..., Tensor], *names: str) -> Callable[..., Tensor]:
+    """Return SDPA under the mask of a pattern, whose options have these names."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, **own: Any) -> Tensor:
+        allowed = pattern(q.shape[-2], k.shape[-2], *(own[name] for name in names))
+        allowed = allowed.tril() if is_causal else allowed
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    return attend
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Attend R·M keys (…, R, M, D) by distance: softmax of q·k/√D − ‖k‖²/2√D."""
+    R, M, D = k.shape[-3:]
+    bias = -k.square().sum(-1).flatten(-2).unsqueeze(-2) / (2 * D**0.5)  # (…, 1, R·M)
+    if is_causal:
+        future = torch.ones(q.shape[-2], M).triu(1).bool().repeat(1, R)
+        bias = bias.masked_fill(future, float("-inf"))
+    values = v.unsqueeze(-3).expand(*k.shape[:-1], v.shape[-1]).flatten(-3, -2)
+    return F.scaled_dot_product_attention(q, k.flatten(-3, -2), values, attn_mask=bias)
+
+
+def joined_shifted(q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **own: Any) -> Tensor:
+    """Attend the R shifted copies of each key."""
+    return joined(q, shifted_keys(k, shifts), v, **own)
+
+
+SHORT: dict[str, Callable[..., Tensor]] = {
+    "window": masked(window_mask, "window"),
+    "strided": masked(strided_mask, "stride"),
+    "fixed": masked(fixed_mask, "stride", "summary"),
+    "mgk": joined,
+    "smgk": joined_shifted,
+}
+
+
+def forms(name: str, entry: Entry, is_causal: bool) -> dict[str, Callable[..., Tensor]]:
+    """Return the fast form and the short ones of a mechanism."""
+    case = name + "_causal" * is_causal
+    found = {"fast": entry.fast, "formula": _DENSE.get(case, entry.reference)}
+    return found | ({"SDPA": SHORT[name]} if name in SHORT else {})
+
+
+def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, Any]:
+    """Time the forms of a mechanism in the same rounds; return their seconds and the ratio."""
+    entry = MECHANISMS[name]
+    options = entry.options(length, HEADS, DIM) | ({"is_causal": True} if is_causal else {})
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, HEADS, length, DIM)
+    q, k, v, gradient = (torch.randn(shape, generator=generator) for _ in range(4))
+    tensors = [*(x.requires_grad_() for x in (q, entry.keys(k).detach(), v)), gradient]
+    calls = {
+        form: run.call(function, tensors, options)
+        for form, function in forms(name, entry, is_causal).items()
+    }
+    outputs = {form: function()[0] for form, function in calls.items()}
+    for form, output in outputs.items():
+        torch.testing.assert_close(output, outputs["fast"], rtol=1e-3, atol=1e-3, msg=form)
+    taken = run.time_rounds(calls, rounds, "cpu")
+    shortest = min((form for form in calls if form != "fast"), key=lambda f: taken[f].mean())
+    return {
+        "mechanism": name,
+        "causal": is_causal,
+        "length": length,
+        "beside": shortest,
+        "seconds": run.quartiles(taken["fast"]),
+        "ratio": run.quartiles(taken["fast"] / taken[shortest]),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the mechanisms that are named, or all; write the file, and print the ratios."""
+    names = list(arguments if arguments is not None else sys.argv[1:]) or list(MECHANISMS)
+    torch.set_num_threads(1)
+    rows = []
+    for name in names:
+        for causal in (False, True) if MECHANISMS[name].causal else (False,):
+            for length in LENGTHS:
+                rows.append(compare(name, causal, length, ROUNDS))
+            ratios = [f"{row['ratio']['median']:.2f} ({row['beside']})" for row in rows[-4:]]
+            print(name + ", causal" * causal, *ratios, sep=" | ", flush=True)
+    if names == list(MECHANISMS):
+        settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": LENGTHS, "rounds": ROUNDS}
+        data = {"machine": machine(), "commit": run.commit(), "settings": settings, "rows": rows}
+        run.save(RESULTS / f"small-sizes-{slug(machine())}.json", data)
+    slow = [row for row in rows if row["ratio"]["median"] > LIMIT]
+    header = ["mechanism", "N", "beside", "ratio"]
+    lines = [
+        [
+            row["mechanism"] + ", causal" * row["causal"],
+            str(row["length"]),
+            row["beside"],
+            f"{row['ratio']['median']:.2f}",
+        ]
+        for row in slow
+    ]
+    print(f"\n{len(slow)} of {len(rows)} take more than {LIMIT} of the shortest form's time.\n")
+    print(markdown((header, lines)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
