@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def imports(source: str) -> set[str]:
     return names - OWN - set(sys.stdlib_module_names)
 
 
+@cache
 def imported(*paths: Path) -> set[str]:
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return set().union(*(imports(file.read_text("utf8")) for file in files))
@@ -72,6 +74,7 @@ def imported_by(extra: str) -> set[str]:
     return imported(*PLACES[extra])
 
 
+@cache
 def imported_by_pages(plugs: bool = False) -> set[str]:
     """Return what pages import: those that put mechanisms into other libraries, or all others."""
     pages = map(read_page, sorted((ROOT / "book").glob("*.md")))
