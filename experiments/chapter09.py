@@ -18,12 +18,12 @@ from experiments.protocol import command, deciding
 
 page = chapter("09")
 TOWNS = {"softmax": (2, 5, 8), "two centres": (2, 5, 8)}
-ARMS = {f"{name}, X = {X}": (name, X) for name in page.ARMS for X in TOWNS.get(name, (5,))}
+RUNS = {f"{name}, X = {X}": (name, X) for name in page.ARMS for X in TOWNS.get(name, (5,))}
 
 
 def guide(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     """Train a `Guide` in a town; return its right answers, and −log of the owner's weight."""
-    name, uncrossed = ARMS[arm]
+    name, uncrossed = RUNS[arm]
     nats, accuracy = page.train_guide(name, uncrossed, seed, steps, lr)
     day = page.Days(torch.arange(page.PLACES) // 2, batch_size=1).draw()
     cost = attention_cost(page.Guide(page.ARMS[name]), *day[:3])
@@ -35,7 +35,7 @@ EXPERIMENTS = {
     "towns": deciding(
         "shops with two branches, in towns of different X",
         guide,
-        list(ARMS),
+        list(RUNS),
         COLUMNS,
         steps=(150, 300, 600),
         best=min,

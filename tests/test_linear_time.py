@@ -53,7 +53,6 @@ from derived_attention.registry import MECHANISMS
 from derived_attention.softmax.core import attention_weights, softmax_attention
 from derived_attention.sparse.core import window_mask
 
-NAMES = ["linformer", "performer", "fmm", "luna"]
 E, LENGTH = 12, 21
 x_of = functools.partial(torch.randn, dtype=torch.float64)
 draw = functools.partial(orthogonal_features, dtype=torch.float64)
@@ -170,10 +169,10 @@ def test_features_estimate_the_exponential_better_if_orthogonal():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_performer_is_the_average_by_those_features(scale, causal):
+def test_performer_is_the_average_by_those_features(causal):
     q, k, v = qkv()
-    W, root = draw(D, 20, seeded()), math.sqrt(scale or 1 / math.sqrt(D))
+    W, scale = draw(D, 20, seeded()), 0.7 if causal else None
+    root = math.sqrt(scale or 1 / math.sqrt(D))
     kernel = positive_features(root * q, W) @ positive_features(root * k, W).mT
     kernel = kernel * causal_mask(N, M) if causal else kernel
     expected = kernel / kernel.sum(-1, keepdim=True) @ v
@@ -227,7 +226,7 @@ def test_causal_performer_takes_keys_of_any_length(compiled):
         torch._dynamo.reset()
         form = torch.compile(form, backend="aot_eager", dynamic=False)
     n = 70 if compiled else 300
-    for d in (16,) if compiled else (16, 64, 512):
+    for d in (16,) if compiled else (16, 512):
         q, k, v = (x.detach() for x in qkv((H,), n=n, m=n, d=d))
         W, size = draw(d, 32, seeded()), torch.linspace(0.1, 12, n, dtype=torch.float64)
         slow = d**0.25 * size[:, None] * nn.functional.normalize(k, dim=-1)
@@ -338,12 +337,7 @@ def test_luna_packs_keys_or_tokens():
 # --- all of them ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layer_learns_everything_that_it_has(name):
-    assert_learns(make_layer(name), x_of(B, LENGTH, E, generator=seeded()), name)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["linformer", "performer", "fmm", "luna"])
 def test_at_several_scales(name):
     """A layer "Mrs" + base runs its function on pooled sequences, with its heads' parameters."""
     entry, scales, heads = MECHANISMS[name], (2, 1, 4, 2), 4
@@ -355,26 +349,19 @@ def test_at_several_scales(name):
         for p in layer.parameters():
             p.add_(0.3 * torch.randn(p.shape))
     x = x_of(B, LENGTH, E, generator=seeded())
-    gone = torch.arange(LENGTH) >= torch.tensor([LENGTH - 5, LENGTH])[:, None]
-    q, k, v = (layer.project(part, x, ALL) for part in (QUERY, KEY, VALUE))
+    projected = [layer.project(part, x, ALL) for part in (QUERY, KEY, VALUE)]
     for causal in {False, entry.causal}:
         parts = []
         for h, s in enumerate(scales):
-            run = layer.mechanism(entry.reference, [h])
-            some = (t[:, h : h + 1] for t in (q, k, v))
-            parts.append(
-                multiresolution_attention(*some, scales=[s], attention=run, is_causal=causal)
-            )
+            own = {"attention": layer.mechanism(entry.reference, [h]), "is_causal": causal}
+            some = (t[:, h : h + 1] for t in projected)
+            parts.append(multiresolution_attention(*some, scales=[s], **own))
         expected = layer.out_proj(torch.cat(parts, 1).transpose(1, 2).flatten(2))
         out = layer(x, x, x, need_weights=False, is_causal=causal)[0]
         torch.testing.assert_close(out, expected)
-    out = layer(x, x, x, gone, need_weights=False)[0]
-    y = x + 5 * gone[..., None]
-    torch.testing.assert_close(layer(y, y, y, gone, need_weights=False)[0][~gone], out[~gone])
-    short = x[:1, : LENGTH - 5]
-    torch.testing.assert_close(layer(short, short, short)[0], out[:1, : LENGTH - 5])
-    assert_learns(layer, x, name)
 
+
+# --- errors ---------------------------------------------------------------------------------------
 
 W, P, ROWS = (torch.zeros(4, n) for n in (D, D, M))
 ONE = torch.tensor(0.5)
@@ -383,29 +370,21 @@ BAD = [
     (linformer_attention, {"key_projection": ROWS[:, :-1]}, r"\(4, 6\); expected \(kept, n\) .* 7"),
     (linformer_attention, {"key_projection": ROWS[0]}, r"key_projection has shape \(7,\)"),
     (linformer_attention, {"key_projection": ROWS[:0]}, r"key_projection has shape \(0, 7\)"),
-    (
-        linformer_attention,
-        {"key_projection": ROWS, "value_projection": ROWS[:2]},
-        r"value_projection has shape \(2, 7\)",
-    ),
-    (linformer_attention, {"key_projection": ROWS, "is_causal": True}, "same for every query"),
+    (linformer_attention, {"key_projection": ROWS, "value_projection": ROWS[:2]},
+     r"value_projection has shape \(2, 7\)"),
     (performer_attention, {"projection": W[:, :-1]}, r"projection has shape \(4, 7\)"),
-    (performer_attention, {"projection": W[:0]}, r"projection has shape \(0, 8\)"),
-    (performer_attention, {"projection": W.to("meta")}, "projection is on device meta"),
     (fmm_attention, NEAR | {"window": -1}, "window is -1"),
     (fmm_attention, NEAR | {"feature_maps": ()}, "feature_maps is empty"),
     (fmm_attention, NEAR | {"far": torch.zeros(2)}, r"far has shape \(2,\)"),
     (luna_attention, {"packed": P[:, :-1]}, r"packed has shape \(4, 7\)"),
     (luna_attention, {"packed": P[:0]}, r"packed has shape \(0, 8\)"),
     (luna_attention, {"packed": P.expand(2, 4, D)}, r"packed has shape \(2, 4, 8\)"),
-    (luna_attention, {"packed": P, "is_causal": True}, "same for every query"),
-]
+]  # fmt: skip
 WRONG = [
     (linformer_attention, {"key_projection": None}, "key_projection is of type NoneType"),
     (performer_attention, {"projection": W.long()}, "projection is of dtype torch.int64"),
     (fmm_attention, NEAR | {"near": 0.5}, "near is of type float"),
     (fmm_attention, NEAR | {"feature_maps": ("elu",)}, "feature_map is 'elu'"),
-    (fmm_attention, NEAR | {"feature_maps": None}, "feature_maps is None; expected a sequence"),
     (fmm_attention, NEAR | {"feature_maps": "elu"}, "feature_maps is 'elu'; expected a sequence"),
     (luna_attention, {"packed": [0.0]}, "packed is of type list"),
 ]

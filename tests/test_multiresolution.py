@@ -1,6 +1,5 @@
 """MrsHA: what is special about heads that see less."""
 
-import copy
 import functools
 import math
 import pickle
@@ -30,8 +29,6 @@ from derived_attention import (
     ScaledHeadsAttention,
     conv1d_attention,
     downsample,
-    linear_attention,
-    linear_attention_reference,
     multiresolution_attention,
     multiresolution_attention_reference,
     multiresolution_layer,
@@ -43,8 +40,6 @@ from derived_attention import (
 )
 from derived_attention.common.convention import is_per_key, weights_of
 from derived_attention.registry import MECHANISMS, plain_keys
-from derived_book.tasks.model import Config
-from derived_book.tasks.series.model import SeriesClassifier
 from derived_book.training.measure import count_flops
 
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
@@ -112,15 +107,6 @@ def test_wavelets_are_those_of_pywavelets_and_their_dual_undoes_them(name):
         )
 
 
-def test_a_smoother_filter_sees_a_smooth_signal_better():
-    x = torch.sin(torch.arange(64) * torch.pi / 16).double()[:, None]
-    errors = {}
-    for name in ("haar", "db2", "bior2.2"):
-        own = pywt.Wavelet(name)
-        errors[name] = float((upsample(downsample(x, 4, own), 4, 64, own) - x).norm())
-    assert errors["db2"] < errors["haar"] / 2 and errors["bior2.2"] < errors["haar"] / 2
-
-
 # --- the function ---------------------------------------------------------------------------------
 
 
@@ -152,19 +138,11 @@ def test_scales_of_queries_alone_pool_before_the_softmax():
 
 
 def test_class_token_stays_as_it_is():
-    q, k, v = qkv(n=N, m=N)
-    own = {"scales": SCALES, "class_token": True}
+    inputs, own = qkv(n=N, m=N), {"scales": SCALES, "class_token": True}
     forms = (multiresolution_attention, multiresolution_attention_reference)
-    found = [output_and_gradients(form, [q, k, v], **own) for form in forms]
-    assert_all_close(*found, 1e-10)
-    A = weights_of(multiresolution_attention, q, k, **own)
-    moved = q.detach() + 5 * (torch.arange(N) == 3)[:, None]
-    assert torch.equal(
-        weights_of(multiresolution_attention, moved, k, **own)[..., 0, :], A[..., 0, :]
-    )
-    assert not torch.equal(A[:, 1, :, 0], A[:, 1, :, 1])  # a key of its own
+    assert_all_close(*[output_and_gradients(form, inputs, **own) for form in forms], 1e-10)
     with pytest.raises(ValueError, match="is_causal is True with class_token=True"):
-        multiresolution_attention(q, k, v, is_causal=True, **own)
+        multiresolution_attention(*inputs, is_causal=True, **own)
 
 
 def test_a_causal_head_reads_windows_that_have_ended():
@@ -233,61 +211,26 @@ def ended_windows(q, k, v, s, t):
 @pytest.mark.parametrize("name", WAVELETS)
 def test_wavelets_pool_the_heads(name):
     q, k, v = qkv(n=16, m=24)
-    own = pywt.Wavelet(name)
-    out = multiresolution_attention(q, k, v, scales=[1, 2, 4], filters=pywt.Wavelet(name))
-    for h, s in enumerate([1, 2, 4]):
-        q_h, k_h, v_h = (downsample(x[:, h], s, own) for x in (q, k, v))
-        assert_all_close(
-            [out[:, h]], [upsample(softmax_attention(q_h, k_h, v_h), s, 16, own)], 1e-12
-        )
-    hidden = boolean(24)
-    own = {"scales": [1, 2, 4], "filters": pywt.Wavelet(name), "attn_mask": hidden}
-    out = multiresolution_attention(q, k, v, **own)
+    wavelet, hidden = pywt.Wavelet(name), boolean(24)
+    run = functools.partial(multiresolution_attention, q, scales=SCALES, filters=wavelet)
+    out = run(k, v)
+    for h, s in enumerate(SCALES):
+        q_h, k_h, v_h = (downsample(x[:, h], s, wavelet) for x in (q, k, v))
+        expected = upsample(softmax_attention(q_h, k_h, v_h), s, 16, wavelet)
+        assert_all_close([out[:, h]], [expected], 1e-12)
     moved = [x + 5 * ~hidden[:, None] for x in (k, v)]
-    assert_all_close([multiresolution_attention(q, *moved, **own)], [out], 1e-10)
-    if name == "haar":
-        del own["filters"]
-        odd = [x[..., :-3, :] for x in (q, k, v)]
-        assert_all_close(
-            [multiresolution_attention(q, k, v, scales=[1, 2, 4], filters=pywt.Wavelet("haar"))],
-            [multiresolution_attention(q, k, v, scales=[1, 2, 4])],
-            1e-12,
-        )
-        assert (
-            multiresolution_attention(*odd, scales=[1, 2, 4], filters=pywt.Wavelet("haar")).shape[
-                -2
-            ]
-            == 13
-        )
-
-
-def test_any_mechanism_attends_the_windows():
-    q, k, v = qkv(n=N, m=N)
-    for options in ({}, {"is_causal": True}, {"attn_mask": boolean(2, 1, 1, N)}):
-        fast = output_and_gradients(
-            multiresolution_attention,
-            [q, k, v],
-            scales=SCALES,
-            attention=linear_attention,
-            **options,
-        )
-        formula = output_and_gradients(
-            multiresolution_attention_reference, [q, k, v], scales=SCALES,
-            attention=linear_attention_reference, **options,
-        )  # fmt: skip
-        assert_all_close(fast, formula, 1e-10)
+    assert_all_close([run(*moved, attn_mask=hidden)], [run(k, v, attn_mask=hidden)], 1e-10)
 
 
 # --- the layer ------------------------------------------------------------------------------------
 
 
 def test_layer_pools_before_it_projects():
-    for own in ({}, {"key_scales": OTHERS}, {"class_token": True}, {"filters": DB2}):
+    for own in ({}, {"key_scales": OTHERS}, {"filters": DB2}):
         made, x = layer(**own), sequence()
-        options = {"scales": SCALES, **own}
         heads = [made.project(part, x, slice(None)) for part in range(3)]
-        H_ = multiresolution_attention(*heads, **options)
-        expected = made.out_proj(H_.transpose(1, 2).flatten(2))
+        out = multiresolution_attention(*heads, scales=SCALES, **own)
+        expected = made.out_proj(out.transpose(1, 2).flatten(2))
         assert_all_close([made(x, x, x, need_weights=False)[0]], [expected], 1e-10, str(own))
         with_weights, A = made(x, x, x, average_attn_weights=False)
         assert_all_close([with_weights, A.sum(-1)], [expected, torch.ones(2, 3, N).double()], 1e-10)
@@ -295,16 +238,11 @@ def test_layer_pools_before_it_projects():
 
 def test_layer_leaves_padded_queries_out_of_the_windows():
     x, short = sequence(), 18  # the last window of scale 4 holds two steps that are there
-    gone = torch.arange(N).expand(2, N) >= short
-    for own in ({}, {"key_scales": OTHERS}, {"class_token": True}):
-        made = layer(**own)
-        out = made(x, x, x, gone)[0]
-        alone = made(x[:, :short], x[:, :short], x[:, :short])[0]
-        assert_all_close([out[:, :short]], [alone], 1e-10, str(own))
-    causal = made = layer(key_scales=OTHERS)
-    out = causal(x, x, x, gone, is_causal=True)[0]
-    alone = causal(x[:, :short], x[:, :short], x[:, :short], is_causal=True)[0]
-    assert_all_close([out[:, :short]], [alone], 1e-10)
+    gone, made = torch.arange(N).expand(2, N) >= short, layer(key_scales=OTHERS)
+    for causal in (False, True):
+        out = made(x, x, x, gone, is_causal=causal)[0]
+        alone = made(*[x[:, :short]] * 3, is_causal=causal)[0]
+        assert_all_close([out[:, :short]], [alone], 1e-10)
 
 
 def test_layer_costs_less_than_its_heads_would():
@@ -362,15 +300,6 @@ def test_autocast_gives_the_dtype_that_the_plain_layer_gives():
             assert made.float()(x, x, x)[0].dtype == torch.bfloat16, made
 
 
-def test_layer_in_a_model():
-    attention = functools.partial(MultiresolutionAttention, scales=[1, 2])
-    config = Config(dim=8, heads=2, layers=1, hidden=16, attention=attention)
-    model = SeriesClassifier(3, 2, 6, config)
-    assert model(torch.zeros(2, 6, 3)).shape == (2, 2)
-    assert "scales=(1, 2)" in repr(model)
-    assert "filter=db2" in repr(layer(filters=DB2)) and copy.deepcopy(layer(filters=DB2)).pairs
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -379,20 +308,12 @@ def test_what_is_wrong_is_named():
     three_taps = SimpleNamespace(dec_lo=[0.35, 0.7, 0.35], rec_lo=[0.7, 0.7])
     bad = [
         ({"scales": [1, 2]}, ValueError, "scales is .1, 2.; expected one number per head"),
-        ({"scales": "124"}, TypeError, "scales is '124'"),
-        ({"scales": [1, 0, 2]}, ValueError, r"scales\[1\] is 0"),
         ({"key_scales": [1]}, ValueError, "key_scales is .1.; expected one number per head"),
         ({"key_scales": [1, 2.0, 1]}, TypeError, r"key_scales\[1\] is of type float"),
         ({"filters": "nothing"}, TypeError, "filters is 'nothing'; expected \"boxcar\""),
-        ({"filters": 3}, TypeError, "filters is 3"),
-        (
-            {"filters": three_taps},
-            ValueError,
-            "filters has a dec_lo of 3 numbers and a rec_lo of 2",
-        ),
+        ({"filters": three_taps}, ValueError, "filters has a dec_lo of 3 numbers and a rec_lo of"),
         ({"filters": DB2, "scales": [1, 2, 3]}, ValueError, "a scale is 3; expected a power of"),
         ({"filters": DB2, "is_causal": True}, ValueError, "is_causal is True with a wavelet"),
-        ({"class_token": 1}, TypeError, "class_token is 1; expected True or False"),
         ({"attention": "softmax"}, TypeError, "attention is 'softmax'"),
         ({"attn_mask": torch.full((N,), 0.5)}, ValueError, "attn_mask has numbers other than 0"),
         ({"attn_mask": torch.ones(N, N)}, ValueError, "attn_mask has shape .* in place of N"),

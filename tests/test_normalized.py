@@ -5,7 +5,6 @@ What it has in common with every mechanism is in `test_contract`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 
@@ -26,7 +25,6 @@ from helpers import (
     qkv,
     tensors,
 )
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derived_attention import (
@@ -37,9 +35,9 @@ from derived_attention import (
 from derived_attention.batch_norm.core import key_statistics, normalized_attention
 from derived_attention.batch_norm.layer import NormalizedAttention
 from derived_attention.common.masks import Mask, causal_mask
-from derived_attention.layer import MultiheadAttention
+from derived_attention.layer import ALL
 from derived_attention.linear.core import linear_attention
-from derived_attention.softmax.core import attention_weights, softmax_attention
+from derived_attention.softmax.core import softmax_attention
 from derived_attention.sparse.core import window_attention, window_mask
 
 FORMS = [normalized_attention, normalized_attention_reference]
@@ -64,15 +62,12 @@ MASKS = {
     "none": {},
     "causal": {"is_causal": True},
     "padding": {"attn_mask": boolean(B, 1, 1, M)},
-    "padding, additive": {"attn_mask": additive(boolean(B, 1, 1, M))},
     "bias on keys": {"attn_mask": additive(boolean(M), torch.randn(M))},
     "per head": {"attn_mask": boolean(H, 1, M)},
     "per query": {"attn_mask": with_dead_row(boolean(N, M))},
     "per query, additive": {"attn_mask": additive(with_dead_row(boolean(N, M)), 0.3)},
-    "per query and batch": {"attn_mask": boolean(B, 1, N, M)},
     "per query and head": {"attn_mask": boolean(H, N, M)},
     "whole rows": {"attn_mask": boolean(N, 1)},
-    "all or nothing": {"attn_mask": torch.tensor(True)},
 }
 
 
@@ -108,7 +103,7 @@ def test_reference_is_the_recentred_form():
         torch.testing.assert_close(normalized_attention_reference(q, k, v, beta=beta), expected)
 
 
-@pytest.mark.parametrize("eps", [None, 0.05, 1e-5])
+@pytest.mark.parametrize("eps", [None, 0.05])
 def test_every_head_s_beta_has_its_gradient_under_every_mask(eps):
     inputs = [*qkv(), per_head()]
     for name, masks in MASKS.items():
@@ -119,41 +114,7 @@ def test_every_head_s_beta_has_its_gradient_under_every_mask(eps):
     assert_all_close(*(output_and_gradients(with_beta(f, eps=eps), one) for f in FORMS), 1e-11)
 
 
-def test_gradcheck_with_beta():
-    inputs = [*qkv((1, 2), n=3, m=4, d=3, dv=2), per_head(2)]
-    for options in ({}, {"is_causal": True}, {"attn_mask": with_dead_row(boolean(3, 4), 1)}):
-        function = with_beta(normalized_attention, eps=0.2, **options)
-        assert torch.autograd.gradcheck(function, inputs)
-
-
 # --- what the paper says of it -----------------------------------------------------------------
-
-
-def test_centring_the_keys_changes_no_softmax():
-    """Nor does scaling both sides instead of the query twice."""
-    q, k, v = qkv()
-    mean, variance, _ = key_statistics(k, Mask())
-    s = (variance + 0.1).rsqrt()
-    only_query = softmax_attention_reference((q - mean) * s * s, k, v)
-    both = softmax_attention_reference((q - mean) * s, (k - mean) * s, v)
-    torch.testing.assert_close(only_query, both, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(softmax_attention_reference(q, k - mean, v), both, atol=1e-3)
-    torch.testing.assert_close(
-        softmax_attention_reference(q, k - mean, v), softmax_attention_reference(q, k, v)
-    )
-
-
-def test_full_form_is_recentred_only_in_a_limit():
-    """With ε and the scale growing together, s becomes a constant; at no ε is it one before."""
-    q, k, v = (x.detach() for x in qkv())
-    recentred = normalized_attention(q, k, v, beta=1.0)
-    errors = [
-        float(
-            (normalized_attention(q, k, v, eps=e, scale=e / math.sqrt(D)) - recentred).abs().max()
-        )
-        for e in (1e2, 1e4, 1e6)
-    ]
-    assert errors[0] > 50 * errors[1] > 50**2 * errors[2] > 0
 
 
 def test_full_form_is_recentred_where_all_variances_are_one():
@@ -190,24 +151,15 @@ def test_invariances_of_the_full_form():
         assert same and not torch.allclose(form(a * q, a * k, v), form(q, k, v), atol=1e-3)
 
 
-def test_weights_are_softmax_weights_of_the_shifted_query():
-    q, k, _ = qkv()
-    A = normalized_attention(q, k, torch.eye(M).double().expand(B, H, M, M), beta=0.6)
-    expected = attention_weights(q - 0.6 * k.mean(-2, keepdim=True), k)
-    torch.testing.assert_close(A, expected, rtol=1e-12, atol=1e-12)
-
-
 # --- statistics --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_statistics_are_those_of_the_keys_that_a_query_may_attend(offset):
-    k = qkv()[1].detach() + offset
+def test_statistics_are_those_of_the_keys_that_a_query_may_attend():
+    k = qkv()[1].detach() + 1e3
     for name, masks in MASKS.items():
         statistics = key_statistics(k, Mask(**masks))
         mean, variance, count = (x.expand(B, H, -1, -1) for x in statistics)
         rows = mean.shape[-2]
-        assert rows in (1, N, M)
         here = causal_mask(M, M) if name == "causal" else masks.get("attn_mask", torch.tensor(True))
         here = (here if here.dtype == torch.bool else here > -math.inf).expand(B, H, rows, M)
         tol = 1e-8 if name.startswith("per query") else 1e-11
@@ -252,21 +204,6 @@ def test_running_variance_does_not_cancel():
     assert float((naive[..., -1, :] - exact[..., -1, :]).abs().max()) > 1
 
 
-def test_padded_keys_count_nowhere():
-    """A padded sequence gives bit for bit what other numbers in the padding give, and the short one
-    the same result."""
-    q, k, v = (x.detach() for x in qkv())
-    keep = torch.arange(M) < 4
-    garbage = k.masked_fill(~keep[:, None], -1e4)
-    for form in FORMS:
-        for eps in (None, 0.1):
-            short = form(q, k[..., :4, :], v[..., :4, :], eps=eps)
-            for mask in (keep, additive(keep), keep.expand(N, M), keep.expand(B, 1, 1, M)):
-                out = form(q, k, v, attn_mask=mask, eps=eps)
-                assert torch.equal(out, form(q, garbage, v, attn_mask=mask, eps=eps))
-                torch.testing.assert_close(out, short, rtol=1e-12, atol=1e-12)
-
-
 def test_a_mask_for_all_heads_is_copied_for_none():
     length = 96
     inputs = [*qkv((2, 4), n=length, m=length, d=4, dv=4), per_head(4)]
@@ -277,31 +214,6 @@ def test_a_mask_for_all_heads_is_copied_for_none():
 
 
 # --- causality ---------------------------------------------------------------------------------
-
-
-def test_printed_form_leaks_the_future():
-    """μ over all keys under a causal mask: the last key moves all outputs, through μ alone."""
-    q, k, v = (x.detach() for x in qkv(n=M))
-    changed = k.clone()
-    changed[..., -1, :] += 3
-
-    def printed(k):
-        mean = k.mean(-2, keepdim=True)
-        return softmax_attention_reference(q - mean, k - mean, v, is_causal=True)
-
-    moved = (printed(k) - printed(changed)).abs().amax((0, 1, 3))
-    assert moved[0] < 1e-12, "one key to attend: no score can matter"
-    assert bool((moved[1:] > 1e-3).all())
-    ours = [normalized_attention(q, x, v, is_causal=True) for x in (k, changed)]
-    assert torch.equal(ours[0][..., :-1, :], ours[1][..., :-1, :])
-
-
-def test_causal_is_the_causal_mask():
-    for n, m in [(N, M), (M, N), (N, N)]:
-        for eps in (None, 1e-2):
-            causal = normalized_attention(*qkv(n=n, m=m), is_causal=True, eps=eps)
-            masked = normalized_attention(*qkv(n=n, m=m), attn_mask=causal_mask(n, m), eps=eps)
-            torch.testing.assert_close(causal, masked, rtol=1e-11, atol=1e-11)
 
 
 def test_a_causal_mask_sees_no_future_either():
@@ -344,32 +256,21 @@ def test_causal_linear_attention_centres_a_key_by_its_own_past(eps):
     # A query alone has no weight to change. A key alone is a key of later queries.
     alone = count == 1 if eps is not None else torch.tensor(False)
     queries, keys = ((q - 0.6 * mean) * s).masked_fill(alone, 0), (k - 0.6 * mean) * s
-    assert eps is None or torch.allclose(keys[..., 0, :], 0.4 * k[..., 0, :] / eps**0.5)
     expected = linear_attention_reference(queries, keys, v, is_causal=True)
     torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-    later = (torch.arange(M) > 3)[:, None]
-    changed = normalized_attention(q, k + 7.0 * later, v, beta=0.6, **options)
-    assert torch.equal(out[..., :4, :], changed[..., :4, :])
 
 
 def test_sparse_attention_is_a_softmax():
     q, k, v = qkv(n=M)
-    shift = 0.6 * k.mean(-2, keepdim=True)
-    expected = softmax_attention_reference(q - shift, k - shift, v, attn_mask=window_mask(M, M, 1))
-    window = functools.partial(window_attention, window=1)
-    for center in (None, False, True):
-        out = normalized_attention(q, k, v, beta=0.6, attention=window, center_keys=center)
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_causal_sparse_attention():
-    q, k, v = qkv(n=M)
-    window = functools.partial(window_attention, window=2)
-    out = normalized_attention(q, k, v, is_causal=True, attention=window, center_keys=False)
     running = k.cumsum(-2) / torch.arange(1, M + 1)[:, None]
-    mask = window_mask(M, M, 2, is_causal=True)
-    expected = softmax_attention_reference(q - running, k, v, attn_mask=mask)
-    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+    window = functools.partial(window_attention, window=2)
+    for is_causal, mean in ((False, k.mean(-2, keepdim=True)), (True, running)):
+        mask = window_mask(M, M, 2, is_causal=is_causal)
+        expected = softmax_attention_reference(q - 0.6 * mean, k, v, attn_mask=mask)
+        for center in (False,) if is_causal else (None, False, True):
+            how = {"beta": 0.6, "attention": window, "center_keys": center, "is_causal": is_causal}
+            out = normalized_attention(q, k, v, **how)
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
 
 
 # --- keys without variance ---------------------------------------------------------------------
@@ -410,64 +311,24 @@ def layer_inputs(dtype=torch.float64):
     return x, torch.arange(M) >= torch.tensor([M, 4])[:, None]
 
 
-def test_layer_is_the_function_between_pytorchs_projections():
-    theirs = nn.MultiheadAttention(E, HEADS, batch_first=True, dtype=torch.float64)
-    ours = NormalizedAttention(E, HEADS, beta=BETAS, eps=0.1, dtype=torch.float64)
-    ours.load_state_dict(theirs.state_dict())  # strict: a fixed β is no weight
+def test_layer_is_the_function_between_its_projections():
+    """Also with two heads of keys for four of queries, each with a β of its own."""
     x, padding = layer_inputs()
-    q, k, v = (
-        y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        for y in nn.functional.linear(x, theirs.in_proj_weight, theirs.in_proj_bias).chunk(3, -1)
-    )
-    beta, mask = torch.tensor(BETAS, dtype=torch.float64), ~padding[:, None, None]
-    h = normalized_attention_reference(q, k, v, beta=beta, eps=0.1, attn_mask=mask)
-    expected = theirs.out_proj(h.transpose(1, 2).flatten(-2))
-    for given in (padding, torch.where(padding, -math.inf, 0.0).double()):
-        out, none = ours(x, x, x, key_padding_mask=given, need_weights=False)
-        assert none is None
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-    out, A = ours(x, x, x, key_padding_mask=padding, average_attn_weights=False)
-    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close((A @ v), h, rtol=1e-11, atol=1e-11)
-
-
-def test_shared_heads_of_another_width_are_normalised_after_the_projection():
-    """Two heads of keys for four of queries, each with a β of its own."""
-    sizes = {"head_dim": 3, "kv_heads": 2, "dtype": torch.float64}
-    layer = NormalizedAttention(E, HEADS, beta=BETAS, eps=0.1, **sizes)
-    x, _ = layer_inputs()
-    weights, biases = (p.split([12, 6, 6]) for p in (layer.in_proj_weight, layer.in_proj_bias))
-    q, k, v = (
-        nn.functional.linear(x, w, b).unflatten(-1, (-1, 3)).transpose(1, 2)
-        for w, b in zip(weights, biases, strict=True)
-    )
-    each = [
-        normalized_attention_reference(q[:, h], k[:, h // 2], v[:, h // 2], beta=b, eps=0.1)
-        for h, b in enumerate(BETAS)
-    ]
-    expected = layer.out_proj(torch.cat(each, -1))
-    for need_weights in (False, True):
-        out, _ = layer(x, x, x, need_weights=need_weights)
-        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_layer_without_centring_is_the_softmax_layer():
-    plain = MultiheadAttention(E, HEADS, dtype=torch.float64)
-    ours = NormalizedAttention(E, HEADS, beta=0.0, dtype=torch.float64)
-    ours.load_state_dict(plain.state_dict())
-    x, padding = layer_inputs()
-    for options in ({"is_causal": True}, {"key_padding_mask": padding}):
-        left, right = (f(x, x, x, need_weights=False, **options)[0] for f in (ours, plain))
-        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-11)
-
-
-def test_layer_with_padding_and_causal_sees_no_future():
-    layer = NormalizedAttention(E, HEADS, dtype=torch.float64)
-    x, padding = layer_inputs()
-    out, _ = layer(x, x, x, key_padding_mask=padding, is_causal=True, need_weights=False)
-    for t in range(M - 1):
-        (slope,) = torch.autograd.grad(out[:, : t + 1].sum(), x, retain_graph=True)
-        assert bool((slope[:, t + 1 :] == 0).all()) and bool((slope[:, : t + 1] != 0).any())
+    mask = ~padding[:, None, None]
+    for sizes, eps, pair in (
+        ({}, 0.1, (softmax_attention, softmax_attention_reference)),
+        ({"head_dim": 3, "kv_heads": 2}, 0.1, (softmax_attention, softmax_attention_reference)),
+        ({}, None, (linear_attention, linear_attention_reference)),
+    ):
+        own = {"beta": BETAS, "eps": eps, "attention": pair[0]}
+        layer = NormalizedAttention(E, HEADS, dtype=torch.float64, **own, **sizes)
+        q, k, v = (layer.project(part, x, ALL) for part in range(3))
+        own = {"beta": torch.tensor(BETAS, dtype=torch.float64), "eps": eps, "attention": pair[1]}
+        h = normalized_attention_reference(q, k, v, attn_mask=mask, **own)
+        expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
+        for need_weights in (False, True):
+            out = layer(x, x, x, key_padding_mask=padding, need_weights=need_weights)[0]
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_compiles_for_lengths_that_change():
@@ -487,8 +348,6 @@ def test_learned_beta_is_one_parameter_per_head():
     x, padding = layer_inputs(torch.float32)
     layer(x, x, x, key_padding_mask=padding, need_weights=False)[0].square().sum().backward()
     assert bool((layer.beta.grad != 0).all())
-    again = copy.deepcopy(layer)
-    assert torch.equal(again(x, x, x)[0], layer(x, x, x)[0])
 
 
 def test_fixed_beta_is_shown_and_no_part_of_the_state():
@@ -503,32 +362,17 @@ def test_fixed_beta_is_shown_and_no_part_of_the_state():
         torch.testing.assert_close(layer(x, x, x)[0], learned(x, x, x)[0])
 
 
-def test_layer_of_linear_attention_centres_its_keys():
-    layer = NormalizedAttention(E, HEADS, attention=linear_attention, dtype=torch.float64)
-    x, padding = layer_inputs()
-    q, k, v = (layer.project(part, x, slice(None)) for part in range(3))
-    own = {"attn_mask": ~padding[:, None, None], "attention": linear_attention_reference}
-    h = normalized_attention_reference(q, k, v, **own)
-    out, _ = layer(x, x, x, key_padding_mask=padding)
-    expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
 # --- errors ------------------------------------------------------------------------------------
 
 X = torch.zeros(B, H, N, D)
 BAD = [
     (ValueError, "beta is nan; expected a finite number", {"beta": math.nan}),
-    (ValueError, "beta is inf", {"beta": math.inf}),
-    (TypeError, "beta is of type str", {"beta": "0.6"}),
     (TypeError, "beta is of type bool", {"beta": True}),
     (TypeError, "beta is of type list", {"beta": [0.1] * H}),
     (ValueError, r"beta has shape \(2,\); expected .* \(3,\)", {"beta": torch.zeros(2)}),
-    (ValueError, r"beta has shape \(3, 1\)", {"beta": torch.zeros(H, 1)}),
     (TypeError, "beta is of dtype torch.int64", {"beta": torch.tensor(1)}),
     (ValueError, "beta is on device meta", {"beta": torch.zeros(H, device="meta")}),
     (ValueError, "eps is 0; expected a finite positive number", {"eps": 0}),
-    (ValueError, "eps is nan", {"eps": math.nan}),
     (TypeError, "eps is of type str", {"eps": "1"}),
     (TypeError, "attention is 'linear'; expected a function", {"attention": "linear"}),
     (TypeError, "center_keys is 1; expected True or False", {"center_keys": 1}),
@@ -537,24 +381,22 @@ BAD = [
     (ValueError, r"attn_mask has shape \(5, 5\), one row per query",
      {"attention": linear_attention, "attn_mask": torch.ones(N, N).bool()}),
 ]  # fmt: skip
+BAD_LAYERS = [
+    (ValueError, r"beta is \[0.1, 0.2\]; expected one number, or one for", {"beta": [0.1, 0.2]}),
+    (ValueError, "beta is nan", {"beta": math.nan}),
+    (ValueError, "eps is 0", {"eps": 0}),
+]
 
 
-def test_bad_argument_is_named():
-    for error, match, changed in BAD:
-        with pytest.raises(error, match=match):
-            normalized_attention(X, X, X, **changed)
-
-
-def test_bad_construction_is_named():
-    for match, changed in (
-        (r"beta is \[0.1, 0.2\]; expected one number, or one for each head", {"beta": [0.1, 0.2]}),
-        ("beta is nan", {"beta": math.nan}),
-        ("eps is 0", {"eps": 0}),
+def test_bad_arguments_are_named():
+    function = functools.partial(normalized_attention, X, X, X)
+    for run, bad in (
+        (function, BAD),
+        (functools.partial(NormalizedAttention, E, HEADS), BAD_LAYERS),
     ):
-        with pytest.raises(ValueError, match=match):
-            NormalizedAttention(E, HEADS, **changed)
-    with pytest.raises(TypeError, match="attention is 'linear'"):
-        NormalizedAttention(E, HEADS, attention="linear")
+        for error, match, changed in bad:
+            with pytest.raises(error, match=match):
+                run(**changed)
 
 
 def test_a_softmax_that_it_cannot_know_gives_the_same():
