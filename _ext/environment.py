@@ -120,12 +120,12 @@ def examine(folder: Path) -> tuple[str, str]:
 
 
 def conda(folder: Path) -> bool:
-    """Say whether conda made the folder."""
+    """Return whether conda made the folder."""
     return (folder / "conda-meta").is_dir()
 
 
 def ours(folder: Path) -> bool:
-    """Say whether this script made the folder, or may take it as its own."""
+    """Return whether this script made the folder, or may take it as its own."""
     if conda(folder):
         return False
     marked = any((folder / name).exists() for name in (".ready", ".installing"))

@@ -78,7 +78,7 @@ def digest(notebook, extra: dict[str, str]) -> str:
     page = code_of(notebook)
     folder = ROOT / "src"
     package = Sources(folder)
-    modules = package.imported(page)
+    modules = package.find_imports(page)
     state = hashlib.sha256(json.dumps([page, extra], sort_keys=True).encode())
     state.update(package.digest(modules, page).encode())
     homes = package.dependencies(modules)
@@ -164,7 +164,7 @@ def open_cache() -> tuple[JupyterCacheBase, dict[str, float]]:
 
 
 def stored(cache: JupyterCacheBase, notebook: NotebookNode) -> bool:
-    """Say whether the cache holds the page's outputs, in one piece."""
+    """Return whether the cache holds the page's outputs, in one piece."""
     try:
         match = cache.match_cache_notebook(notebook)
         found = cache.get_cache_bundle(match.pk).nb

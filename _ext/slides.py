@@ -58,7 +58,7 @@ def clean(element: Tag) -> str:
 
 
 def is_box(element: Tag) -> bool:
-    """Say whether an element is a boxed statement, a prediction or the takeaways."""
+    """Return whether an element is a boxed statement, a prediction or the takeaways."""
     classes = set(element.get("class", []))
     if element.name != "div" or "admonition" not in classes:
         return False
@@ -67,7 +67,7 @@ def is_box(element: Tag) -> bool:
 
 
 def is_figure(element: Tag) -> bool:
-    """Say whether an element is a figure with a caption, or a figure that moves without one."""
+    """Return whether an element is a figure with a caption, or a figure that moves without one."""
     return element.name == "figure" or "da-slider" in element.get("class", [])
 
 

@@ -167,7 +167,7 @@ def unfused(taken: Mapping[str, np.ndarray], name: str, baseline: str) -> dict[s
 
 
 def fits(name: str, fn: Call) -> bool:
-    """Say whether a GPU has the memory for a call."""
+    """Return whether a GPU has the memory for a call."""
     try:
         fn()
     except torch.OutOfMemoryError:
@@ -303,7 +303,11 @@ def code(case: Case) -> str:
     while pending:
         module = pending.pop()
         seen.add(module)
-        more = PACKAGE.imported(PACKAGE.texts[module]) if module not in code_digest.ROOTS else set()
+        more = (
+            PACKAGE.find_imports(PACKAGE.texts[module])
+            if module not in code_digest.ROOTS
+            else set()
+        )
         pending |= more - seen - {code_digest.REGISTRY}
     texts = [(module, code_digest.code(PACKAGE.texts[module])) for module in sorted(seen)]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
@@ -328,7 +332,7 @@ def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> 
 
 
 def explained(path: Path, wanted: Mapping[str, Any], code: str) -> bool:
-    """Say whether there is something to measure, and why on standard error."""
+    """Return whether there is something to measure, and why on standard error."""
     if reason := outdated(path, wanted, code):
         progress(f"to measure: {path.parent.name}/{path.stem}, as {reason}")
     return bool(reason)

@@ -30,7 +30,7 @@ from derived_book import (
     load_series,
     seed_everything,
 )
-from derived_book.tasks.run import attention_cost, regularised
+from derived_book.tasks.run import attention_cost, with_objective
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
 from experiments.protocol import command, deciding
@@ -66,7 +66,7 @@ def objective(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     before = inside(model, data.test.x)
     train, epochs = Examples(data.train, BATCH), steps * BATCH // len(data.train)
-    fit(model, train, regularised(class_loss, WEIGHTS[arm]), epochs=epochs, lr=lr, seed=seed)
+    fit(model, train, with_objective(class_loss, WEIGHTS[arm]), epochs=epochs, lr=lr, seed=seed)
     accuracy = evaluate(model, Examples(data.test, len(data.test)), class_loss)["accuracy"]
     after = inside(model, data.test.x)
     return {"accuracy": accuracy} | after | {f"untrained {k}": x for k, x in before.items()} | cost

@@ -28,7 +28,7 @@ NO_TRITON = "NO TRITON HERE THAT KERNELS ARE TESTED ON: THEY ARE NOT TESTED"
 needs_triton = pytest.mark.skipif(not kernels.available(), reason=NO_TRITON)
 # What rehearses a GPU in Triton's interpreter: beside a GPU, conftest.py leaves the compiler on.
 needs_interpreter = pytest.mark.skipif(
-    not kernels.interpreted(), reason="NO INTERPRETER, AS THERE IS A GPU, OR NO TRITON"
+    not kernels.uses_interpreter(), reason="NO INTERPRETER, AS THERE IS A GPU, OR NO TRITON"
 )
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)

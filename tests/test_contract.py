@@ -131,7 +131,7 @@ def test_cuda_equals_float64_on_the_cpu():
         for dtype in DTYPES:
             for options in causality_of(name, {}, {"attn_mask": keep}):
                 case = Case(name, dtype=dtype, **options)
-                exact = case.copied(lambda key, x: x.double()).results()
+                exact = case.with_tensors(lambda key, x: x.double()).results()
                 there = {key: x.cuda() if key == "attn_mask" else x for key, x in options.items()}
                 ours = Case(name, dtype=dtype, device="cuda", **there).results()
                 ours, what = [x.cpu().double() for x in ours], f"{name}, {dtype}, {list(options)}"

@@ -108,7 +108,7 @@ def test_few_objects_overlap():
     for j, k in itertools.combinations(range(3), 2):
         both = (found.labels[:, [j, k]] >= 0).all(1).numpy()
         shared = np.zeros(1000)
-        shared[both] = data._covered(boxes[both, j], boxes[both, k])
+        shared[both] = data._shared_area(boxes[both, j], boxes[both, k])
         worst = np.maximum(worst, shared)
     assert 0.1 < (worst > 0).mean() < 0.6 and (worst > data.OVERLAP + 1e-6).mean() < 0.03
 

@@ -31,26 +31,31 @@ def old_triton(monkeypatch):
 
 @needs_triton
 def test_nobody_has_a_kernel_who_does_not_insist():
-    assert kernels.interpreted() is not torch.cuda.is_available()
+    assert kernels.uses_interpreter() is not torch.cuda.is_available()
     with FakeTensorMode():
         on_a_gpu = torch.empty(1, 2, 4, 8, device="cuda")
     for q in (Q, on_a_gpu):
-        assert kernels.chosen(None, q) is False and kernels.chosen(False, q) is False
-    assert kernels.chosen(True, Q) is True
+        assert (
+            kernels.should_run_kernel(None, q) is False
+            and kernels.should_run_kernel(False, q) is False
+        )
+    assert kernels.should_run_kernel(True, Q) is True
 
 
 @every_mechanism
 def test_nobody_needs_triton_who_does_not_insist(name, old_triton):
     for options in causality_of(name, {}):
         Case(name, **options).results()
-    assert not kernels.available() and not kernels.interpreted()
+    assert not kernels.available() and not kernels.uses_interpreter()
     with pytest.raises(ValueError, match="fused is True, and Triton .* is not installed"):
-        kernels.chosen(True, Q)
+        kernels.should_run_kernel(True, Q)
 
 
 @needs_triton
 def test_kernels_are_interpreted_where_triton_says_so():
-    code = "from derived_attention.common.kernels import interpreted; print(interpreted())"
+    code = (
+        "from derived_attention.common.kernels import uses_interpreter; print(uses_interpreter())"
+    )
     given = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     for own, said in (({}, "False"), ({"TRITON_INTERPRET": "1"}, "True")):
         command = [sys.executable, "-c", code]
@@ -72,7 +77,7 @@ def test_a_triton_that_kernels_are_not_tested_on_is_none(monkeypatch):
 @pytest.mark.parametrize("wrong", [1, "yes"])
 def test_fused_is_a_flag_or_nothing(wrong):
     with pytest.raises(TypeError, match=f"fused is of type {type(wrong).__name__}"):
-        kernels.chosen(wrong, Q)
+        kernels.should_run_kernel(wrong, Q)
 
 
 @needs_triton
@@ -83,14 +88,19 @@ def test_fused_is_a_flag_or_nothing(wrong):
 def test_who_insists_hears_what_is_missing(monkeypatch, what, found):
     monkeypatch.setattr(kernels, what, lambda: False)
     with pytest.raises(ValueError, match=f"fused is True, and .*{found}"):
-        kernels.chosen(True, Q.cpu())
-    assert kernels.chosen(None, Q) is False
+        kernels.should_run_kernel(True, Q.cpu())
+    assert kernels.should_run_kernel(None, Q) is False
 
 
 def test_what_watches_operations_sees_those_of_pytorch_s_form(monkeypatch):
     q = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
     primal = types.SimpleNamespace(tangent=None)
-    answers = {"may_look_at": True, "unpack_dual": primal, "interpreted": False, "_obstacle": ""}
+    answers = {
+        "has_concrete_values": True,
+        "unpack_dual": primal,
+        "interpreted": False,
+        "_obstacle": "",
+    }
     for name, said in answers.items():
         monkeypatch.setattr(kernels, name, lambda *_, said=said: said)
     assert kernels._may_try((q,))
@@ -117,16 +127,16 @@ def test_no_tile_is_so_narrow_that_an_assembler_fails(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert engine.narrowest(dtype, torch.device(device)) == width
-    assert engine.padded(24, width) == max(32, width) and engine.padded(100, width) == 128
+    assert engine.tile_width(24, width) == max(32, width) and engine.tile_width(100, width) == 128
 
 
 def test_compilers_and_transforms_get_what_they_can_look_into():
     seen = []
 
     def look(q):
-        seen.append(kernels.chosen(None, q))
+        seen.append(kernels.should_run_kernel(None, q))
         with pytest.raises(ValueError, match="torch.func"):
-            kernels.chosen(True, q)
+            kernels.should_run_kernel(True, q)
         return q
 
     torch.func.vmap(look)(Q)

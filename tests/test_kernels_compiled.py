@@ -264,7 +264,7 @@ def test_a_second_derivative_is_refused(kernel, backend, said):
 @pytest.mark.parametrize("kernel", ["linear", "mlk"])
 def test_transforms_are_refused_in_a_graph_as_they_are_outside(kernel, monkeypatch):
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: not kernels._obstacle(tensors))
-    monkeypatch.setattr(kernel_selftest, "trusted", lambda *_: True)
+    monkeypatch.setattr(kernel_selftest, "is_trusted", lambda *_: True)
     made, options = kernel_cases.inputs(
         Trial(kernel, "fp32", 5, 21, D=2, DV=2, mask="causal"), DEVICE
     )

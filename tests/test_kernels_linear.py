@@ -196,7 +196,7 @@ def test_who_insists_hears_what_kernels_cannot_do(monkeypatch):
         linear_attention(*qkv(5, 5, 300, 3), **FUSED)
     with pytest.raises(TypeError, match="fused is of type int"):
         linear_attention(q, k, v, is_causal=True, fused=1)
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "uses_interpreter", lambda: False)
     with pytest.raises(ValueError, match="fused is True, and q"):
         linear_attention(q.cpu(), k.cpu(), v.cpu(), **FUSED)
 

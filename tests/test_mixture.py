@@ -298,7 +298,7 @@ def test_one_call_for_all_components_equals_rows_of_scores(monkeypatch):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
             joined = with_gradients(mixture_attention, inputs, **own("variances"), **options)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(mixture, "_joined", mixture._summed)
+            elsewhere.setattr(mixture, "_attend_joined_keys", mixture._sum_components)
             by_rows = with_gradients(mixture_attention, inputs, **own("variances"), **options)
         assert_all_close(by_rows, joined, 1e-12, list(options))
 

@@ -69,7 +69,7 @@ def test_wrong_environment_and_seed_are_named(monkeypatch):
         runtime.start(profile="fast")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "yes")
     with pytest.raises(ValueError, match="DERIVED_ATTENTION_PROGRESS is 'yes'"):
-        runtime.progress_wanted()
+        runtime.shows_progress()
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match="seed is"):
             runtime.seed_everything(seed)
@@ -89,14 +89,14 @@ def test_progress_is_silent_unless_somebody_can_see_it(monkeypatch, capfd):
             return True
 
     monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
-    assert not runtime.progress_wanted()  # pytest captures standard error
+    assert not runtime.shows_progress()  # pytest captures standard error
     assert drain(runtime.progress(range(3), "steps")) == [0, 1, 2]
     assert capfd.readouterr() == ("", "")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", Terminal())
-        assert runtime.progress_wanted()
+        assert runtime.shows_progress()
         patch.setenv("DERIVED_ATTENTION_PROGRESS", "0")
-        assert not runtime.progress_wanted()
+        assert not runtime.shows_progress()
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
     assert drain(runtime.progress(range(3), "steps", show=False)) == [0, 1, 2]
     assert capfd.readouterr().err == ""
@@ -123,7 +123,7 @@ def test_progress_is_wanted_in_a_notebook(monkeypatch):
     monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
     kernel = type("Shell", (), {"kernel": object()})()
     monkeypatch.setattr(IPython, "get_ipython", lambda: kernel)
-    assert runtime.progress_wanted()
+    assert runtime.shows_progress()
 
 
 def test_cache_folder(monkeypatch, tmp_path):

@@ -77,7 +77,7 @@ def short(module):
 )
 def test_imports_are_followed_through_the_package(tmp_path, code, expected):
     found = package(tmp_path)
-    reached = found.dependencies(found.imported(code))
+    reached = found.dependencies(found.find_imports(code))
     assert {short(name) for name in reached} == expected
 
 
@@ -95,7 +95,7 @@ def test_only_code_counts(tmp_path):
 def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
     def digest(page, looks=LOOKS, **changes):
         found = package(tmp_path, looks, **changes)
-        return found.digest(found.imported(page), page)
+        return found.digest(found.find_imports(page), page)
 
     page = "from derived_book import sliders\nCOLORS['mgk']"
     before = digest(page)

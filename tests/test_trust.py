@@ -143,7 +143,7 @@ def test_a_trial_without_memory_says_nothing_of_the_kernel(monkeypatch, new_mach
 
 
 def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
-    monkeypatch.setattr(kernel_selftest, "trusted", None)  # calling it would raise
+    monkeypatch.setattr(kernel_selftest, "is_trusted", None)  # calling it would raise
     q, _, v = qkv("linear")
     get_attention("linear")(q, q, v)  # not causal
     get_attention("linear")(q, q, v, is_causal=True, feature_map=torch.square)
@@ -153,7 +153,7 @@ def test_nothing_is_tried_that_the_kernel_cannot_do(monkeypatch):
 
 def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeypatch):
     seen = []
-    monkeypatch.setattr(kernel_selftest, "trusted", lambda trial, *_: bool(seen.append(trial)))
+    monkeypatch.setattr(kernel_selftest, "is_trusted", lambda trial, *_: bool(seen.append(trial)))
     sizes = {"N": kernels.TRIED, "M": kernels.TRIED, "D": 5, "DV": 5}
     call("linear")
     call("mlk", priors=torch.ones(2, 2, device=DEVICE))
@@ -181,7 +181,7 @@ def test_a_file_that_is_broken_is_none(new_machine):
     for text in ("{", "[]"):
         kernel_selftest.file_of("trusted", device).write_text(text)
         kernel_selftest._verdicts.clear()
-        assert kernel_selftest.trusted(trial, device)
+        assert kernel_selftest.is_trusted(trial, device)
 
 
 def test_the_yardstick_is_exact(monkeypatch):
@@ -205,20 +205,20 @@ ONE, OTHER = (Trial("linear", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
 def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, another_process):
     monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
     device = torch.device(DEVICE)
-    assert kernel_selftest.trusted(ONE, device) and kernel_selftest.trusted(OTHER, device)
+    assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
     another_process()
     monkeypatch.setattr(kernel_selftest, "fault_of", None)  # nothing is tried again
-    assert kernel_selftest.trusted(ONE, device) and kernel_selftest.trusted(OTHER, device)
+    assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
 
 
 def test_what_may_not_be_tried_now_is_not_trusted_and_not_tried(monkeypatch):
     monkeypatch.setattr(
         kernel_selftest, "fault_of", lambda *_: pytest.fail("a compiler traces: no trial")
     )
-    assert not kernel_selftest.trusted(ONE, torch.device(DEVICE), first=False)
+    assert not kernel_selftest.is_trusted(ONE, torch.device(DEVICE), first=False)
     monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
-    assert kernel_selftest.trusted(ONE, torch.device(DEVICE))
-    assert kernel_selftest.trusted(ONE, torch.device(DEVICE), first=False)
+    assert kernel_selftest.is_trusted(ONE, torch.device(DEVICE))
+    assert kernel_selftest.is_trusted(ONE, torch.device(DEVICE), first=False)
 
 
 @pytest.mark.parametrize("folder", kernel_selftest.SOURCES)

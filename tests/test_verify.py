@@ -67,7 +67,7 @@ def test_verify_names_a_kernel_that_is_wrong_or_fails(two_problems, monkeypatch,
 
 
 def test_verify_without_a_gpu_and_an_interpreter_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "uses_interpreter", lambda: False)
     assert verify.main([]) == 2
     assert "no GPU" in capsys.readouterr().out
 

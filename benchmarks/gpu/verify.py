@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not kernels.available() or (device.type == "cpu" and not kernels.interpreted()):
+    if not kernels.available() or (device.type == "cpu" and not kernels.uses_interpreter()):
         print("No kernel can run here: there is no GPU, or no Triton. With TRITON_INTERPRET=1")
         print("some tiny problems run on the CPU.")
         return 2

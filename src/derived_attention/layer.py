@@ -335,7 +335,7 @@ class MultiheadAttention(nn.Module):
             check_no_bias("key_padding_mask", key_padding_mask, because)
             output, A = self._run_without_padding(inputs, mask, need_weights)
         else:
-            output, A = self.run(*_cleaned(mask, *inputs), mask, need_weights)
+            output, A = self.run(*_zero_padding(mask, *inputs), mask, need_weights)
         return output, A if A is None or not average_attn_weights else A.mean(-3)
 
     def _run_without_padding(
@@ -357,18 +357,18 @@ class MultiheadAttention(nn.Module):
         present = mask.keys.mT  # (B, N, 1)
         order = (~present).to(torch.uint8).sort(stable=True, dim=-2).indices
         back = order.argsort(-2)
-        query, key, value = (_moved(x.masked_fill(~present, 0), order) for x in inputs)
+        query, key, value = (_reorder(x.masked_fill(~present, 0), order) for x in inputs)
         moved = Mask(None, True)
-        moved.keys = _moved(present, order).mT
-        moved.queries = None if mask.queries is None else _moved(mask.queries.mT, order).mT
+        moved.keys = _reorder(present, order).mT
+        moved.queries = None if mask.queries is None else _reorder(mask.queries.mT, order).mT
         output, A = self.run(query, key, value, moved, need_weights)
         bias = self.out_proj.bias if self.projected else None
         of_zeros = output.new_zeros(()) if bias is None else bias.to(output.dtype)
-        output = torch.where(present, _moved(output, back), of_zeros)
+        output = torch.where(present, _reorder(output, back), of_zeros)
         if A is None:
             return output, None
         present, back = (x.unsqueeze(-3).expand(A.shape[:-1] + (1,)) for x in (present, back))
-        return output, _moved(_moved(A, back).mT, back).mT.masked_fill(~present, 0)
+        return output, _reorder(_reorder(A, back).mT, back).mT.masked_fill(~present, 0)
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, need_weights: bool = False
@@ -467,7 +467,9 @@ class MultiheadAttention(nn.Module):
         if values != keys:
             raise ValueError(f"value has the lengths {values}; expected those of key, {keys}")
         if self.paired and not self.cross and queries != keys:
-            raise ValueError(f"key has the lengths {keys}, and query {queries}; {self._paired()}")
+            raise ValueError(
+                f"key has the lengths {keys}, and query {queries}; {self._expected_inputs()}"
+            )
         q, k, v = (torch.nested.to_padded_tensor(x, 0.0) for x in inputs)
         output, A = self.forward(
             q, k, v, _beyond(keys, k), *rest, query_padding_mask=_beyond(queries, q)
@@ -510,7 +512,7 @@ class MultiheadAttention(nn.Module):
         check_shape("value", value, (*batch, M, self.vdim), meaning)
         if self.paired and not self.cross and M != N:
             actual = f"key has shape {tuple(key.shape)}, and there are {N} queries"
-            raise ValueError(f"{actual}; {self._paired()}")
+            raise ValueError(f"{actual}; {self._expected_inputs()}")
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether no closer look at the inputs is necessary."""
@@ -530,7 +532,7 @@ class MultiheadAttention(nn.Module):
             and (key.shape[-2] == N or not self.paired or self.cross)
         )  # fmt: skip
 
-    def _paired(self) -> str:
+    def _expected_inputs(self) -> str:
         """Return what self-attention expects, for messages."""
         advice = "for cross-attention make the layer with cross=True"
         advice = advice if self.alone else "a layer that mixes queries has no cross-attention"
@@ -646,12 +648,12 @@ def _head_sizes(E: int, H: int, head_dim: int | None, kv_heads: int | None) -> t
     return D, G
 
 
-def _moved(x: Tensor, order: Tensor) -> Tensor:
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
     """Put the steps of x (..., N, E) into an order (..., N, 1)."""
     return x.gather(-2, order.expand(*order.shape[:-1], x.shape[-1]))
 
 
-def _cleaned(
+def _zero_padding(
     mask: Mask, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Set padded keys and values to 0, and in padded queries only what is no finite number.

@@ -134,7 +134,7 @@ class Record(nn.Module):
         return ", ".join(f"{key}={x}" for key, x in self.options.items())
 
 
-def _recorded(layer: Any, name: str, H: int, D: int, length: int, path: str, options: Any) -> Any:
+def _add_record(layer: Any, name: str, H: int, D: int, length: int, path: str, options: Any) -> Any:
     """Add a record of the options that a layer was made with, including sample options."""
     sample = MECHANISMS[name].plug(length, H, D).keywords  # type: ignore[attr-defined]
     kept = {k: x for k, x in (sample | options).items() if k not in ("length", "device", "dtype")}
@@ -315,7 +315,7 @@ def _layer_for(module: Any, path: str, name: str, length: int, options: dict[str
     options = options | _if_taken(name, causal=causal)
     layer = make_heads(name, H, D, length, device=like.device, dtype=like.dtype, **options)
     layer.cross = cross
-    return _recorded(layer, name, H, D, length, path, options).train(module.training)
+    return _add_record(layer, name, H, D, length, path, options).train(module.training)
 
 
 def _configure(model: Any, layer: Any) -> None:
@@ -518,7 +518,7 @@ def _able(can: Callable[[Entry], bool]) -> str:
 
 
 @functools.lru_cache
-def _shared(name: str, H: int, D: int, causal: bool) -> Any:
+def _shared_layer(name: str, H: int, D: int, causal: bool) -> Any:
     """Return the layer, without parameters, that all modules that were not equipped share."""
     layer = make_heads(name, H, D, LENGTH, **_if_taken(name, causal=causal))
     if layer.state_dict():
@@ -548,7 +548,7 @@ def _attention_forward(
     _check_kind(name, causal, cross)
     if layer is None or layer.plugged != name:
         _check_family(type(module))  # type: ignore[arg-type]
-        layer = _shared(name, H, D, causal)
+        layer = _shared_layer(name, H, D, causal)
         config: Any = getattr(module, "config", None)
         if module.training and getattr(config, "_attn_implementation", None) == PREFIX + name:
             config.attn_implementation = PREFIX + name  # saved with what was trained with it
@@ -744,7 +744,7 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
         like = {"device": attn.qkv.weight.device, "dtype": attn.qkv.weight.dtype}
         H, D, length = attn.num_heads, attn.head_dim, first + math.prod(grid)
         layer = make_heads(name, H, D, length, **options, **like)
-        _recorded(layer, name, H, D, length, "", options)
+        _add_record(layer, name, H, D, length, "", options)
         parent, _, last = path.rpartition(".")
         replacement = TimmAttention(attn, name, layer).train(attn.training)
         setattr(model.get_submodule(parent), last, replacement)

@@ -781,7 +781,7 @@ def _register(item: str | None, kind: str, sides: tuple[Any, ...], mutant: Any) 
     else:
         exact = [_float(side, "") for side in sides]
         arrays = exact if mutant is None else [*exact, _float(mutant, "mutant")]
-        parts = [[x.tobytes().hex() for x in exact], _rounded(arrays)]
+        parts = [[x.tobytes().hex() for x in exact], _round_arrays(arrays)]
     digests = [hashlib.sha256(repr((kind, p)).encode()).hexdigest()[:16] for p in parts]
     keys = [(item.partition(".")[0], digest) for digest in digests]
     for key in keys:
@@ -791,7 +791,7 @@ def _register(item: str | None, kind: str, sides: tuple[Any, ...], mutant: Any) 
     return " ".join(digests)
 
 
-def _rounded(arrays: list[np.ndarray]) -> list:
+def _round_arrays(arrays: list[np.ndarray]) -> list:
     """Return the largest entry, and the shape and a mean of each array, to nine digits."""
     arrays = [np.where(np.isfinite(x), x, 0) for x in arrays]
     largest = max(float(np.abs(x).max()) for x in arrays) or 1.0

@@ -304,21 +304,21 @@ def strange(code: str) -> list[str]:
 # --- running it ----------------------------------------------------------------------------------
 
 
-def fenced(course: str, scratch: str) -> list[str]:
+def fence_command(course: str, scratch: str) -> list[str]:
     """Return the start of a command that sees no course, no network, and can write to scratch."""
     return [*FENCE, "sh", "-c", HIDDEN, os.path.realpath(course), os.path.realpath(scratch)]
 
 
 @cache
 def fence_works() -> bool:
-    """Say whether this machine lets its users put up that fence."""
+    """Return whether this machine lets its users put up that fence."""
     with tempfile.TemporaryDirectory() as parent:
         course, scratch, beside = (Path(parent, x) for x in ("course", "scratch", "beside"))
         course.mkdir()
         scratch.mkdir()
         (course / "marks").touch()
         test = f'test ! -e "{course}/marks" && touch here && ! touch "{beside}"'
-        command = [*fenced(str(course), str(scratch)), "sh", "-c", test]
+        command = [*fence_command(str(course), str(scratch)), "sh", "-c", test]
         try:
             return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
@@ -338,7 +338,7 @@ class LimitedKernel(AsyncKernelManager):
         """Return the command of the kernel, behind those that limit it."""
         limits = [CPU_SECONDS, MEMORY // 2**10, FILE // 512]
         command = super().format_kernel_cmd(extra_arguments)
-        before = fenced(os.getcwd(), self.scratch.name) if fence_works() else []
+        before = fence_command(os.getcwd(), self.scratch.name) if fence_works() else []
         return [*before, "sh", "-c", LIMITED, *map(str, limits), *command]
 
     async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]

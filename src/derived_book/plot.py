@@ -146,12 +146,12 @@ def show(fig: Figure, alt: str) -> None:
     check_alt(alt)
     _prepare(fig)
     cuts = _cuts(fig)
-    pieces = _cut(svg_tree(fig, alt), cuts)
+    pieces = _split_drawing(svg_tree(fig, alt), cuts)
     plt.close(fig)
-    display_markup(_beside(pieces, cuts, alt), alt)
+    display_markup(_place_side_by_side(pieces, cuts, alt), alt)
 
 
-def _beside(pieces: list[ET.Element], cuts: list[float], alt: str) -> str:
+def _place_side_by_side(pieces: list[ET.Element], cuts: list[float], alt: str) -> str:
     """Return HTML with the pieces side by side if their type is then legible, else stacked."""
     least, most = LEAST_TYPE / _type_size(pieces) / 16, MOST / 16  # rem per point
     for piece, (low, high) in zip(pieces, pairwise(cuts), strict=True):
@@ -217,7 +217,7 @@ def _extent(axes: Axes) -> tuple[float, float]:
     return 72 * box.x0 / axes.figure.dpi, 72 * box.x1 / axes.figure.dpi
 
 
-def _cut(root: ET.Element, cuts: list[float]) -> list[ET.Element]:
+def _split_drawing(root: ET.Element, cuts: list[float]) -> list[ET.Element]:
     """Split a drawing into one drawing for each piece between `cuts`."""
     if len(cuts) == 2:
         return [root]

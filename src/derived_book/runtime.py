@@ -192,7 +192,7 @@ _checked = _Checked()
 
 
 @contextlib.contextmanager
-def values_checked() -> Iterator[None]:
+def skip_range_checks() -> Iterator[None]:
     """Say, in a with block, that data are checked already: no GPU is asked for their range again.
 
     Only in this thread.
@@ -205,11 +205,11 @@ def values_checked() -> Iterator[None]:
 
 
 def may_ask(x: torch.Tensor) -> bool:
-    """Return whether the range of x is to be checked: on a GPU not in `values_checked`."""
+    """Return whether the range of x is to be checked: on a GPU not in `skip_range_checks`."""
     return x.device.type == "cpu" or not _checked.values
 
 
-def progress_wanted() -> bool:
+def shows_progress() -> bool:
     """Return whether progress bars are shown: in a terminal and in a notebook.
 
     ``DERIVED_ATTENTION_PROGRESS`` overrides this. The build of the book sets it to ``0``, because
@@ -246,7 +246,7 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
     label : str
         The text in front of the bar.
     show : bool
-        False for no bar; True for a bar if `progress_wanted` returns True.
+        False for no bar; True for a bar if `shows_progress` returns True.
 
     Yields
     ------
@@ -260,11 +260,11 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
     ...         pass
     """
     global _bar
-    if not (show and progress_wanted()):
+    if not (show and shows_progress()):
         yield steps
         return
     if _bar is not None:
-        yield _reported(steps, label, _bar)
+        yield _report_steps(steps, label, _bar)
         return
     with warnings.catch_warnings():
         # Without ipywidgets tqdm falls back to a text bar; its warning would stay in the page.
@@ -277,7 +277,7 @@ def progress(steps: Iterable[T], label: str, show: bool = True) -> Iterator[Iter
         _bar = None
 
 
-def _reported(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
+def _report_steps(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
     """Yield the steps; show their number behind `bar`, at most five times a second."""
     total = f"/{len(steps)}" if isinstance(steps, Sized) else ""
     updated = 0.0

@@ -27,11 +27,11 @@ from torch import float32 as F32
 from derived_attention import formulas
 from derived_attention.common.checks import (
     Mechanism,
+    accumulation_dtype,
     check_callable,
     check_flag,
     check_parameter,
     check_positive,
-    wide,
 )
 from derived_attention.common.convention import (
     call,
@@ -231,7 +231,7 @@ def check_normalization(
         heads = (q.shape[-3],) if q.dim() > 2 else (1,)
         meaning = "one number, or one per head of q"
         check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
-        return beta.to(wide(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
+        return beta.to(accumulation_dtype(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
     if isinstance(beta, bool) or not isinstance(beta, (int, float)):
         kind = type(beta).__name__
         raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")

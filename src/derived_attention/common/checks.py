@@ -114,12 +114,12 @@ def check_mask_kind(name: str, mask: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on device {mask.device}; expected {device}, that of the query")
 
 
-def wide(x: Tensor) -> torch.dtype:
+def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which sums of x are taken: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def may_look_at(x: Tensor) -> bool:
+def has_concrete_values(x: Tensor) -> bool:
     """Return whether the numbers of x can be read by Python code.
 
     They cannot under a compiler, during the capture of a CUDA graph, of a meta or fake tensor, or
@@ -140,16 +140,16 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     """Refuse NaN and +inf in a floating mask, which would make every output of the row NaN.
 
     On a GPU it waits for the device, once per call and only for a floating mask: a boolean mask or
-    ``is_causal`` costs nothing. It is skipped where `may_look_at` is False.
+    ``is_causal`` costs nothing. It is skipped where `has_concrete_values` is False.
     """
-    if mask.dtype != torch.bool and may_look_at(mask) and not bool((mask < math.inf).all()):
+    if mask.dtype != torch.bool and has_concrete_values(mask) and not bool((mask < math.inf).all()):
         bad = "NaN" if bool(mask.isnan().any()) else "+inf"
         raise ValueError(f"{name} contains {bad}; expected finite numbers or -inf")
 
 
 def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
-    """Refuse a floating mask with numbers other than 0 and -inf, where `may_look_at` is True."""
-    if mask.dtype == torch.bool or not may_look_at(mask):
+    """Refuse a floating mask with numbers other than 0 and -inf, if it has concrete values."""
+    if mask.dtype == torch.bool or not has_concrete_values(mask):
         return
     if not bool(((mask == 0) | (mask == -math.inf)).all()):
         raise ValueError(f"{name} has numbers other than 0 and -inf; expected no others: {because}")
@@ -159,9 +159,9 @@ def check_numbers(name: str, x: Tensor, kind: str = "finite") -> None:
     """Refuse numbers of a parameter that are outside of a range in `RANGES`, and NaN.
 
     A softmax or a division could turn them into a plausible result. The check is skipped on a GPU,
-    where every training step would have to wait for it, and where `may_look_at` is False.
+    where every training step would have to wait for it, and where `has_concrete_values` is False.
     """
-    if x.device.type != "cpu" or not may_look_at(x):
+    if x.device.type != "cpu" or not has_concrete_values(x):
         return
     if not bool((right := RANGES[kind](x.detach())).all()):
         wrong = float(x.detach()[~right][0])

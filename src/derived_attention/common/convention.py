@@ -30,13 +30,13 @@ from torch import Tensor
 from derived_attention.common.checks import (
     FLOATING,
     Mechanism,
+    accumulation_dtype,
     check_callable,
     check_flag,
     check_mask,
     check_positive,
     check_probability,
     check_qkv,
-    wide,
 )
 from derived_attention.common.masks import Mask, settled
 
@@ -171,7 +171,7 @@ def mechanism(
         if drops:
             options["dropout_p"] = dropout_p
         elif dropout_p > 0:
-            return _dropped(attend, q, k, v, mask, scale, options, dropout_p)
+            return _attend_with_dropout(attend, q, k, v, mask, scale, options, dropout_p)
         return run(q, k, v, mask, scale, **options)
 
     vars(attend).update(properties, form=None if drops else run)
@@ -307,7 +307,7 @@ def has_state(attention: Mechanism) -> bool:
     return getattr(unwrap(attention)[0], "state", None) is not None
 
 
-def _dropped(
+def _attend_with_dropout(
     attention: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None,
     options: dict[str, Any], dropout_p: float,
 ) -> Tensor:  # fmt: skip
@@ -436,7 +436,7 @@ def in_full(form: Mechanism) -> Mechanism:
     def run(
         q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
     ) -> Tensor:
-        dtype = wide(q)
+        dtype = accumulation_dtype(q)
         for name, x in options.items():
             if isinstance(x, Tensor) and x.is_floating_point():
                 options[name] = x.to(dtype)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.common.checks import check_count, check_shape, wide
+from derived_attention.common.checks import accumulation_dtype, check_count, check_shape
 from derived_attention.common.pooling import Pooling, average_pooling, blank
 
 
@@ -73,7 +73,7 @@ def wavelet_filter(wavelet: Any) -> Filter:
             kept = average_pooling(x, scale, present)[1]
 
         def pool(y: Tensor) -> Tensor:
-            z = y.to(wide(y))
+            z = y.to(accumulation_dtype(y))
             if present is not None:
                 z = torch.where(present[..., None], z, _mean(z, present))
             missing = -z.shape[-2] % scale if z.shape[-2] else 0
@@ -86,7 +86,7 @@ def wavelet_filter(wavelet: Any) -> Filter:
         return pool, kept
 
     def up(y: Tensor, scale: int, N: int) -> Tensor:
-        z = y.to(wide(y))
+        z = y.to(accumulation_dtype(y))
         for _ in range(check_levels(scale) if N else 0):
             z = _synthesise(z, dual)
         return z[..., :N, :].to(y.dtype)

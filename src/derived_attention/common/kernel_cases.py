@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derived_attention.common.kernels import NAMES, interpreted
+from derived_attention.common.kernels import NAMES, uses_interpreter
 from derived_attention.registry import MECHANISMS, get_attention
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}  # "bf16", "fp16", "fp32"
@@ -172,7 +172,7 @@ def compare(trial: Trial, device: Any = "cpu", seed: int = 0) -> Comparison:
     kernel, pytorch, other = ({x: error(run[x], truth[x]) for x in truth} for run in runs)
     # The result itself is rounded, too: by a number between −1 and 1 times the unit.
     sums = unit(torch.float32) * math.sqrt(max(trial.N, trial.M))
-    last = (unit(dtype_of(trial)) + (0 if interpreted() else sums)) / math.sqrt(3)
+    last = (unit(dtype_of(trial)) + (0 if uses_interpreter() else sums)) / math.sqrt(3)
     return Comparison(trial, kernel, pytorch, {x: y + last for x, y in other.items()})
 
 
@@ -181,7 +181,7 @@ def unit(dtype: torch.dtype) -> float:
 
     The interpreter cuts numbers off for bfloat16, which is twice as much.
     """
-    cut = dtype == torch.bfloat16 and interpreted()
+    cut = dtype == torch.bfloat16 and uses_interpreter()
     return torch.finfo(dtype).eps / (1 if cut else 2)
 
 
@@ -201,7 +201,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def repeats(trial: Trial, times: int, device: Any = "cpu") -> bool:
-    """Say whether a kernel gives the same bits every time, whatever was in its memory before."""
+    """Return whether a kernel gives the same bits every time, whatever was in its memory before."""
     tensors, options = inputs(trial, device)
     first, *others = (results(trial, tensors, options | {"fused": True}) for _ in range(times))
     return all(torch.equal(x[name], first[name]) for x in others for name in first)

@@ -25,8 +25,8 @@ SOURCES = ("common", "linear", "sparse")
 _verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
 
 
-def trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
-    """Say whether a kernel agrees with PyTorch's form on a device; try it if nobody has.
+def is_trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
+    """Return whether a kernel agrees with PyTorch's form on a device; try it if nobody has.
 
     Unless this may be the `first` call of the kind, one that nobody has tried is not trusted.
 
@@ -92,7 +92,7 @@ def fault_of(trial: Trial, device: torch.device) -> str:
 
 
 def usable(device: torch.device) -> bool:
-    """Say whether a GPU can still compute in this process, as after a wrong address it cannot."""
+    """Return whether a GPU can still compute in this process, not so after a wrong address."""
     try:
         return bool(torch.ones(1, device=device).sum() == 1)
     except RuntimeError:

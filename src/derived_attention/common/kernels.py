@@ -17,7 +17,7 @@ least, which would want tiles of their own, and nobody has tried one. Without a 
 as the tests do; `benchmarks.gpu.resources` compiles them ahead of time.
 
 The modules called ``triton`` import Triton, which comes with PyTorch's builds for CUDA: import them
-where `chosen` has returned True.
+where `should_run_kernel` has returned True.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from derived_attention.common.checks import may_look_at
+from derived_attention.common.checks import has_concrete_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
@@ -83,7 +83,7 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def available() -> bool:
-    """Say whether a version of Triton is installed that the kernels are tested on."""
+    """Return whether a version of Triton is installed that the kernels are tested on."""
     try:
         import triton
     except ImportError:
@@ -99,8 +99,8 @@ def versions() -> dict[str, str]:
 
 
 @constant
-def interpreted() -> bool:
-    """Say whether kernels run in Triton's interpreter, and so on the CPU too."""
+def uses_interpreter() -> bool:
+    """Return whether kernels run in Triton's interpreter, and so on the CPU too."""
     return available() and _has_interpreter()
 
 
@@ -117,8 +117,8 @@ def _has_interpreter() -> bool:
     return not isinstance(triton.jit(kernel), triton.JITFunction)
 
 
-def chosen(fused: bool | None, *tensors: Tensor, problem: Problem | None = None) -> bool:
-    """Say whether a mechanism is to run its kernel on `tensors`, which share a dtype and a device.
+def should_run_kernel(fused: bool | None, *tensors: Tensor, problem: Problem | None = None) -> bool:
+    """Return whether to run a kernel on `tensors`, which share a dtype and a device.
 
     Parameters
     ----------
@@ -142,14 +142,14 @@ def chosen(fused: bool | None, *tensors: Tensor, problem: Problem | None = None)
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
     if fused is None:
-        return problem is not None and _trusted(tensors, problem)
+        return problem is not None and _is_trusted(tensors, problem)
     if fused and (obstacle := _obstacle(tensors)):
         raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
     return fused
 
 
-def _trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
-    """Say whether a kernel runs where nobody has asked for one."""
+def _is_trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
+    """Return whether a kernel runs where nobody has asked for one."""
     if not (_may_try(tensors) and all(x.numel() for x in tensors)):
         return False
     fields = problem()
@@ -162,28 +162,28 @@ def _trusted(tensors: tuple[Tensor, ...], problem: Problem) -> bool:
 
 @constant
 def _agrees(device: torch.device, dtype: torch.dtype, first: bool, **fields: Any) -> bool:
-    """Say whether a kernel has agreed, or agrees now, if this may be the `first` call of a kind."""
+    """Return whether a kernel has agreed, or agrees now if this may be the `first` call."""
     trust = importlib.import_module(
         "derived_attention.common.kernel_selftest"
     )  # which calls mechanisms
     sizes = {"N": TRIED, "M": TRIED + fields.get("prefix", 0)}
     trial = trust.Trial(dtype=NAMES[dtype], **sizes, **fields)
-    return bool(trust.trusted(trial, device, first))
+    return bool(trust.is_trusted(trial, device, first))
 
 
 def _may_try(tensors: tuple[Tensor, ...]) -> bool:
-    """Say whether a kernel could run on a GPU here, and be tried first."""
+    """Return whether a kernel could run on a GPU here, and be tried first."""
     q = tensors[0]
     if not q.is_cuda or q.dtype not in DTYPES:
         return False
     if not torch.compiler.is_compiling():
-        if not all(map(may_look_at, tensors)):
+        if not all(map(has_concrete_values, tensors)):
             return False  # nothing to try it on; and captured graphs must not wait for a trial
         if any(unpack_dual(x).tangent is not None for x in tensors):
             return False  # kernels have no forward mode
         if is_in_torch_dispatch_mode():
             return False  # what counts operations, say, sees none of a kernel's
-    return not (interpreted() or _obstacle(tensors))
+    return not (uses_interpreter() or _obstacle(tensors))
 
 
 def _obstacle(tensors: tuple[Tensor, ...]) -> str:
@@ -202,7 +202,7 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str:
     """Return what kernels want, and neither this machine nor a tensor q has, or nothing."""
     if not available():
         return f"Triton {'.'.join(map(str, OLDEST))} or newer is not installed"
-    if interpreted():
+    if uses_interpreter():
         return ""
     if device.type != "cuda":
         return f"q is on {device}: kernels run on CUDA, or with TRITON_INTERPRET=1"

@@ -22,7 +22,7 @@ from derived_attention.common.checks import (
     check_mask_kind,
     check_mask_values,
     check_shape,
-    may_look_at,
+    has_concrete_values,
 )
 
 ABSENT = -(2.0**13)  # every dtype can represent -8192, and its exponential is 0 in all of them
@@ -54,12 +54,12 @@ def open_dead_rows(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     if attn_mask.dtype == torch.bool:
         alive = attn_mask.any(-1, keepdim=True)
         return attn_mask | ~alive, alive
-    attn_mask = narrowed(attn_mask, dtype)  # first, as it may turn a number into -inf
+    attn_mask = cast_mask(attn_mask, dtype)  # first, as it may turn a number into -inf
     alive = (attn_mask != -math.inf).any(-1, keepdim=True)
     return attn_mask.masked_fill(~alive, 0), alive
 
 
-def narrowed(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_mask(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a floating mask; of finite numbers, only negative ones may become infinite."""
     limit = torch.finfo(dtype).max
     wider = torch.finfo(attn_mask.dtype).max > limit
@@ -79,7 +79,7 @@ def settled(attn_mask: Tensor) -> Tensor:
     if attn_mask.dtype == torch.bool:
         return attn_mask
     absent = attn_mask <= ABSENT
-    if may_look_at(attn_mask) and not bool((absent & (attn_mask != -math.inf)).any()):
+    if has_concrete_values(attn_mask) and not bool((absent & (attn_mask != -math.inf)).any()):
         return attn_mask
     return attn_mask.masked_fill(absent, -math.inf)
 
@@ -218,7 +218,7 @@ class Mask:
         mask = self.per_key()
         if mask is None or mask.dtype == torch.bool or mask.numel() == 0:
             return self.presence(k).to(k.dtype)
-        mask = narrowed(mask, k.dtype)
+        mask = cast_mask(mask, k.dtype)
         top = mask.amax(-1, keepdim=True)  # with its gradient: it may not divide out
         share = (mask - top.masked_fill(top == -math.inf, 0)).exp().squeeze(-2)
         return share.expand(*share.shape[:-1], k.shape[-2])
@@ -252,7 +252,7 @@ class Mask:
         mask = self.per_key() if per_key else self.given
         if mask is None or mask.dtype == torch.bool or mask.numel() == 0:
             return None if mask is None else mask.to(dtype)
-        mask = narrowed(mask, dtype)
+        mask = cast_mask(mask, dtype)
         top = mask.detach().amax(-1, keepdim=True)  # so that the exponential does not overflow
         return (mask - top.masked_fill(top == -math.inf, 0)).exp()
 

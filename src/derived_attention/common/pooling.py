@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import check_count, wide
+from derived_attention.common.checks import accumulation_dtype, check_count
 from derived_attention.common.convention import extend, full_precision
 from derived_attention.common.masks import Mask
 from derived_attention.layer import Heads
@@ -41,7 +41,7 @@ def average_pooling(x: Tensor, scale: int, present: Tensor | None) -> tuple[Pool
     count = windows(keep[..., None], scale).sum(-2)  # (..., M/s, 1)
 
     def pool(y: Tensor) -> Tensor:
-        total = windows(blank(y, present), scale).sum(-2, dtype=wide(y))
+        total = windows(blank(y, present), scale).sum(-2, dtype=accumulation_dtype(y))
         return (total / count.clamp(min=1)).to(y.dtype)
 
     return pool, None if present is None else (count > 0).squeeze(-1)
@@ -142,7 +142,7 @@ def blank(x: Tensor, present: Tensor | None, fill: float = 0.0) -> Tensor:
 @torch.no_grad()
 def _clusters(x: Tensor, scale: int, present: Tensor | None) -> Tensor:
     """Label each step with its nearest centre, after `KMEANS_STEPS` steps of Lloyd's algorithm."""
-    x = blank(x.detach().to(wide(x)), present)
+    x = blank(x.detach().to(accumulation_dtype(x)), present)
     # Subtract the mean, which would not cancel exactly in x·c − |c|²/2; also from absent steps.
     x = x - x.mean(-2, keepdim=True) if present is None else x - _mean(x, present)
     pool, kept = average_pooling(x, scale, present)
@@ -176,7 +176,7 @@ def _cluster_means(
     x: Tensor, labels: Tensor, K: int, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return means (..., K, D) of the steps with each label, and counts (..., K), in float32."""
-    dtype = wide(x)
+    dtype = accumulation_dtype(x)
     weight = torch.ones_like(labels, dtype=dtype)
     weight = weight if present is None else weight * present
     count = weight.new_zeros(*labels.shape[:-1], K).scatter_add(-1, labels, weight)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from derived_attention.common.kernels import interpreted
+from derived_attention.common.kernels import uses_interpreter
 
-INTERPRETED = tl.constexpr(interpreted())
+INTERPRETED = tl.constexpr(uses_interpreter())
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def launch(
         kernel[grid](**{name: arguments[name] for name in names})
 
 
-def padded(size: int, least: int = 16) -> int:
+def tile_width(size: int, least: int = 16) -> int:
     """Return the width of a tile for a size: a power of two, at least 16 for a product."""
     return max(least, triton.next_power_of_2(size))
 
@@ -126,7 +126,7 @@ def narrowest(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Say whether a device has compute capability 9.0, as the H100 and the H200 have."""
+    """Return whether a device has compute capability 9.0, as the H100 and the H200 have."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
+    accumulation_dtype,
     check_callable,
     check_count,
     check_flag,
     check_floating,
     check_query_mask,
-    wide,
 )
 from derived_attention.common.convention import call, mechanism, plain, reference
 from derived_attention.common.masks import Mask
@@ -239,7 +239,7 @@ class _ShiftedSum(torch.autograd.Function):
 
 def _products(grad: Tensor, x: Tensor, offsets: Offsets) -> Tensor:
     """Return Σ_i g_i · x_{i + o_t} for each head and tap: (H, taps)."""
-    grad, x = grad.to(wide(x)), x.to(wide(x))
+    grad, x = grad.to(accumulation_dtype(x)), x.to(accumulation_dtype(x))
     head = x.dim() - len(offsets[0]) - 2
     others = [d for d in range(x.dim()) if d != head]
     pairs = _overlaps(grad, x, offsets)

@@ -23,13 +23,13 @@ from torch import Tensor
 from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
+    accumulation_dtype,
     broadcasts,
     check_flags,
     check_keys,
     check_no_bias,
     check_numbers,
     check_parameter,
-    wide,
 )
 from derived_attention.common.convention import (
     full_precision,
@@ -141,7 +141,7 @@ def prepare_writes(
     check_flags(erase=erase)
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, UNWEIGHTED)
-    dtype = wide(k)
+    dtype = accumulation_dtype(k)
     k, v = k.to(dtype), v.to(dtype)
     present = None if mask.given is None and mask.keys is None else mask.presence(k)
     if beta is not None:

@@ -23,12 +23,12 @@ from torch import Tensor
 from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
+    accumulation_dtype,
     check_callable,
     check_causal_state,
     check_keys,
     check_parameter,
     check_shape,
-    wide,
 )
 from derived_attention.common.convention import (
     extend,
@@ -37,7 +37,7 @@ from derived_attention.common.convention import (
     prepare,
     reference,
 )
-from derived_attention.common.kernels import chosen
+from derived_attention.common.kernels import should_run_kernel
 from derived_attention.common.masks import Mask, divide
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
@@ -157,7 +157,7 @@ def linear_attention(
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)
     elu = feature_map is elu_feature_map
-    if (fused is not None or mask.is_causal) and chosen(
+    if (fused is not None or mask.is_causal) and should_run_kernel(
         fused, q, k, v, problem=lambda: causal_problem("linear", mask, elu, q, v)
     ):
         if elu:
@@ -172,7 +172,7 @@ def weighted_means(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Mask, state: Tensor | None = None
 ) -> Tensor:
     """H = φ(Q) (φ(K)ᵀ V) / (φ(Q) φ(K)ᵀ 1), of features (..., N, F) and (..., M, F) of tokens."""
-    if mask.given is not None and (factor := mask.factor(wide(phi_q))) is not None:
+    if mask.given is not None and (factor := mask.factor(accumulation_dtype(phi_q))) is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
     with full_precision(v.device):
         values = with_ones(v, phi_k.dtype)
@@ -270,7 +270,7 @@ def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
     columns = phi.shape[-1] if phi.dim() and phi.shape[-1] else "F"
     expected = (*x.shape[:-1], columns)
     check_shape("the result of feature_map", phi, expected, "the tokens of its argument, F ≥ 1")
-    return phi.to(wide(x))
+    return phi.to(accumulation_dtype(x))
 
 
 # --- the formulas, with the same arguments ---

@@ -39,11 +39,11 @@ from derived_attention.common.triton import (
     load_numbers,
     load_rows,
     narrowest,
-    padded,
     precision,
     scores,
     store_numbers,
     store_rows,
+    tile_width,
 )
 
 WIDEST = 128  # features: a longer row spills registers
@@ -95,7 +95,7 @@ def values_at_once(F: int, options: Options, least: int = 16) -> int:
         return 0
     if options.product != torch.bfloat16 and options.precision == "ieee":
         return 16  # without tensor cores products take more registers
-    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // padded(F, least)
+    return (128 * 64 if options.product == torch.bfloat16 else 128 * 16) // tile_width(F, least)
 
 
 # --- what kernels share --------------------------------------------------------------------------
@@ -536,7 +536,7 @@ class _Call:
         segment = segment_length(N, self.heads, q.device)
         self.count = triton.cdiv(N, segment)
         least = narrowest(options.product, q.device)
-        self.sizes = padded(D, least), padded(DV, least), options
+        self.sizes = tile_width(D, least), tile_width(DV, least), options
         self.pool: dict[str, Any] = {"N": N, "M": M, "H": H, "segment": segment}
         self.pool |= {"scale": options.scale, "priors": q, "priors_h": 0}
         self.size = self.sizes[0] * (self.sizes[1] + 1)  # of a state
@@ -591,7 +591,7 @@ def _constants(
     return {
         "D": D, "DV": DV, "R": R, "ELU": options.elu, "MIXED": mixed,
         "NORMALIZE": options.normalize, "TINY": torch.finfo(acc).tiny,
-        "F": padded(D, least), "V": padded(DV, least), "RP": triton.next_power_of_2(R),
+        "F": tile_width(D, least), "V": tile_width(DV, least), "RP": triton.next_power_of_2(R),
         "DOT": TL[options.product], "PRECISION": options.precision, **TILE,
     }  # fmt: skip
 
@@ -612,7 +612,7 @@ def launches(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[Launch]:
     """Return the kernels as `linear_attention` launches them, everywhere with the same sizes."""
     options = Options(1.0, True, True, dtype)
     values = min(head_dim, values_at_once(head_dim, options))
-    sizes = padded(head_dim), padded(values), options
+    sizes = tile_width(head_dim), tile_width(values), options
     tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     types = TYPES | dict.fromkeys(tensors, f"*{NAMES[dtype]}")
     constants = _constants(head_dim, values, 1, options, False) | {"REVERSE": True}

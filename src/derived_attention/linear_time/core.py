@@ -27,10 +27,10 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
+    accumulation_dtype,
     check_count,
     check_parameter,
-    may_look_at,
-    wide,
+    has_concrete_values,
 )
 from derived_attention.common.convention import (
     depends_on_position,
@@ -41,7 +41,7 @@ from derived_attention.common.convention import (
     reference,
     reference_of,
 )
-from derived_attention.common.masks import Mask, masked_softmax, narrowed
+from derived_attention.common.masks import Mask, cast_mask, masked_softmax
 from derived_attention.linear.core import (
     CHUNK,
     FeatureMap,
@@ -88,7 +88,7 @@ def check_projections(
     if value_projection is not None:
         meaning = "the shape of key_projection"
         G = check_parameter("value_projection", value_projection, q, (tuple(E.shape),), meaning)
-    E, G = E.to(wide(q)), G.to(wide(q))
+    E, G = E.to(accumulation_dtype(q)), G.to(accumulation_dtype(q))
     return {"key_projection": E[:, :M], "value_projection": G[:, :M]}
 
 
@@ -179,7 +179,7 @@ def positive_features(x: Tensor, projection: Tensor) -> Tensor:
 def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
     """Return log √R φ(√scale x) (..., R), float32 at least: one product with [√scale W, 1]."""
     with full_precision(x.device):
-        x, W = x.to(wide(x)), math.sqrt(scale) * W.to(wide(x))
+        x, W = x.to(accumulation_dtype(x)), math.sqrt(scale) * W.to(accumulation_dtype(x))
         squares = x.square().sum(-1, keepdim=True)
         return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
 
@@ -221,7 +221,7 @@ def performer_attention(
     W, scale = projection, scale or 1 / math.sqrt(q.shape[-1])
     N, M = q.shape[-2], k.shape[-2]
     size = SEGMENT if q.device.type == "cpu" else max(N, M, 1)
-    rows = math.sqrt(scale) * W.to(wide(q))
+    rows = math.sqrt(scale) * W.to(accumulation_dtype(q))
 
     def queries(x: Tensor) -> Tensor:  # without -‖q‖²/2, which divides out
         return x.to(rows.dtype) @ rows.mT
@@ -238,7 +238,7 @@ def performer_attention(
         parts = [_logarithms(x, W, scale) for x in k.split(size, -2)]  # (..., m, R)
         if mask.given is not None:
             columns = mask.given.expand(*mask.given.shape[:-1], M).mT.split(size, -2)
-            parts = [_masked(x, column) for x, column in zip(parts, columns, strict=True)]
+            parts = [_add_mask(x, column) for x, column in zip(parts, columns, strict=True)]
         tops = [x.detach().amax(-2, keepdim=True) for x in parts if M]
         c = functools.reduce(torch.maximum, tops, rows.new_full((), -math.inf))
         c = c.masked_fill(c == -math.inf, 0)  # all keys are masked
@@ -272,7 +272,7 @@ def _causal(
     tops = tops.cummax(-3).values.clamp(min=low)
     before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
     shrink, room = (before - after).mT.exp(), math.log(torch.finfo(logs.dtype).max) / 2
-    grows = not may_look_at(logs) or bool((after - before > room).any())
+    grows = not has_concrete_values(logs) or bool((after - before > room).any())
     relative = logs - before if grows else logs.sub_(before)  # logs are used again if they grow
     K = (relative.clamp(max=room) if grows else relative).exp_()
     Q, _ = _powers(a + before if grows else a.add_(before))
@@ -341,11 +341,11 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tenso
     return functools.reduce(torch.add, parts)
 
 
-def _masked(logs: Tensor, column: Tensor) -> Tensor:
+def _add_mask(logs: Tensor, column: Tensor) -> Tensor:
     """Add a mask over keys (..., M, 1) to logarithms (..., M, R)."""
     if column.dtype == torch.bool:
         return logs.masked_fill(~column, -math.inf)
-    return logs + narrowed(column, logs.dtype)
+    return logs + cast_mask(column, logs.dtype)
 
 
 # --- FMM: softmax for near keys, features for far ones -------------------------------------------
@@ -415,7 +415,7 @@ def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
     shapes = (), tuple(q.shape[-3:-2])
     meaning = "one number, or one for each head"
     weight = check_parameter(name, weight, q, shapes, meaning, "finite")
-    return weight.to(wide(q))[..., None, None]
+    return weight.to(accumulation_dtype(q))[..., None, None]
 
 
 # --- Luna: fewer keys, by another attention ------------------------------------------------------
@@ -461,7 +461,7 @@ def luna_attention(
     packed : Tensor
         P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
     """
-    dtype = wide(q)
+    dtype = accumulation_dtype(q)
     with full_precision(q.device):
         scores = (scale or 1 / math.sqrt(q.shape[-1])) * packed.to(dtype) @ k.to(dtype).mT
         A = masked_softmax(scores, mask.per_key())  # (..., l, M), zeros if no key is present

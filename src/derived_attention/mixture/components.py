@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import (
+    accumulation_dtype,
     autocasts,
     check_flags,
     check_parameter,
     check_positive,
-    wide,
 )
 from derived_attention.common.masks import Mask, nearer_zero, shared_offset
 
@@ -45,7 +45,7 @@ class Components(NamedTuple):
     dtype: torch.dtype  # in which SDPA computes
 
     @property
-    def wide(self) -> torch.dtype:
+    def accumulation_dtype(self) -> torch.dtype:
         """The dtype of scores that are stored, float32 at least."""
         return self.precisions.dtype
 
@@ -69,13 +69,16 @@ def components_of(
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
     if priors is None:
-        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=wide(q), device=k.device)
+        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=accumulation_dtype(q), device=k.device)
     else:
-        pi = per_component("priors", priors, k).to(wide(q))
+        pi = per_component("priors", priors, k).to(accumulation_dtype(q))
         positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
         log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
     if isinstance(variances, Tensor):
-        precisions, scale = 1 / per_component("variances", variances, k).to(wide(q)), 1.0
+        precisions, scale = (
+            1 / per_component("variances", variances, k).to(accumulation_dtype(q)),
+            1.0,
+        )
     else:
         variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
         precisions, scale = log_weights.new_ones(k.shape[-3], 1, 1), scale or 1 / variance

@@ -37,13 +37,13 @@ from derived_attention.common.blocks import (
     spread_product,
 )
 from derived_attention.common.checks import (
+    accumulation_dtype,
     check_flag,
     check_mask_kind,
     check_shape,
-    wide,
 )
 from derived_attention.common.convention import call, full_precision, mechanism, prepare, reference
-from derived_attention.common.kernels import chosen
+from derived_attention.common.kernels import should_run_kernel
 from derived_attention.common.masks import BlockMask, Mask, allowed, masked_softmax
 from derived_attention.linear.core import (
     apply_feature_map,
@@ -105,13 +105,19 @@ def mixture_attention(
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
-    form = _joined
+    form = _attend_joined_keys
     if k.shape[-3] > 1 and hard:
         form = _largest
     elif k.shape[-3] > 1 and mask.is_causal and k.shape[-2] > SHORT:
-        form = _summed
+        form = _sum_components
     with full_precision(v.device):
-        Q, K = features(q, k, parts, mask, parts.dtype if form is _joined else parts.wide)
+        Q, K = features(
+            q,
+            k,
+            parts,
+            mask,
+            parts.dtype if form is _attend_joined_keys else parts.accumulation_dtype,
+        )
         return form(Q, K, v, mask, parts.scale).to(q.dtype)
 
 
@@ -123,7 +129,7 @@ def hard_mixture_attention(
     return call(mixture_attention, q, k, v, mask, scale, hard=True, **mixture)
 
 
-def _joined(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _attend_joined_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     """Attend to R M keys at once, k (..., R, M, E), with each value R times.
 
     If causal, the keys of a token are neighbours, and C queries at a time attend the keys of the
@@ -154,7 +160,7 @@ def _largest(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tenso
     return attend(_Most(), v, mask, scale * q, k)
 
 
-def _summed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _sum_components(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     return attend(_Sum(), v, mask, scale * q, k)
 
 
@@ -231,7 +237,7 @@ class _Most(NamedTuple):
 
 def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
     """Return π as (R, 1, 1) or (H, R, 1, 1), the largest 1; a common factor divides out."""
-    pi = per_component("priors", priors, k).to(wide(k))
+    pi = per_component("priors", priors, k).to(accumulation_dtype(k))
     return pi / pi.detach().amax(-3, keepdim=True)  # not by overflow
 
 
@@ -265,7 +271,9 @@ def linear_mixture_attention(
         fields = causal_problem("mlk", mask, elu, q, v)
         return fields and fields | {"R": k.shape[-3]}
 
-    kernel = (fused is not None or mask.is_causal) and chosen(fused, q, k, v, pi, problem=problem)
+    kernel = (fused is not None or mask.is_causal) and should_run_kernel(
+        fused, q, k, v, pi, problem=problem
+    )
     if kernel and elu:
         return fused_sums(q, k, v, pi[..., 0, 0], scale=scale, elu=True, normalize=True)
     phi_q = apply_feature_map(feature_map, q if scale is None else scale * q)  # (..., N, F)
@@ -291,7 +299,7 @@ def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixt
     _, scale = prepare(q, k, None, None, False, scale, components=True)
     parts = components_of(q, k, scale, False, **mixture)
     with full_precision(q.device):
-        q, k = features(q, k, parts, Mask(), parts.wide)
+        q, k = features(q, k, parts, Mask(), parts.accumulation_dtype)
         return (parts.scale * (q.unsqueeze(-3) @ k.mT)).softmax(-3)
 
 
@@ -341,7 +349,7 @@ def em_priors(
         check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
     with full_precision(q.device):
-        q, k = features(q, k, parts, mask, parts.wide)
+        q, k = features(q, k, parts, mask, parts.accumulation_dtype)
         for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
             shares = _shares(
                 q[..., rows, :], k[..., :m, :], parts, mask.part(rows, m, q.device), weighted

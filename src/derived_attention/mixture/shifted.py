@@ -29,7 +29,12 @@ from derived_attention.common.blocks import (
     split_shares,
     spread_product,
 )
-from derived_attention.common.checks import check_floating, check_numbers, check_shape, may_look_at
+from derived_attention.common.checks import (
+    check_floating,
+    check_numbers,
+    check_shape,
+    has_concrete_values,
+)
 from derived_attention.common.convention import full_precision, mechanism, reference
 from derived_attention.common.masks import BlockMask, Mask
 from derived_attention.mixture.components import (
@@ -146,7 +151,7 @@ class _Shifted(NamedTuple):
     def settled(self, ours: Tensors) -> _Shifted:
         """Choose the factored queries by u (b, N, R)."""
         u = ours[2]
-        if self.hard or not may_look_at(u) or not u.numel():
+        if self.hard or not has_concrete_values(u) or not u.numel():
             return self
         factored = u.amax(-1) - u.amin(-1) <= -math.log(torch.finfo(u.dtype).tiny) / 2
         return self._replace(factored=factored, all=bool(factored.all()))

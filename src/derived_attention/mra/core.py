@@ -45,9 +45,9 @@ from derived_attention.common.convention import (
 )
 from derived_attention.common.masks import (
     Mask,
+    cast_mask,
     flat_heads,
     masked_softmax,
-    narrowed,
     open_dead_rows,
 )
 from derived_attention.common.pooling import windows
@@ -159,7 +159,7 @@ def mra_attention(
         Q = scaled(q, scale)
         K, V = k.to(Q.dtype), v.to(Q.dtype)
         coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
-        far, u = _far(coarse, _pooled(V, coarse.logs, block), sparse)
+        far, u = _far(coarse, _block_means(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
         if coarse.logs is not None:
             parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
@@ -253,7 +253,7 @@ def _coarse(
     """Score pooled queries against pooled keys, and pick the best of each row, or of the map."""
     logs = _logs(mask.given, K, block)
     query_logs = _logs(query_mask if query_mask is None else query_mask.unsqueeze(-2), Q, block)
-    scores = _pooled(Q, query_logs, block) @ _pooled(K, logs, block).mT
+    scores = _block_means(Q, query_logs, block) @ _block_means(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
     weight, (n, m) = mass.detach(), mass.shape[-2:]
     each = min(kept, m)
@@ -282,11 +282,11 @@ def _logs(row: Tensor | None, x: Tensor, block: int) -> Tensor | None:
         row = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if row.dtype == torch.bool:
         row = torch.where(row, 0.0, -math.inf)
-    column = narrowed(row, x.dtype).expand(*row.shape[:-1], L).mT
+    column = cast_mask(row, x.dtype).expand(*row.shape[:-1], L).mT
     return windows(column, block, -math.inf).squeeze(-1)
 
 
-def _pooled(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
+def _block_means(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
     """Return means (..., L/b, D) of blocks, with steps as often as they count; 0 if none does."""
     x = windows(x, block)
     if logs is None:

@@ -126,7 +126,7 @@ def multiresolution_attention(
 def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
     """Return a filter whose windows begin after a class token, or end as causality asks."""
     if causal:
-        return Filter(functools.partial(_ended, filters.down), filters.up)
+        return Filter(functools.partial(_pool_before_groups, filters.down), filters.up)
     if not class_token:
         return filters
     down = functools.partial(keep_first, filters.down)
@@ -137,7 +137,7 @@ def _laid(filters: Filter, class_token: bool, causal: bool) -> Filter:
     return Filter(down, up)
 
 
-def _ended(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
+def _pool_before_groups(down: Pooling, x: Tensor, scale: int, present: Tensor | None) -> Any:
     """Pool the first step alone, and then windows that end where a group of queries begins."""
     windows = -(-x.shape[-2] // scale)
     used = 1 + (windows - 1) * scale if windows else 0

@@ -27,9 +27,9 @@ from torch import Tensor
 from derived_attention import formulas
 from derived_attention.common.checks import (
     FLOATING,
+    accumulation_dtype,
     check_flag,
     check_no_bias,
-    wide,
 )
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
@@ -44,7 +44,7 @@ def cosine_feature_map(x: Tensor) -> Tensor:
 
     In float32 at least. It divides by Σ|x_i| first: then ‖x‖² is from 1/D to 1, or x = 0.
     """
-    x = x.to(wide(x))
+    x = x.to(accumulation_dtype(x))
     total = x.detach().abs().sum(-1, keepdim=True)
     x = x / total.masked_fill(total == 0, math.inf)
     return x * x.square().sum(-1, keepdim=True).clamp(min=0.5 / x.shape[-1]).rsqrt()
@@ -167,7 +167,7 @@ def scores_of(
 ) -> Scores:
     """Return the scores e and r, zero for absent keys, and for queries without any key."""
     check_scores(q, k.shape[-2], mask, by.W_e, by.W_r, by.data_dependent, by.sampling)
-    W_e, W_r = (W.to(wide(q)) for W in (by.W_e, by.W_r))
+    W_e, W_r = (W.to(accumulation_dtype(q)) for W in (by.W_e, by.W_r))
     used = None
     if by.data_dependent and mask.is_causal:
         e = _causal_scores(by, v, q, W_e, scale)  # (..., N, s)
@@ -216,7 +216,7 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
 
 def running_mean(x: Tensor) -> Tensor:
     """Return the mean of the tokens j ≤ i of x (..., N, D) for each i, as in Listing 1."""
-    counts = torch.arange(1, x.shape[-2] + 1, dtype=wide(x), device=x.device)
+    counts = torch.arange(1, x.shape[-2] + 1, dtype=accumulation_dtype(x), device=x.device)
     return x.to(counts.dtype).cumsum(-2) / counts.unsqueeze(-1)
 
 
@@ -412,7 +412,7 @@ def primal_attention_reference(
     check_scores(q, k.shape[-2], mask, W_e, W_r, data_dependent, sampling)
     check_output(q, k.shape[-2], W_o, cross, W_e.shape[-1])
     (N, M), n = (x.shape[-2] for x in (q, k)), W_e.shape[-2]
-    phi, dtype = functools.partial(apply_feature_map, feature_map), wide(q)
+    phi, dtype = functools.partial(apply_feature_map, feature_map), accumulation_dtype(q)
     arguments = {"W_e": W_e, "W_r": W_r, "W_o": W_o, "cross": cross, "dropout_p": dropout_p}
     if not data_dependent:
         running = mask.is_causal

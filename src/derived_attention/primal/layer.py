@@ -13,7 +13,7 @@ from derived_attention.common.checks import Mechanism, check_count, check_flag
 from derived_attention.common.convention import prepare
 from derived_attention.common.masks import Mask
 from derived_attention.layer import ALL, Group, Heads, MultiheadAttention, pick
-from derived_attention.linear.core import FeatureMap, apply_feature_map, wide
+from derived_attention.linear.core import FeatureMap, accumulation_dtype, apply_feature_map
 from derived_attention.primal.core import (
     ROWS,
     SAMPLINGS,
@@ -157,10 +157,12 @@ class PrimalAttention(MultiheadAttention):
             used = torch.arange(used.shape[-1], device=e.device) < mask.keys.sum(-1, keepdim=True)
         if used is not None:
             W_e, W_r = (W * used.unsqueeze(-1) for W in (W_e, W_r))
-        return ksvd_objective(_shared(e, mask.queries), _shared(r, mask.keys), W_e, W_r, Lambda)
+        return ksvd_objective(
+            _scale_scores(e, mask.queries), _scale_scores(r, mask.keys), W_e, W_r, Lambda
+        )
 
 
-def _shared(scores: Tensor, present: Tensor | None) -> Tensor:
+def _scale_scores(scores: Tensor, present: Tensor | None) -> Tensor:
     """Scale scores (B, H, N, s) so that a sum of squares becomes a mean over present tokens."""
     one = scores.new_ones(scores.shape[-2]) if present is None else present.to(scores.dtype)
     return scores * (one / one.sum(-1, keepdim=True).clamp(min=1)).sqrt().unsqueeze(-1)
@@ -172,7 +174,9 @@ def orthogonal_directions(H: int, n: int, s: int, like: Tensor) -> Tensor:
     ``nn.init.orthogonal_`` of all heads at once, as in Listing 1, would make heads orthogonal to
     each other.
     """
-    W = like.new_empty(H, n, s, dtype=wide(like))  # half precision has no QR decomposition
+    W = like.new_empty(
+        H, n, s, dtype=accumulation_dtype(like)
+    )  # half precision has no QR decomposition
     for head in W:
         nn.init.orthogonal_(head)
     return W.to(like.dtype)

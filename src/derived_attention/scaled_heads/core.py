@@ -143,7 +143,7 @@ def _by_scale(
     for s, heads in groups.items():
         at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
         q_h, (k_h, v_h, attn_mask) = q[..., at, :, :], pooled_heads(pool_by, k, v, mask, at, s)
-        base = aligned(attention, s) if positional and s > 1 else attention
+        base = align_queries(attention, s) if positional and s > 1 else attention
         mask_h = mask if attn_mask is mask.given else Mask(attn_mask, mask.is_causal)
         if statistics is None:
             outputs.append(call(base, q_h, k_h, v_h, mask_h, scale))
@@ -160,7 +160,7 @@ def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
     return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
 
 
-def aligned(base: Mechanism, s: int) -> Mechanism:
+def align_queries(base: Mechanism, s: int) -> Mechanism:
     """Let a mechanism see query i at the position ⌊i / s⌋."""
     return functools.partial(_attend_aligned, base, s)
 

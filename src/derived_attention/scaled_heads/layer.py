@@ -20,7 +20,12 @@ from derived_attention.common.pooling import (
     to_steps,
 )
 from derived_attention.layer import Group, MultiheadAttention, refuse
-from derived_attention.scaled_heads.core import HOLDS_LATER, aligned, check_pooling, check_positions
+from derived_attention.scaled_heads.core import (
+    HOLDS_LATER,
+    align_queries,
+    check_pooling,
+    check_positions,
+)
 
 
 class ScaledHeadsAttention(MultiheadAttention):
@@ -79,7 +84,7 @@ class ScaledHeadsAttention(MultiheadAttention):
         if max(self.scales) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         for s, heads in head_groups(self.scales).items():
-            base = aligned(self.attention, s) if self.positional and s > 1 else self.attention
+            base = align_queries(self.attention, s) if self.positional and s > 1 else self.attention
             if s == 1:
                 yield Group(heads, key, value, mask, base)
                 continue

@@ -36,7 +36,7 @@ from derived_attention.common.convention import (
     reference_of,
     scaled,
 )
-from derived_attention.common.masks import Mask, flat_heads, masked_softmax, narrowed
+from derived_attention.common.masks import Mask, cast_mask, flat_heads, masked_softmax
 from derived_attention.common.pooling import windows
 from derived_attention.softmax.core import sdpa
 
@@ -86,7 +86,7 @@ def selected_attention(
         K, V = k.to(Q.dtype), v.to(Q.dtype)
         parts = [Q, windows(K, block), windows(V, block), _picks(Q, K, mask, block, kept)]
         if mask.is_causal or mask.given is not None or M % block or rows > blocks:
-            parts.append(_added(mask, K, block).expand(*parts[1].shape[:-1]))
+            parts.append(_block_mask(mask, K, block).expand(*parts[1].shape[:-1]))
         heads = _heads_at_a_time(q, (min(kept, blocks) + 1) * block)
         parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
@@ -118,13 +118,13 @@ def _picks(q: Tensor, k: Tensor, mask: Mask, block: int, kept: int) -> Tensor:
     return best.indices.masked_fill(best.values == -math.inf, m)
 
 
-def _added(mask: Mask, k: Tensor, block: int) -> Tensor:
+def _block_mask(mask: Mask, k: Tensor, block: int) -> Tensor:
     """Return what a mask adds to scores, in blocks (..., M/b, b): -inf past the last key."""
     M, row = k.shape[-2], mask.per_key()
     row = torch.ones(1, M, dtype=torch.bool, device=k.device) if row is None else row
     if row.dtype == torch.bool:
         row = torch.where(row, 0.0, -math.inf)
-    column = narrowed(row, k.dtype).expand(*row.shape[:-1], M).mT
+    column = cast_mask(row, k.dtype).expand(*row.shape[:-1], M).mT
     return windows(column, block, -math.inf).squeeze(-1)
 
 

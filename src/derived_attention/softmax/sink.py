@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from derived_attention import formulas
-from derived_attention.common.checks import Mechanism, check_parameter, wide
+from derived_attention.common.checks import Mechanism, accumulation_dtype, check_parameter
 from derived_attention.common.convention import extend, mechanism, prepare, reference_of
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import Heads, MultiheadAttention
@@ -42,8 +42,8 @@ def sink_attention_weights(
     Arguments and errors are those of `sink_attention`.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
-    b = check_sink(bias, q).to(wide(q))
-    scores = ((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT).to(wide(q))
+    b = check_sink(bias, q).to(accumulation_dtype(q))
+    scores = ((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT).to(accumulation_dtype(q))
     scores = torch.cat([scores, b.expand(*scores.shape[:-1], 1)], -1)
     A = with_open_key(mask, q.shape[-2], k.shape[-2], q.device).softmax(scores)
     return A[..., :-1].to(q.dtype)
@@ -74,7 +74,7 @@ def sink_attention(
     scale = scale or 1 / math.sqrt(D)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
-    feature = (bias.to(wide(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
+    feature = (bias.to(accumulation_dtype(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
     Q = torch.cat([q, feature], -1)
     # The sink is the first key. So, with one more query before the others, causality stays as it
     # is: that query attends the sink, and query i the sink and keys j ≤ i.
@@ -111,7 +111,7 @@ def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
         raise TypeError(f"bias is of type {kind}; expected a finite number or a floating Tensor")
     if not math.isfinite(bias):
         raise ValueError(f"bias is {bias}; expected a finite number")
-    return torch.full((), float(bias), dtype=wide(q), device=q.device)
+    return torch.full((), float(bias), dtype=accumulation_dtype(q), device=q.device)
 
 
 class SinkAttention(MultiheadAttention):

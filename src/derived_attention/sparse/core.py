@@ -27,7 +27,12 @@ import torch
 from torch import Tensor
 
 from derived_attention import formulas
-from derived_attention.common.checks import check_count, check_flag, may_look_at, wide
+from derived_attention.common.checks import (
+    accumulation_dtype,
+    check_count,
+    check_flag,
+    has_concrete_values,
+)
 from derived_attention.common.convention import (
     depends_on_position,
     extend,
@@ -37,7 +42,7 @@ from derived_attention.common.convention import (
     reference_of,
     scaled,
 )
-from derived_attention.common.masks import Mask, masked_softmax, narrowed, within
+from derived_attention.common.masks import Mask, cast_mask, masked_softmax, within
 from derived_attention.softmax.core import sdpa
 from derived_attention.sparse import flex
 
@@ -70,12 +75,12 @@ def in_window(i: Tensor, j: Tensor, window: Any) -> Tensor:
     return (i - j).abs() <= window
 
 
-def in_strided(i: Tensor, j: Tensor, stride: int) -> Tensor:
+def is_in_strided_pattern(i: Tensor, j: Tensor, stride: int) -> Tensor:
     """Return whether key j is in the strided pattern of query i: its neighbourhood and column."""
     return ((i - j).abs() < stride) | ((i - j) % stride == 0)
 
 
-def in_fixed(i: Tensor, j: Tensor, stride: int, summary: int) -> Tensor:
+def is_in_fixed_pattern(i: Tensor, j: Tensor, stride: int, summary: int) -> Tensor:
     """Return whether key j is in the fixed pattern of query i: its block, and all summaries."""
     return (i // stride == j // stride) | (j % stride >= stride - summary)
 
@@ -104,7 +109,7 @@ def strided_mask(
     """
     check_stride(stride=stride)
     i, j = _pairs(N, M, device)
-    return _past(i, j, in_strided(i, j, stride), is_causal)
+    return _past(i, j, is_in_strided_pattern(i, j, stride), is_causal)
 
 
 def fixed_mask(
@@ -118,7 +123,7 @@ def fixed_mask(
     """
     check_fixed(stride=stride, summary=summary)
     i, j = _pairs(N, M, device)
-    return _past(i, j, in_fixed(i, j, stride, summary), is_causal)
+    return _past(i, j, is_in_fixed_pattern(i, j, stride, summary), is_causal)
 
 
 def _past(i: Tensor, j: Tensor, keep: Tensor, is_causal: bool) -> Tensor:
@@ -163,7 +168,7 @@ def _under_mask(
 ) -> Tensor:  # fmt: skip
     """Attend by softmax attention under the mask of a pattern."""
     N, M = q.shape[-2], k.shape[-2]
-    make = _kept_pattern if M <= DENSE >= N and may_look_at(q) else _pattern
+    make = _kept_pattern if M <= DENSE >= N and has_concrete_values(q) else _pattern
     keep = make(pattern, N, M, mask.is_causal, q.device, **options)
     under = Mask(keep if mask.given is None else within(keep, mask.given))
     under.complete = mask.given is None and N <= M  # each query attends its own key
@@ -254,7 +259,9 @@ def fixed_attention(
         Keys at the end of each block that every query attends, from 1 to `stride`.
     """
     if _is_short(q, k, mask):
-        return _under_mask(in_fixed, q, k, v, mask, scale, stride=stride, summary=summary)
+        return _under_mask(
+            is_in_fixed_pattern, q, k, v, mask, scale, stride=stride, summary=summary
+        )
     N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))
     summary = min(summary, stride)
@@ -267,7 +274,7 @@ def fixed_attention(
         return torch.cat([own, far.unsqueeze(-3).expand(*own.shape[:-2], -1, -1)], -2)
 
     def attends(i: Tensor, j: Tensor) -> Tensor:
-        own, far = in_fixed(i, j[..., :C], stride, summary), j[..., C:] // C != i // C
+        own, far = is_in_fixed_pattern(i, j[..., :C], stride, summary), j[..., C:] // C != i // C
         return _past(i, j, torch.cat([own, far], -1), mask.is_causal)
 
     return _by_blocks(q, k, v, mask, scale, C, own_and_summaries, attends)
@@ -292,7 +299,7 @@ def strided_attention(
         At least 1.
     """
     if _is_short(q, k, mask):
-        return _under_mask(in_strided, q, k, v, mask, scale, stride=stride)
+        return _under_mask(is_in_strided_pattern, q, k, v, mask, scale, stride=stride)
     N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))
     rows = max(-(-N // stride), -(-M // stride))
@@ -319,7 +326,7 @@ def strided_attention(
     if mask.is_causal:
         keep = keep & (gap >= 0)
     with full_precision(q.device):
-        Q, K, V = (table(x.to(wide(q))) for x in (scaled(q, scale), k, v))
+        Q, K, V = (table(x.to(accumulation_dtype(q))) for x in (scaled(q, scale), k, v))
         if mask.given is not None:
             added = table(_key_column(mask, K, M))
             keep = within(keep, pairs(torch.ones_like(added), added, torch.mul))
@@ -339,7 +346,7 @@ def _key_column(mask: Mask, k: Tensor, M: int) -> Tensor:
     assert row is not None
     if row.dtype == torch.bool:
         row = k.new_zeros(row.shape).masked_fill(~row, -torch.inf)
-    return narrowed(row, k.dtype).expand(*row.shape[:-1], M).mT
+    return cast_mask(row, k.dtype).expand(*row.shape[:-1], M).mT
 
 
 # --- the formulas, with the same arguments ------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import autocasts
-from derived_attention.common.kernels import chosen, interpreted
+from derived_attention.common.kernels import should_run_kernel, uses_interpreter
 from derived_attention.common.masks import Mask
 
 BLOCK = 128  # queries and keys of a block, FlexAttention's own choice
@@ -35,8 +35,8 @@ def runs(fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> boo
     Raises
     ------
     TypeError, ValueError
-        As `derived_attention.common.kernels.chosen`; and if `fused` is True for a mask of
-        numbers, for more than `WIDEST` features, or under autocast to another dtype than q has.
+        As `common.kernels.should_run_kernel`; and if `fused` is True for a mask of numbers,
+        for more than `WIDEST` features, or under autocast to another dtype than q has.
     """
     obstacle = _obstacle(q, v, mask)
 
@@ -47,7 +47,7 @@ def runs(fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> boo
         return {"kernel": "window", "D": q.shape[-1], "DV": v.shape[-1], "mask": kind}
 
     given = (q, k, v) if mask.given is None else (q, k, v, mask.given)
-    if not chosen(fused, *given, problem=problem):
+    if not should_run_kernel(fused, *given, problem=problem):
         return False
     if obstacle:
         raise ValueError(f"fused is True, and {obstacle}")
@@ -78,10 +78,10 @@ def attend(window: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: floa
     blocks = _blocks(window, N, M, mask.is_causal, column is not None, q.device)
     if column is not None:
         blocks = copy.copy(blocks)
-        blocks.mask_mod = _pair(_on(q.device, window), mask.is_causal, column)
+        blocks.mask_mod = _pair(_window_tensor(q.device, window), mask.is_causal, column)
     run = (
         _formula
-        if interpreted() or q.device.type == "cpu"
+        if uses_interpreter() or q.device.type == "cpu"
         else _kernel(
             mask.is_causal,
             column is not None,
@@ -100,7 +100,7 @@ def _four_dims(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _on(device: torch.device, window: int) -> Tensor:
+def _window_tensor(device: torch.device, window: int) -> Tensor:
     """Return a window as a tensor: the kernel is compiled for all, not for each."""
     return torch.full((), window, dtype=torch.int32, device=device)
 
@@ -128,7 +128,7 @@ def _blocks(
     from torch.nn.attention.flex_attention import BlockMask
 
     with torch.inference_mode(False), torch.no_grad():
-        pair = _pair(_on(device, window), is_causal)
+        pair = _pair(_window_tensor(device, window), is_causal)
         rows, columns = -(-N // BLOCK), -(-M // BLOCK)
         j = torch.arange(columns * BLOCK, dtype=torch.int32, device=device)
         step, some, every = max(1, ENTRIES // (BLOCK * len(j))), [], []
@@ -141,10 +141,10 @@ def _blocks(
             every.append(keep.all(3).all(1))
         holds, full = torch.cat(some), torch.cat(every) & (not masked)
         how: Any = {"BLOCK_SIZE": BLOCK, "mask_mod": pair, "seq_lengths": (N, M)}
-        return BlockMask.from_kv_blocks(*_listed(holds & ~full), *_listed(full), **how)
+        return BlockMask.from_kv_blocks(*_list_blocks(holds & ~full), *_list_blocks(full), **how)
 
 
-def _listed(holds: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(holds: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks each row has, and a permutation that begins with them."""
     order = holds.int().argsort(dim=-1, descending=True, stable=True)
     return holds.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()

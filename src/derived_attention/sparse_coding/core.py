@@ -284,7 +284,7 @@ def _steps(
         yield options.hide(w, start), t
 
 
-def _mixed(
+def _mix_values(
     options: Options, tensors: list[Tensor], solver: Solver, block: Block, in_place: bool = False
 ) -> Tensor:
     """Return what the codes of one block mix, for q, k and v in the dtype that it wants."""
@@ -317,7 +317,7 @@ class _Coding(torch.autograd.Function):
             dtype = _precision(options, block.rows, k)
             if dtype not in cast:
                 cast[dtype] = [x.to(dtype) for x in (q, k, v)]
-            mixed = _mixed(options, cast[dtype], solver, block, in_place)
+            mixed = _mix_values(options, cast[dtype], solver, block, in_place)
             flat[block.heads, block.rows] = mixed.to(q.dtype)
         return out
 
@@ -385,7 +385,7 @@ def _spread(
         mean = (dz * A).sum(-1, keepdim=True)
         slope = options.power * A / z.masked_fill(z == 0, math.inf)  # p z^(p−1) / Σ_j |z_j|ᵖ
         dz = slope * (dz - mean * z.sign())
-    dw = dz.mul_(_used(z))
+    dw = dz.mul_(_support(z))
     for n in range(options.iterations - 1, -1, -1):
         (w, t), before = steps[n], steps[n - 1][0] if n else None
         dr = solve(dw @ K)
@@ -395,10 +395,10 @@ def _spread(
         dq[heads, rows] += dr
         drho[heads] -= (t * dr).sum((-2, -1))
         if before is not None:
-            dw = torch.lerp(dw.sub_(both), both, _used(F.softshrink(before, 1.0)))
+            dw = torch.lerp(dw.sub_(both), both, _support(F.softshrink(before, 1.0)))
 
 
-def _used(z: Tensor) -> Tensor:
+def _support(z: Tensor) -> Tensor:
     """Return 1 where a code is not 0, else 0: a product is faster than `torch.where`."""
     return (z != 0).to(z.dtype)
 
@@ -411,7 +411,7 @@ def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Te
         block, dtype = Block(ALL, rows, options.seen(rows.stop, k.shape[-2])), q.dtype
         wider = _precision(options, rows, K)
         cast = [x.to(wider) for x in (Q, K, V)]
-        parts.append(_mixed(options, cast, solver, block).to(dtype))
+        parts.append(_mix_values(options, cast, solver, block).to(dtype))
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
 

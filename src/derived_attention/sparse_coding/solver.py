@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import (
+    accumulation_dtype,
     check_count,
     check_flags,
     check_no_bias,
     check_parameter,
     check_positive,
-    wide,
 )
 from derived_attention.common.convention import extend
 from derived_attention.common.masks import Mask
@@ -80,7 +80,7 @@ def prepare_codes(
         raise ValueError(f"k has shape (..., {M}, D); expected {expected}")
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, "there are no scores of keys to add to")
-    keys, dtype = None if mask.given is None else mask.present(M), wide(q)
+    keys, dtype = None if mask.given is None else mask.present(M), accumulation_dtype(q)
     q = (q if scale is None else scale * q).to(dtype)
     k, v = k.to(dtype), v.to(dtype)
     present = k.new_ones(k.shape[:-1]) if keys is None else keys.to(dtype).expand(k.shape[:-1])

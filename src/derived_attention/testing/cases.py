@@ -132,7 +132,7 @@ class Case:
             list(self.tensors.values()),
         )
 
-    def copied(self, change: Callable[[str, Tensor], Tensor]) -> Case:
+    def with_tensors(self, change: Callable[[str, Tensor], Tensor]) -> Case:
         """Return the same with other values in the tensors: ``change(name, tensor)``."""
         other = copy.copy(self)
         other.tensors = {
@@ -143,22 +143,22 @@ class Case:
         }
         return other
 
-    def changed(self, keys: Iterable[str], change: Callable[[Tensor], Tensor]) -> Case:
+    def with_changed(self, keys: Iterable[str], change: Callable[[Tensor], Tensor]) -> Case:
         """Return the same with other values in some of q, k and v."""
-        return self.copied(lambda key, x: change(x) if key in keys else x)
+        return self.with_tensors(lambda key, x: change(x) if key in keys else x)
 
     def double(self) -> Case:
         """Return the same in float64."""
-        return self.copied(lambda key, x: x.double())
+        return self.with_tensors(lambda key, x: x.double())
 
-    def disturbed(self, t: int, size: float = 5) -> Case:
+    def with_other_future(self, t: int, size: float = 5) -> Case:
         """Return the same with other queries, keys and values after position t."""
 
         def change(x: Tensor) -> Tensor:
             late = (torch.arange(x.shape[-2]) > t)[:, None]
             return x + late * torch.linspace(-size, size, x.shape[-1]).to(x.dtype)
 
-        return self.changed("qkv", change)
+        return self.with_changed("qkv", change)
 
 
 def keys_of(mechanism: str | Entry | Subject) -> int:
@@ -308,7 +308,7 @@ def on_copies(function: Mechanism) -> Mechanism:
 
 
 def refuses(run: Run, *names: str) -> bool:
-    """Say whether a call raises TypeError or ValueError with one of these names in its message."""
+    """Return whether a call raises TypeError or ValueError that has one of these names."""
     try:
         run()
     except (TypeError, ValueError) as error:
@@ -319,7 +319,7 @@ def refuses(run: Run, *names: str) -> bool:
 
 
 def is_linear_in_values(subject: Subject) -> bool:
-    """Say whether a function is A V, for values of any width; True where it cannot be called."""
+    """Return whether a function is A V, for values of any width; True where it cannot be called."""
     case = Case(subject)
     if refuses(case.run, "v", "value"):
         return False

@@ -248,10 +248,12 @@ def inputs(subject: Subject) -> str:
     masked: list[dict[str, Any]] = [{"attn_mask": added(subject, keep)}] * subject.masked
     for how, (keys, change) in VIEWS.items():
         for options in [{}, *masked]:
-            case = Case(subject, **options).changed([*keys, "attn_mask"], change)
-            copied = case.copied(lambda key, x: x.clone(memory_format=torch.contiguous_format))
+            case = Case(subject, **options).with_changed([*keys, "attn_mask"], change)
+            copied = case.with_tensors(
+                lambda key, x: x.clone(memory_format=torch.contiguous_format)
+            )
             with torch.no_grad():  # nothing hinders writing
-                case.copied(lambda key, x: x).run()
+                case.with_tensors(lambda key, x: x).run()
             unchanged = [torch.equal(case.tensors[key], x) for key, x in copied.tensors.items()]
             results = case.results() if all(unchanged) else ()
             for key, x in copied.tensors.items():
@@ -347,7 +349,7 @@ def masks_over_keys(subject: Subject) -> str:
     m, worst = keys_of(subject), Worst()
     for mask in (boolean(m), added(subject, boolean(m))):
         case = Case(subject, attn_mask=mask)
-        moved = case.changed("kv", (5.0 * ~boolean(m)[:, None]).add)
+        moved = case.with_changed("kv", (5.0 * ~boolean(m)[:, None]).add)
         worst.compare([moved.run()], [case.run()], 1e-10, f"{mask.dtype}, other masked keys")
     shapes = [(m,), (1, m), (H, 1, m), (B, 1, 1, m), (B, H, 1, m)]
     masks = [boolean(*shape) for shape in shapes] + [torch.tensor(True), torch.ones(H, 1, 1).bool()]
@@ -381,7 +383,7 @@ def masks_per_query(subject: Subject) -> str:
     case = Case(subject, attn_mask=keeps[0])
     for j in range(1, m, 5):  # without a formula, too
         hidden = (..., ~keeps[0][:, j], slice(None))
-        moved = case.changed("v", (5.0 * (torch.arange(m) == j)[:, None]).add)
+        moved = case.with_changed("v", (5.0 * (torch.arange(m) == j)[:, None]).add)
         worst.compare([moved.run()[hidden]], [case.run()[hidden]], 1e-10, f"key {j} masked")
     return str(worst)
 
@@ -486,7 +488,7 @@ def see_no_future(case: Case) -> None:
         what = f"{n} queries, {m} keys: what comes after position {t}"
         past, future = (..., slice(t + 1), slice(None)), (..., slice(t + 1, None), slice(None))
         for size in (5, 1e4, 1e7):  # a huge future moves no bit either
-            changed = case.disturbed(t, size).run()
+            changed = case.with_other_future(t, size).run()
             must(torch.equal(out[past], changed[past]), f"{what} changes the output before")
             must(
                 not torch.equal(out[future], changed[future]),
@@ -512,8 +514,10 @@ def spread(subject: Subject) -> str:
         for options in variants(subject, {}):
             generator = torch.Generator().manual_seed(0)  # the same draw, whatever came before
             case = Case(subject, n=64, m=64, leading=(1, H), d=32, dv=32, dtype=dtype, **options)
-            case = case.changed("qk", functools.partial(operator.mul, std))
-            near = case.double().copied(functools.partial(rounded, eps=eps, generator=generator))
+            case = case.with_changed("qk", functools.partial(operator.mul, std))
+            near = case.double().with_tensors(
+                functools.partial(rounded, eps=eps, generator=generator)
+            )
             exact, results = case.double().results(subject.exact), case.results()
             what = f"{dtype}, q and k of spread {std}{', causal' * bool(options)}"
             need_finite(results, what)
@@ -542,7 +546,7 @@ def rounded(key: str, x: Tensor, eps: float, generator: torch.Generator) -> Tens
 @promise("large scores")
 def large_scores(subject: Subject) -> str:
     """Give the formula's finite numbers for scores of any size."""
-    case = Case(subject, dtype=F32).changed("qk", functools.partial(operator.mul, 300))
+    case = Case(subject, dtype=F32).with_changed("qk", functools.partial(operator.mul, 300))
     need_finite(case.results(), "q and k times 300, float32")
     exact, worst = case.double(), Worst()
     worst.compare([exact.run()], [exact.run(subject.exact)], 1e-8, "q and k times 300")
@@ -764,7 +768,9 @@ def operations(subject: Subject) -> str:
         counts = []
         for leading in SIZES:
             case = Case(subject, n=64, m=64, leading=leading, d=16, dv=16, **options)
-            case = case.copied(lambda key, x: x.to("meta"))  # the way of a GPU, without numbers
+            case = case.with_tensors(
+                lambda key, x: x.to("meta")
+            )  # the way of a GPU, without numbers
             with Operations() as recorder:
                 try:
                     case.results()
@@ -1036,10 +1042,10 @@ def subject_for(mechanism: Any, formula: Any, options: Any, keys: Any) -> Subjec
         return Subject.of(mechanism)
     check_callable("mechanism", mechanism, "a name, an Entry or a function of (q, k, v)")
     sample = options if callable(options) else lambda N, H, D: dict(options or {})
-    return Subject.of_function(mechanism, formula and guarded(formula), keys, sample)
+    return Subject.of_function(mechanism, formula and count_as_untried(formula), keys, sample)
 
 
-def guarded(formula: Mechanism) -> Mechanism:
+def count_as_untried(formula: Mechanism) -> Mechanism:
     """Let errors of a formula count as untried: they are none of the mechanism's."""
 
     def run(*args: Any, **options: Any) -> Tensor:
@@ -1089,6 +1095,6 @@ def leave_out(name: str, subject: Subject) -> None:
         subject.any_mask, subject.masked = False, name == "masks per query"
     elif name == "calling convention":
         try:
-            Case(subject).changed("qkv", Tensor.clone).run()
+            Case(subject).with_changed("qkv", Tensor.clone).run()
         except Exception:
             subject.broken.add("a plain call")

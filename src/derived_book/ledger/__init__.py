@@ -232,7 +232,7 @@ def _fill_in(app: Sphinx, doctree: nodes.document, doc: str) -> None:
         node.replace_self(make(app, doc, node["paper"]) if "paper" in node else make(app, doc))
     for node in list(doctree.findall(LaterInline)):
         number = str(claims.count(of_group(app))[node["tally"]])
-        node.replace_self(filtered(app, doc, number, **TALLIES[node["tally"]]))
+        node.replace_self(link_to_rows(app, doc, number, **TALLIES[node["tally"]]))
     for node in doctree.findall(nodes.raw):  # the written page does not need the data
         if DATA.search(node.astext()):
             node.children = [nodes.Text(DATA.sub("", node.astext()))]
@@ -244,7 +244,7 @@ def ledger_page(app: Sphinx) -> str | None:
     return next((doc for doc, meta in pages if meta.get(REPORTS) == "ledger"), None)
 
 
-def filtered(app: Sphinx, doc: str, text: str, **choice: str) -> nodes.Node:
+def link_to_rows(app: Sphinx, doc: str, text: str, **choice: str) -> nodes.Node:
     """Link to a selection of the ledger's rows, in the format that static/ledger.js reads."""
     words = "&".join(f"{name}={slug(value)}" for name, value in choice.items())
     page = ledger_page(app)
@@ -262,7 +262,7 @@ def summary(app: Sphinx, doc: str) -> nodes.table:
         for column in columns:
             ((field, value),) = column.items()
             number = sum(rows[item][field] == value for item in items)
-            cell = filtered(app, doc, str(number), **choice, **column)
+            cell = link_to_rows(app, doc, str(number), **choice, **column)
             cells.append([cell] if number else "–")
         roots = Counter(grade for root, (grade, _) in mistakes.items() if root in items)
         return [*cells, str(len(items)), str(roots["error"])]
@@ -435,7 +435,7 @@ def _begin(app: Sphinx) -> None:
     app.config.html_static_path.append(str(STATIC))
 
 
-def _outdated(
+def _find_outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Return the pages that report on claims, which are written again in every build."""
@@ -475,7 +475,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", _collect)
     app.connect("env-purge-doc", _forget)
     app.connect("env-merge-info", _merge)
-    app.connect("env-get-outdated", _outdated)
+    app.connect("env-get-outdated", _find_outdated)
     app.connect("doctree-resolved", _fill_in)
     app.connect("html-page-context", _add_script)
     app.connect("build-finished", _write_json)

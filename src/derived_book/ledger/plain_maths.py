@@ -140,7 +140,7 @@ def _word(word: str) -> str:
     return rf"\{word}" if word in FUNCTIONS else rf"\text{{{word}}}"
 
 
-def missed(text: str) -> list[str]:
+def find_maths(text: str) -> list[str]:
     """Return the words outside formulas that look like mathematics, for the tests."""
     plain = " ".join(piece for piece, is_formula in pieces(text) if not is_formula)
     return [word for word in plain.split() if re.search(rf"[{MATHS}=]", word)]

@@ -94,7 +94,7 @@ def check_range(
 ) -> None:
     """Raise ValueError unless least <= x < below for all integers of `x`; None sets no limit.
 
-    On a GPU it waits for the device, except in `runtime.values_checked`, where it is skipped.
+    On a GPU it waits for the device, except in `runtime.skip_range_checks`, where it is skipped.
     """
     if not may_ask(x):
         return

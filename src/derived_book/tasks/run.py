@@ -109,7 +109,7 @@ def train(
     seed_everything(seed)
     model = task.model()
     cost = attention_cost(model, *task.inputs)
-    batches, loss = task.batches(**sizes), regularised(task.loss, eta)
+    batches, loss = task.batches(**sizes), with_objective(task.loss, eta)
     model.to(device)
     history = fit(model, batches, loss, epochs=epochs, seed=seed, test=task.test, **options)
     return task.scores(Trained(model, history, seed)) | cost
@@ -130,7 +130,7 @@ def classification(model: Callable[[], nn.Module], inputs: Tensor, data: Any) ->
     return Task(model, (inputs,), batches, class_loss, scores, Examples(data.test))
 
 
-def regularised(loss: Loss, eta: float) -> Loss:
+def with_objective(loss: Loss, eta: float) -> Loss:
     """Return `loss` with the objective of kernel SVD added, unless `eta` is 0."""
     return Regularised(loss, eta) if eta else loss
 

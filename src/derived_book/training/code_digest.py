@@ -81,7 +81,7 @@ class Sources:
             modules = modules.union(*map(self.modules, loaded))
         return modules & self.texts.keys()
 
-    def imported(self, source: str) -> set[str]:
+    def find_imports(self, source: str) -> set[str]:
         """Return the modules that `source` imports directly, anywhere in it."""
         names = (name for level, name in imports(source) if not level)
         return set().union(*map(self.modules, names))
@@ -97,7 +97,7 @@ class Sources:
         while pending:
             module = pending.pop()
             closure.add(module)
-            more = set() if module in ROOTS else self.imported(self.texts[module])
+            more = set() if module in ROOTS else self.find_imports(self.texts[module])
             if module == PLOT:
                 more.discard(REGISTRY)
             elif module == REGISTRY:  # it loads the modules of all mechanisms

@@ -72,7 +72,7 @@ class Batches(abc.ABC):
         """Yield the batches of one epoch of training.
 
         What is random comes from PyTorch's global generator, which `fit` has just seeded with
-        ``mixed_seed(seed, number)``.
+        ``mix_seed(seed, number)``.
         """
 
     @abc.abstractmethod
@@ -103,7 +103,7 @@ class Endless(Batches):
     def epoch(self, seed: int, number: int) -> Iterator[tuple]:
         """Yield the next `steps` batches."""
         for step in range(number * self.steps, (number + 1) * self.steps):
-            torch.manual_seed(mixed_seed(seed, step))
+            torch.manual_seed(mix_seed(seed, step))
             yield self.draw()
 
     @abc.abstractmethod
@@ -289,7 +289,7 @@ def fit(
     restored_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with restored_rng, runtime.progress(range(epochs), "epochs", epochs > 1) as bar:
         for epoch in bar:
-            torch.manual_seed(mixed_seed(seed, epoch))
+            torch.manual_seed(mix_seed(seed, epoch))
             batches, n = move_batches(train.epoch(seed, epoch), device), len(train)
             rates = [lr * schedule(epoch * n + step, epochs * n) for step in range(n)]
             # A run of one epoch, as of a language model, has as many steps as others of many.
@@ -317,7 +317,7 @@ class Trainer:
 
     def gradient(self, batch: tuple) -> tuple[torch.Tensor, torch.Tensor, dict[str, Mean]]:
         """Set the clipped gradient of a batch; return the loss, the norm before, the numbers."""
-        with self.autocast(), runtime.values_checked():
+        with self.autocast(), runtime.skip_range_checks():
             value, numbers = self.loss(self.model, batch)
         self.optimiser.zero_grad()
         self.scaler.scale(value).backward()
@@ -438,7 +438,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]
     sums: dict[str, Mean] = {}
     with evaluating(model):
         for batch in move_batches(batches, device):
-            with runtime.values_checked():
+            with runtime.skip_range_checks():
                 add(sums, loss(model, batch)[1])
     return means(sums)
 
@@ -469,7 +469,7 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def mixed_seed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """Return a seed for an epoch or a step, independent for different ``(seed, number)``."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
 

@@ -129,7 +129,7 @@ def run_grid(
     records = _Grid(function, configs, paths, crew).records()
     with (
         contextlib.closing(records),
-        _watched(watch) as show,
+        _show_results(watch) as show,
         runtime.progress(range(len(paths)), function.__name__) as bar,
     ):
         for _ in bar:
@@ -271,13 +271,13 @@ def _clean(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _watched(
+def _show_results(
     watch: Callable[[list[Result]], Any] | None,
 ) -> Iterator[Callable[[dict[int, Result]], None]]:
     """Yield a function that displays ``watch(results)`` in a notebook until the block ends."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    if watch is None or not (runtime.progress_wanted() and hasattr(shell, "kernel")):
+    if watch is None or not (runtime.shows_progress() and hasattr(shell, "kernel")):
         yield lambda results: None
         return
     display = sys.modules["IPython"].display

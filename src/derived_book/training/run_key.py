@@ -45,7 +45,7 @@ def run_key(function: Callable[..., Any]) -> list[Any]:
     own = {module.__name__: module for module in own_modules()}
     for module in own.values():
         with contextlib.suppress(OSError):  # an empty file
-            trace.reached |= PACKAGE.imported(inspect.getsource(module))
+            trace.reached |= PACKAGE.find_imports(inspect.getsource(module))
     modules = digest({name: _state(module) for name, module in own.items()})
     dtype = str(torch.get_default_dtype())
     code_of_package = PACKAGE.digest(trace.reached)
@@ -152,7 +152,7 @@ class _Trace:
         """Record the modules that a function imports in its body, and load those of the user's."""
         with contextlib.suppress(SyntaxError):  # a lambda in a statement, which imports nothing
             source = textwrap.dedent(parts["<source>"])
-            self.reached |= PACKAGE.imported(source)
+            self.reached |= PACKAGE.find_imports(source)
             for _, name in imports(source):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name.rpartition(".")[0] or name)

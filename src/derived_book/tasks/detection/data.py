@@ -139,14 +139,14 @@ def _place(rng: np.random.Generator, real: np.ndarray, size: int) -> np.ndarray:
     for k in range(1, K):
         worst = np.zeros((n, PLACES))
         for j in range(k):
-            shared = _covered(tried[:, k], boxes[:, j, None])
+            shared = _shared_area(tried[:, k], boxes[:, j, None])
             worst = np.maximum(worst, shared * real[:, j, None])
         worst[worst <= OVERLAP] = 0  # so that argmin takes the first that is good enough
         boxes[:, k] = tried[np.arange(n), k, worst.argmin(1)]
     return boxes
 
 
-def _covered(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _shared_area(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return the area that boxes share, divided by the area of the smaller one."""
     ends = np.minimum(one[..., :2] + one[..., 2:], other[..., :2] + other[..., 2:])
     shared = (ends - np.maximum(one[..., :2], other[..., :2])).clip(0).prod(-1)
