@@ -113,26 +113,27 @@ def divides_zero_by_zero(q, k, v, attn_mask, *rest, **options):
     return out.masked_fill(torch.atleast_2d(absent).all(-1, keepdim=True), math.nan)
 
 
-class Doubled(torch.autograd.Function):
+class Slope(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
+    def forward(x, by):
         return x.clone()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.by = inputs[1]
 
     @staticmethod
     def backward(ctx, slope):
-        return 2 * slope
+        return slope * ctx.by, None
 
 
 @breaks("gradients", "as usual: the gradient of q is wrong by")
 def has_a_wrong_backward(q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return Doubled.apply(out)
+    return Slope.apply(softmax_attention(q, k, v, *rest, **options), 2)
 
 
 @breaks("dtypes", "the output is torch.float32 where q is torch.bfloat16")
@@ -299,47 +300,11 @@ def test_without_a_formula_the_first_message_names_the_fault(function, first, wo
 # --- limits: what is inside passes, and what is outside fails -------------------------------------
 
 
-class Slope(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
+def after(change):
+    def attend(size, *given, **options):
+        return change(softmax_attention(*given, **options), size)
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, by):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.by = inputs[1]
-
-    @staticmethod
-    def backward(ctx, slope):
-        return slope * ctx.by, None
-
-
-def output_off_by(size, q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return out + size
-
-
-def output_roundings(size, q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return out * (1 + size * torch.finfo(out.dtype).eps)
-
-
-def gradient_roundings(size, q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return Slope.apply(out, 1 + size * torch.finfo(out.dtype).eps)
-
-
-def autocast_off_by(size, q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return out * (1 + size * torch.is_autocast_enabled("cpu"))
-
-
-def large_scores_off_by(size, q, k, v, *rest, **options):
-    out = softmax_attention(q, k, v, *rest, **options)
-    return out + size * (out.dtype == torch.float64)
+    return attend
 
 
 def stores_a_share_of_the_weights(size, q, k, v, *rest, **options):
@@ -359,11 +324,11 @@ def drops_a_share(size, q, k, v, attn_mask=None, dropout_p=0.0, *rest, **options
 
 # the promise, what is done, inside of the limit, and outside by less than twice
 LIMITS = [
-    ("values", output_off_by, 0.7e-10, 2.5e-10),
-    ("dtypes", output_roundings, 2, 7),
-    ("dtypes", gradient_roundings, 9, 24),
-    ("autocast", autocast_off_by, 0.02, 0.05),
-    ("large scores", large_scores_off_by, 0.7e-8, 2.5e-8),
+    ("values", after(lambda x, by: x + by), 0.7e-10, 2.5e-10),
+    ("dtypes", after(lambda x, by: x * (1 + by * torch.finfo(x.dtype).eps)), 2, 7),
+    ("dtypes", after(lambda x, by: Slope.apply(x, 1 + by * torch.finfo(x.dtype).eps)), 9, 24),
+    ("autocast", after(lambda x, by: x * (1 + by * torch.is_autocast_enabled("cpu"))), 0.02, 0.05),
+    ("large scores", after(lambda x, by: x + by * (x.dtype == torch.float64)), 0.7e-8, 2.5e-8),
     ("memory", stores_a_share_of_the_weights, 0.45, 0.6),
     ("dropout", drops_a_share, 0.03, 0.08),
 ]

@@ -106,22 +106,19 @@ def test_torch_is_chosen_by_the_machine_or_by_the_reader(project, monkeypatch):
 
 
 def test_a_gpu_is_found_by_its_driver(monkeypatch, tmp_path):
-    driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr(environment, "GPU", (str(driver),))
+    monkeypatch.setattr(environment, "GPU", (str(tmp_path / "nvidiactl"),))
+    for program, builds in ((None, "cpu"), ("somewhere", "pip")):
+        monkeypatch.setattr(environment.shutil, "which", lambda name, found=program: found)
+        assert environment.builds() == builds
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    assert environment.builds() == "cpu"
-    driver.touch()
-    assert environment.builds() == "pip"
-    driver.unlink()
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "somewhere")
+    (tmp_path / "nvidiactl").touch()
     assert environment.builds() == "pip"
 
 
 def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
     project, monkeypatch, capsys
 ):
-    run = environment.run
-    fails = environment.CPU_BUILDS
+    run, fails = environment.run, environment.CPU_BUILDS
     monkeypatch.setattr(environment, "run", lambda command: run(command) or int(fails in command))
     made()
     assert kinds(project) == ["venv", "torch", "pip", "npm"]
@@ -131,15 +128,12 @@ def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
 def test_builds_that_do_not_fit_are_reported_with_a_way_to_replace_both(
     project, monkeypatch, capsys
 ):
-    run = environment.run
-    wrong = [True]
-    monkeypatch.setattr(
-        environment, "run", lambda x: run(x) or int(wrong[0] and x[1:] == environment.TRY_TORCH)
-    )
+    run, wrong = environment.run, [environment.TRY_TORCH]
+    monkeypatch.setattr(environment, "run", lambda x: run(x) or int(x[1:] in wrong))
     made()
     message = capsys.readouterr().out
     advice = re.search(r"torchvision cannot be imported.* such as (\S+): make install", message)
-    wrong[0] = False
+    wrong.clear()
     monkeypatch.setenv("TORCH", advice[1])
     made()
     assert kinds(project[4:]) == ["uninstall", "torch", "pip", "npm"]
@@ -207,10 +201,7 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
     ("log", "advice"),
     [
         ("error: connect ECONNREFUSED 127.0.0.1:9", "cannot be reached"),
-        (
-            "Failed to establish a new connection: [Errno -3] NewConnectionError",
-            "cannot be reached",
-        ),
+        ("Failed to establish: [Errno -3] NewConnectionError", "cannot be reached"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
         ("npm error code SELF_SIGNED_CERT_IN_CHAIN", "certificate of its own"),
         ("ERROR: ResolutionImpossible: for help visit", "do not go together"),
@@ -260,10 +251,8 @@ def test_a_real_environment_works_and_its_output_goes_to_the_log(tmp_path, monke
     monkeypatch.setenv("TORCH", "pip")
     assert environment.main(tmp_path / ".venv", "build") == 0
     assert "noise" in environment.LOG.read_text() and "noise" not in "".join(capfd.readouterr())
-    assert environment.examine(tmp_path / ".venv") == (
-        f"{sys.version_info.major}.{sys.version_info.minor}",
-        "",
-    )
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert environment.examine(tmp_path / ".venv") == (version, "")
 
 
 def test_help_lists_every_target_that_is_meant_for_readers():

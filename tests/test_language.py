@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from kinds import text, weights, writer
+from kinds import text, writer
 from torch import nn
 
 from derived_attention.softmax.controls import identity_attention
 from derived_book.runtime import seed_everything
-from derived_book.tasks.language.data import load_text, ngram_bits
+from derived_book.tasks.language.data import ngram_bits
 from derived_book.tasks.language.loss import Windows, byte_loss, generate
 from derived_book.tasks.language.model import ByteLM
 from derived_book.tasks.language.sessions import (
@@ -31,18 +31,6 @@ def bits_of(model, data, length=6, batch_size=64):
 
 
 # --- Training and evaluation ----------------------------------------------------------------------
-
-
-def test_learns_real_text():
-    """In a second: better than single bytes can be predicted by any model without a context."""
-    data = load_text("python")
-    seed_everything(0)
-    model = ByteLM(16, Config(dim=32, layers=1, dropout=0.0))
-    before = bits_of(model, data.test, 16)
-    history = fit(model, Windows(data.train, 16, 16, 50), byte_loss, epochs=5, lr=1e-2)
-    assert before > 7
-    assert bits_of(model, data.test, 16) < ngram_bits(data.train, data.test, 0) - 0.5
-    assert history["bits"][-1] < history["bits"][0] - 1
 
 
 def test_learns_what_can_be_known_and_no_more():
@@ -68,9 +56,7 @@ def test_bits_are_the_mean_over_the_windows():
     assert [x.shape for x in seen] == [(5, 6)] * 6 and seen[0].dtype == torch.int64
     assert all(torch.equal(x, x[:, :1] + torch.arange(6)) for x in seen)
     first = writer(dropout=0.0).eval()
-    losses = [
-        nn.functional.cross_entropy(first(x).flatten(0, 1), (x + 1).flatten()).item() for x in seen
-    ]
+    losses = [nn.functional.cross_entropy(first(x).mT, x + 1).item() for x in seen]
     for bits, batch in zip(history["bits"], (losses[:3], losses[3:]), strict=True):
         assert bits == pytest.approx(sum(batch) / 3 / math.log(2), rel=1e-5)
 
@@ -85,24 +71,6 @@ def test_windows_come_from_everywhere_and_differ_from_step_to_step():
     assert set(sum(places[0], ())) == set(range(14))  # the last byte is only predicted
     assert len(set(places[0])) == 40
     assert places[0] == places[1] != places[2]  # how long an epoch is decides nothing
-
-
-def test_the_length_of_an_epoch_decides_nothing():
-    results = set()
-    for epochs in (1, 4):
-        model = writer(dropout=0.5)
-        batches = Windows(text(), 6, 16, steps=12 // epochs)
-        fit(model, batches, byte_loss, epochs=epochs, test=Windows(text(50, 1), 6))
-        results.add(weights(model))
-    assert len(results) == 1
-
-
-def test_dropout_follows_the_seed():
-    """Where every window is the same, only dropout tells seeds apart."""
-    once, again, other = (writer(dropout=0.5) for _ in range(3))
-    for model, seed in ((once, 0), (again, 0), (other, 1)):
-        train(model, text(7), steps=4, seed=seed)
-    assert weights(once) == weights(again) != weights(other)
 
 
 @pytest.mark.parametrize("n", [7, 8, 13, 40])
@@ -123,16 +91,12 @@ def test_wrong_windows():
         (dict(text=text().long()), ValueError, "text is torch.int64 .*; expected uint8 of shape"),
         (dict(text=text()[None]), ValueError, r"text is torch.uint8 of shape \(1, 500\)"),
         (dict(text=text(6)), ValueError, "text has 6 bytes; expected at least 7"),
-        (dict(length=0), ValueError, "length is 0; expected at least 1"),
-        (dict(batch_size=2.0), TypeError, "batch_size is 2.0; expected an integer"),
         (dict(steps=0), ValueError, "steps is 0; expected at least 1"),
     ):
         with pytest.raises(error, match=message):
             Windows(**dict(text=text(), length=6) | arguments)
     for name, call in (("train", train), ("batches", bits_of)):
-        with pytest.raises(
-            TypeError, match="model.length is None; expected a language model, such"
-        ):
+        with pytest.raises(TypeError, match="model.length is None; expected a language model, suc"):
             call(nn.Linear(2, 2), text())
         found = f"{name} has windows of 6 bytes; expected at most 5, the length of the model"
         with pytest.raises(ValueError, match=found):
@@ -159,10 +123,19 @@ def test_a_trained_model_writes_on():
     assert generate(model, "bcabcabcab", 3) == "bcabcabcabcab"
 
 
+class Coin(nn.Module):
+    """Of two bytes, the second is three times as likely, whatever was read."""
+
+    length = 6
+
+    def forward(self, x):
+        logits = torch.full((*x.shape, 256), -torch.inf)
+        logits[..., 97:99] = torch.tensor([0.0, math.log(3.0)])
+        return logits
+
+
 def test_what_is_drawn_follows_softmax_seed_and_temperature():
-    model, logits = writer(), torch.full((256,), -torch.inf)
-    logits[97:99] = torch.tensor([0.0, math.log(3.0)])
-    model.register_forward_hook(lambda _, inputs, __: logits.expand(*inputs[0].shape, 256))
+    model = Coin()
     written = generate(model, "x", 2000, temperature=1.0)
     assert written[0] == "x" and written[1:].count("b") == pytest.approx(1500, abs=5 * 375**0.5)
     assert written == generate(model, "x", 2000, temperature=1.0)
@@ -198,11 +171,7 @@ def test_writing_leaves_mode_and_generator_alone(mode):
         (dict(prompt=""), ValueError, "prompt is empty; expected at least one character"),
         (dict(n=0), ValueError, "n is 0; expected at least 1"),
         (dict(temperature="hot"), TypeError, "temperature is 'hot'; expected a number"),
-        (
-            dict(temperature=-1),
-            ValueError,
-            "temperature is -1; expected a finite number, at least 0",
-        ),
+        (dict(temperature=-1), ValueError, "temperature is -1; expected a finite number, at least"),
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(seed=-1), ValueError, "seed is -1"),
         (dict(model=nn.Linear(2, 2)), TypeError, "model.length is None"),

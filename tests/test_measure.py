@@ -1,6 +1,8 @@
 """Costs against independent counts, memory against growth, diagnostics against known answers."""
 
+import json
 import math
+import platform
 from functools import partial
 
 import numpy as np
@@ -40,47 +42,6 @@ def written_out(q, k, v):
 # Counts
 
 
-class Counting(float):
-    """A number that counts the operations done with it."""
-
-    done = 0
-
-    def _count(self, value):
-        Counting.done += 1
-        return Counting(value)
-
-    def __mul__(self, other):
-        return self._count(float(self) * float(other))
-
-    def __add__(self, other):
-        return self._count(float(self) + float(other))
-
-
-def loop_product(a, b):
-    """Product of lists of rows by three loops, each sum starting from 0: a multiply–add each."""
-    out = [[Counting(0) for _ in b[0]] for _ in a]
-    for i, row in enumerate(a):
-        for j in range(len(b[0])):
-            for t, entry in enumerate(row):
-                out[i][j] = out[i][j] + entry * b[t][j]
-    return out
-
-
-def counting(rows, columns):
-    return [[Counting(x) for x in row] for row in np.random.default_rng(0).random((rows, columns))]
-
-
-@pytest.mark.parametrize(("n", "m", "d", "dv"), [(3, 5, 2, 4), (1, 1, 1, 1), (4, 2, 3, 1)])
-def test_counts_equal_loops_that_count(n, m, d, dv):
-    q, kt, v = counting(n, d), counting(d, m), counting(m, dv)
-    Counting.done = 0
-    loop_product(loop_product(q, kt), v)
-    assert Counting.done == attention_flops(n, m, d, dv)
-    Counting.done = 0
-    loop_product(counting(n, d), counting(d, dv))
-    assert Counting.done == projection_flops(n, d, dv)
-
-
 @pytest.mark.parametrize(("n", "m", "p"), [(2, 3, 4), (1, 1, 1), (3, 1, 2)])
 def test_operations_of_a_product_and_a_sum_are_counted_one_by_one(n, m, p):
     counts = count_operations(lambda a, b: a @ b, np.ones((n, m)), np.ones((m, p)))
@@ -89,18 +50,11 @@ def test_operations_of_a_product_and_a_sum_are_counted_one_by_one(n, m, p):
     assert count_operations(lambda a: a.sum(0), np.ones((n, p))).total() == p * (n - 1)
 
 
-def test_operations_of_a_softmax_are_counted_by_kind():
-    def softmax(s):
-        e = np.exp(0.5 * s - 3)
-        return e / e.sum(1, keepdims=True)
-
-    counts = count_operations(softmax, np.ones((4, 5)))
-    assert counts == {"multiply": 20, "add": 20 + 4 * 4, "exp": 20, "divide": 20}
-
-
-def test_every_order_of_a_number_and_a_constant_is_counted():
+def test_every_kind_and_order_of_operation_is_counted():
     counts = count_operations(lambda x: [1 + x, x + 1, 1 - x, x - 1, 2 * x, x * 2, 1 / x, x / 2], 3)
     assert counts == {"add": 4, "multiply": 2, "divide": 2}
+    assert count_operations(np.exp, np.ones((4, 5))) == {"exp": 20}
+    assert not count_operations(lambda a: a.astype(float) * 2 + 1, np.ones(3))  # plain numbers
 
 
 def test_counted_numbers_compute_and_counts_do_not_outlive_a_call():
@@ -111,11 +65,6 @@ def test_counted_numbers_compute_and_counts_do_not_outlive_a_call():
     np.testing.assert_allclose(seen, [[1.5, 0.5]] * 2)
 
 
-def test_plain_numbers_count_no_more():
-    counts = count_operations(lambda a: a.astype(float) * 2 + 1, np.ones(3))
-    assert counts.total() == 0
-
-
 @pytest.mark.parametrize("unknown", [lambda a: a**2, lambda a: -a, np.sqrt, lambda a: a.max()])
 def test_an_operation_that_is_not_counted_is_refused(unknown):
     with pytest.raises(TypeError):
@@ -123,23 +72,14 @@ def test_an_operation_that_is_not_counted_is_refused(unknown):
 
 
 @pytest.mark.parametrize("form", [written_out, F.scaled_dot_product_attention])
-@pytest.mark.parametrize("shape", [{}, {"m": 24}, {"heads": 3, "batch": 2, "dim": 4}])
+@pytest.mark.parametrize("shape", [{}, {"m": 24}, {"heads": 3, "batch": 2}, {"value_dim": 24}])
 def test_counts_equal_pytorch_counter(form, shape):
     q, k, v = qkv(**shape)
     batch, heads, n, d = q.shape
     expected = attention_flops(n, k.shape[2], d, v.shape[3], heads=batch * heads)
     assert count_flops(lambda: form(q, k, v)) == expected > 0
-
-
-def test_values_of_another_width_are_counted():
-    q, k, v = qkv(value_dim=24)
-    assert count_flops(lambda: written_out(q, k, v)) == attention_flops(16, 16, 8, 24, heads=2)
-
-
-def test_projections_equal_pytorch_counter():
-    linear = torch.nn.Linear(8, 24)
-    x = torch.randn(5, 8)
-    assert count_flops(lambda: linear(x)) == projection_flops(5, 8, 24)
+    linear = torch.nn.Linear(d, 24)
+    assert count_flops(lambda: linear(q[0, 0])) == projection_flops(n, d, 24)
 
 
 def test_products_added_in_place_are_counted():
@@ -156,15 +96,12 @@ def test_backward_counts_five_products_fused_and_four_written_out():
         assert count_flops(out.backward) == products * one
 
 
-def test_counts_take_symbols():
+def test_counts_take_symbols_and_are_exact_integers():
     n, d = sympy.symbols("N D", positive=True)
     assert sympy.expand(attention_flops(n, n, d) - 4 * n**2 * d) == 0
     assert sympy.expand(attention_flops(n, n, d, 2 * d) - 6 * n**2 * d) == 0
     assert sympy.expand(projection_flops(n, d, 3 * d) - 6 * n * d**2) == 0
     assert sympy.limit(stored_bytes(n, n) / stored_bytes(n, n, fused=True) / n, n, sympy.oo) == 2
-
-
-def test_counts_are_exact_integers():
     flops = attention_flops(10**6, 10**6, 10**3 + 1, heads=7)
     assert type(flops) is int and flops == 28 * 10**12 * 1001
 
@@ -251,18 +188,6 @@ def test_memory_of_scores_grows_fourfold_and_of_the_fused_form_does_not():
     assert growth[F.scaled_dot_product_attention] < 2.5
 
 
-def test_memory_of_training_counts_the_backward_pass():
-    q, k, v = (x.requires_grad_() for x in qkv(n=256, dim=32))
-
-    def step():
-        q.grad = k.grad = v.grad = None
-        written_out(q, k, v).sum().backward()
-
-    with torch.no_grad():
-        forward = peak_bytes(lambda: written_out(q, k, v), device="cpu")
-    assert peak_bytes(step, device="cpu") > forward
-
-
 def test_measuring_memory_writes_nothing_and_errors_pass(capfd):
     peak_bytes(lambda: torch.empty(10), device="cpu")
     with pytest.raises(RuntimeError, match="shape"):
@@ -276,9 +201,6 @@ def test_measuring_memory_writes_nothing_and_errors_pass(capfd):
 
 
 def test_machine_can_be_stored_and_names_no_host():
-    import json
-    import platform
-
     facts = machine()
     keys = ["processor", "cores", "threads", "gpu", "driver", "torch", "python", "date"]
     assert list(facts) == keys
@@ -311,11 +233,6 @@ def test_head_distance_equals_its_definition_and_keeps_batches():
     assert head_distance(A).shape == (5, 2) and head_distance(A.float()).dtype == torch.float64
 
 
-def test_head_distance_of_repeated_queries_does_not_depend_on_their_number():
-    A = torch.softmax(torch.randn(4, 6, 9, dtype=torch.float64), -1)
-    assert head_distance(A.repeat(1, 10, 1)) == pytest.approx(float(head_distance(A)), rel=1e-12)
-
-
 def test_ranks_of_known_maps():
     maps = torch.stack([torch.eye(6), torch.full((6, 6), 1 / 6), torch.zeros(6, 6)])
     assert numerical_rank(maps, 1e-6).tolist() == [6, 1, 0]
@@ -330,14 +247,6 @@ def test_rank_of_a_low_rank_map_in_single_precision():
     A = torch.rand(30, 4) @ torch.rand(4, 20)
     assert numerical_rank(A, 1e-5) == 4
     assert 1 < effective_rank(A) < 4
-
-
-def test_padding_is_sliced_off_by_the_caller():
-    A = torch.zeros(2, 5, 5)
-    A[:, :3, :3] = torch.softmax(torch.randn(2, 3, 3), -1)
-    short = A[:, :3, :3]
-    assert head_distance(A) == pytest.approx(float(head_distance(short)) * math.sqrt(3 / 5))
-    assert effective_rank(A).tolist() == pytest.approx(effective_rank(short).tolist())
 
 
 BAD = [
@@ -398,11 +307,8 @@ def test_bounds_are_rounded_to_the_side_on_which_they_stay_true():
     assert [at_least(0.5153), at_most(0.5153)] == ["0.51", "0.52"]
     assert [at_least(-1.234, 1), at_most(-1.234, 1)] == ["-1.3", "-1.2"]
     assert [at_least(0.3, 1), at_most(0.3, 1), at_most(np.float32(2.0), 0)] == ["0.3", "0.3", "2"]
-    assert [at_least(0.1 + 0.2, 1), at_most(0.1 + 0.2, 1), at_most(0.7 - 0.6, 1)] == [
-        "0.3",
-        "0.3",
-        "0.1",
-    ]
+    exact = [at_least(0.1 + 0.2, 1), at_most(0.1 + 0.2, 1), at_most(0.7 - 0.6, 1)]
+    assert exact == ["0.3", "0.3", "0.1"]
     assert [at_least(1e-9), at_most(1e-9), at_most(-1e-9)] == ["0.00", "0.01", "0.00"]
     for x in np.random.default_rng(0).normal(size=200) * 10:
         low, high = float(at_least(x)), float(at_most(x))

@@ -1,5 +1,7 @@
 """Figures: colours, static SVG, slider fragments, and both in a real browser."""
 
+import base64
+import io
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -9,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from PIL import Image
 
 from derived_attention.registry import MECHANISMS
 from derived_book import plot, sliders
@@ -34,9 +37,13 @@ def outputs(monkeypatch):
     return seen
 
 
-def curve(title="β decides"):
+def subplots(*shape, **options):
     plot.use_style()
-    fig, axes = plt.subplots()
+    return plt.subplots(*shape, **options)
+
+
+def curve(title="β decides"):
+    fig, axes = subplots()
     axes.plot([0, 1, 2], [1, 4, 2], "o-", label="a")
     axes.axhline(2, color="black")
     axes.set(xlabel="x & y", ylabel="height", title=title)
@@ -58,24 +65,19 @@ def frames_of(markup):
 # Colours
 
 
-def luminance(color):
+def linear(color):
     channels = np.array(to_rgb(color))
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    return linear @ [0.2126, 0.7152, 0.0722]
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
 
 
 def contrast(a, b):
-    low, high = sorted((luminance(a), luminance(b)))
+    low, high = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] for color in (a, b))
     return (high + 0.05) / (low + 0.05)
 
 
-def test_contrast_of_a_known_pair():
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-
-
-@pytest.mark.parametrize("name", plot.COLORS)
-def test_every_color_is_legible_on_light_and_dark(name):
-    assert min(contrast(plot.COLORS[name], page) for page in ("#ffffff", *DARK)) >= 3
+def test_every_color_is_legible_on_light_and_dark():
+    for name, color in plot.COLORS.items():
+        assert min(contrast(color, page) for page in ("#ffffff", *DARK)) >= 3, name
 
 
 def test_colors_and_labels_are_those_of_the_registry_and_differ_between_families():
@@ -91,48 +93,27 @@ def test_colors_and_labels_are_those_of_the_registry_and_differ_between_families
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a dichromat sees, in linear RGB.
 SEEN = {
-    "all cones": np.eye(3),
-    "no red": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "no green": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "no blue": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
+    "all cones": "1 0 0 0 1 0 0 0 1",
+    "no red": "0.152286 1.052583 -.204868 0.114503 0.786281 0.099216 -.003882 -.048116 1.051998",
+    "no green": "0.367322 0.860646 -.227968 0.280085 0.672501 0.047413 -.011820 0.042940 0.968881",
+    "no blue": "1.255528 -.076749 -.178779 -.078411 0.930809 0.147602 0.004733 0.691367 0.303900",
 }
+CONES = """0.4122214708 0.5363325363 0.0514459929 0.2119034982 0.6806995451 0.1073969566
+    0.0883024619 0.2817188376 0.6299787005"""
+OKLAB = """0.2104542553 0.7936177850 -0.0040720468 1.9779984951 -2.4285922050 0.4505937099
+    0.0259040371 0.7827717662 -0.8086757660"""
 
 
-def oklab(color, matrix):
-    channels = np.array(to_rgb(color))
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    cones = np.clip(np.asarray(matrix) @ linear, 0, 1) @ np.transpose(
-        [
-            [0.4122214708, 0.5363325363, 0.0514459929],
-            [0.2119034982, 0.6806995451, 0.1073969566],
-            [0.0883024619, 0.2817188376, 0.6299787005],
-        ]
-    )
-    return np.cbrt(cones) @ np.transpose(
-        [
-            [0.2104542553, 0.7936177850, -0.0040720468],
-            [1.9779984951, -2.4285922050, 0.4505937099],
-            [0.0259040371, 0.7827717662, -0.8086757660],
-        ]
-    )
+def matrix(text):
+    return np.array(text.split(), float).reshape(3, 3)
 
 
 @pytest.mark.parametrize("eye", SEEN)
 def test_main_colors_stay_apart_for_every_reader(eye):
     """0.02 in OKLab is the least visible difference; green and red of equal lightness get 0.03."""
-    seen = np.array([oklab(plot.COLORS[name], SEEN[eye]) for name in plot.MAIN])
+    light = np.array([linear(plot.COLORS[name]) for name in plot.MAIN])
+    cones = np.clip(light @ matrix(SEEN[eye]).T, 0, 1) @ matrix(CONES).T
+    seen = np.cbrt(cones) @ matrix(OKLAB).T
     apart = np.linalg.norm(seen[:, None] - seen, axis=-1) + np.eye(len(seen))
     assert apart.min() > (0.1 if eye == "all cones" else 0.06)
 
@@ -151,16 +132,11 @@ def test_show_displays_one_labelled_svg_and_closes_the_figure(outputs):
     assert [child.tag for child in root] == ["svg"] and not root[0].get("role")
     texts = ["".join(node.itertext()) for node in root.iter("text")]
     assert {"x & y", "height", "β decides", "a"} <= set(texts)
-
-
-def test_static_svg_brings_nothing_from_outside_and_no_font_or_black(outputs):
-    plot.show(curve(), ALT)
-    markup = outputs[0][0]
-    for word in ("<?xml", "<!DOCTYPE", "http", "xmlns", "<style", "<script", "<metadata", "date"):
+    # Nothing comes from outside, and there is no font, no black, and no white background.
+    for word in """<?xml <!DOCTYPE http xmlns <style <script <metadata date font-family DejaVu
+        #000000 #ffffff""".split():
         assert word not in markup
-    assert "font-family" not in markup and "DejaVu" not in markup
-    assert "#000000" not in markup and "currentColor" in markup
-    assert "#ffffff" not in markup  # transparent
+    assert "currentColor" in markup
 
 
 def test_same_figure_same_bytes_and_other_figure_other_ids(outputs):
@@ -176,8 +152,7 @@ def test_same_figure_same_bytes_and_other_figure_other_ids(outputs):
 
 
 def test_maps_are_embedded_cell_by_cell_with_a_transparent_end(outputs):
-    plot.use_style()
-    fig, axes = plt.subplots()
+    fig, axes = subplots()
     image = axes.imshow(np.eye(5), cmap=plot.fade("bn"))
     fig.colorbar(image)
     plot.show(fig, "The map is the identity.")
@@ -185,13 +160,12 @@ def test_maps_are_embedded_cell_by_cell_with_a_transparent_end(outputs):
     assert markup.count("data:image/png;base64,") == 2  # the map, and the bar as one image
     assert "image-rendering:pixelated" in markup.replace(" ", "")
     assert len(markup) < 20_000
-    ends = matplotlib.colormaps[plot.fade("bn")]([0.0, 1.0])
-    assert ends[0][3] == 0 and matplotlib.colors.to_hex(ends[1]) == plot.COLORS["bn"]
+    end = matplotlib.colormaps[plot.fade("bn")](1.0)
+    assert matplotlib.colors.to_hex(end) == plot.COLORS["bn"]
 
 
 def test_logarithmic_axes_have_plain_letters(outputs):
-    plot.use_style()
-    fig, axes = plt.subplots()
+    fig, axes = subplots()
     axes.loglog([1e-3, 1e3], [1, 100])
     plot.show(fig, "Both axes are logarithmic.")
     texts = ["".join(t.itertext()) for t in ET.fromstring(outputs[0][0]).iter("text")]
@@ -200,8 +174,7 @@ def test_logarithmic_axes_have_plain_letters(outputs):
 
 def columns():
     """A map with its colour bar, then two panels of lines and bars, side by side."""
-    plot.use_style()
-    fig, axes = plt.subplots(1, 3, figsize=(7.2, 2.5))
+    fig, axes = subplots(1, 3, figsize=(7.2, 2.5))
     fig.colorbar(axes[0].imshow(np.eye(3)))
     for i, ax in enumerate(axes[1:], 1):
         ax.plot([0, 1], [0, i], "o-", label="line")
@@ -239,8 +212,7 @@ def test_columns_are_drawings_that_share_out_one_figure(outputs):
 
 
 def test_narrow_neighbours_stay_together_and_so_does_what_cannot_be_cut(outputs):
-    plot.use_style()
-    fig, _ = plt.subplots(2, 8, figsize=(7.6, 2.2))
+    fig, _ = subplots(2, 8, figsize=(7.6, 2.2))
     plot.show(fig, "Sixteen panels stand in two rows.")
     titled, over = columns(), columns()
     titled.suptitle("Of all")
@@ -263,13 +235,14 @@ def test_type_that_nobody_can_read_is_refused(outputs):
 
 
 @pytest.mark.parametrize("page", ["#ffffff", *DARK])
-@pytest.mark.parametrize("name", plot.COLORS)
-def test_small_values_of_a_map_are_seen_on_any_page(name, page):
+def test_small_values_of_a_map_are_seen_on_any_page(page):
     """Nothing is nothing, and a quarter of the range stands out from the page."""
-    shades = matplotlib.colormaps[plot.fade(name)](np.linspace(0, 1, 9))
-    assert shades[0, 3] == 0 and shades[-1, 3] == 1 and (np.diff(shades[:, 3]) > 0).all()
-    alpha = shades[2, 3]
-    assert contrast(alpha * shades[2, :3] + (1 - alpha) * np.array(to_rgb(page)), page) > 1.45
+    for name in plot.COLORS:
+        shades = matplotlib.colormaps[plot.fade(name)](np.linspace(0, 1, 9))
+        assert shades[0, 3] == 0 and shades[-1, 3] == 1 and (np.diff(shades[:, 3]) > 0).all()
+        alpha = shades[2, 3]
+        seen = alpha * shades[2, :3] + (1 - alpha) * np.array(to_rgb(page))
+        assert contrast(seen, page) > 1.45, name
 
 
 @pytest.mark.parametrize("alt", ["", "  ", "A curve", "Curve.", "no end"])
@@ -279,13 +252,6 @@ def test_alt_must_be_a_sentence(alt, outputs):
     with pytest.raises(ValueError, match="alt must be a sentence"):
         decay(alt=alt)
     assert not outputs
-
-
-def test_wrong_types_are_named():
-    with pytest.raises(TypeError, match="fig must be a Matplotlib figure, got list"):
-        plot.show([], ALT)
-    with pytest.raises(TypeError, match="alt must be a string, got NoneType"):
-        plot.show(curve(), None)
 
 
 def test_output_in_a_notebook_is_html_with_alt_as_text(monkeypatch):
@@ -357,11 +323,6 @@ def test_all_marks_move_and_still_ones_cost_nothing(outputs):
 
 
 def test_heat_fades_from_transparent_to_the_full_color(outputs):
-    import base64
-    import io
-
-    from PIL import Image
-
     maps = np.array([[[0.0, 1.0], [2.0, 4.0]], [[4.0, 4.0], [0.0, 0.0]]])
     sliders.slider("k", [1, 2], [Panel([Heat(maps, color="sh")])], alt=ALT)
     first = frames_of(outputs[0][0])[2][0]["href"][0][0].partition(",")[2]
@@ -388,13 +349,10 @@ BAD = [
     ({"panels": [Panel([Line([0, 1], [[0, 1]] * 4)])]}, r"panels\[0\].marks\[0\].y must have 1 ax"),
     ({"panels": [Panel([Line([0, 1], [0, 1, 2])])]}, "same length, got 2 and 3"),
     ({"panels": [Panel([Line([0, 1], [0, np.nan])])]}, r"marks\[0\].y must be finite, got nan"),
-    ({"panels": [Panel([Line([0, np.inf], [0, 1])])]}, r"marks\[0\].x must be finite, got inf"),
-    ({"panels": [Panel([Line([], [])])]}, r"marks\[0\].x must have 1 axes"),
     ({"panels": [Panel([Line([0, 1], [0, 1], color="blurple")])]}, "got 'blurple'"),
     ({"panels": [Panel([Bars([[0, 1]] * 5, [0, 1])])]}, r"x must have shape \(n,\)"),
     ({"panels": [Panel([Heat([1.0, 2.0])])]}, r"marks\[0\].values must have 2 axes"),
     ({"panels": [Panel([Heat(np.eye(2), limits=(1, 1))])]}, "limits must be two different"),
-    ({"panels": [Panel([Heat(np.eye(2), extent=(0, 0, 1, 2))])]}, "extent must be two different"),
     ({"panels": [Panel([Line([0, 1], [0, 1])], ylim=(0, np.nan))]}, "ylim must be two different"),
 ]
 
@@ -406,11 +364,15 @@ def test_bad_sliders_are_refused_with_the_place(changes, message, outputs):
     assert not outputs
 
 
-def test_other_classes_are_refused():
-    with pytest.raises(TypeError, match=r"panels\[0\] must be a Panel"):
-        decay(panels=["panel"])
-    with pytest.raises(TypeError, match=r"panels\[0\].marks\[0\] must be a Line"):
-        decay(panels=[Panel(["line"])])
+def test_wrong_types_are_named():
+    for call, message in (
+        (lambda: plot.show([], ALT), "fig must be a Matplotlib figure, got list"),
+        (lambda: plot.show(curve(), None), "alt must be a string, got NoneType"),
+        (lambda: decay(panels=["panel"]), r"panels\[0\] must be a Panel"),
+        (lambda: decay(panels=[Panel(["line"])]), r"panels\[0\].marks\[0\] must be a Line"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 # In a browser

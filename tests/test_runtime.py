@@ -161,31 +161,6 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, failing):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_reader_never_sees_half_a_file(tmp_path):
-    """A process rewrites a file and is killed; whatever is there is one of its versions, whole."""
-    path = tmp_path / "file"
-    code = (
-        "import sys, itertools; from pathlib import Path\n"
-        "from derived_attention.common.files import write_atomically\n"
-        "for i in itertools.cycle(range(250)):\n"
-        "    write_atomically(Path(sys.argv[1]), bytes([i]) * 300_000)\n"
-    )
-    writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    try:
-        seen = set()
-        while len(seen) < 5:
-            assert writer.poll() is None
-            if path.exists():
-                data = path.read_bytes()
-                assert len(data) == 300_000 and len(set(data)) == 1
-                seen.add(data[0])
-    finally:
-        writer.kill()
-        writer.wait()
-    data = path.read_bytes()
-    assert len(data) == 300_000 and len(set(data)) == 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Pair:
     left: object

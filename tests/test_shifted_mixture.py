@@ -19,18 +19,12 @@ from helpers import (
     tensors,
     with_gradients,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from derived_attention import (
-    linear_mixture_attention_reference,
     shifted_mixture_attention_reference,
 )
 from derived_attention.common import blocks
-from derived_attention.common.masks import causal_mask
-from derived_attention.linear.core import linear_attention
 from derived_attention.mixture import shifted as module
-from derived_attention.mixture.core import linear_mixture_attention, mixture_attention
 from derived_attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 from derived_attention.softmax.core import softmax_attention
 
@@ -135,33 +129,15 @@ def test_the_formula_number_by_number(route):
 
 
 def test_fast_equals_reference_for_all_priors_and_variances(route):
-    for kind in OWN:
-        for name in ("none", "causal", "full"):
-            assert_forms_agree(f"{kind}, {name}", **own(kind), **masks()[name], **route)
     for name, mask in masks().items():
-        assert_forms_agree(name, **own("one variance"), **mask, **route)
-    for r in (1, 2, 4):
-        for name in ("none", "causal"):
-            options = {**own("priors", r=r), **masks()[name], **route}
+        for kind in OWN if name in ("none", "causal", "full") else ["one variance"]:
+            assert_forms_agree(f"{kind}, {name}", **own(kind), **mask, **route)
+        for r in (1, 2, 4) if name in ("none", "causal") else ():
+            options = {**own("priors", r=r), **mask, **route}
             assert_forms_agree(f"R = {r}", qkvb(r=r), **options)
-
-
-def test_the_mask_gets_its_gradient_block_by_block(route):
-    for shape in ((N, M), (M,), (B, 1, N, 1), (H, 1, M), ()):
+    for shape in ((N, M), (M,), (B, 1, N, 1), (H, 1, M), ()):  # its gradient, block by block
         mask = tensors(shape, seed=9)[0]
         assert_forms_agree(f"{shape}", **own("one variance"), attn_mask=mask, **route)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 4), st.integers(0, 7),
-    st.integers(0, 7), st.sampled_from(["none", "causal", "keys"]), st.sampled_from(OWN),
-    st.integers(0, 99),
-)  # fmt: skip
-def test_fast_equals_reference_for_any_components(hard, b, h, r, n, m, name, kind, seed):
-    options = {**own(kind, (h,), r), "is_causal": name == "causal", "hard": hard}
-    options |= {"attn_mask": keep(b, 1, 1, m, seed=seed)} if name == "keys" else {}
-    assert_forms_agree("", qkvb((b, h), n=n, m=m, r=r, seed=seed), 1e-9, **options)
 
 
 def test_shifts_for_any_number_of_leading_dimensions(route):
@@ -173,37 +149,7 @@ def test_shifts_for_any_number_of_leading_dimensions(route):
                 assert_forms_agree(f"{leading}, {shared}", inputs, **route, **options)
 
 
-def test_gradcheck_with_shifts_and_priors(route):
-    inputs = [*qkvb((1, 2), n=5, m=4, d=2, dv=2, r=2), positive(2, 2)]
-    for options in ({}, {"is_causal": True}, {"attn_mask": torch.tensor([1, 0, 1, 1]).bool()}):
-
-        def function(q, k, v, shifts, priors, options=options):
-            own = {"shifts": shifts, "priors": priors, **route}
-            return shifted_mixture_attention(q, k, v, **own, **options)
-
-        assert torch.autograd.gradcheck(function, inputs)
-
-
 # --- what it contains --------------------------------------------------------------------------
-
-
-def test_it_is_the_mixture_of_the_keys_that_shifts_make(route):
-    q, k, v, b = qkvb()
-    for name in ("none", "causal", "padding"):
-        options = {**masks()[name], "priors": positive(H, R), **route}
-        out = shifted_mixture_attention(q, k, v, shifts=b, **options)
-        torch.testing.assert_close(out, mixture_attention(q, shifted_keys(k, b), v, **options))
-
-
-def test_equal_shifts_are_one_component(route):
-    q, k, v, b = (x.detach() for x in qkvb(r=1))
-    priors = positive(H, 3).detach()
-    for options in ({}, {"is_causal": True}):
-        one, three = (
-            shifted_mixture_attention(q, k, v, shifts=shifts, **route, **more, **options)
-            for shifts, more in ((b, {}), (b.expand(H, 3, D), {"priors": priors}))
-        )
-        torch.testing.assert_close(three, one, rtol=1e-12, atol=1e-12)
 
 
 def test_products_of_keys_leave_softmax_attention():
@@ -228,27 +174,6 @@ def test_a_component_with_prior_0_is_not_there(route):
         torch.testing.assert_close(out, two, rtol=1e-9, atol=1e-9)
         assert all(bool(g.isfinite().all()) for g in grads)
         assert bool((grads[3][:, 2] == 0).all()) and bool((grads[3][:, 0] != 0).any())
-
-
-def test_linear_mixture_of_shifted_keys():
-    q, k, v, b = qkvb()
-    keys = shifted_keys(k, b)
-    for causal in (False, True):
-        options = {"is_causal": causal, "feature_map": lambda x: x.exp()}
-        out = linear_mixture_attention(q, keys, v, **options)
-        torch.testing.assert_close(out, linear_mixture_attention_reference(q, keys, v, **options))
-        one = linear_attention(q, keys.exp().sum(-3).log(), v, **options)
-        torch.testing.assert_close(out, one)
-
-
-def test_causal_is_the_causal_mask(route):
-    for n, m in ((N, M), (M, N), (N, N)):
-        *inputs, b = qkvb(n=n, m=m)
-        left, right = (
-            shifted_mixture_attention(*inputs, shifts=b, **route, **options)
-            for options in ({"is_causal": True}, {"attn_mask": causal_mask(n, m)})
-        )
-        torch.testing.assert_close(left, right)
 
 
 # --- which form runs ---------------------------------------------------------------------------
@@ -416,11 +341,8 @@ def test_bad_argument_is_named():
         (TypeError, "shifts has dtype torch.float32", {"shifts": torch.ones(R, D)}),
         (ValueError, "priors has shape", {"priors": torch.ones(R + 1)}),
         (ValueError, "variances is 0", {"variances": 0.0}),
-        (ValueError, "scale and variances", {"scale": 1.0, "variances": 2.0}),
         (TypeError, "hard is 1", {"hard": 1}),
-        (ValueError, "normalized is True and distance False",
-         {"normalized": True, "distance": False}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=match):
             shifted_mixture_attention(**{**arguments, **changed})
     with pytest.raises(ValueError, match=r"k has shape \(4,\); expected \(..., M, D\)"):

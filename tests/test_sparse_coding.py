@@ -17,6 +17,7 @@ from helpers import (
     qkv,
     relative_errors,
     tensors,
+    with_gradients,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from derived_attention import (
     lasso_attention,
     lasso_attention_reference,
     ridge_attention,
-    ridge_attention_reference,
     signed_power,
     soft_threshold,
 )
@@ -145,35 +145,14 @@ OWN = [
 @pytest.mark.parametrize("own", OWN, ids=lambda own: "-".join(own))
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fast_equals_reference_with_every_option(own, is_causal):
+    numbers = {key: x.double() for key, x in own.items() if torch.is_tensor(x)}
+    own = own | {key: x.requires_grad_() for key, x in numbers.items()}
     for N in (1, 7, 150):
-        q, k, v = qkv((2, 3), n=N, m=N + own.get("prefix", 0), d=5, dv=4)
-        own = {key: x.double() if torch.is_tensor(x) else x for key, x in own.items()}
-        learned = {key: x.requires_grad_() for key, x in own.items() if torch.is_tensor(x)}
-        for fast, formula in (
-            (lasso_attention, lasso_attention_reference),
-            (ridge_attention, ridge_attention_reference),
-        ):
-            if fast is ridge_attention and not {*own} <= {"exclude_self", "prefix"}:
-                continue
-
-            def run(form, q, k, v, *values, own=own, learned=learned):
-                given = {**own, **dict(zip(learned, values, strict=True))}
-                return form(q, k, v, is_causal=is_causal, **given)
-
-            given = [q, k, v, *learned.values()]
-            left, right = (
-                output_and_gradients(lambda *x, f=form: run(f, *x), given)
-                for form in (fast, formula)
-            )
-            assert_all_close(left, right, 1e-9, f"{fast.__name__}, {N}")
-
-
-def test_single_precision_is_enough_for_causal_regressions():
-    _, k, v = (x.detach() for x in qkv((2,), n=200, m=200, d=16))
-    for own in ({}, {"exclude_self": True}):
-        exact = ridge_attention_reference(k, k, v, is_causal=True, **own)
-        out = ridge_attention(*(x.float() for x in (k, k, v)), is_causal=True, **own)
-        assert relative_errors([out], [exact])[0] < 2e-5, own
+        inputs = qkv((2, 3), n=N, m=N + own.get("prefix", 0), d=5, dv=4)
+        for name in ("lasso", *["ridge"] * ({*own} <= {"exclude_self", "prefix"})):
+            forms = MECHANISMS[name].fast, MECHANISMS[name].reference
+            results = [with_gradients(f, inputs, is_causal=is_causal, **own) for f in forms]
+            assert_all_close(*results, 1e-9, f"{name}, {N}")
 
 
 def test_residuals_are_those_of_the_formula():
@@ -230,12 +209,11 @@ def test_a_power_is_normalised_by_its_own_sum():
     assert torch.equal(soft_threshold(z[:1], 2.0), torch.tensor([[1.0, 0.0, 0.0]]))
 
 
-def test_training_stores_no_matrix_of_queries_and_keys():
-    for own in ({}, {"exclude_self": True}, {"is_causal": True}):
+def test_without_the_own_key_training_stores_no_matrix_of_queries_and_keys():
+    with Largest() as largest:
         q, k, v = qkv((1, 2), n=1024, m=1024, d=4, dv=4)
-        with Largest() as largest:
-            torch.autograd.grad(lasso_attention(q, k, v, **own).sum(), [q, k, v])
-        assert largest.numel <= 2 * 128 * 1024, own
+        output_and_gradients(lasso_attention, [q, k, v], exclude_self=True)
+    assert largest.numel <= 2 * 128 * 1024
 
 
 # --- the layers -----------------------------------------------------------------------------------

@@ -85,19 +85,17 @@ def set_value(tensor, value):
 WRONG = [
     (None, TypeError, "split is NoneType; expected a SeriesSplit"),
     (spoilt("x", lambda x: set_value(x, torch.nan)), ValueError, "split.x holds NaN or infinity"),
-    (spoilt("x", lambda x: set_value(x, torch.inf)), ValueError, "split.x holds NaN or infinity"),
     (spoilt("x", lambda x: x[:, :, 0]), ValueError, "split.x is torch.float32 of shape"),
     (spoilt("x", lambda x: x.tolist()), TypeError, "split.x is list"),
     (spoilt("x", lambda x: x[:-1]), ValueError, "split.padding is"),
-    (spoilt("padding", lambda p: p.float()), ValueError, "split.padding is torch.float32"),
     (spoilt("padding", lambda p: p.tolist()), TypeError, "split.padding is list"),
     (spoilt("y", lambda y: y.int()), ValueError, "split.y is torch.int32"),
-    (spoilt("y", lambda y: y[1:]), ValueError, "split.y is torch.int64 of shape"),
     (spoilt("y", lambda y: y.tolist()), TypeError, "split.y is list"),
     (spoilt("y", lambda y: y - 1), ValueError, "split.y holds -1 to 0; expected classes 0 <= x"),
     (spoilt("y", lambda y: y[:, None].float()), ValueError, r"split.y is .* shape \(24,\)"),
     (spoilt("y", lambda y: set_value(y.float(), torch.nan)), ValueError, "split.y holds NaN"),
     (SeriesSplit(tokens().x.int(), None, tokens().y), ValueError, "split.x is torch.int32"),
+    (SeriesSplit(tokens().x - 1, None, tokens().y), ValueError, "expected tokens 0 <= x$"),
     (SeriesSplit(torch.zeros(0, 6, 3), None, torch.zeros(0)), ValueError, "split is empty"),
 ]
 
@@ -109,6 +107,6 @@ def test_splits_that_nothing_can_be_learned_from(split, error, message):
 
 
 def test_wrong_batch_size():
-    for size, error in ((0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError)):
+    for size, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match=f"batch_size is {size}"):
             Examples(series(), size)

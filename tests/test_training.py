@@ -5,20 +5,9 @@ What holds for every kind of data is tested with all of `kinds.KINDS`.
 
 import pytest
 import torch
-from kinds import (
-    KINDS,
-    SMALL,
-    classifier,
-    numbers,
-    series,
-    weights,
-    writer,
-)
+from kinds import KINDS, SMALL, classifier, numbers, series, weights
 
-from derived_book.runtime import evaluating, seed_everything
-from derived_book.tasks.model import Config
-from derived_book.tasks.series.data import SeriesSplit, load_series
-from derived_book.tasks.series.model import SeriesClassifier
+from derived_book.runtime import evaluating
 from derived_book.tasks.supervised import Examples, class_loss
 from derived_book.training import fit as training
 from derived_book.training.fit import Bits, Mean, evaluate, fit, schedule
@@ -34,28 +23,14 @@ def fit_series(model=None, train=None, **how):
     return fit(model or classifier(), train or batches(), class_loss, **dict(epochs=3) | how)
 
 
-def untouched(make=classifier):
+def untouched():
     """A model that must not run."""
-    model = make()
+    model = classifier()
     model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
     return model
 
 
 # --- Learning -------------------------------------------------------------------------------------
-
-
-def test_learns_real_series():
-    data = load_series("JapaneseVowels")
-    picked = torch.arange(len(data.train)) % 7 == 0  # 39 series, four or five of each speaker
-    train = SeriesSplit(data.train.x[picked], data.train.padding[picked], data.train.y[picked])
-    seed_everything(0)
-    model = SeriesClassifier(12, 9, 26, Config(dim=32, hidden=64))
-    before = evaluate(model, Examples(data.test), class_loss)["accuracy"]
-    history = fit(model, Examples(train, 8), class_loss, epochs=25)
-    assert before < 0.35
-    assert evaluate(model, Examples(data.test), class_loss)["accuracy"] > 0.8  # chance is 0.11
-    assert history["loss"][-1] < 0.3 * history["loss"][0]
-    assert history["accuracy"][-1] > 0.95
 
 
 @every_kind
@@ -178,14 +153,14 @@ def test_a_scaled_gradient_that_overflows_leaves_a_step_out():
 
 
 @every_kind
-@pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_the_model_alone(kind, mode):
+def test_evaluation_leaves_the_model_alone(kind):
     make, data, loss, names = KINDS[kind]
-    model = make(dropout=0.5).train(mode)
-    before, found = weights(model), evaluate(model, data(100), loss)
-    assert model.training is mode and weights(model) == before and found.keys() == names
-    for size in (1, 3, 10):  # how many at a time has no influence, nor has dropout
-        assert evaluate(model, data(size), loss) == pytest.approx(found, rel=1e-5)
+    for mode in (True, False):
+        model = make(dropout=0.5).train(mode)
+        before, found = weights(model), evaluate(model, data(100), loss)
+        assert model.training is mode and weights(model) == before and found.keys() == names
+        for size in (1, 3, 10):  # how many at a time has no influence, nor has dropout
+            assert evaluate(model, data(size), loss) == pytest.approx(found, rel=1e-5)
 
 
 def test_evaluating_restores_the_mode_of_every_module():
@@ -203,9 +178,6 @@ def test_evaluating_restores_the_mode_of_every_module():
 
 WRONG = [
     (dict(epochs=0), ValueError, "epochs is 0; expected at least 1"),
-    (dict(epochs=2.0), TypeError, "epochs is 2.0; expected an integer"),
-    (dict(lr=0), ValueError, "lr is 0"),
-    (dict(lr=float("nan")), ValueError, "lr is nan"),
     (dict(precision=16), TypeError, "precision is 16; expected a string or None"),
     (dict(precision="half"), ValueError, "precision is 'half'; expected one of auto, float32, b"),
     (
@@ -213,12 +185,12 @@ WRONG = [
         ValueError,
         "precision is 'bfloat16', and the model has parameters of torch.float64; expected",
     ),
+    (dict(lr=0), ValueError, "lr is 0"),
+    (dict(lr=float("nan")), ValueError, "lr is nan"),
     (dict(lr=float("inf")), ValueError, "lr is inf"),
     (dict(lr="fast"), TypeError, "lr is 'fast'"),
     (dict(seed=-1), ValueError, "seed is -1"),
-    (dict(seed=0.5), TypeError, "seed is 0.5"),
     (dict(model=series), TypeError, "model is function; expected a torch.nn.Module"),
-    (dict(train=None), TypeError, "train is NoneType; expected Batches, such as Examples"),
     (dict(train=series()), TypeError, "train is SeriesSplit; expected Batches, such as Examples"),
     (dict(test=[1]), TypeError, "test is list; expected Batches"),
     (dict(loss="accuracy"), TypeError, "loss is 'accuracy'; expected a function loss.model, batch"),
@@ -227,32 +199,26 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, error, message", WRONG, ids=[w[2] for w in WRONG])
-def test_wrong_arguments_before_any_work(tmp_path, arguments, error, message):
+def test_wrong_arguments_before_any_work(arguments, error, message):
     model = untouched()
-    given = dict(model=model, train=batches(), loss=class_loss, epochs=1)
     with pytest.raises(error, match=message):
-        fit(**given | arguments)
-    assert weights(model) == weights(classifier()) and not list(tmp_path.iterdir())
+        fit(**dict(model=model, train=batches(), loss=class_loss, epochs=1) | arguments)
+    assert weights(model) == weights(classifier())
 
 
 def test_wrong_evaluation():
-    for arguments, error, message in (
-        (dict(batches=series()), TypeError, "batches is SeriesSplit; expected Batches"),
-        (dict(batches=Examples(numbers())), ValueError, "batches.y is torch.float32"),
-        (dict(loss=None), TypeError, "loss is None"),
-    ):
-        with pytest.raises(error, match=message):
-            evaluate(**dict(model=untouched(), batches=batches(), loss=class_loss) | arguments)
+    with pytest.raises(TypeError, match="batches is SeriesSplit; expected Batches"):
+        evaluate(untouched(), series(), class_loss)
+    with pytest.raises(TypeError, match="loss is None"):
+        evaluate(untouched(), batches(), None)
 
 
 def test_what_is_not_finite_names_epoch_and_step():
-    for make, kind in ((classifier, "series"), (writer, "text")):
-        model, calls, (_, data, loss, _) = make(), iter(range(100)), KINDS[kind]
-        spoil = lambda _, __, y, calls=calls: y * torch.nan if next(calls) == 4 else y  # noqa: E731
-        model.register_forward_hook(spoil)
-        with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
-            fit(model, data(SMALL), loss, epochs=5)
-        assert all(torch.isfinite(p).all() for p in model.parameters())
+    model, calls = classifier(), iter(range(100))
+    model.register_forward_hook(lambda _, __, y: y * torch.nan if next(calls) == 4 else y)
+    with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
+        fit_series(model)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
     model = classifier()
     model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(FloatingPointError, match="gradient has norm (inf|nan) in epoch 1, step 1"):
@@ -260,9 +226,6 @@ def test_what_is_not_finite_names_epoch_and_step():
 
 
 def test_no_bar_is_left_behind(monkeypatch, capfd):
-    monkeypatch.delenv("DERIVED_ATTENTION_PROGRESS", raising=False)
-    fit_series()
-    assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
     fit_series()
     shown = capfd.readouterr()
