@@ -83,7 +83,7 @@ def test_fused_is_a_flag_or_nothing(wrong):
 @needs_triton
 @pytest.mark.parametrize(
     ("what", "found"),
-    [("interpreted", "q is on cpu"), ("available", "Triton .* is not installed")],
+    [("uses_interpreter", "q is on cpu"), ("available", "Triton .* is not installed")],
 )
 def test_who_insists_hears_what_is_missing(monkeypatch, what, found):
     monkeypatch.setattr(kernels, what, lambda: False)
@@ -98,7 +98,7 @@ def test_what_watches_operations_sees_those_of_pytorch_s_form(monkeypatch):
     answers = {
         "has_concrete_values": True,
         "unpack_dual": primal,
-        "interpreted": False,
+        "uses_interpreter": False,
         "_obstacle": "",
     }
     for name, said in answers.items():

@@ -204,7 +204,7 @@ def test_the_blocks_of_a_window_are_those_of_pytorch(is_causal, monkeypatch):
     for n, m in [(700, 700), (513, 640), (640, 130), (1, 1)]:
         for masked in (False, True):
             ours = flex._blocks(150, n, m, is_causal, masked, cpu)
-            pair = flex._pair(flex._on(cpu, 150), is_causal)
+            pair = flex._pair(flex._window_tensor(cpu, 150), is_causal)
             apart = {"separate_full_blocks": not masked}
             theirs = create_block_mask(pair, 1, 1, n, m, device="cpu", **apart)
             assert ours.shape == theirs.shape and torch.equal(ours.to_dense(), theirs.to_dense())
