@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import beside, report, run
+from benchmarks import beside, report, run, small_sizes
 from benchmarks.cases import BASELINES, CASES
 from benchmarks.peers import LIBRARIES, load
 from benchmarks.peers import flex_attention as flex_peer
@@ -193,6 +193,14 @@ def test_what_is_compared_and_is_not_the_registry_s_is_one_formula(name):
         pairs = zip(fast, reference, strict=True) if training else [(fast, reference)]
         for ours, theirs in pairs:
             assert (ours - theirs).abs().max() <= 1e-11 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", small_sizes.SHORT)
+def test_what_is_short_at_small_sizes_computes_the_same(name, monkeypatch):
+    monkeypatch.setattr(small_sizes, "BATCH", 2)
+    for is_causal in (False, True):
+        row = small_sizes.compare(name, is_causal, 64, rounds=1)  # it compares all outputs
+        assert row["beside"] in ("formula", "SDPA") and row["ratio"]["median"] > 0
 
 
 def test_cases_are_different_mechanisms_beside_what_masks_alike():
