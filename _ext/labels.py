@@ -13,7 +13,7 @@ MOST = 3  # names in one label
 
 
 def code_label(app, doc: str, cell: nodes.container) -> str:
-    """Say what a cell is for: its figures and checks, else its table, what it defines, its text.
+    """Return what a cell is for: its figures and checks, else its table, what it defines, its text.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def _some(names: list[str]) -> str:
 
 
 class LabelFoldedCells(SphinxPostTransform):
-    """Say on every folded cell what it is for."""
+    """Write on every folded cell what it is for."""
 
     default_priority = 198  # before myst-nb folds them
     formats = ("html",)

@@ -70,7 +70,7 @@ class Served(SimpleHTTPRequestHandler):
         super().__init__(*arguments, **options)
 
     def log_message(self, format, *args):
-        """Say nothing."""
+        """Print nothing."""
 
     def send_head(self):
         """Answer with what is made, if there is something under this address."""

@@ -98,13 +98,13 @@ def lasso_by_large_inverse(
 
 
 # The references of mixtures take O(N²D): nobody's choice where memory counts.
-_DENSE: dict[str, Mechanism] = {
+DENSE: dict[str, Mechanism] = {
     "mgk": dense_mixture,
     "hard_mgk": functools.partial(dense_mixture, hard=True),
     "smgk": dense_shifted_mixture,
 }
-_DENSE |= {f"{name}_causal": form for name, form in _DENSE.items()}
-_DENSE["lasso"] = lasso_by_large_inverse
+DENSE |= {f"{name}_causal": form for name, form in DENSE.items()}
+DENSE["lasso"] = lasso_by_large_inverse
 
 
 # What a GPU can run with kernels of the package.
@@ -155,7 +155,7 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
     return Case(
         ", ".join(filter(None, [entry.label, entry.sample, "causal" * is_causal])),
         with_keys(entry.fast),
-        with_keys(_DENSE.get(case, entry.reference)),
+        with_keys(DENSE.get(case, entry.reference)),
         lambda N, D=DIM: _causal(entry.options(N, HEADS, D), is_causal),
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),

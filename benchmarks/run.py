@@ -314,7 +314,7 @@ def code(case: Case) -> str:
 
 
 def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> str:
-    """Say why there is something to measure, or nothing: "".
+    """Return why there is something to measure, or nothing: "".
 
     There are no results yet, or those of other settings than `wanted`; or, where it is given, of
     other `code`, which a file may not know.
@@ -367,5 +367,5 @@ def commit() -> str | None:
 
 
 def progress(message: str) -> None:
-    """Say on standard error what is being measured."""
+    """Print on standard error what is being measured."""
     print(message, file=sys.stderr, flush=True)

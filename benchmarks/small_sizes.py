@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import run
-from benchmarks.cases import _DENSE
+from benchmarks.cases import DENSE
 from benchmarks.report import RESULTS, slug
 from derived_attention import fixed_mask, strided_mask, window_mask
 from derived_attention.mixture.shifted import shifted_keys
@@ -29,6 +29,7 @@ LENGTHS = (16, 64, 256, 512)
 ROUNDS = 15
 LIMIT = 1.05  # of the shortest form's time
 HOPELESS = 3  # times the fast form's time: what is so slow is timed once
+DECIDED = 0.2  # of the shortest form's time: longer sequences are not measured
 
 
 def masked(pattern: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -70,7 +71,7 @@ SHORT: dict[str, Callable[..., Tensor]] = {
 def forms(name: str, entry: Entry, is_causal: bool) -> dict[str, Callable[..., Tensor]]:
     """Return the fast form and the short ones of a mechanism."""
     case = name + "_causal" * is_causal
-    found = {"fast": entry.fast, "formula": _DENSE.get(case, entry.reference)}
+    found = {"fast": entry.fast, "formula": DENSE.get(case, entry.reference)}
     return found | ({"SDPA": SHORT[name]} if name in SHORT else {})
 
 
@@ -110,10 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for name in names:
         for causal in (False, True) if MECHANISMS[name].causal else (False,):
+            print(name + ", causal" * causal, end="", flush=True)
             for length in LENGTHS:
-                rows.append(compare(name, causal, length, ROUNDS))
-            ratios = [f"{row['ratio']['median']:.2f} ({row['beside']})" for row in rows[-4:]]
-            print(name + ", causal" * causal, *ratios, sep=" | ", flush=True)
+                row = compare(name, causal, length, ROUNDS)
+                rows.append(row)
+                print(f" | {row['ratio']['median']:.2f} ({row['beside']})", end="", flush=True)
+                if row["ratio"]["median"] < DECIDED:
+                    break
+            print()
     if names == list(MECHANISMS):
         settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": LENGTHS, "rounds": ROUNDS}
         data = {"machine": machine(), "commit": run.commit(), "settings": settings, "rows": rows}

@@ -7,6 +7,7 @@ import linecache
 import math
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -447,6 +448,24 @@ def started(target, *arguments):
 
 def values():  # no constant of this module, which would be part of every key
     return [[seed] * 2000 for seed in range(len(TRIALS))]
+
+
+def test_kill_9_at_any_moment_loses_no_more_than_the_run_that_was_made(shared):
+    draw = random.Random(0)
+    for kills in range(1, 6):
+        there, before = len(list(shared.store.rglob("*.json"))), len(shared.begun())
+        process = started(shared.run)
+        shared.until(lambda before=before: len(shared.begun()) > before, process)
+        time.sleep(draw.uniform(0, 0.08))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        stored = len(list(shared.store.rglob("*.json")))
+        assert there <= stored < len(TRIALS)
+        assert len(shared.begun()) <= stored + kills
+    assert shared.run() == values()
+    assert len(TRIALS) <= len(shared.begun()) <= len(TRIALS) + kills
+    assert len([p for p in shared.store.rglob("*") if p.is_file()]) == len(TRIALS)
 
 
 @pytest.mark.parametrize("when", ["replace", "fsync", "unlink"])

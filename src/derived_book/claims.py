@@ -4,9 +4,8 @@ A page calls these functions where it derives a claim. Each of them
 
 1. checks the claim, and raises `ClaimError` if it does not hold,
 2. checks a *mutant*, a plausible wrong version of it, and raises if that is **not** rejected,
-3. refuses a vacuous check: the same computation or a copy on both sides, sides that are the same
-   for all inputs, a mutant that is a literal, a random number or a side with a small change, or a
-   check that is already recorded for another item of the same source,
+3. refuses a check that shows nothing: one expression or one array on both sides, typed numbers on
+   both sides or as the mutant, and a check that another item of the same source already has,
 4. displays one line with both margins, and stores the claim as data in the cell's output, from
    which the book's ledger is built.
 

@@ -193,7 +193,7 @@ _checked = _Checked()
 
 @contextlib.contextmanager
 def skip_range_checks() -> Iterator[None]:
-    """Say, in a with block, that data are checked already: no GPU is asked for their range again.
+    """Skip checks of ranges in a with block, so that no GPU is asked for them again.
 
     Only in this thread.
     """

@@ -391,7 +391,7 @@ def share_heads(
 
 
 def depends_on_position(form: Mechanism) -> Mechanism:
-    """Say of a form that a query's result depends on its position, and that it takes any mask.
+    """Declare of a form that a query's result depends on its position, and that it takes any mask.
 
     For masks that differ between queries, as causal windows of two scales have, it may store (N, M)
     matrices. It is the attribute ``placed`` of its mechanism.

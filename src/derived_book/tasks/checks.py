@@ -73,7 +73,7 @@ def check_output(outputs: Tensor, shape: Sizes) -> None:
 
 
 def has_shape(x: Tensor, shape: Sizes) -> bool:
-    """Say if `x` has the shape, in which a name fits any size."""
+    """Return whether `x` has the shape, in which a name fits any size."""
     pairs = zip(x.shape, shape, strict=False)
     return x.ndim == len(shape) and all(isinstance(n, str) or m == n for m, n in pairs)
 

@@ -75,7 +75,7 @@ class Config:
 
 
 def is_layer(attention: Mechanism, name: str = "attention") -> bool:
-    """Say if `attention` is a class (True) or a function; raise TypeError if it is neither."""
+    """Return True for a class and False for a function; raise TypeError if it is neither."""
     target = attention.func if isinstance(attention, functools.partial) else attention
     if isinstance(target, nn.Module) or not callable(target):  # layers would share a module
         raise TypeError(f"{name} is {attention!r}; expected a function, or a class of modules")

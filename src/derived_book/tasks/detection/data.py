@@ -190,7 +190,7 @@ def _own_coordinates(corners: np.ndarray, size: int) -> tuple[np.ndarray, np.nda
 
 
 def _inside(shape: str, u: np.ndarray, v: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """Say which pixels (n, S, S) are in a shape that fills the box |u|, |v| < 1."""
+    """Return True for the pixels (n, S, S) in a shape that fills the box |u|, |v| < 1."""
     if shape in ("disc", "ring"):
         radius = u**2 + v**2
         return (radius < 1) & (radius > (0.25 if shape == "ring" else -1))
