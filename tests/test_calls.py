@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import derived_attention
 from derived_attention.registry import MECHANISMS
 
 LIBRARY = str(Path(derived_attention.__file__).parent)
-ATTENDS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "scaled_dot_product_attention"}
-PRODUCTS = ATTENDS | {"linear"}
+ATTENDS = {"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"}
+PRODUCTS = ATTENDS | {"mm", "addmm"}
 N, H, D = 64, 4, 16
 MOST = 20
 # These run two mechanisms, or rows of scores of their own.
@@ -20,7 +20,7 @@ MORE = {"conv1d": 22, "conv2d": 26, "mgk": 24, "lasso": 21, "primal": 32}
 MORE |= {"mlk": 22, "fmm": 36, "hard_mgk": 37}
 
 
-class FirstProduct(TorchFunctionMode):
+class FirstProduct(TorchDispatchMode):
     """Stops a function at its first matrix product."""
 
     class Reached(Exception):
@@ -30,10 +30,10 @@ class FirstProduct(TorchFunctionMode):
         super().__init__()
         self.products = products
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in self.products:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket.__name__ in self.products:
             raise self.Reached
-        return function(*args, **(kwargs or {}))
+        return operator(*args, **(kwargs or {}))
 
 
 def calls_to_product(function, *args, products=PRODUCTS, **options):

@@ -6,8 +6,8 @@ The equation of this module is ::
 
 with s_ij = q_i·k_j/√D and the logistic function σ: the weights of a query sum to less than 1, and
 to nearly 0 where no score is near b. For b → −∞ it is softmax attention; b = 0 is called "off by
-one". `sink_attention` is PyTorch's fused softmax with one more key and, as the score of that key
-may depend on no query, one more feature.
+one". `sink_attention` multiplies what PyTorch's fused softmax returns by that σ. Under a mask it
+adds the sink as one more key and, as its score may depend on no query, one more feature.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from derived_attention import formulas
-from derived_attention.common.checks import Mechanism, accumulation_dtype, check_parameter
+from derived_attention.common.checks import (
+    Mechanism,
+    accumulation_dtype,
+    autocasts,
+    check_parameter,
+)
 from derived_attention.common.convention import extend, mechanism, prepare, reference_of
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
+from derived_attention.softmax.joint import backend_of, joint_softmax
 
 
 def sink_attention_weights(
@@ -70,34 +76,32 @@ def sink_attention(
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
     """
-    N, D, Dv = q.shape[-2], q.shape[-1], v.shape[-1]
-    scale = scale or 1 / math.sqrt(D)
+    D, Dv, scale = q.shape[-1], v.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
+    if mask.given is None:
+        if autocasts(q.device):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if backend := backend_of(q, k, v, mask.is_causal):
+            b = bias if bias.dim() == 0 else bias.squeeze(-1)
+            return joint_softmax(backend, q, [k], v, b, mask.is_causal, scale)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
     feature = (bias.to(accumulation_dtype(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
     Q = torch.cat([q, feature], -1)
-    # The sink is the first key. So, with one more query before the others, causality stays as it
-    # is: that query attends the sink, and query i the sink and keys j ≤ i.
-    K, V = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, max(0, D + 1 - Dv), 1, 0))  # in one width
-    K[..., 0, D] = one
-    if mask.is_causal:
-        Q = F.pad(Q, (0, 0, 1, 0))
-    elif mask.given is not None:
-        mask = with_open_key(mask, N, k.shape[-2], q.device, first=True)
-    return sdpa(Q, K, V, mask, scale)[..., -N or Q.shape[-2] :, :Dv]
+    K, V = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, max(0, D + 1 - Dv), 0, 1))  # in one width
+    K[..., -1, D] = one
+    return sdpa(Q, K, V, with_open_key(mask, q.shape[-2], k.shape[-2], q.device), scale)[..., :Dv]
 
 
 sink_attention_reference = reference_of(sink_attention)
 
 
-def with_open_key(mask: Mask, N: int, M: int, device: torch.device, *, first: bool = False) -> Mask:
-    """Return a mask of M + 1 keys: one more, the first or last, that every query may attend."""
+def with_open_key(mask: Mask, N: int, M: int, device: torch.device) -> Mask:
+    """Return a mask of M + 1 keys: one more, the last, that every query may attend."""
     dense = causal_mask(N, M, device) if mask.is_causal else mask.given
     if dense is None:
         return Mask()
     dense = dense.expand(*dense.shape[:-1], M)
-    value = float(dense.dtype == torch.bool)  # open: True, or 0 to add
-    return Mask(extend(dense, 1 - first, -1, value, before=int(first)))
+    return Mask(extend(dense, 1, -1, float(dense.dtype == torch.bool)))  # True, or 0 to add
 
 
 def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
