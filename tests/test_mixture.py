@@ -104,7 +104,6 @@ def small_blocks(monkeypatch):
     """Several blocks of queries, one of them not whole, and two heads at a time."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)
-    monkeypatch.setattr(mixture, "SHORT", 0)
 
 
 # --- the formula -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from derived_attention.common.checks import (
 )
 from derived_attention.common.convention import call, full_precision, mechanism, prepare, reference
 from derived_attention.common.kernels import should_run_kernel
-from derived_attention.common.masks import BlockMask, Mask, allowed, masked_softmax
+from derived_attention.common.masks import BlockMask, Mask, allowed, causal_mask, masked_softmax
 from derived_attention.linear.core import (
     apply_feature_map,
     causal_problem,
@@ -60,8 +60,7 @@ from derived_attention.mixture.components import (
     per_component,
 )
 from derived_attention.softmax.core import sdpa, widen
-
-SHORT = 512  # keys up to which a causal mask on all components is faster than rows of scores
+from derived_attention.softmax.joint import backend_of, joint_softmax
 
 
 @mechanism(components=True)
@@ -80,7 +79,7 @@ def mixture_attention(
 ) -> Tensor:
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One softmax attention on R M keys. The hard form, and the causal form of long sequences, compute
+    One softmax over R M keys, by one flash attention for each component. The hard form computes
     some rows of scores at a time, and again in the backward pass.
 
     Parameters
@@ -105,20 +104,17 @@ def mixture_attention(
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
-    form = _attend_joined_keys
-    if k.shape[-3] > 1 and hard:
-        form = _largest
-    elif k.shape[-3] > 1 and mask.is_causal and k.shape[-2] > SHORT:
-        form = _sum_components
+    hard = hard and k.shape[-3] > 1
     with full_precision(v.device):
-        Q, K = features(
-            q,
-            k,
-            parts,
-            mask,
-            parts.dtype if form is _attend_joined_keys else parts.accumulation_dtype,
-        )
-        return form(Q, K, v, mask, parts.scale).to(q.dtype)
+        Q, K = features(q, k, parts, mask, parts.accumulation_dtype if hard else parts.dtype)
+        if hard:
+            return attend(_Most(), v, mask, parts.scale * Q, K).to(q.dtype)
+        V = v.to(Q.dtype)
+        keys, causal = K.unbind(-3), mask.is_causal
+        backend = "" if mask.given is not None else backend_of(Q, keys[0], V, causal)
+        if backend:
+            return joint_softmax(backend, Q, keys, V, None, causal, parts.scale).to(q.dtype)
+        return _attend_joined_keys(Q, K, V, mask, parts.scale).to(q.dtype)
 
 
 @mechanism(components=True)
@@ -130,78 +126,16 @@ def hard_mixture_attention(
 
 
 def _attend_joined_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Attend to R M keys at once, k (..., R, M, E), with each value R times.
-
-    If causal, the keys of a token are neighbours, and C queries at a time attend the keys of the
-    tokens before the last of them, under a mask (C, R m).
-    """
-    R, Dv, v = k.shape[-3], v.shape[-1], v.to(q.dtype)
+    """Attend R M keys at once, k (..., R, M, E), with each value R times, under a mask."""
+    R, Dv = k.shape[-3], v.shape[-1]
     if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
         v = widen(v, k.shape[-1])
-    if not mask.is_causal or R == 1 or q.numel() == 0 or k.numel() == 0:
-        V = v.unsqueeze(-3).expand(*k.shape[:-1], -1).flatten(-3, -2)  # (..., R M, Dv)
-        if mask.given is not None and mask.given.shape[-1] > 1:
-            mask = Mask(torch.cat([mask.given] * R, -1))
-        return sdpa(q, k.flatten(-3, -2), V, mask, scale)[..., :Dv]
-    K, V = k.transpose(-3, -2).flatten(-3, -2), v.repeat_interleave(R, -2)  # (..., M R, ·)
-    parts = []
-    for rows, m in chunks(q, v, True):
-        triangle = mask.part(rows, m, q.device)
-        assert triangle is not None
-        given = Mask(triangle.repeat_interleave(R, -1))
-        given.complete = True  # every query attends the first token
-        parts.append(sdpa(q[..., rows, :], K[..., : m * R, :], V[..., : m * R, :], given, scale))
-    H = torch.cat(parts, -2)
-    # The first query has one token, whose weight is 1: no later token may change a bit of that.
-    return torch.cat([v[..., :1, :Dv], H[..., 1:, :Dv]], -2)
-
-
-def _largest(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return attend(_Most(), v, mask, scale * q, k)
-
-
-def _sum_components(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    return attend(_Sum(), v, mask, scale * q, k)
-
-
-class _Sum(NamedTuple):
-    """Weights Σ_r p_ijr, where p_ijr = exp(q_i·k_jr) / Σ_j'r' exp(q_i·k_j'r').
-
-    The softmax runs over all R m scores of a query, so that no row of logarithms is needed: the
-    gradient of the score s_ijr is p_ijr times what that of log Σ_r exp(s_ijr) is a_ij times.
-    """
-
-    def settled(self, ours: Tensors) -> _Sum:
-        """Return itself: nothing depends on the data."""
-        return self
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return all s_ij = log Σ_r exp(s_ijr) (..., N, M), of q (..., N, E), k (..., R, M, E)."""
-        return (q.unsqueeze(-3) @ k.mT).logsumexp(-3)
-
-    def weights(
-        self, ours: Tensors, mask: BlockMask, block: Block, keep: bool
-    ) -> tuple[Tensor, Any]:
-        """Take q (b, N, E), k (b, R, M, E); return rows of A (b, C, m), and all p if `keep`."""
-        q, k = ours[0][:, block.rows], ours[1][:, :, : block.m]
-        s = q.new_empty(*q.shape[:2], *k.shape[1:3])  # (b, C, R, m)
-        for r in range(k.shape[1]):
-            mask.close(s[:, :, r].baddbmm_(q, k[:, r].mT, beta=0), *block)
-        # In place, but not in a traced graph, which may want gradients.
-        in_place = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-        p = torch.softmax(s.flatten(2), -1, out=s.flatten(2) if in_place else None).view_as(s)
-        A = p.sum(2)
-        if mask.is_causal and block.rows.start == 0 and block.m:  # one key: nothing to round
-            A[:, 0, 0] = 1
-        return A, p
-
-    def spread(
-        self, A: Tensor, beyond: Tensor, p: Tensor, ours: Tensors, grads: Tensors, block: Block
-    ) -> None:
-        """Add the gradients of q and k through those rows of scores to `grads`."""
-        (q, k), (dq, dk) = ours, grads
-        for r in range(p.shape[2]):
-            spread_product(p[:, :, r].mul_(beyond), [q, k[:, r]], [dq, dk[:, r]], block)
+    V = v.unsqueeze(-3).expand(*k.shape[:-1], -1).flatten(-3, -2)  # (..., R M, Dv)
+    if mask.is_causal:
+        mask = Mask(causal_mask(q.shape[-2], v.shape[-2], q.device))
+    if mask.given is not None and mask.given.shape[-1] > 1:
+        mask = Mask(torch.cat([mask.given] * R, -1))
+    return sdpa(q, k.flatten(-3, -2), V, mask, scale)[..., :Dv]
 
 
 class _Most(NamedTuple):

@@ -2,7 +2,9 @@
 
 For sets r with keys k_r and values v, and a sink of score b and value 0, the equation is ::
 
-    h_i = Σ_r Σ_j exp(s_ijr) v_j / Z_i,    Z_i = exp(b) + Σ_r Σ_j exp(s_ijr),    s_ijr = scale · q_i·k_jr
+    h_i = Σ_r Σ_j exp(s_ijr) v_j / Z_i,    Z_i = exp(b) + Σ_r Σ_j exp(s_ijr)
+
+with s_ijr = scale · q_i·k_jr.
 
 Flash attention returns for each set its own result o_ir and log Z_ir, so that with log Z_i, their
 log-sum-exp, h_i = Σ_r exp(log Z_ir − log Z_i) o_ir. The gradient of a score is ::
@@ -17,6 +19,7 @@ over several devices is computed in the same way (Liu et al., 2023, *Ring attent
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,12 +46,13 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     if torch.compiler.is_compiling():  # which cannot ask
         return "flash" if q.dtype in HALF else ""
     with torch.autocast("cuda", enabled=False):
-        choice = torch._fused_sdp_choice(*fitted(q, k, v), None, 0.0, is_causal)
+        Q, K, V = fitted(q, k, v)
+        choice = torch._fused_sdp_choice(Q, K, V, None, 0.0, is_causal)
     return {FLASH: "flash", EFFICIENT: "efficient", CUDNN: "cudnn"}.get(choice, "")
 
 
 def joint_softmax(
-    backend: str, q: Tensor, keys: list[Tensor], v: Tensor, sink: Tensor | None,
+    backend: str, q: Tensor, keys: Sequence[Tensor], v: Tensor, sink: Tensor | None,
     is_causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """Return h (..., N, Dv) of q (..., N, D), keys (..., M, D) of each set, and v (..., M, Dv).
@@ -61,20 +65,20 @@ def joint_softmax(
 
 
 class _Joint(torch.autograd.Function):
+    """The softmax in four dimensions; returns h and log Z, which has no gradient."""
+
     @staticmethod
     def forward(
         backend: str, is_causal: bool, scale: float, sink: Tensor | None, q: Tensor, v: Tensor,
         *keys: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        sets = [_forward(backend, q, k, v, is_causal, scale) for k in keys]
-        h, total = sets[0]
-        for out, log in sets[1:]:
-            more = torch.logaddexp(total, log)
-            h = (total - more).exp().unsqueeze(-1) * h + (log - more).exp().unsqueeze(-1) * out
-            total = more
-        if sink is not None:
-            h = (total - sink).sigmoid().unsqueeze(-1) * h
-            total = torch.logaddexp(total, sink.to(total))
+        outs, logs = zip(*[_forward(backend, q, k, v, is_causal, scale) for k in keys], strict=True)
+        sinks = [] if sink is None else [sink.to(logs[0]).expand_as(logs[0])]
+        each = torch.stack([*logs, *sinks])
+        shares, total = each.softmax(0).unsqueeze(-1), each.logsumexp(0)
+        h = shares[0] * outs[0]  # in the dtype of log Z
+        for share, out in zip(shares[1:], outs[1:], strict=False):
+            h = torch.addcmul(h, share, out.to(h.dtype))
         return h.to(q.dtype), total
 
     @staticmethod
@@ -118,7 +122,7 @@ def _whole(is_causal: bool, scale: float, has_sink: bool, *tensors: Tensor) -> T
     q, v, *keys = tensors[has_sink:]
     scores = [scale * q @ k.mT for k in keys]
     if is_causal:
-        past = causal_mask(*scores[0].shape[-2:], q.device)
+        past = causal_mask(q.shape[-2], v.shape[-2], q.device)
         scores = [x.masked_fill(~past, -torch.inf) for x in scores]
     scores += [tensors[0].to(q).expand(q.shape[:-1]).unsqueeze(-1)] if has_sink else []
     A = torch.cat(scores, -1).softmax(-1)[..., : len(keys) * v.shape[-2]]
