@@ -32,7 +32,7 @@ from derived_attention import (
     normalized_attention_reference,
     softmax_attention_reference,
 )
-from derived_attention.batch_norm.core import key_statistics, normalized_attention
+from derived_attention.batch_norm.core import FIRST, key_statistics, normalized_attention
 from derived_attention.batch_norm.layer import NormalizedAttention
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import ALL
@@ -288,6 +288,37 @@ def test_equal_keys_give_the_mean_of_the_values(dtype):
         torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
         if dtype != torch.float16:  # whose range does not hold the gradient either: it is 1/ε
             assert all(bool(x.isfinite().all()) for x in grads)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_causal_half_precision_is_as_exact_as_its_inputs(dtype, spread):
+    """The queries after the first `FIRST` are handed on in half precision, after centring."""
+    generator = torch.Generator().manual_seed(0)
+    unit = torch.finfo(dtype).eps / 2
+    q, k, v = (torch.randn(1, H, 2 * FIRST + 3, D, generator=generator) for _ in "qkv")
+    halves = [x.to(dtype) for x in (q, spread * k + 2, v)]
+    doubles = [x.double() for x in halves]
+    rounded = [x * (1 + unit * (2 * torch.rand(x.shape, generator=generator) - 1)) for x in doubles]
+    exact, moved, found = (
+        output_and_gradients(
+            normalized_attention, [x.requires_grad_() for x in x], eps=1e-3, is_causal=True
+        )
+        for x in (doubles, rounded, halves)
+    )
+    for name, e, m, f in zip(("out", *"qkv"), exact, moved, found, strict=True):
+        allowed = 2 * (m - e).norm() + 4 * unit * e.norm()
+        assert (f.double() - e).norm() <= allowed, name
+
+
+def test_causal_half_precision_sees_no_future_bit_for_bit():
+    q, k, v = (x.detach().bfloat16() for x in qkv(n=2 * FIRST, m=2 * FIRST))
+    late = 300 * (torch.arange(2 * FIRST) > FIRST + 5)[:, None]
+    outs = [
+        normalized_attention(q, k + x, v + x, eps=1e-3, is_causal=True)[..., : FIRST + 6, :]
+        for x in (0, late.bfloat16())
+    ]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -43,6 +43,9 @@ from derived_attention.common.convention import (
 from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
 from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
+FIRST = 64  # queries with the statistics of so few keys that half precision may not hold them
+HALF = (torch.float16, torch.bfloat16)
+
 
 @mechanism
 def normalized_attention(
@@ -63,8 +66,9 @@ def normalized_attention(
     key where it is -inf. A mask that is the same for all queries (padding) costs nothing; another
     one costs two products with it. The causal form uses running sums, as with the printed μ, over
     all keys, a query would depend on its future. For half precision, statistics are computed in
-    float32, and with `eps` and statistics that differ between queries everything is: those of two
-    or three keys make numbers out of the range of half precision and autocast. In float16,
+    float32. With `eps` and statistics that differ between queries everything is, because those of
+    two or three keys make numbers out of the range of half precision and autocast; in the causal
+    form of a softmax of q·k only the first 64 queries are. In float16,
     gradients overflow if keys are so similar that 1/(σ² + ε) nears 10⁵: take an `eps` of at least
     10⁻³.
 
@@ -90,12 +94,18 @@ def normalized_attention(
     center_keys = _check_center_keys(attention, center_keys, mask)
     if k.shape[-2] == 0:  # no statistics, and nothing to attend
         return call(attention, q, k, v, mask, scale)
+    options = mask, scale, beta, eps, attention, center_keys
     per_query = mask.is_causal or (mask.given is not None and mask.given.shape[-2] > 1)
-    if eps is not None and per_query:
-        dtype, (q, k, v) = q.dtype, [x.to(torch.promote_types(x.dtype, F32)) for x in (q, k, v)]
-        with full_precision(q.device):
-            return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys).to(dtype)
-    return _attend(q, k, v, mask, scale, beta, eps, attention, center_keys)
+    if eps is None or not per_query:
+        return _attend(q, k, v, *options)
+    some = mask.is_causal and not center_keys and k.shape[-2] > FIRST and q.dtype in HALF
+    first = slice(FIRST if some else None)  # a later query has the statistics of many keys
+    with full_precision(q.device):
+        exact = [x[..., first, :].to(accumulation_dtype(x)) for x in (q, k, v)]
+        H = _attend(*exact, *options).to(q.dtype)
+    if H.shape[-2] == q.shape[-2]:
+        return H
+    return torch.cat([H, _attend(q, k, v, *options)[..., H.shape[-2] :, :]], -2)
 
 
 def _attend(
