@@ -1,13 +1,23 @@
-"""Tables, curves and power of experiments that decide."""
+"""Tables, curves, intervals and power of experiments that decide."""
 
 import json
+from functools import partial
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from scipy import stats
 
-from derived_book import curves, detectable, experiment_tables, plot_curves, results_table, scores
+from derived_book import (
+    curves,
+    decided,
+    detectable,
+    experiment_tables,
+    plot_curves,
+    results_table,
+    scores,
+)
+from derived_book.intervals import difference
 from derived_book.training import recorded
 
 
@@ -93,3 +103,59 @@ def test_the_detectable_difference_is_found_in_four_of_five(seeds):
 def test_power_needs_two_seeds():
     with pytest.raises(ValueError, match="seeds 1; expected"):
         detectable(1.0, 1)
+
+
+RUNS = [0.90, 0.91, 0.92, 0.93]
+
+
+@pytest.mark.parametrize(
+    ("shift", "options", "word"),
+    [
+        (-0.1, {}, "ahead"),
+        (0.1, {}, "behind"),
+        (0.005, {}, "open"),
+        (0.005, {"paired": True}, "behind"),
+        (0.005, {"within": 0.05}, "within δ"),
+        (0.005, {"within": 0.01}, "open"),
+        (0.03, {"within": 0.06}, "within δ"),
+        (0.03, {}, "behind"),
+        (0.03, {"comparisons": 40}, "open"),
+        (0.1, {"within": 0.05}, "behind"),
+    ],
+)
+def test_the_interval_decides_the_word(shift, options, word):
+    assert decided(RUNS, np.add(RUNS, shift), **options) == word
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_interval_of_a_difference_is_corrected_for_comparisons(paired):
+    a, b = np.random.default_rng(0).normal(size=(2, 7))
+    test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    for count in (1, 5):
+        mean, half = difference(a, b, comparisons=count, paired=paired)
+        low, high = test(a, b).confidence_interval(1 - 0.05 / count)
+        assert (mean - half, mean + half) == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_arms_without_variance_are_compared(paired):
+    say = partial(decided, paired=paired)
+    assert say([1.0, 1.0], [1.0, 1.0]) == "open"
+    assert say([1.0, 1.0], [1.0, 1.0], within=0.01) == "within δ"
+    assert say([1.0, 1.0], [0.9, 0.9]) == "ahead"
+    assert say([0.9, 0.9], [1.0, 1.0], within=0.01) == "behind"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"a": [1.0]}, r"a is \[1.\]; expected two finite values or more"),
+        ({"b": [1.0, np.nan]}, r"b is \[ 1. nan\]; expected two finite values or more"),
+        ({"a": [1.0, 2.0, 3.0], "paired": True}, "a has 3 runs and b 2; expected pairs"),
+        ({"within": 0}, "within is 0; expected a positive number, or None"),
+        ({"comparisons": 0}, "comparisons is 0; expected at least 1"),
+    ],
+)
+def test_what_cannot_be_decided_is_refused(change, problem):
+    with pytest.raises(ValueError, match=problem):
+        decided(**({"a": [1.0, 2.0], "b": [1.0, 3.0]} | change))

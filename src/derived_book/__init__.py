@@ -14,6 +14,7 @@ _MODULES = {
     "claims": "claims",
     "experiment_tables": "detectable plot_curves results_table",
     "exercises": "Once check check_properties largest_tensor",
+    "intervals": "decided",
     "plot": "COLORS LABELS fade show use_style",
     "sliders": "Bars Heat Line Panel Points slider",
     "svr": "fit_svr gram_features",

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
-from scipy import stats
 
 from derived_book.claim_lint import CallSite
+from derived_book.intervals import decided, difference
 
 DATA = "data-claim"  # the HTML attribute of a cell's output that contains a claim's data
 VERDICTS = ("wrong as printed", "holds if", "holds", "definition")
@@ -472,13 +472,14 @@ def measured(
     predicted: str,
     unit: str,
     paired: bool = False,
+    comparisons: int = 1,
     outcome: str | None = None,
 ) -> Claim:
     """Compare a prediction with training runs, which proves nothing and is displayed accordingly.
 
-    The 95 % interval of the difference is Student's of the differences by seed if `paired`,
-    otherwise Welch's. The outcome is "as predicted" if it lies on the predicted side of zero,
-    "against the prediction" if on the other, and "open" if it contains zero.
+    The 95 % interval is that of `derived_book.intervals.difference`. The outcome is "as predicted"
+    if it lies on the predicted side of zero, "against the prediction" if on the other, and "open"
+    if it contains zero.
 
     Parameters
     ----------
@@ -492,6 +493,8 @@ def measured(
         Of the metric, such as "points" or "bits per byte".
     paired
         Whether the runs of both arms share seeds, in the same order.
+    comparisons
+        How many comparisons the table of this one makes, for which the interval is corrected.
     outcome
         The outcome that the page's text states, one of ``OUTCOMES``.
 
@@ -509,35 +512,20 @@ def measured(
         raise ValueError("unit is empty; expected the unit of the metric")
     if outcome is not None and outcome not in OUTCOMES:
         raise ValueError(f"outcome is {outcome!r}; expected one of {', '.join(OUTCOMES)}")
-    a, b = _float(arm, "arm").ravel(), _float(beside, "beside").ravel()
-    if min(len(a), len(b)) < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise ValueError(f"arm is {a} and beside {b}; expected two finite values or more each")
-    if paired and len(a) != len(b):
-        raise ValueError(f"arm has {len(a)} runs and beside {len(b)}; expected pairs")
-    difference = float(a.mean() - b.mean())
-    half = _half_interval(a, b, paired)
-    low, high = difference - half, difference + half
-    side = 1 if predicted == ">" else -1
-    result = OUTCOMES[2] if low <= 0 <= high else OUTCOMES[0 if side * low > 0 else 1]
+    arms = _float(arm, "arm").ravel(), _float(beside, "beside").ravel()
+    mean, half = difference(*arms, comparisons=comparisons, paired=paired, names=("arm", "beside"))
+    word = decided(*arms, comparisons=comparisons, paired=paired)
+    foreseen = "ahead" if predicted == ">" else "behind"
+    result = OUTCOMES[2 if word == "open" else 0 if word == foreseen else 1]
+    low, high = mean - half, mean + half
     if outcome not in (None, result):
         raise ClaimError(
-            f"the page says {outcome!r}, the runs {result!r}: {difference:+.3g} {unit}, "
+            f"the page says {outcome!r}, the runs {result!r}: {mean:+.3g} {unit}, "
             f"interval {low:+.3g} to {high:+.3g}"
         )
     more: dict[str, Any] = {"unit": unit, "interval": (low, high)}
-    more["seeds"] = min(len(a), len(b))
-    return _record(None, "measured", result, statement, difference, None, **more)
-
-
-def _half_interval(a: np.ndarray, b: np.ndarray, paired: bool) -> float:
-    """Return half the width of the 95 % interval of the difference of two means."""
-    if paired:
-        parts, degrees = np.array([(a - b).var(ddof=1) / len(a)]), len(a) - 1.0
-    else:  # Welch and Satterthwaite
-        parts = np.array([a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)])
-        dividers = parts**2 / [len(a) - 1, len(b) - 1]
-        degrees = parts.sum() ** 2 / dividers.sum() if dividers.sum() else 1.0
-    return float(stats.t.ppf(0.975, degrees) * np.sqrt(parts.sum()))
+    more["seeds"] = min(map(len, arms))
+    return _record(None, "measured", result, statement, mean, None, **more)
 
 
 def ledger(claims: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from scipy import optimize, stats
 
+from derived_book.intervals import LEVEL
 from derived_book.plot import COLORS, LABELS
 from derived_book.training.recorded import curves, load_experiment
 
-LEVEL, POWER = 0.05, 0.8
+POWER = 0.8
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
