@@ -12,7 +12,7 @@ from typing import Any
 # The public names of each module.
 _MODULES = {
     "claims": "claims",
-    "experiment_tables": "detectable plot_curves results_table",
+    "experiment_tables": "detectable plot_curves results_table tuning_table",
     "exercises": "Once check check_properties largest_tensor",
     "intervals": "decided",
     "plot": "COLORS LABELS fade show use_style",

@@ -18,6 +18,10 @@ from derived_book.plot import COLORS, LABELS
 from derived_book.training.recorded import curves, load_experiment
 
 POWER = 0.8
+OLD_RULE = (  # of a record that does not name its rule
+    "This record is older than the rule of appendix C: each learning rate is the best of a fixed "
+    "grid, and the scores here are means of the tuning seeds"
+)
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
@@ -185,6 +189,61 @@ def _spread(runs: list[dict[str, Any]], metric: str, _: str, factor: float, digi
     values = [factor * run[metric] for run in runs]
     sd = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{sd}"
+
+
+def tuning_table(name: str) -> Any:
+    """Return a folded table of how the learning rates of a recorded experiment were chosen.
+
+    A row is an arm; its columns are those of `rates_table`. The line below states the rule that the
+    record follows.
+
+    Raises
+    ------
+    ValueError
+        If the experiment has chosen no rates; otherwise as in `derived_book.load_experiment`.
+    """
+    from IPython.display import Markdown
+
+    data = load_experiment(name)[0]
+    if not data.get("tuning"):
+        raise ValueError(f"name is {name!r}; expected an experiment that has chosen learning rates")
+    summary = "<details><summary>How the learning rates were chosen</summary>"
+    rule = data.get("rule", OLD_RULE)
+    return Markdown(f"{summary}\n\n{markdown(rates_table(data))}\n\n{rule}.\n\n</details>")
+
+
+def rates_table(data: dict[str, Any]) -> Table:
+    """Return each arm's learning rate, its score and those of its neighbours, and its collapses.
+
+    Scores are the worst of the tuning seeds at the last number of steps, or, in a record without
+    ``"rule"``, their mean. The last column is the score after eight times as many steps.
+
+    Returns
+    -------
+    header, rows
+        Lists of text; a dash is a number that the record does not have.
+    """
+    metric, heading, factor, digits = data["columns"][0]
+    combine = {"max": min, "min": max}.get(data.get("best", ""), statistics.mean)
+    header = ["arm", "learning rate", "next lower", "chosen", "next higher", "collapsed runs"]
+    header.append(f"{heading}, {8 * data['steps'][-1]:,} steps")
+    rows = []
+    for arm, rate in data["rates"].items():
+        tried: dict[float, list[float]] = {rate: []}
+        for row in data["tuning"]:
+            if row["arm"] == arm:
+                tried.setdefault(row["lr"], []).append(factor * row[metric])
+        order = sorted(tried)
+        place = order.index(rate)
+        near = [tried[order[i]] if 0 <= i < len(order) else [] for i in range(place - 1, place + 2)]
+        texts = [f"{combine(values):.{digits}f}" if values else "–" for values in near]
+        fallen = [row["lr"] for row in data.get("collapses", []) if row["arm"] == arm]
+        lost = ", ".join(f"{fallen.count(lr)} at {lr:g}" for lr in sorted(set(fallen)))
+        lost = lost or ("none" if "collapses" in data else "–")
+        long = [row for row in data.get("eightfold", []) if row["arm"] == arm]
+        last = _spread(long, *data["columns"][0]) if long else "–"
+        rows.append([arm, f"{rate:g}", *texts, lost, last])
+    return header, rows
 
 
 def experiment_caption(data: dict[str, Any]) -> str:
