@@ -81,7 +81,7 @@ EXPERIMENTS = {
         ARMS,
         [(share, f"error, {share} of the keys", 100, 1) for share in SHARES],
         steps=(150, 300, 600, 1200),
-        rates=(RATE,),
+        rate=RATE,
         best=min,
         windows=16,
         ridge=0.1,

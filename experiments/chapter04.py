@@ -33,7 +33,7 @@ from derived_book import seed_everything
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import TUNING_SEEDS, command, deciding
 
 page = chapter("04")
 PAIRS, WINDOW = 32, 4
@@ -112,7 +112,7 @@ def recall(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     model = WithNetwork(layer, heads, hidden) if hidden else page.Recall(layer, heads)
     page.train(model, pairs, steps, lr)
     cost = attention_cost(model, *page.draw(1, pairs)[:3])
-    torch.manual_seed(TEST_SEED)
+    torch.manual_seed(TEST_SEED + (seed if seed in TUNING_SEEDS else 0))
     if hidden:
         return {"recalled": sampled(model, pairs, 4096)} | cost
     keys, _, _, order = page.draw(TESTED, pairs)

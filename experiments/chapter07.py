@@ -6,16 +6,17 @@ records.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
 
 from derived_attention import PositionOnlyAttention
-from derived_book import Examples, class_loss, evaluate, load_series, seed_everything
+from derived_book import Examples, class_loss, evaluate, seed_everything
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, deciding, load_series_for
 
 page = chapter("07")
 POOLED = (2, 4, 8)  # scales to which trained heads of scale 1 are set
@@ -44,15 +45,16 @@ def answer(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 # --- movements: a classifier of time series ------------------------------------------------------
 
-BATCHES = 3  # of an epoch
+BATCH = 16  # of the page's `train_classifier`
 CLASSIFIERS = {name: page.LAYERS[name] for name in ("all 1", "all 4", "all 8")}
 CLASSIFIERS["position only"] = partial(PositionOnlyAttention, length=100)
 
 
 def classify(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     """Train a classifier of BasicMotions; return its accuracy, also with fine heads pooled."""
-    series = load_series("BasicMotions")
-    model = page.train_classifier(CLASSIFIERS[arm], series, seed, epochs=steps // BATCHES, lr=lr)
+    series = load_series_for(seed, "BasicMotions")
+    epochs = steps // math.ceil(len(series.train) / BATCH)
+    model = page.train_classifier(CLASSIFIERS[arm], series, seed, epochs=epochs, lr=lr)
     score = partial(evaluate, batches=Examples(series.test), loss=class_loss)
     found = {"accuracy": score(model)["accuracy"]} | attention_cost(model, series.train.x[:1])
     for s in POOLED if arm == "all 1" else ():
@@ -69,7 +71,6 @@ EXPERIMENTS = {
         ARMS,
         COLUMNS,
         steps=(200, 400),
-        rates=(3e-3, 1e-2, 3e-2),
     ),
     "pooled": deciding(
         "movements, by heads of one scale",

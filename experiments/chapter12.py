@@ -6,6 +6,7 @@ the records.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,13 +28,12 @@ from derived_book import (
     class_loss,
     evaluate,
     fit,
-    load_series,
     seed_everything,
 )
 from derived_book.tasks.run import attention_cost, with_objective
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, deciding, load_series_for
 
 page = chapter("12")
 PARTS = (QUERY, KEY, VALUE)
@@ -58,14 +58,14 @@ def objective(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
     The numbers are those of `inside`, with those before the training as ``"untrained ..."``.
     """
-    data = load_series("BasicMotions")
+    data = load_series_for(seed, "BasicMotions")
     seed_everything(seed)
     layer = partial(PrimalAttention, directions=4, landmarks=40, regularised=True)
     config = Config(dim=64, heads=8, attention=layer)
     model = SeriesClassifier(data.channels, data.classes, data.length, config)
     cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
     before = inside(model, data.test.x)
-    train, epochs = Examples(data.train, BATCH), steps * BATCH // len(data.train)
+    train, epochs = Examples(data.train, BATCH), steps // math.ceil(len(data.train) / BATCH)
     fit(model, train, with_objective(class_loss, WEIGHTS[arm]), epochs=epochs, lr=lr, seed=seed)
     accuracy = evaluate(model, Examples(data.test, len(data.test)), class_loss)["accuracy"]
     after = inside(model, data.test.x)
@@ -134,7 +134,6 @@ EXPERIMENTS = {
             ("place", "by place, %", 100, 1),
         ],
         steps=(100, 400, 800),
-        rates=(3e-3, 1e-2, 3e-2),
     ),
     "objective": deciding(
         "PrimalFormers on movements, by the weight of the objective",

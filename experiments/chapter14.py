@@ -30,7 +30,7 @@ COLUMNS = [
     ("AP", "AP", 100, 1),
     ("gap", "test - training loss", 1, 2),
 ]
-own = partial(deciding, steps=(1000, 2000), seeds=8, rates=(1e-3, 2e-3, 4e-3))
+own = partial(deciding, steps=(1000, 2000), seeds=8)
 EXPERIMENTS = {
     place: own(title, detect, list(ARMS[place]), COLUMNS, place=place)
     for place, title in (

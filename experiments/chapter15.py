@@ -55,7 +55,6 @@ def learn(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, fl
 
 CONTROLS = ["uniform", "alone", "position only"]
 ORDER_BLIND = ["softmax", "linear", "ridge"]
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 FAR = [("far", "places 225–256, right, %", 100, 1), ("near", "places 25–32, right, %", 100, 1)]
 EXPERIMENTS = {
     "overwritten": deciding(
@@ -72,7 +71,6 @@ EXPERIMENTS = {
         [*page.STRENGTHS, "softmax", *CONTROLS],
         FAR,
         steps=(400, 800, 1600),
-        rates=RATES,
         task="cups",
     ),
     "parity": deciding(
@@ -81,7 +79,6 @@ EXPERIMENTS = {
         [*page.STRENGTHS, "gated linear", "softmax", *CONTROLS],
         FAR,
         steps=(150, 300, 600),
-        rates=RATES,
         task="parity",
     ),
 }

@@ -66,9 +66,7 @@ EXPERIMENTS = {
         [f"r = {r}" for r in (6, 8, 12, 14)],
         EXPLAINED,
         steps=(4000, 8000),
-        rates=(3e-3, 1e-2, 3e-2),
         seeds=5,
-        tuned_at_end=True,
         experiment="rank",
     ),
 }

@@ -142,7 +142,9 @@ EXPERIMENTS = {
     ),
 }
 EXPERIMENTS |= {
-    task: plan | {"function": jobs, "names": ["sparsemax"], "seeds": 8 if task == "count" else 3}
+    task: plan
+    | {"function": jobs, "names": ["sparsemax"], "below": {}}
+    | {"seeds": 8 if task == "count" else 3}
     for task, plan in chapter17.EXPERIMENTS.items()
     if task in chapter17.page.TASKS
 }

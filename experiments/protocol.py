@@ -3,34 +3,55 @@
 They train on the CPU, one thread for each run, the models that the chapter's page defines
 (`experiments.page_models`).
 
-`deciding` describes one by the protocol of appendix C. Each arm gets the best of the same three
-learning rates, chosen at the budget on seeds that are not used again. Then every arm runs with
-every seed at each number of steps: the last is twice the budget, the one before it, and doubling
-the budget may not change the verdict. `derived_book.scores` reads the results at the budget,
-`derived_book.curves` those of all steps.
+`deciding` describes one by the protocol of appendix C. The learning rate of each arm is chosen at
+the last number of steps, by the worst of three seeds that are not used again, from a grid that
+grows until the best rate is inside it. Then every arm runs with every seed at each number of steps:
+the last is twice the budget, the one before it, and doubling the budget may not change the verdict.
+An arm of which a run collapses after it had learned runs again at the next lower rate. An arm that
+the page places below another one, or below a number, also runs for eight times the last number of
+steps, and the experiment is not written if it is no longer below then.
+
+`derived_book.scores` reads the results at the budget, `derived_book.curves` those of all steps, and
+`derived_book.tuning_table` shows how the rates were chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from derived_attention.common.files import write_atomically
-from derived_book.experiment_tables import experiment_caption, experiment_table
+from derived_book.experiment_tables import experiment_caption, experiment_table, rates_table
 from derived_book.experiment_tables import markdown as as_markdown
+from derived_book.intervals import decided
+from derived_book.tasks.series.data import SeriesData, load_series
 from derived_book.training.grids import run_grid
 from derived_book.training.measure import machine
 from derived_book.training.recorded import SCHEMA
+from experiments.divergence import has_collapsed, watch_losses
 
 SEEDS = 3
-RATES = (1e-3, 3e-3, 1e-2)
-TUNING_SEEDS = (1000, 1001)
+GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be tried
+FIRST_RATES = GRID[2:5]
+TUNING_SEEDS = (1000, 1001, 1002)
+TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share of their range
+LONGER, LONG_SEEDS = 8, (0, 1, 2)
+RULE = (
+    "Each learning rate is chosen after {steps:,} steps by the worst of the seeds 1000, 1001 and "
+    "1002, from a grid that grows until the best rate is inside it or ties with its neighbour "
+    "there; a rate at which one of these runs collapses is not chosen"
+)
+FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
+Results = Callable[[Iterable[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def experiment(
@@ -60,24 +81,32 @@ def deciding(
     *,
     steps: Sequence[int],
     seeds: int = 8,
-    rates: Sequence[float] = RATES,
+    rate: float | None = None,
     best: Callable[..., float] = max,
-    tuned_at_end: bool = False,
+    below: Mapping[str, str | float] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Describe an experiment of the protocol.
 
     ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
-    twice the one before it, the budget. `best` is max or min: which value of the first column's
-    metric chooses a learning rate. With `tuned_at_end` the worst seed chooses it, at the last
-    number of steps: a rate at which a run may collapse after it has learned is then too high.
-    Further arguments are those of `experiment`.
+    twice the one before it, the budget. The metric of the first column chooses learning rates, and
+    decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
+
+    `below` has the arms that the page's verdict places below another arm or below a number, which
+    means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
+    Each of them also runs for eight times the last number of steps. Further arguments are those of
+    `experiment`.
     """
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
         raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
+    below = dict(below or {})
+    arms = {*below, *(x for x in below.values() if isinstance(x, str))}
+    if unknown := sorted(arms - set(names)):
+        raise ValueError(f"below has {unknown}; expected arms of {list(names)}")
+    if below and seeds < len(LONG_SEEDS):
+        raise ValueError(f"seeds is {seeds}; expected at least {len(LONG_SEEDS)} with below")
     plan = experiment(title, function, names, columns, seeds, **settings)
-    own = {"steps": list(steps), "rates": list(rates), "best": best, "tuned_at_end": tuned_at_end}
-    return plan | own
+    return plan | {"steps": list(steps), "rate": rate, "best": best, "below": below}
 
 
 def run(
@@ -91,23 +120,21 @@ def run(
     """
     settings = plan["settings"]
     metrics = {metric for metric, *_ in plan["columns"]}
-    known = {_run_of(row): row for row in kept if metrics <= row.keys()}
+    known = {_run_of(row): row for row in kept if metrics | {"collapsed"} <= row.keys()}
+    function = watched(plan["function"], metrics)
 
-    def results(grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def results(grid: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        grid = list(grid)
         new = [x for x in grid if _run_of(x) not in known]
-        rows = run_grid(plan["function"], [{**x, **settings} for x in new], workers=workers)
-        done = known | {_run_of(x): row for x, row in zip(new, rows, strict=True)}
-        return [{k: v for k, v in done[_run_of(x)].items() if k not in settings} for x in grid]
+        rows = run_grid(function, [{**x, **settings} for x in new], workers=workers)
+        known.update((_run_of(x), row) for x, row in zip(new, rows, strict=True))
+        return [{k: v for k, v in known[_run_of(x)].items() if k not in settings} for x in grid]
 
-    grid: list[dict[str, Any]] = [
-        {"arm": arm, "seed": seed} for seed in range(plan["seeds"]) for arm in plan["names"]
-    ]
-    more: dict[str, Any] = {}
-    if "rates" in plan:
-        more = _tuned(plan, results)
-        grid = [
-            {**x, "steps": n, "lr": more["rates"][x["arm"]]} for n in plan["steps"] for x in grid
-        ]
+    if "steps" in plan:
+        found = _decided(plan, results)
+    else:
+        seeds = range(plan["seeds"])
+        found = {"rows": results({"arm": a, "seed": s} for s in seeds for a in plan["names"])}
     return {
         "schema": SCHEMA,
         "title": plan["title"],
@@ -115,9 +142,48 @@ def run(
         "machine": machine(),
         "settings": settings,
         "columns": plan["columns"],
-        **more,
-        "rows": results(grid),
+        **found,
     }
+
+
+def watched(
+    function: Callable[..., dict[str, float]], metrics: Iterable[str]
+) -> Callable[..., dict[str, float]]:
+    """Return a function that also returns whether its run collapsed, as ``"collapsed"``, 0 or 1.
+
+    If `fit` stops a run because its loss is not finite, all metrics are NaN.
+    """
+
+    @functools.wraps(function)
+    def watched_run(**config: Any) -> dict[str, float]:
+        with watch_losses() as losses:
+            try:
+                found = function(**config)
+            except FloatingPointError:
+                found = dict.fromkeys(metrics, math.nan)
+                losses.append(math.nan)
+        return {**found, "collapsed": int(has_collapsed(losses))}
+
+    return watched_run
+
+
+def load_series_for(seed: int, name: str) -> SeriesData:
+    """Load a set of series; for a tuning seed, without its test split.
+
+    A quarter of the training split is then the test split, another one for each seed. So no
+    learning rate is chosen by the series that the page's scores are of.
+    """
+    data = load_series(name)
+    if seed not in TUNING_SEEDS:
+        return data
+    held = torch.arange(len(data.train)) % 4 == seed % 4
+    train, test = (
+        dataclasses.replace(
+            data.train, **{k: x if x is None else x[rows] for k, x in vars(data.train).items()}
+        )
+        for rows in (~held, held)
+    )
+    return dataclasses.replace(data, train=train, test=test)
 
 
 def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -128,45 +194,158 @@ def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the runs that are written at `path`, if they are of the same settings.
 
-    Without their times, if another machine took them. Those that chose learning rates are among
-    them, if the choice is the same; of their metrics there is only the one that chooses.
+    Without their times, if another machine took them. Of the metrics of those that chose learning
+    rates there is only the one that chooses. Runs that nobody has watched are not used again.
     """
     data = json.loads(path.read_text())
     if data["settings"] != plan["settings"]:
         raise ValueError(f"{path.name} has settings {data['settings']}; expected those of the plan")
     timed = set() if data["machine"] == machine() else {"seconds", "cpu_seconds"}
-    rows = [{k: v for k, v in row.items() if k not in timed} for row in data["rows"]]
-    if "rates" in plan and data.get("budget") == plan["steps"][-2]:
-        unknown = dict.fromkeys(metric for metric, *_ in plan["columns"][1:])
-        chosen_by = plan["columns"][0][0]
-        choosing = [row for row in data["tuning"] if chosen_by in row]
-        rows += [{**unknown, "steps": data["budget"], **row} for row in choosing]
-    return rows
+    rows = [*data["rows"], *data.get("eightfold", [])]
+    rows = [{k: v for k, v in row.items() if k not in timed} for row in rows]
+    unknown = dict.fromkeys(metric for metric, *_ in plan["columns"][1:])
+    return rows + [unknown | row for row in data.get("tuning", [])]
 
 
-def _tuned(plan: dict[str, Any], results: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
-    """Choose the learning rate of each arm, by the mean over the seeds for it, or by the worst."""
-    metric, budget, at_end = plan["columns"][0][0], plan["steps"][-2], plan["tuned_at_end"]
-    if len(plan["rates"]) == 1:  # nothing to choose
-        rates = dict.fromkeys(plan["names"], plan["rates"][0])
-        return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": []}
-    grid = [
-        {"arm": arm, "seed": seed, "steps": plan["steps"][-1 if at_end else -2], "lr": lr}
-        for arm in plan["names"]
-        for lr in plan["rates"]
-        for seed in TUNING_SEEDS
-    ]
-    rows = results(grid)
+def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
+    """Choose the rates, make all runs and the longer ones; return what is written of them."""
+    steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
+    tuning = [] if fixed else _tuned(plan, results)
+    rates = {arm: fixed or choose_rate(_worst(plan, tuning, arm))[0] for arm in plan["names"]}
+    rows, lost = _steady(plan, results, plan["names"], steps, range(plan["seeds"]), rates)
+    long = dict(rates)  # a longer run may need a lower rate than the others of its arm
+    eightfold, more = _steady(
+        plan, results, list(plan["below"]), [LONGER * steps[-1]], LONG_SEEDS, long
+    )
+    fallen = [*(row for row in tuning if row["collapsed"]), *lost, *more]
+    identity = ("arm", "seed", "steps", "lr")
+    return {
+        "budget": steps[-2],
+        "steps": steps,
+        "rule": FIXED.format(rate=fixed) if fixed else RULE.format(steps=steps[-1]),
+        "best": plan["best"].__name__,
+        "rates": rates,
+        "at_bound": [] if fixed else [a for a, lr in rates.items() if lr in (GRID[0], GRID[-1])],
+        "tuning": [{key: row[key] for key in (*identity, metric, "collapsed")} for row in tuning],
+        "collapses": [{key: row[key] for key in identity} for row in fallen],
+        "rows": rows,
+        "eightfold": eightfold,
+    }
 
-    def score(arm: str, lr: float) -> float:
-        values = [row[metric] for row in rows if (row["arm"], row["lr"]) == (arm, lr)]
-        worst = min if plan["best"] is max else max
-        return worst(values) if at_end else sum(values)
 
-    rates = {arm: plan["best"](plan["rates"], key=partial(score, arm)) for arm in plan["names"]}
-    kept = ("arm", "seed", *["steps"] * at_end, "lr", metric)
-    tuning = [{key: row[key] for key in kept} for row in rows]
-    return {"budget": budget, "steps": plan["steps"], "rates": rates, "tuning": tuning}
+def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
+    """Return the runs that choose learning rates: for each arm until its rate is chosen."""
+    steps, rows = plan["steps"][-1], []
+    asked = [(arm, lr) for arm in plan["names"] for lr in FIRST_RATES]
+    while asked:
+        rows += results(
+            {"arm": arm, "seed": seed, "steps": steps, "lr": lr}
+            for arm, lr in asked
+            for seed in TUNING_SEEDS
+        )
+        more = {arm: choose_rate(_worst(plan, rows, arm))[1] for arm in plan["names"]}
+        asked = [(arm, lr) for arm, lr in more.items() if lr is not None]
+    return sorted(rows, key=lambda row: (plan["names"].index(row["arm"]), row["lr"]))
+
+
+def _worst(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[float, float]:
+    """Return the worst score of an arm at each rate; larger is better, and -inf a collapse."""
+    metric, sign = plan["columns"][0][0], 1 if plan["best"] is max else -1
+    scores: dict[float, float] = {}
+    for row in rows:
+        if row["arm"] == arm:
+            failed = row["collapsed"] or math.isnan(row[metric])
+            score = -math.inf if failed else sign * row[metric]
+            scores[row["lr"]] = min(score, scores.get(row["lr"], math.inf))
+    return scores
+
+
+def choose_rate(scores: Mapping[float, float]) -> tuple[float, float | None]:
+    """Return the best of the rates that were tried, and the one to try before that is final.
+
+    There is none to try if the best rate is not at an edge. If it is, but its inner neighbour ties,
+    the neighbour is chosen. Two scores tie if they differ by at most 0.005, or by 1 % of the range
+    of the arm's scores. A rate at the end of `GRID` is final.
+
+    Parameters
+    ----------
+    scores : mapping
+        The score of each rate, larger is better, -inf where a run collapsed; at least two rates of
+        `GRID` without a gap.
+    """
+    rates = sorted(scores)
+    finite = [x for x in scores.values() if math.isfinite(x)] or [0.0]
+    tolerance = max(TIE, TIE_SHARE * (max(finite) - min(finite)))
+    best = max(rates, key=lambda rate: scores[rate])
+    if rates[0] < best < rates[-1]:
+        return best, None
+    inner, side = (rates[1], -1) if best == rates[0] else (rates[-2], 1)
+    if scores[best] - scores[inner] <= tolerance:
+        return inner, None
+    place = GRID.index(best) + side
+    return best, GRID[place] if 0 <= place < len(GRID) else None
+
+
+def _steady(
+    plan: dict[str, Any],
+    results: Results,
+    arms: Sequence[str],
+    steps: Sequence[int],
+    seeds: Sequence[int],
+    rates: dict[str, float],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run arms at their rates, which are lowered in place while a run of an arm collapses.
+
+    Returns the last runs of each arm, and all that collapsed.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    collapses: list[dict[str, Any]] = []
+    while arms:
+        new = results(
+            {"arm": arm, "seed": seed, "steps": n, "lr": rates[arm]}
+            for n in steps
+            for seed in seeds
+            for arm in arms
+        )
+        rows |= {(row["steps"], row["seed"], row["arm"]): row for row in new}
+        fallen = [row for row in new if row["collapsed"]]
+        collapses += fallen
+        again = dict.fromkeys(row["arm"] for row in fallen)
+        arms = [] if plan["rate"] else [arm for arm in again if rates[arm] > GRID[0]]
+        rates |= {arm: GRID[GRID.index(rates[arm]) - 1] for arm in arms}
+    return list(rows.values()), collapses
+
+
+def changed_orders(data: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """Return a sentence for each arm whose longer runs do not support what `below` says.
+
+    They are compared by pairs of seeds with the runs of the other arm: its longer ones, if there
+    are any, otherwise those of the last number of steps.
+    """
+    if not plan.get("below"):
+        return []
+    metric, sign = plan["columns"][0][0], 1 if plan["best"] is max else -1
+    steps, found = plan["steps"][-1], []
+
+    def scores(arm: str) -> list[float]:
+        rows = [row for row in data["eightfold"] if row["arm"] == arm]
+        rows = rows or [r for r in data["rows"] if (r["arm"], r["steps"]) == (arm, steps)]
+        return [row[metric] for seed in LONG_SEEDS for row in rows if row["seed"] == seed]
+
+    for arm, other in plan["below"].items():
+        mine = scores(arm)
+        theirs = scores(other) if isinstance(other, str) else [other] * len(mine)
+        finite = all(map(math.isfinite, mine + theirs))
+        word = "open"
+        if finite:
+            word = decided([sign * x for x in mine], [sign * x for x in theirs], paired=True)
+        if word != "behind":
+            means = " beside ".join(f"{sum(x) / len(x):.3g}" for x in (mine, theirs))
+            found.append(
+                f"`below` places {arm} below {other}; after {LONGER * steps:,} steps it is {word} "
+                f"({metric} {means}, {len(mine)} seeds)"
+            )
+    return found
 
 
 def command(
@@ -187,11 +366,18 @@ def command(
     if unknown := [name for name in names if name not in experiments]:
         parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(experiments)}")
     torch.set_num_threads(1)
+    refused = False
     for name in names:
-        path = folder / f"{prefix}_{name}_cpu.json"
-        kept = kept_rows(path, experiments[name]) if asked.keep else []
-        data = run(experiments[name], asked.workers, kept)
-        written = json.dumps(data, indent=1) + "\n"
-        write_atomically(path, written.encode())
-        print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n", flush=True)
-    return 0
+        path, plan = folder / f"{prefix}_{name}_cpu.json", experiments[name]
+        data = run(plan, asked.workers, kept_rows(path, plan) if asked.keep else [])
+        changed = changed_orders(data, plan)
+        if not changed:
+            write_atomically(path, (json.dumps(data, indent=1) + "\n").encode())
+        print(f"{experiment_caption(data)}\n\n{as_markdown(experiment_table(data))}\n")
+        if "rates" in data:
+            print(f"{data['rule']}.\n\n{as_markdown(rates_table(data))}\n")
+        for line in changed:
+            print(f"{path.name} is not written: {line}.")
+        refused = refused or bool(changed)
+        sys.stdout.flush()
+    return int(refused)

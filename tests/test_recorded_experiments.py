@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import json
 import math
 import pkgutil
 from itertools import product
@@ -18,9 +17,9 @@ import experiments
 from derived_book import experiment_tables
 from derived_book.training.recorded import load_experiment
 from derived_book.training.run_key import run_key
-from experiments import chapter10, chapter12, chapter14, chapter17, chapter18, small
+from experiments import chapter10, chapter12, chapter14, chapter17, chapter18, protocol
 from experiments.page_models import chapter, model_code
-from experiments.protocol import deciding, experiment
+from experiments.protocol import changed_orders, choose_rate, experiment
 
 ROOT = Path(__file__).parents[1]
 NAMES = [x.name for x in pkgutil.iter_modules(experiments.__path__)]
@@ -211,8 +210,15 @@ def test_committed_experiments_are_whole(name, plan):
         assert len(set(found)) == len(found)
         seeds = range(plan["seeds"])
         assert set(found) == {(a, s, n) for a in plan["names"] for s in seeds for n in every}
-        for row in data["rows"] if "rates" in plan else []:
-            assert row["lr"] == data["rates"][row["arm"]] in plan["rates"]
+        for row in data["rows"] if "steps" in plan else []:
+            assert row["lr"] == data["rates"][row["arm"]]
+        if "rule" in data:  # older records follow no rule of this version
+            assert {row["arm"] for row in data["eightfold"]} == set(plan["below"])
+            assert not changed_orders(data, plan)
+            for arm, rate in data["rates"].items() if data["tuning"] else []:
+                chosen, next_one = choose_rate(protocol._worst(plan, data["tuning"], arm))
+                lowered = any(row["arm"] == arm for row in data["collapses"]) and rate < chosen
+                assert next_one is None and (rate == chosen or lowered)
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
@@ -253,94 +259,6 @@ def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
 
 def tiny(arm, seed, steps):
     return {"bits": 1.0 + seed, "parameters": 1000, "flops": 2_000_000}
-
-
-def test_a_deciding_experiment_chooses_rates_on_other_seeds(monkeypatch, tmp_path, capsys):
-    plan = deciding(
-        "A text", falling, ["a", "b"], [("bits", "bits", 1, 2)], steps=(1, 2, 4), seeds=2, best=min
-    )
-    monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan})
-    monkeypatch.setattr(small, "FOLDER", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert small.main(["tiny"]) == 0
-    (data,) = load_experiment("small_tiny", tmp_path)
-    assert data["rates"] == {"a": 1e-3, "b": 1e-2} and data["budget"] == 2
-    assert {(r["seed"], r["lr"]) for r in data["tuning"] if r["arm"] == "a"} == {
-        (seed, lr) for seed in (1000, 1001) for lr in (1e-3, 3e-3, 1e-2)
-    }
-    rows = {(r["arm"], r["seed"], r["steps"]): r["bits"] for r in data["rows"]}
-    assert len(rows) == 2 * 2 * 3
-    header, table = experiment_tables.experiment_table(data)
-    assert header[3:] == ["bits", "bits, 4 steps", "time of a run"]
-    assert [line[3:5] for line in table] == [["1.00 ± 0.71", "0.75 ± 0.71"]] * 2
-    assert "A text" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("at_end, rate", [(False, 1e-2), (True, 3e-3)])
-def test_at_the_end_a_rate_at_which_a_seed_falls_back_is_not_chosen(
-    monkeypatch, tmp_path, at_end, rate
-):
-    columns, how = [("right", "right", 1, 2)], {"steps": (1, 2), "tuned_at_end": at_end}
-    plan = deciding("A text", falling_back, ["a"], columns, seeds=1, **how)
-    monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan})
-    monkeypatch.setattr(small, "FOLDER", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for options in ([], ["--keep"]):
-        assert small.main(["tiny", *options]) == 0
-        (data,) = load_experiment("small_tiny", tmp_path)
-        assert data["rates"] == {"a": rate}
-        assert [row.get("steps") for row in data["tuning"]] == [2 if at_end else None] * 6
-
-
-def falling_back(arm, seed, steps, lr):
-    """Be right more often at larger rates, but for one seed of the largest at the end."""
-    fallen = lr == 1e-2 and (seed, steps) == (1000, 2)
-    return {"right": 0.75 if fallen else 0.8 + 20 * lr * (lr == 1e-2) + lr}
-
-
-def test_runs_that_are_kept_are_not_repeated(monkeypatch, tmp_path, capsys):
-    columns, how = [("bits", "bits", 1, 2)], {"steps": (1, 2), "best": min}
-    plan = {n: deciding("A text", falling, ["a", "b"], columns, seeds=n, **how) for n in (1, 2)}
-    monkeypatch.setattr(small, "FOLDER", tmp_path)
-
-    def command(seeds, *options):
-        monkeypatch.setattr(small, "EXPERIMENTS", {"tiny": plan[seeds]})
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(seeds)))  # nothing is stored yet
-        assert small.main(["tiny", *options]) == 0
-        (data,) = load_experiment("small_tiny", tmp_path)
-        return {(r["arm"], r["seed"], r["steps"]): r for r in data["rows"]}
-
-    path = tmp_path / "small_tiny_cpu.json"
-    command(1)
-    data = json.loads(path.read_text())
-    data["machine"]["processor"] = "another"
-    for row in data["rows"]:
-        row["bits"] = 7.0
-    for row in data["tuning"]:
-        row["bits"] += 7
-    path.write_text(json.dumps(data))
-    rows = command(2, "--keep")
-    assert {run for run, row in rows.items() if row["bits"] == 7} == {
-        (arm, 0, steps) for arm in ("a", "b") for steps in (1, 2)
-    }
-    assert all(("seconds" in row) == (seed == 1) for (_, seed, _), row in rows.items())
-    assert json.loads(path.read_text())["tuning"] == data["tuning"]
-    data["settings"] = {"task": "another"}
-    path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"small_tiny_cpu.json has settings .*'another'"):
-        command(2, "--keep")
-
-
-def falling(arm, seed, steps, lr):
-    """Bits that are lowest, for arm a and b, at the smallest and the largest rate."""
-    off = lr - 1e-3 if arm == "a" else 1e-2 - lr
-    return {"bits": 1 / steps + seed % 1000 + off, "parameters": 1000, "flops": 2_000_000}
-
-
-@pytest.mark.parametrize("steps", [(4,), (4, 4), (8, 4), (1, 4)])
-def test_the_last_number_of_steps_is_twice_the_budget(steps):
-    with pytest.raises(ValueError, match="expected rising numbers, the last twice the budget"):
-        deciding("A text", falling, ["a"], [("bits", "bits", 1, 2)], steps=steps)
 
 
 def test_an_unknown_experiment_is_refused(capsys):
