@@ -1,0 +1,75 @@
+"""List what pages say of experiments in comparatives: ``python _ext/comparatives.py [PAGE ...]``.
+
+Each such sentence needs an assertion on an interval that guards its words, as
+`derived_book.decided` and `claims.measured` decide it, or has to go. The list has the sentences of
+the sections that show results of training, by page and line; ``--count`` prints their numbers
+alone. It does not know which of them are guarded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+BOOK = Path(__file__).resolve().parents[1] / "book"
+CELL = re.compile(r"^(`{3,}|~{3,})\{code-cell\}.*?^\1$", re.DOTALL | re.M)
+RESULTS = re.compile(
+    r"\b(results_table|plot_curves|curves|load_experiment|claims\.measured|scores)\("
+)
+SKIPPED = re.compile(  # code, displayed formulas, and the options of a directive
+    r"^(`{3,}|~{3,})\{code-cell\}.*?^\1$|^```\w*$.*?^```$|^\$\$.*?^\$\$|^:[\w-]+:.*?$"
+    r"|^[:`~]{3,}.*?$|^\(.*\)=$",
+    re.DOTALL | re.M,
+)
+SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*$`\"(])")
+WORDS = re.compile(
+    r"\b(better|best|worse|worst|ahead|behind|above|below|beats?|wins?|won|loses?|lost|outperforms?"
+    r"|(?:more|less|fewer|higher|lower|larger|smaller|faster|slower|earlier|later|longer) than"
+    r"|at least as|as (?:well|good|much|many) as|cannot|can ?not|never|always|fails?|failed"
+    r"|(?:does|do|did) not (?:learn|find|help|recall|matter|change|reach)|learns?|learned|helps?"
+    r"|costs? (?:nothing|little)|nothing is lost|no difference|refute[sd]?)\b",
+    re.IGNORECASE,
+)
+
+
+def comparatives(page: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield line, sentence and words of each comparative in the sections that show results."""
+    starts = [m.start() for m in re.finditer(r"^## ", _blank(CELL, page), re.M)]
+    for start, end in zip([0, *starts], [*starts, len(page)], strict=True):
+        cells = (match[0] for match in CELL.finditer(page, start, end))
+        if not any(map(RESULTS.search, cells)):
+            continue
+        text = _blank(SKIPPED, page[start:end])
+        for block in re.finditer(r"(?:^\S.*\n?|^ +\S.*\n?)+", text, re.M):
+            if block[0].startswith("#"):
+                continue
+            for sentence in SENTENCE.split(block[0]):
+                if words := [match[0] for match in WORDS.finditer(sentence)]:
+                    offset = start + block.start() + block[0].index(sentence)
+                    yield page.count("\n", 0, offset) + 1, " ".join(sentence.split()), words
+
+
+def _blank(pattern: re.Pattern[str], text: str) -> str:
+    """Return a text in which all matches are blank; its lines and offsets stay."""
+    return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the sentences of the pages that the command line names, or of all pages."""
+    parser = argparse.ArgumentParser(prog="comparatives.py", description=__doc__)
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="such as book/16_….md")
+    parser.add_argument("--count", action="store_true", help="print a number for each page")
+    asked = parser.parse_args(arguments)
+    for path in asked.pages or sorted(BOOK.glob("*.md")):
+        found = list(comparatives(path.read_text("utf8")))
+        if found:
+            print(f"{path.name}: {len(found)}")
+        for line, sentence, words in [] if asked.count else found:
+            print(f"  {line}: [{', '.join(words)}] {sentence}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
