@@ -320,27 +320,32 @@ def changed_orders(data: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     """Return a sentence for each arm whose longer runs do not support what `below` says.
 
     They are compared by pairs of seeds with the runs of the other arm: its longer ones, if there
-    are any, otherwise those of the last number of steps.
+    are any, otherwise those of the last number of steps. Three seeds decide little. So where their
+    interval leaves the order open, the order is supported if at least half of the difference after
+    the last number of steps is left.
     """
     if not plan.get("below"):
         return []
     metric, sign = plan["columns"][0][0], 1 if plan["best"] is max else -1
     steps, found = plan["steps"][-1], []
 
-    def scores(arm: str) -> list[float]:
-        rows = [row for row in data["eightfold"] if row["arm"] == arm]
-        rows = rows or [r for r in data["rows"] if (r["arm"], r["steps"]) == (arm, steps)]
-        return [row[metric] for seed in LONG_SEEDS for row in rows if row["seed"] == seed]
+    def scores(arm: str, rows: list[dict[str, Any]]) -> list[float]:
+        rows = [row for row in rows if row["arm"] == arm]
+        return [sign * row[metric] for seed in LONG_SEEDS for row in rows if row["seed"] == seed]
 
+    last = [row for row in data["rows"] if row["steps"] == steps]
     for arm, other in plan["below"].items():
-        mine = scores(arm)
-        theirs = scores(other) if isinstance(other, str) else [other] * len(mine)
-        finite = all(map(math.isfinite, mine + theirs))
-        word = "open"
-        if finite:
-            word = decided([sign * x for x in mine], [sign * x for x in theirs], paired=True)
-        if word != "behind":
-            means = " beside ".join(f"{sum(x) / len(x):.3g}" for x in (mine, theirs))
+        mine, before = scores(arm, data["eightfold"]), scores(arm, last)
+        theirs = earlier = [sign * other] * len(mine) if not isinstance(other, str) else []
+        if isinstance(other, str):
+            earlier = scores(other, last)
+            theirs = scores(other, data["eightfold"]) or earlier
+        word, left = "open", -math.inf
+        if all(map(math.isfinite, mine + theirs)):
+            word = decided(mine, theirs, paired=True)
+            left = sum(theirs) - sum(mine)
+        if word != "behind" and not left >= (sum(earlier) - sum(before)) / 2 > 0:
+            means = " beside ".join(f"{sign * sum(x) / len(x):.3g}" for x in (mine, theirs))
             found.append(
                 f"`below` places {arm} below {other}; after {LONGER * steps:,} steps it is {word} "
                 f"({metric} {means}, {len(mine)} seeds)"

@@ -312,6 +312,20 @@ def test_an_order_that_changes_is_not_written(monkeypatch, store, capsys, below,
     assert "| attention | parameters" in text
 
 
+@pytest.mark.parametrize(("left", "changes"), [(0.3, False), (0.1, True), (-0.1, True)])
+def test_an_open_order_is_supported_if_half_of_the_difference_is_left(left, changes):
+    """The difference of the arms is .4 after two steps; its interval is wider at any length."""
+    noise = {0: -0.3, 1: 0.0, 2: 0.3}
+
+    def loose(arm, seed, steps, lr):
+        gap = left if steps == 16 else 0.4
+        return {"right": 0.5 - (arm == "low") * (gap + noise.get(seed, 0)) - abs(lr - GRID[3])}
+
+    below = {"low": "high"}
+    plan = deciding("A", loose, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
+    assert bool(protocol.changed_orders(run(plan), plan)) == changes
+
+
 def test_below_means_worse_where_the_smallest_value_is_the_best():
     errors = lambda arm, seed, steps, lr: {"error": 1 - slow(arm, seed, steps, lr)["right"]}  # noqa: E731
     columns = [("error", "error", 1, 2)]
