@@ -101,8 +101,8 @@ def normalized_attention(
     some = mask.is_causal and not center_keys and k.shape[-2] > FIRST and q.dtype in HALF
     first = slice(FIRST if some else None)  # a later query has the statistics of many keys
     with full_precision(q.device):
-        exact = [x[..., first, :].to(accumulation_dtype(x)) for x in (q, k, v)]
-        H = _attend(*exact, *options).to(q.dtype)
+        Q, K, V = (x[..., first, :].to(accumulation_dtype(x)) for x in (q, k, v))
+        H = _attend(Q, K, V, *options).to(q.dtype)
     if H.shape[-2] == q.shape[-2]:
         return H
     return torch.cat([H, _attend(q, k, v, *options)[..., H.shape[-2] :, :]], -2)

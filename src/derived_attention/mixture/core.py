@@ -110,10 +110,11 @@ def mixture_attention(
         if hard:
             return attend(_Most(), v, mask, parts.scale * Q, K).to(q.dtype)
         V = v.to(Q.dtype)
-        keys, causal = K.unbind(-3), mask.is_causal
-        backend = "" if mask.given is not None else backend_of(Q, keys[0], V, causal)
+        backend = (
+            "" if mask.given is not None else backend_of(Q, K[..., 0, :, :], V, mask.is_causal)
+        )
         if backend:
-            return joint_softmax(backend, Q, keys, V, None, causal, parts.scale).to(q.dtype)
+            return joint_softmax(backend, Q, K, V, None, mask.is_causal, parts.scale).to(q.dtype)
         return _attend_joined_keys(Q, K, V, mask, parts.scale).to(q.dtype)
 
 

@@ -124,9 +124,10 @@ class MixtureAttention(MultiheadAttention):
         if self.log_variances is not None:
             keywords["variances"] = self.log_variances.exp()
         elif not self.linear:
-            same = len(set(self.fixed_variances)) == 1  # a number spares a feature, see `features`
-            many = self.out_proj.weight.new_tensor(self.fixed_variances)
-            keywords["variances"] = self.fixed_variances[0] if same else many
+            first, *others = self.fixed_variances
+            same = all(x == first for x in others)  # a number spares a feature, see `features`
+            like = self.out_proj.weight
+            keywords["variances"] = first if same else like.new_tensor(self.fixed_variances)
         return keywords
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

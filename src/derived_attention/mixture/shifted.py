@@ -90,7 +90,8 @@ def shifted_mixture_attention(
     exp(−g_i), with the gap g_i = n_i − min_r u_ir. For queries where that could cost precision (a
     gap of more than 43 in float32, 354 in float64), and where values cannot be read
     (``torch.compile``, capture of a CUDA graph), log Σ_r exp(u_ir + w_jr) is added to the scores
-    instead; and so is max_r, in the hard form. Reading the gaps synchronises a GPU once per call.
+    instead; and so is max_r, in the hard form. On a GPU, the soft form is `mixture_attention` of
+    `shifted_keys`, which runs flash attention.
 
     Parameters
     ----------
@@ -109,7 +110,8 @@ def shifted_mixture_attention(
     check_shifts(k, shifts)
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)
     parts = components_of(q, like, scale, hard, priors, variances, distance, normalized)
-    if shifts.shape[-2] == 1 or not parts.equal:
+    flash = q.device.type == "cuda" and not hard  # by flash attention on all R M keys
+    if shifts.shape[-2] == 1 or not parts.equal or flash:
         mixture: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
         mixture |= {"normalized": normalized, "hard": hard, "scale": scale}
         return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)

@@ -19,7 +19,6 @@ over several devices is computed in the same way (Liu et al., 2023, *Ring attent
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,81 +51,86 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
 
 
 def joint_softmax(
-    backend: str, q: Tensor, keys: Sequence[Tensor], v: Tensor, sink: Tensor | None,
-    is_causal: bool, scale: float,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, is_causal: bool,
+    scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return h (..., N, Dv) of q (..., N, D), keys (..., M, D) of each set, and v (..., M, Dv).
+    """Return h (..., N, Dv) of q (..., N, D), R sets of keys k (..., R, M, D), and v (..., M, Dv).
 
     The score b of the sink is () or (H, 1). `backend` is that of `backend_of`.
     """
-    Q, V, *K = fitted(q, v, *keys)
-    H: Tensor = _Joint.apply(backend, is_causal, scale, sink, Q, V, *K)[0]
+    Q, K, V = fitted(q, k.flatten(-3, -2), v)
+    H: Tensor = _Joint.apply(backend, is_causal, scale, k.shape[-3], sink, Q, K, V)[0]
     return H if H.shape == v.shape == q.shape else H[..., : v.shape[-1]].reshape(*q.shape[:-1], -1)
 
 
 class _Joint(torch.autograd.Function):
-    """The softmax in four dimensions; returns h and log Z, which has no gradient."""
+    """The softmax in four dimensions, k (B, H, R M, D); returns h, and log Z without gradient."""
 
     @staticmethod
     def forward(
-        backend: str, is_causal: bool, scale: float, sink: Tensor | None, q: Tensor, v: Tensor,
-        *keys: Tensor,
+        backend: str, is_causal: bool, scale: float, R: int, sink: Tensor | None, q: Tensor,
+        k: Tensor, v: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        outs, logs = zip(*[_forward(backend, q, k, v, is_causal, scale) for k in keys], strict=True)
+        sets = [_forward(backend, q, x, v, is_causal, scale) for x in k.chunk(R, -2)]
+        outs, logs = zip(*sets, strict=True)
         sinks = [] if sink is None else [sink.to(logs[0]).expand_as(logs[0])]
         each = torch.stack([*logs, *sinks])
         shares, total = each.softmax(0).unsqueeze(-1), each.logsumexp(0)
         h = shares[0] * outs[0]  # in the dtype of log Z
         for share, out in zip(shares[1:], outs[1:], strict=False):
             h = torch.addcmul(h, share, out.to(h.dtype))
-        return h.to(q.dtype), total
+        h = h.to(q.dtype)
+        if is_causal and sink is None:  # all sets have one key, and nothing is to be rounded
+            h[..., 0, :] = v[..., 0, :]
+        return h, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.backend, ctx.is_causal, ctx.scale, *tensors = inputs
+        ctx.backend, ctx.is_causal, ctx.scale, ctx.R, *tensors = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        sink, q, v, *keys, h, total = ctx.saved_tensors
+        sink, q, k, v, h, total = ctx.saved_tensors
         settings, grad = (ctx.is_causal, ctx.scale), grad.contiguous()
-        tensors = [x for x in (sink, q, v, *keys) if x is not None]
+        tensors = [x for x in (sink, q, k, v) if x is not None]
         if needs_whole(grad, *tensors):
-            whole = functools.partial(_whole, *settings, sink is not None)
+            whole = functools.partial(_whole, *settings, ctx.R)
             slopes = torch.func.vjp(whole, *tensors)[1](grad)
-            return None, None, None, *(None,) * (sink is None), *slopes
-        sets = [_backward(ctx.backend, grad, q, k, v, h, total, *settings) for k in keys]
+            return *(None,) * (4 + (sink is None)), *slopes
+        sets = [
+            _backward(ctx.backend, grad, q, x, v, h, total, *settings) for x in k.chunk(ctx.R, -2)
+        ]
         dq, dk, dv = zip(*sets, strict=True)
         db = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             away = (grad * h).sum(-1, dtype=total.dtype) * (sink - total).exp()
             db = -away.sum_to_size(sink.shape).to(sink.dtype)
-        return None, None, None, db, sum(dq[1:], dq[0]), sum(dv[1:], dv[0]), *dk
+        return *(None,) * 4, db, sum(dq[1:], dq[0]), torch.cat(dk, -2), sum(dv[1:], dv[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """Make the mapped dimension one with the first."""
-        backend, is_causal, scale, sink, *tensors = inputs
-        moved = [to_front(info, x, dim) for x, dim in zip(tensors, in_dims[4:], strict=True)]
-        if in_dims[3] is not None:
-            sink = sink.movedim(in_dims[3], 0)
+        *settings, sink, q, k, v = inputs
+        moved = [to_front(info, x, d) for x, d in zip((q, k, v), in_dims[5:], strict=True)]
+        if in_dims[4] is not None:
+            sink = sink.movedim(in_dims[4], 0)
             sink = sink.view(len(sink), 1, *(1,) * (3 - sink.dim()), *sink.shape[1:])
             sink = sink.expand(-1, moved[0].shape[1], -1, -1).flatten(0, 1)
-        outs = _Joint.apply(backend, is_causal, scale, sink, *(x.flatten(0, 1) for x in moved))
+        outs = _Joint.apply(*settings, sink, *(x.flatten(0, 1) for x in moved))
         return tuple(x.unflatten(0, moved[0].shape[:2]) for x in outs), (0, 0)
 
 
-def _whole(is_causal: bool, scale: float, has_sink: bool, *tensors: Tensor) -> Tensor:
+def _whole(is_causal: bool, scale: float, R: int, *tensors: Tensor) -> Tensor:
     """Return h with all weights in memory, which has derivatives of any order."""
-    q, v, *keys = tensors[has_sink:]
-    scores = [scale * q @ k.mT for k in keys]
+    *sinks, q, k, v = tensors
+    scores = scale * q @ k.mT  # (B, H, N, R M)
     if is_causal:
         past = causal_mask(q.shape[-2], v.shape[-2], q.device)
-        scores = [x.masked_fill(~past, -torch.inf) for x in scores]
-    scores += [tensors[0].to(q).expand(q.shape[:-1]).unsqueeze(-1)] if has_sink else []
-    A = torch.cat(scores, -1).softmax(-1)[..., : len(keys) * v.shape[-2]]
-    return A @ torch.cat([v] * len(keys), -2)
+        scores = scores.masked_fill(~past.repeat(1, R), -torch.inf)
+    scores = torch.cat([scores, *(b.to(q).expand(q.shape[:-1])[..., None] for b in sinks)], -1)
+    return scores.softmax(-1)[..., : k.shape[-2]] @ torch.cat([v] * R, -2)
 
 
 def fitted(q: Tensor, *others: Tensor) -> list[Tensor]:

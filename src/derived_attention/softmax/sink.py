@@ -82,7 +82,7 @@ def sink_attention(
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         if backend := backend_of(q, k, v, mask.is_causal):
             b = bias if bias.dim() == 0 else bias.squeeze(-1)
-            return joint_softmax(backend, q, [k], v, b, mask.is_causal, scale)
+            return joint_softmax(backend, q, k.unsqueeze(-3), v, b, mask.is_causal, scale)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
     feature = (bias.to(accumulation_dtype(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)

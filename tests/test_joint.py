@@ -1,0 +1,99 @@
+"""One softmax over several sets of keys and a sink: its formula, and the kernels of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from derived_attention.common.masks import causal_mask
+from derived_attention.softmax.joint import backend_of, joint_softmax
+
+B, H, R, N, M, D, DV = 2, 3, 3, 9, 7, 6, 4
+SCALE = 0.3
+
+
+def tensors(dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, N, D), (B, H, R, M, D), (B, H, M, DV), (H, 1)
+    drawn = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def formula(q, k, v, sink, is_causal):
+    scores = SCALE * q.unsqueeze(-3) @ k.mT  # (B, H, R, N, M)
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(N, M), -torch.inf)
+    scores = torch.cat([*scores.unbind(2), sink.expand(B, H, N).unsqueeze(-1)], -1)
+    return sum(A @ v for A in scores.softmax(-1)[..., :-1].chunk(R, -1))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sets_and_sink_share_one_softmax(is_causal):
+    inputs = tensors()
+    q, k, v, sink = inputs
+    found = joint_softmax("cpu", q, k, v, sink, is_causal, SCALE)
+    expected = formula(*inputs, is_causal)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    slope = torch.randn_like(expected)
+    for x, y in zip(
+        torch.autograd.grad(found, inputs, slope),
+        torch.autograd.grad(expected, inputs, slope),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+def test_second_derivatives_are_those_of_the_formula():
+    q, k, v, sink = tensors()
+
+    def second(attend):
+        (dk,) = torch.autograd.grad(attend(k).square().sum(), k, create_graph=True)
+        return torch.autograd.grad(dk.square().sum(), (k, sink))
+
+    found = second(lambda k: joint_softmax("cpu", q, k, v, sink, True, SCALE))
+    expected = second(lambda k: formula(q, k, v, sink, True))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mapped", [None, 0])
+def test_a_mapped_dimension_is_one_more_batch(mapped):
+    q, k, v, sink = (x.detach() for x in tensors())
+    sinks = sink if mapped is None else torch.stack([sink, sink + 1])
+    found = torch.func.vmap(
+        lambda q, sink: joint_softmax("cpu", q, k, v, sink, False, SCALE), (0, mapped)
+    )(torch.stack([q, 2 * q]), sinks)
+    for i in range(2):
+        own = sinks if mapped is None else sinks[i]
+        expected = joint_softmax("cpu", (1 + i) * q, k, v, own, False, SCALE)
+        torch.testing.assert_close(found[i], expected)
+
+
+def test_a_far_key_does_not_round_what_is_common():
+    """Where log Z is near -10⁵ in float32, its rounding is a hundredth; shares still sum to 1."""
+    q, k, v, sink = (x.detach().float() for x in tensors())
+    k = k - 1e5 * torch.nn.functional.normalize(q.mean(-2, keepdim=True), dim=-1).unsqueeze(-3)
+    h = joint_softmax("cpu", q, k, torch.ones_like(v), None, False, 1.0)
+    torch.testing.assert_close(h, torch.ones_like(h), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("flash", torch.bfloat16), ("cudnn", torch.bfloat16), ("efficient", torch.float32)],
+)
+def test_kernels_of_a_gpu_take_the_arguments(backend, dtype):
+    """Without a GPU: PyTorch's rules for shapes check each call, forward and backward."""
+    inputs = tensors(dtype, "meta")
+    q, k, v, sink = inputs
+    for is_causal in (False, True):
+        h = joint_softmax(backend, q, k, v, sink, is_causal, SCALE)
+        assert h.shape == (B, H, N, DV) and h.dtype == dtype
+        slopes = torch.autograd.grad(h.sum(), inputs)
+        assert [x.shape for x in slopes] == [x.shape for x in inputs]
+
+
+def test_only_devices_with_a_kernel_have_a_backend():
+    q, k, v, _ = tensors()
+    assert backend_of(q, k[:, :, 0], v, False) == "cpu"
+    assert not backend_of(q.to("meta"), k[:, :, 0].to("meta"), v.to("meta"), False)
+    assert not backend_of(q[..., :0, :], k[:, :, 0], v, False)
