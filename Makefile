@@ -81,7 +81,7 @@ links: book ## try every link to other sites; those inside the book are tested
 benchmarks: tools ## measure every mechanism and other libraries; what this machine has results for is not repeated
 	@$(BIN)/python -m benchmarks
 
-gpu: ## on a machine with a GPU, and no network: try the kernels, measure, run all chapters in the profile medium
+gpu: ## on a machine with a GPU, in nine minutes and without a network: measure all mechanisms, try the kernels, run all notebooks
 	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 

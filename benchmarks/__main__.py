@@ -22,9 +22,19 @@ from benchmarks.report import (
     slug,
     time_table,
 )
-from benchmarks.run import DIMS, LENGTHS, ROUNDS, code, explained, rename, run, save, settings
+from benchmarks.run import (
+    DIMS,
+    LENGTHS,
+    ROUNDS,
+    code,
+    explained,
+    processor,
+    rename,
+    run,
+    save,
+    settings,
+)
 from derived_book.experiment_tables import markdown
-from derived_book.training.measure import machine
 
 
 def whole(text: str) -> int:
@@ -34,12 +44,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time and weigh every mechanism beside PyTorch's attention, on CUDA where "
-        "there is one (hide it with CUDA_VISIBLE_DEVICES=), else on one thread of the CPU.",
+        description="Time and weigh every mechanism beside PyTorch's attention, on one thread "
+        "of the CPU; on a GPU python -m benchmarks.gpu does it.",
     )
     parser.add_argument(
         "--cases",
@@ -62,7 +72,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         nargs="+",
         type=whole,
         metavar="N",
-        help=f"default {LENGTHS[device]}; others are a trial that writes no results "
+        help=f"default {LENGTHS}; others are a trial that writes no results "
         "unless --output says where",
     )
     parser.add_argument(
@@ -70,9 +80,9 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
         nargs="+",
         type=whole,
         metavar="D",
-        help=f"features of a head; default {DIMS[device]}, and otherwise as --lengths",
+        help=f"features of a head; default {DIMS}, and otherwise as --lengths",
     )
-    parser.add_argument("--rounds", type=whole, default=ROUNDS[device], help="default %(default)s")
+    parser.add_argument("--rounds", type=whole, default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--output",
         type=Path,
@@ -85,19 +95,17 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is to be measured, write the results, and print their tables."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        torch.set_num_threads(1)
-    options = parse(arguments, device)
-    lengths = sorted(set(options.lengths or LENGTHS[device]))
-    dims = sorted(set(options.dims or DIMS[device]))
-    results, here = options.output or RESULTS, slug(machine())
+    torch.set_num_threads(1)
+    options = parse(arguments)
+    lengths = sorted(set(options.lengths or LENGTHS))
+    dims = sorted(set(options.dims or DIMS))
+    results, here = options.output or RESULTS, slug(processor())
     trial = bool(options.lengths or options.dims) and options.output is None
     folder = None if trial else results / here
     only = options.cases is not None or options.peers is not None
     names = options.cases or [] if only else list(CASES)
     if not only and not (options.all or trial):
-        wanted = {name: settings(CASES[name], lengths, dims, device) for name in names}
+        wanted = {name: settings(CASES[name], lengths, dims) for name in names}
         names = [
             name
             for name in names
@@ -108,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: dict[str, dict[str, Any]] = {}
     for baseline in dict.fromkeys(CASES[name].baseline for name in names):
         group = [name for name in CASES if name in names and CASES[name].baseline == baseline]
-        measured = run(baseline, group, lengths, dims, options.rounds, device)
+        measured = run(baseline, group, lengths, dims, options.rounds)
         done |= measured
         if folder is not None:
             for name, data in measured.items():

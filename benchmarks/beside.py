@@ -14,9 +14,9 @@ from benchmarks.cases import BASELINES
 from benchmarks.peers import Peer, load
 from benchmarks.report import SCHEMA, Files, caption, peer_table
 from derived_book.experiment_tables import markdown
-from derived_book.training.measure import machine, peak_bytes
+from derived_book.training.measure import peak_bytes
 
-LENGTHS = {"cpu": [512, 1024, 2048, 4096], "cuda": run.LENGTHS["cuda"]}
+LENGTHS = [512, 1024, 2048, 4096]
 
 
 def calls_of(
@@ -27,7 +27,7 @@ def calls_of(
     calls = {baseline: run.call(beside.fast, tensors, beside.options(length, dim))}
     for name, peer in peers.items():
         given = tokens_first(tensors) if peer.tokens_first else tensors
-        own = run.options_of(peer.ours, "fast", length, dim, tensors[0].device.type)
+        own = peer.ours.options(length, dim)
         calls[ours(peer)] = run.call(peer.ours.fast, tensors, own)
         calls[name] = run.call(peer.form, given, peer.options_at(length, dim))
     return calls
@@ -51,19 +51,14 @@ def compare(
     peers: Mapping[str, Peer],
     point: tuple[int, int, torch.dtype, str],
     rounds: int,
-    device: str,
 ) -> dict[str, dict[str, Any]]:
-    """Time and weigh peers at a D, N, dtype and mode: a row for each that fits."""
+    """Time and weigh peers at a D, N, dtype and mode: a row for each."""
     dim, length, dtype, mode = point
-    peers = {
-        name: peer for name, peer in peers.items() if length in reached(peer, [length], device)
-    }
-    tensors = run.inputs(length, dtype, device, mode != run.MODES[0], dim)
+    peers = {name: peer for name, peer in peers.items() if reached(peer, [length])}
+    tensors = run.inputs(length, dtype, mode != run.MODES[0], dim)
     calls = calls_of(baseline, peers, length, dim, tensors)
-    if device == "cuda":
-        calls = {name: fn for name, fn in calls.items() if run.fits(name, fn)}
-    taken = run.time_rounds(calls, rounds, device)
-    sizes = {name: peak_bytes(fn, device=device) for name, fn in calls.items()}
+    taken = run.time_rounds(calls, rounds)
+    sizes = {name: peak_bytes(fn, device="cpu") for name, fn in calls.items()}
     return {
         name: {
             "length": length,
@@ -80,19 +75,17 @@ def compare(
             "baseline_bytes": sizes[baseline],
         }
         for name, peer in peers.items()
-        if name in taken and ours(peer) in taken
     }
 
 
-def reached(peer: Peer, lengths: Sequence[int], device: str) -> list[int]:
+def reached(peer: Peer, lengths: Sequence[int]) -> list[int]:
     """Return the lengths at which a peer is measured."""
-    longest = peer.longest if device == "cpu" else None
-    return [n for n in lengths if longest is None or n <= longest]
+    return [n for n in lengths if peer.longest is None or n <= peer.longest]
 
 
-def settings(peer: Peer, lengths: Sequence[int], dims: Sequence[int], device: str) -> Any:
+def settings(peer: Peer, lengths: Sequence[int], dims: Sequence[int]) -> Any:
     """Return what the numbers of a peer depend on, as JSON has it."""
-    return run.settings(peer.ours, reached(peer, lengths, device), dims, device)
+    return run.settings(peer.ours, reached(peer, lengths), dims)
 
 
 def title(peer: Peer) -> dict[str, str]:
@@ -112,27 +105,26 @@ def measure(
     lengths: Sequence[int],
     dims: Sequence[int],
     rounds: int,
-    device: str,
 ) -> Files:
     """Measure peers of one baseline: what the results file of each is to hold."""
     (baseline,) = {peer.ours.baseline for peer in peers.values()}
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
-    for point in run.points(dims, lengths, device):
+    for point in run.points(dims, lengths):
         dim, length, dtype, mode = point
         where = f"N = {length}, D = {dim}, {run.dtype_name(dtype)}, {mode}"
         run.progress(f"peers: {', '.join(peers)}; {where}")
-        for name, row in compare(baseline, peers, point, rounds, device).items():
+        for name, row in compare(baseline, peers, point, rounds).items():
             times[name].append(row)
     return {
         name: {
             "schema": SCHEMA,
             **title(peer),
             "version": run.version_of(peer.package),
-            "device": device,
-            "machine": machine() | {"triton": run.version_of("triton")},
+            "device": "cpu",
+            "machine": run.processor(),
             "commit": run.commit(),
             "code": run.code(peer.ours),
-            "settings": settings(peer, lengths, dims, device),
+            "settings": settings(peer, lengths, dims),
             "rounds": rounds,
             "times": times[name],
         }
@@ -152,8 +144,7 @@ def main(
 
     Results are written into ``folder/peers``, where there is a folder.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = sorted(set(lengths or LENGTHS[device]))
+    lengths = sorted(set(lengths or LENGTHS))
     peers, missing = load(libraries)
     for line in missing:
         run.progress(line)
@@ -163,14 +154,14 @@ def main(
             for name, peer in peers.items()
             if run.explained(
                 folder / "peers" / f"{name}.json",
-                settings(peer, lengths, dims, device),
+                settings(peer, lengths, dims),
                 run.code(peer.ours),
             )
         }
     done: Files = {}
     for baseline in dict.fromkeys(peer.ours.baseline for peer in peers.values()):
         group = {name: peer for name, peer in peers.items() if peer.ours.baseline == baseline}
-        measured = measure(group, lengths, dims, rounds, device)
+        measured = measure(group, lengths, dims, rounds)
         done |= measured
         for name, data in measured.items() if folder is not None else ():
             run.save(folder / "peers" / f"{name}.json", data)

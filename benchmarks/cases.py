@@ -45,8 +45,6 @@ class Case:
         Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
-    kernel : bool
-        Whether there is a kernel of ours for a GPU, which ``fused=True`` runs.
     """
 
     label: str
@@ -56,7 +54,6 @@ class Case:
     baseline: str
     goal: tuple[float, float] | None = None
     reference_length: int = 1024
-    kernel: bool = False
 
 
 def dense_mixture(
@@ -105,10 +102,6 @@ DENSE: dict[str, Mechanism] = {
 }
 DENSE |= {f"{name}_causal": form for name, form in DENSE.items()}
 DENSE["lasso"] = lasso_by_large_inverse
-
-
-# What a GPU can run with kernels of the package.
-FUSED = ("linear_causal", "mlk_causal")
 
 
 def two_heads(form: Mechanism) -> Mechanism:
@@ -160,7 +153,6 @@ def _case(name: str, entry: Entry, is_causal: bool) -> Case:
         _baseline(entry.heads, is_causal),
         entry.goals.get("causal" if is_causal else "full"),
         entry.reference_length,
-        case in FUSED,
     )
 
 

@@ -186,15 +186,47 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
     return header, rows
 
 
-def load_verified(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read what ``python -m benchmarks.gpu.verify`` has found, on each GPU.
+def load_gpu(folder: Path = RESULTS) -> dict[str, Any] | None:
+    """Read the newest table that ``python -m benchmarks.gpu.table`` has measured, if any."""
+    found = [json.loads(path.read_text("utf8")) for path in folder.glob("gpu-table-*.json")]
+    return max(found, key=lambda data: data["date"], default=None)
 
-    ``"current"`` says whether it has tried the kernels as they are now.
+
+def gpu_table(data: dict[str, Any], lengths: Sequence[int] | None = None) -> Table:
+    """Time of every mechanism on a GPU as a share of SDPA's, and its extra memory in training.
+
+    Parameters
+    ----------
+    data : dict
+        What `load_gpu` returns.
+    lengths : sequence of int, optional
+        Of the columns; default the second and the third that were measured.
+
+    Returns
+    -------
+    header, rows
+        Lists of text. Mixtures are beside SDPA with twice the heads.
     """
-    from derived_attention.common.kernel_selftest import digest
+    lengths = list(lengths or data["lengths"][1:3])
+    dim = min(data["dims"])
+    by_size = {(x["label"], x["N"]): x for x in data["cells"].values() if x["D"] == dim}
+    header = [f"time, D = {dim}", *(f"N = {n}, {mode}" for n in lengths for mode in MODES)]
+    header += [f"MiB, N = {lengths[-1]}"]
+    rows = []
+    for label in dict.fromkeys(label for label, _ in by_size):
+        cells = [by_size.get((label, n)) for n in lengths]
+        shares = [_gpu_share(cell, mode) for cell in cells for mode in MODES]
+        size = cells[-1]["times"]["ours"].get(MODES[1], {}).get("MiB") if cells[-1] else None
+        rows.append([label, *shares, f"{size:.0f}" if size else "–"])
+    return header, rows
 
-    found = [json.loads(path.read_text("utf8")) for path in sorted(folder.glob("verified-*.json"))]
-    return [data | {"current": data["place"].endswith(f"kernels {digest()}")} for data in found]
+
+def _gpu_share(cell: dict[str, Any] | None, mode: str) -> str:
+    times = cell["times"] if cell else {}
+    pair = [
+        times.get(x, {}).get(mode, {}).get("ms") for x in ("ours", cell["beside"] if cell else "")
+    ]
+    return f"{pair[0] / pair[1]:.2f}" if all(pair) else "–"
 
 
 def _times_as_much(row: dict[str, Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""Measure cases: time in rounds with their baseline, and extra memory as N doubles."""
+"""Measure cases on a CPU: time in rounds with their baseline, and memory as N doubles."""
 
 from __future__ import annotations
 
@@ -30,25 +30,19 @@ from derived_book.training.run_key import PACKAGE
 
 BATCH = 1
 MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
-LENGTHS = {"cpu": [1024, 4096], "cuda": [1024, 4096, 16384, 65536]}
-DIMS = {"cpu": [DIM], "cuda": [DIM, 2 * DIM]}
-ROUNDS = {"cpu": 9, "cuda": 50}
-DTYPES = {"cpu": [torch.float32], "cuda": [torch.bfloat16]}
-
-UNFUSED = " unfused"
-UNFUSED_UP_TO = 16_384  # tokens: beside a kernel, the form without it takes seconds beyond
+LENGTHS = [1024, 4096]
+DIMS = [DIM]
+ROUNDS = 9
+DTYPES = [torch.float32]
 
 Call = Callable[[], Any]
 
 
-def inputs(
-    length: int, dtype: torch.dtype, device: str, training: bool, dim: int = DIM
-) -> list[Tensor]:
+def inputs(length: int, dtype: torch.dtype, training: bool, dim: int = DIM) -> list[Tensor]:
     """Return q, k, v and the gradient of the output: standard normal, the same at every call."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, length, dim)
-    made = [torch.randn(shape, generator=generator, device=device) for _ in range(4)]
-    q, k, v, gradient = (x.to(dtype) for x in made)
+    q, k, v, gradient = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
     return [*(x.requires_grad_(training) for x in (q, k, v)), gradient]
 
 
@@ -65,37 +59,23 @@ def call(form: Mechanism, tensors: Sequence[Tensor], options: Mapping[str, Any])
     return lambda: torch.autograd.grad(form(q, k, v, **options), leaves, gradient)
 
 
-def options_of(case: Case, form: str, length: int, dim: int, device: str) -> dict[str, Any]:
-    """Return the options of a form of a case, with the kernel where a GPU has one of ours."""
-    fused = form == "fast" and case.kernel and device == "cuda"
-    return case.options(length, dim) | ({"fused": True} if fused else {})
-
-
 # --- time ----------------------------------------------------------------------------------------
 
 
-def seconds(fn: Call, device: str) -> float:
-    """Time one call: the processor's time of this process, or the GPU's between two events."""
-    if device == "cpu":
-        start = time.process_time()  # other processes' time on a busy machine does not count
-        fn()
-        return time.process_time() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
+def seconds(fn: Call) -> float:
+    """Time one call: the processor's time of this process, so that others do not count."""
+    start = time.process_time()
     fn()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return time.process_time() - start
 
 
-def time_rounds(calls: Mapping[str, Call], rounds: int, device: str) -> dict[str, np.ndarray]:
+def time_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, np.ndarray]:
     """Time all calls once a round, each round in another order; a first round does not count."""
     taken = {name: np.empty(rounds) for name in calls}
     order = np.random.default_rng(0)
     for turn in range(-1, rounds):
         for name in order.permutation(list(calls)):
-            elapsed = seconds(calls[name], device)
+            elapsed = seconds(calls[name])
             if turn >= 0:
                 taken[name][turn] = elapsed
     return taken
@@ -113,35 +93,19 @@ def time_cases(
     dtype: torch.dtype,
     mode: str,
     rounds: int,
-    device: str,
     dim: int = DIM,
 ) -> dict[str, dict[str, Any]]:
     """Time cases with their baseline, at one length and in one dtype and mode: a row for each.
 
-    A ratio is taken within each round, so that a slow minute of the machine cancels. What does not
-    fit into a GPU's memory has no row. Where a GPU has a kernel of ours, it is timed with it, and
-    the form without it takes part, too, up to `UNFUSED_UP_TO` tokens.
+    A ratio is taken within each round, so that a slow minute of the machine cancels.
     """
-    tensors = inputs(length, dtype, device, mode != MODES[0], dim)
+    tensors = inputs(length, dtype, mode != MODES[0], dim)
     cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
     calls = {
-        name: call(case.fast, tensors, options_of(case, "fast", length, dim, device))
-        for name, case in cases.items()
+        name: call(case.fast, tensors, case.options(length, dim)) for name, case in cases.items()
     }
-    if device == "cuda":
-        for name in names:
-            if cases[name].kernel and length <= UNFUSED_UP_TO:
-                options = cases[name].options(length, dim) | {"fused": False}
-                calls[name + UNFUSED] = call(cases[name].fast, tensors, options)
-        calls = {name: fn for name, fn in calls.items() if fits(name, fn)}
-    taken = time_rounds(calls, rounds, device)
-    # No counter looks into a kernel.
-    counted = {
-        name: calls.get(name + UNFUSED, None if device == "cuda" and case.kernel else calls[name])
-        for name, case in cases.items()
-        if name in calls
-    }
-    operations = {name: fn and count_flops(fn) for name, fn in counted.items()}
+    taken = time_rounds(calls, rounds)
+    operations = {name: count_flops(fn) for name, fn in calls.items()}
     return {
         name: {
             "length": length,
@@ -151,29 +115,10 @@ def time_cases(
             "seconds": quartiles(taken[name]),
             "baseline_seconds": quartiles(taken[baseline]),
             "ratio": quartiles(taken[name] / taken[baseline]),
-            "operations": operations[name] and operations[name] / operations[baseline],
+            "operations": operations[name] / operations[baseline],
         }
-        | unfused(taken, name, baseline)
         for name in names
-        if name in taken
     }
-
-
-def unfused(taken: Mapping[str, np.ndarray], name: str, baseline: str) -> dict[str, Any]:
-    """Return what a row says of the form without the kernel, if anything."""
-    if name + UNFUSED not in taken:
-        return {}
-    return {"unfused_ratio": quartiles(taken[name + UNFUSED] / taken[baseline])}
-
-
-def fits(name: str, fn: Call) -> bool:
-    """Return whether a GPU has the memory for a call."""
-    try:
-        fn()
-    except torch.OutOfMemoryError:
-        progress(f"out of memory: {name}")
-        return False
-    return True
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -184,7 +129,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def weigh(case: Case, form: str, mode: str, longest: int, device: str) -> dict[str, Any]:
+def weigh(case: Case, form: str, mode: str, longest: int) -> dict[str, Any]:
     """Measure the extra memory of one form of a case at two lengths.
 
     Allocations are counted, not the resident memory of the process: the numbers are exact, and the
@@ -195,16 +140,16 @@ def weigh(case: Case, form: str, mode: str, longest: int, device: str) -> dict[s
         length = min(length, case.reference_length)
     lengths, sizes = [length, 2 * length], []
     for n in lengths:
-        tensors = inputs(n, DTYPES[device][0], device, training=mode != MODES[0])
-        fn = call(getattr(case, form), tensors, options_of(case, form, n, DIM, device))
-        sizes.append(peak_bytes(fn, device=device))
+        tensors = inputs(n, DTYPES[0], training=mode != MODES[0])
+        fn = call(getattr(case, form), tensors, case.options(n, DIM))
+        sizes.append(peak_bytes(fn, device="cpu"))
     return {"form": form, "mode": mode, "lengths": lengths, "bytes": sizes}
 
 
-def weigh_forms(name: str, case: Case, longest: int, device: str) -> list[dict[str, Any]]:
+def weigh_forms(name: str, case: Case, longest: int) -> list[dict[str, Any]]:
     """Measure both forms of a case in both modes."""
     progress(f"memory: {name}")
-    return [weigh(case, f, mode, longest, device) for f in ("fast", "reference") for mode in MODES]
+    return [weigh(case, f, mode, longest) for f in ("fast", "reference") for mode in MODES]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -216,29 +161,28 @@ def run(
     lengths: Sequence[int],
     dims: Sequence[int],
     rounds: int,
-    device: str,
 ) -> dict[str, dict[str, Any]]:
     """Measure cases of one baseline: what the results file of each is to hold."""
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for dim, length, dtype, mode in points(dims, lengths, device):
+    for dim, length, dtype, mode in points(dims, lengths):
         where = f"N = {length}, D = {dim}, {dtype_name(dtype)}, {mode}"
         progress(f"time: {', '.join(names)}; {where}")
-        rows = time_cases(baseline, names, length, dtype, mode, rounds, device, dim)
+        rows = time_cases(baseline, names, length, dtype, mode, rounds, dim)
         for name, row in rows.items():
             times[name].append(row)
-    beside = weigh_forms(baseline, BASELINES[baseline], max(lengths), device)
+    beside = weigh_forms(baseline, BASELINES[baseline], max(lengths))
     return {
         name: {
             "schema": SCHEMA,
             **title(CASES[name]),
-            "device": device,
-            "machine": machine() | {"triton": version_of("triton")},
+            "device": "cpu",
+            "machine": processor(),
             "commit": commit(),
             "code": code(CASES[name]),
-            "settings": settings(CASES[name], lengths, dims, device),
+            "settings": settings(CASES[name], lengths, dims),
             "rounds": rounds,
             "times": times[name],
-            "memory": weigh_forms(name, CASES[name], max(lengths), device),
+            "memory": weigh_forms(name, CASES[name], max(lengths)),
             "baseline_memory": beside,
         }
         for name in names
@@ -246,10 +190,15 @@ def run(
 
 
 def points(
-    dims: Sequence[int], lengths: Sequence[int], device: str
+    dims: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[tuple[int, int, torch.dtype, str]]:
     """Return D, N, dtype and mode of every row of times."""
-    return itertools.product(dims, lengths, DTYPES[device], MODES)
+    return itertools.product(dims, lengths, DTYPES, MODES)
+
+
+def processor() -> dict[str, Any]:
+    """Describe this machine without its GPU."""
+    return machine() | {"gpu": None, "driver": None, "triton": version_of("triton")}
 
 
 def version_of(package: str) -> str | None:
@@ -266,20 +215,15 @@ def title(case: Case) -> dict[str, Any]:
     return {"label": case.label, "goal": list(case.goal) if case.goal else None, "baseline": beside}
 
 
-def settings(
-    case: Case, lengths: Sequence[int], dims: Sequence[int], device: str
-) -> dict[str, Any]:
+def settings(case: Case, lengths: Sequence[int], dims: Sequence[int]) -> dict[str, Any]:
     """Return what the numbers of a case depend on, as JSON has it."""
     return {
         "B": BATCH,
         "H": HEADS,
         "D": dims[0] if len(dims) == 1 else list(dims),
         "lengths": list(lengths),
-        "dtypes": [dtype_name(dtype) for dtype in DTYPES[device]],
-        "options": {
-            name: plain(x)
-            for name, x in options_of(case, "fast", max(lengths), DIM, device).items()
-        },
+        "dtypes": [dtype_name(dtype) for dtype in DTYPES],
+        "options": {name: plain(x) for name, x in case.options(max(lengths), DIM).items()},
     }
 
 

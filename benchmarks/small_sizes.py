@@ -22,7 +22,6 @@ from derived_attention import fixed_mask, strided_mask, window_mask
 from derived_attention.mixture.shifted import shifted_keys
 from derived_attention.registry import MECHANISMS, Entry
 from derived_book.experiment_tables import markdown
-from derived_book.training.measure import machine
 
 BATCH, HEADS, DIM = 16, 4, 16
 LENGTHS = (16, 64, 256, 512)
@@ -92,10 +91,10 @@ def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, A
     for form, output in outputs.items():
         if not (off := float((output - outputs["fast"]).norm())) <= near:
             raise ValueError(f"{form} of {name} is off by {off:.3g}; expected at most {near:.3g}")
-    once = {form: run.seconds(function, "cpu") for form, function in calls.items()}
+    once = {form: run.seconds(function) for form, function in calls.items()}
     shortest = min((form for form in calls if form != "fast"), key=once.__getitem__)
     rounds = rounds if once[shortest] < HOPELESS * once["fast"] else 1
-    taken = run.time_rounds({form: calls[form] for form in ("fast", shortest)}, rounds, "cpu")
+    taken = run.time_rounds({form: calls[form] for form in ("fast", shortest)}, rounds)
     return {
         "mechanism": name,
         "causal": is_causal,
@@ -123,8 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print()
     if names == list(MECHANISMS):
         settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": LENGTHS, "rounds": ROUNDS}
-        data = {"machine": machine(), "commit": run.commit(), "settings": settings, "rows": rows}
-        run.save(RESULTS / f"small-sizes-{slug(machine())}.json", data)
+        here = run.processor()
+        data = {"machine": here, "commit": run.commit(), "settings": settings, "rows": rows}
+        run.save(RESULTS / f"small-sizes-{slug(here)}.json", data)
     slow = [row for row in rows if row["ratio"]["median"] > LIMIT]
     header = ["mechanism", "N", "beside", "ratio"]
     lines = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import json
 import os
@@ -21,20 +20,16 @@ from benchmarks import __main__ as command
 from benchmarks import beside, report, run, small_sizes
 from benchmarks.cases import BASELINES, CASES
 from benchmarks.peers import LIBRARIES, load
-from benchmarks.peers import flex_attention as flex_peer
-from derived_attention.common.kernel_cases import PATTERNS
 from derived_attention.linear.core import linear_attention
-from derived_attention.registry import MECHANISMS, grid_of, near_root
+from derived_attention.registry import grid_of, near_root
 from derived_book import experiment_tables
-from derived_book.training.measure import machine
 from derived_book.training.run_key import PACKAGE
 
 ROOT = Path(__file__).parents[1]
 
 
 FORMS = ("fast", "reference")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HERE = report.slug(machine())
+HERE = report.slug(run.processor())
 MACHINES = sorted(path for path in report.RESULTS.iterdir() if path.is_dir())
 
 
@@ -48,10 +43,7 @@ def check_whole(data, lengths):
     for row in data["times"]:
         for numbers in (row["seconds"], row["baseline_seconds"], row["ratio"]):
             assert 0 < numbers["q1"] <= numbers["median"] <= numbers["q3"], row
-        if row["length"] > run.UNFUSED_UP_TO and data["settings"]["options"].get("fused"):
-            assert row["operations"] is None and "unfused_ratio" not in row, "nobody can count them"
-        else:
-            assert row["operations"] > 0
+        assert row["operations"] > 0
     for rows in (data["memory"], data["baseline_memory"]):
         assert [(x["form"], x["mode"]) for x in rows] == [
             (form, mode) for form in FORMS for mode in report.MODES
@@ -76,8 +68,8 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
     assert len(list((tmp_path / "new" / HERE).iterdir())) == 2
     for name, data in results[HERE].items():
         check_whole(data, [16])
-        assert (data["device"], data["rounds"]) == (DEVICE, 2)
-        assert DEVICE == "cuda" or data["machine"]["threads"] == 1
+        assert (data["device"], data["rounds"]) == ("cpu", 2)
+        assert data["machine"]["threads"] == 1
         lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
         for label in (CASES[name].label, BASELINES[CASES[name].baseline].label):
             assert len([line for line in lines if line.startswith(f"| {label} |")]) == 2
@@ -104,12 +96,12 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     (example,) = report.load(["window"]).get("amd-epyc").values()
     asked, libraries = [], []
 
-    def fake(baseline, names, lengths, dims, rounds, device):
+    def fake(baseline, names, lengths, dims, rounds):
         asked.extend(names)
         return {
             name: copy.deepcopy(example)
             | run.title(CASES[name])
-            | {"settings": run.settings(CASES[name], lengths, dims, device)}
+            | {"settings": run.settings(CASES[name], lengths, dims)}
             | {"code": run.code(CASES[name])}
             for name in names
         }
@@ -127,7 +119,6 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     monkeypatch.setattr(command, "run", fake)
     monkeypatch.setattr(beside, "main", fake_peers)
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setitem(run.LENGTHS, DEVICE, [1024, 4096])
     assert measured("--lengths", "1024", "1024") == set(CASES)
     assert measured("--dims", "64") == set(CASES) and libraries == [(LIBRARIES, None, True)]
     assert not list(tmp_path.iterdir()), "a trial writes nothing"
@@ -184,7 +175,7 @@ def test_code_is_that_of_a_form_without_comments(monkeypatch):
 def test_what_is_compared_and_is_not_the_registry_s_is_one_formula(name):
     case, length = (BASELINES | CASES)[name], 132
     for training in (False, True):
-        tensors = run.inputs(length, torch.float64, "cpu", training)
+        tensors = run.inputs(length, torch.float64, training)
         fast, reference = (
             run.call(getattr(case, form), tensors, case.options(length))() for form in FORMS
         )
@@ -204,7 +195,7 @@ def test_what_is_short_at_small_sizes_computes_the_same(name, monkeypatch):
 
 
 def test_cases_are_different_mechanisms_beside_what_masks_alike():
-    tensors = run.inputs(132, torch.float64, "cpu", training=False)
+    tensors = run.inputs(132, torch.float64, training=False)
     seen = {}
     for name, case in CASES.items():
         out = run.call(case.fast, tensors, case.options(132))()
@@ -218,48 +209,17 @@ def test_cases_are_different_mechanisms_beside_what_masks_alike():
 def test_memory_of_what_stores_a_matrix_and_of_what_does_not():
     growth = {}
     for form in FORMS:
-        before, after = run.weigh(BASELINES["sdpa"], form, report.MODES[0], 512, "cpu")["bytes"]
+        before, after = run.weigh(BASELINES["sdpa"], form, report.MODES[0], 512)["bytes"]
         growth[form] = after / before
     assert growth["fast"] < 2.2 and growth["reference"] > 3.5
 
 
 def test_a_row_is_of_its_head_dimension():
     (row,) = run.time_cases(
-        "sdpa", ["performer"], 64, torch.float32, report.MODES[0], 2, "cpu", dim=32
+        "sdpa", ["performer"], 64, torch.float32, report.MODES[0], 2, dim=32
     ).values()
     assert row["dim"] == 32 and row["operations"] > 0
     assert CASES["performer"].options(64, 32)["projection"].shape == (4 * 32, 32)
-
-
-def test_a_gpu_times_a_kernel_with_and_without_it_and_survives_what_does_not_fit(monkeypatch):
-    asked = []
-
-    def form(q, k, v, fused=None):
-        asked.append(fused)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-    def too_large(q, k, v, is_causal=False):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    inputs, seconds = run.inputs, run.seconds
-    on_cpu = lambda n, dtype, device, training, dim: inputs(n, dtype, "cpu", training, dim)  # noqa: E731
-    monkeypatch.setattr(run, "inputs", on_cpu)
-    monkeypatch.setattr(run, "seconds", lambda fn, device: seconds(fn, "cpu"))
-    monkeypatch.setitem(CASES, "mra", replace(CASES["softmax"], fast=form, kernel=True))
-    monkeypatch.setitem(CASES, "luna", replace(CASES["softmax"], fast=too_large))
-    names, where = ["softmax", "mra", "luna"], (64, torch.float32, "forward", 3, "cuda", 32)
-    rows = run.time_cases("sdpa", names, *where)
-    assert set(rows) == {"softmax", "mra"} and rows["mra"]["operations"] == 1
-    assert ("unfused_ratio" in rows["mra"]) and "unfused_ratio" not in rows["softmax"]
-    rounds = 3 + 1 + 1  # one that does not count, and one to see whether it fits
-    assert asked.count(True) == rounds and asked.count(False) == rounds + 1, "and one is counted"
-    told = run.options_of(CASES["mra"], "fast", 64, 32, "cuda")
-    assert (
-        told == {"fused": True}
-        and run.settings(CASES["mra"], [64], [32], "cuda")["options"] == told
-    )
-    for other in (("reference", "cuda"), ("fast", "cpu")):
-        assert run.options_of(CASES["mra"], other[0], 64, 32, other[1]) == {}
 
 
 def test_sizes_that_depend_on_the_length():
@@ -271,7 +231,7 @@ def test_sizes_that_depend_on_the_length():
 def test_every_round_calls_everything_once_in_changing_order():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    taken = run.time_rounds(calls, 6, "cpu")
+    taken = run.time_rounds(calls, 6)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert len(rounds) == 7, "one round more, that does not count"
     assert {"".join(sorted(r)) for r in rounds} == {"abc"} and len(set(rounds)) > 1
@@ -289,18 +249,15 @@ def peers():
 
 
 def test_every_library_is_here(peers):
-    modules = {"fla": "fla_core", "flex_attention": "torch"}
-    wanted = {modules.get(name, name) for name in LIBRARIES}
-    if not torch.cuda.is_available():
-        wanted.remove("torch")  # it has no gradients on a CPU
+    wanted = {"fla_core" if name == "fla" else name for name in LIBRARIES}
     assert {peer.package.replace("-", "_") for peer in peers.values()} == wanted
 
 
 def test_a_peer_computes_what_ours_does(peers):
     same = {name: peer for name, peer in peers.items() if not peer.differs}
-    assert len(same) == (13 if torch.cuda.is_available() else 7)
+    assert len(same) == 7
     for training in (False, True):
-        tensors = run.inputs(128, torch.float64, "cpu", training)
+        tensors = run.inputs(128, torch.float64, training)
         calls = beside.calls_of("sdpa", same, 128, 64, tensors)
         for name, peer in same.items():
             theirs, ours = calls[name](), calls[beside.ours(peer)]()
@@ -308,24 +265,8 @@ def test_a_peer_computes_what_ours_does(peers):
                 assert (x - y).abs().max() <= 1e-9 * y.abs().max(), name
 
 
-@torch.no_grad()
-def test_flexattention_computes_what_ours_do_forward_on_a_cpu(monkeypatch):
-    """One compiled, as it is timed; the others by its formula, which takes no time to compile."""
-    tensors = run.inputs(200, torch.float32, "cpu", False)
-    compiled = flex_peer.attention
-    for name, peer in flex_peer.EVERYWHERE.items():
-        how = compiled if name == "flex_attention_window_causal" else flex_peer.flex_attention
-        monkeypatch.setattr(flex_peer, "attention", how)
-        calls = beside.calls_of("sdpa", {name: peer}, 200, 64, tensors)
-        torch.testing.assert_close(calls[name](), calls[beside.ours(peer)](), rtol=1e-4, atol=1e-5)
-    q = tensors[0].detach().requires_grad_()
-    if not torch.cuda.is_available():
-        with torch.enable_grad(), pytest.raises(NotImplementedError, match="backward on CPU"):
-            flex_peer.window(q, *tensors[1:3], window=3)
-
-
 def test_a_peer_that_differs_does_as_it_says(peers):
-    q, k, v, _ = run.inputs(128, torch.float64, "cpu", False)
+    q, k, v, _ = run.inputs(128, torch.float64, False)
     form = functools.partial(peers["linear_attention_transformer_causal"].form, is_causal=True)
     ours = linear_attention(q, k, v, is_causal=True, feature_map=torch.exp)
     assert (form(q, k, v, bucket=1) - ours).abs().max() <= 1e-10
@@ -360,7 +301,7 @@ def test_peers_are_measured_once_and_written(tmp_path, capsys):
     check_peer(done["linformer"], [64, 128], 32)
     assert "| linformer (0." in capsys.readouterr().out
     assert beside.main(*how, False) == {} and set(beside.main(*how, True)) == {"linformer"}
-    tensors = run.inputs(64, torch.float32, "cpu", True)
+    tensors = run.inputs(64, torch.float32, True)
     for x, y in zip(tensors, beside.tokens_first(tensors), strict=True):
         assert torch.equal(x, y) and x.requires_grad == y.requires_grad
         assert y.transpose(1, 2).is_contiguous() and not x.transpose(1, 2).is_contiguous()
@@ -384,15 +325,12 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
     for path in folder.glob("*.json"):
         text = path.read_text("utf8")
         data, case = json.loads(text), CASES[path.stem]
-        lengths = run.LENGTHS[data["device"]]
-        check_whole(data, lengths)
+        check_whole(data, run.LENGTHS)
         same = data == data | run.title(case)
-        dims = run.DIMS[data["device"]]
-        old = run.outdated(path, run.settings(case, lengths, dims, data["device"]))
+        old = run.outdated(path, run.settings(case, run.LENGTHS, run.DIMS))
         assert same and not old, f"{path.name}: run python -m benchmarks"
-        assert data["rounds"] >= (5 if data["device"] == "cuda" else 7)
+        assert data["rounds"] >= 7 and data["device"] == "cpu" and data["machine"]["gpu"] is None
         assert folder.name == report.slug(data["machine"])
-        assert (data["machine"]["gpu"] is not None) == (data["device"] == "cuda")
         assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
         assert max(growth["fast", mode] for mode in report.MODES) < 2.5, "a line, not a matrix"
@@ -406,26 +344,13 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
 @pytest.mark.parametrize("folder", MACHINES, ids=lambda folder: folder.name)
 def test_committed_peers_are_whole_and_as_they_are(folder, peers):
     found = sorted((folder / "peers").glob("*.json"))
-    (device,) = {json.loads(path.read_text("utf8"))["device"] for path in folder.glob("*.json")}
-    assert {path.stem for path in found} == set(peers) or (device == "cuda" and not found)
+    assert {path.stem for path in found} == set(peers)
     for path in found:
         data, peer = json.loads(path.read_text("utf8")), peers[path.stem]
-        lengths, (dim,) = beside.LENGTHS[data["device"]], run.DIMS[data["device"]]
-        wanted = beside.settings(peer, lengths, [dim], data["device"])
+        wanted = beside.settings(peer, beside.LENGTHS, run.DIMS)
         assert data == data | beside.title(peer) and not run.outdated(path, wanted), path.name
         assert data["rounds"] >= 7 and data["version"]
-        check_peer(data, wanted["lengths"], dim)
-
-
-def test_what_a_gpu_has_verified_says_of_which_kernels(tmp_path, monkeypatch):
-    (committed,) = report.load_verified()
-    assert all(x["agrees"] and x["repeats"] for x in committed["trials"].values())
-    (tmp_path / "verified-a.json").write_text(json.dumps({"place": "a GPU, kernels 123"}))
-    for digest, current in (("123", True), ("124", False)):
-        monkeypatch.setattr(
-            "derived_attention.common.kernel_selftest.digest", lambda digest=digest: digest
-        )
-        assert [data["current"] for data in report.load_verified(tmp_path)] == [current]
+        check_peer(data, wanted["lengths"], run.DIM)
 
 
 def test_kernels_compile_ahead_of_time_and_spill_nothing():
@@ -438,13 +363,6 @@ def test_kernels_compile_ahead_of_time_and_spill_nothing():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["sm"] for row in rows} == {80, 90}
     assert not [row for row in rows if row["spills"] or row["shared"] > 99 * 1024]
-
-
-def test_what_has_a_kernel_is_timed_with_it():
-    for name, entry in MECHANISMS.items():  # of what is linear in N only the causal form has one
-        # Those of sparse patterns are PyTorch's, which stands among the peers.
-        if name not in PATTERNS and "fused" in inspect.signature(entry.fast).parameters:
-            assert CASES[f"{name}_causal"].kernel and not CASES[name].kernel
 
 
 # --- tables --------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Try the kernels on the GPU at hand: ``python -m benchmarks.gpu.verify``.
 
 First every kernel is held against PyTorch's form on problems in which any two of their properties
-meet, and run ten times, as its bits are to repeat. Then it is timed beside PyTorch's form. What is
-found is stored after each step, for this GPU, these compilers and these kernels: stop it, start it
-again, and it goes on.
+meet, and run ten times, as its bits are to repeat. What is found is stored after each problem, for
+this GPU, these compilers and these kernels: stop it, start it again, and it goes on.
 
-Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter,
-which says nothing of times.
+Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,12 @@ from derived_attention.common.kernel_cases import (
     Trial,
     compare,
     design,
-    inputs,
     repeats,
-    results,
 )
 from derived_attention.common.kernel_selftest import file_of, place_of, usable
 
 TIMES = 10  # that bits are to repeat
-LONG = 16_384  # tokens of what is timed, of 8 heads: a kernel takes longer than to call it
 KERNELS = ("linear", "mlk", *PATTERNS)
-TIMED = ("bf16", "fp32")
 
 
 class Record:
@@ -55,16 +49,15 @@ class Record:
             if device.type == "cuda"
             else None,
             "trials": {},
-            "times": {},
         }
         for file in self.files:
             if file.exists():
                 self.data |= json.loads(file.read_text("utf8"))
                 break
 
-    def keep(self, part: str, name: str, found: Any) -> None:
+    def keep(self, name: str, found: Any) -> None:
         """Store one result."""
-        self.data[part][name] = found
+        self.data["trials"][name] = found
         for file in self.files:
             write_atomically(file, (json.dumps(self.data, indent=1) + "\n").encode())
 
@@ -95,51 +88,6 @@ def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
     return {"agrees": found.agrees, "repeats": again, "worst": found.worst, "errors": errors}
 
 
-# --- times ----------------------------------------------------------------------------------------
-
-
-def timed(dims: Sequence[int] = kernels.HEAD_DIMS) -> Iterator[Trial]:
-    """Yield the problems that are timed: all kernels, full where they can be, and causal."""
-    for dtype in TIMED:
-        for dim in dims:
-            sizes: dict[str, Any] = {"N": LONG, "M": LONG, "D": dim, "DV": dim, "H": 8}
-            for kernel in KERNELS:
-                if kernel not in ("linear", "mlk"):
-                    yield Trial(kernel, dtype, **sizes)
-                yield Trial(kernel, dtype, **sizes, mask="causal")
-
-
-def calls(trial: Trial, device: torch.device, fused: bool) -> dict[str, Callable[[], Any]]:
-    """Return what is timed: the forward pass, and it with the backward one."""
-    tensors, options = inputs(trial, device)
-    options |= {"fused": fused}
-    form = kernels_of(trial)
-
-    def ahead() -> Any:
-        with torch.no_grad():
-            return form(**tensors, **options)
-
-    return {"forward": ahead, "forward + backward": lambda: results(trial, tensors, options)}
-
-
-def kernels_of(trial: Trial) -> Callable[..., Any]:
-    """Return the mechanism of a trial."""
-    from derived_attention.registry import get_attention
-
-    return get_attention(trial.kernel)
-
-
-def milliseconds(call: Callable[[], Any]) -> float | None:
-    """Return the median time of a call, with an empty cache; None where it cannot run."""
-    from triton.testing import do_bench
-
-    try:
-        return float(do_bench(call, quantiles=[0.5]))
-    except Exception:  # too much shared memory, too few registers, no memory: another will do
-        torch.cuda.empty_cache()
-        return None
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -158,20 +106,15 @@ def report(data: dict[str, Any]) -> str:
             if not (x["agrees"] and x["repeats"] if "repeats" in x else False):
                 what = x.get("fault", f"error {x.get('worst', 0):.3g}, repeats: {x.get('repeats')}")
                 lines.append(f"  NOT {name}: {what}")
-    if data["times"]:
-        lines += ["", f"{'milliseconds':<44} kernel  PyTorch"]
-        for name, x in data["times"].items():
-            both = (f"{y:8.3f}" if y is not None else "       –" for y in x.values())
-            lines.append(f"{name:<44}{''.join(both)}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare and time what has not been; return 1 if a kernel disagrees, 3 if time ended."""
+    """Compare what has not been; return 1 if a kernel disagrees, 3 if time ended."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.verify", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to leave a copy, too")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to leave a copy, too")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop then; the next call goes on"
     )
@@ -186,14 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def late() -> bool:
         return time.monotonic() > end
 
-    record = Record(device, options.out)
+    record = Record(device, options.output)
     if device.type == "cpu":
-        print("Triton's interpreter, on the CPU: tiny problems, and no times.")
+        print("Triton's interpreter, on the CPU: tiny problems.")
     if not try_all(record, device, late):
         print("The GPU took harm from this one: the same command goes on with the others.")
         return 3
-    if device.type == "cuda":
-        time_all(record, device, late)
     print(report(record.data))
     if late():
         print("Time is up: the same command goes on.")
@@ -206,23 +147,10 @@ def try_all(record: Record, device: torch.device, late: Callable[[], bool]) -> b
     for trial in problems(device):
         if str(trial) not in record.data["trials"] and not late():
             print(f"try: {trial}", file=sys.stderr, flush=True)
-            record.keep("trials", str(trial), try_one(trial, device))
+            record.keep(str(trial), try_one(trial, device))
             if device.type == "cuda" and not usable(device):
                 return False
     return True
-
-
-def time_all(record: Record, device: torch.device, late: Callable[[], bool]) -> None:
-    """Time the kernels beside PyTorch's form, where the record has no time."""
-    for trial in timed():
-        print(f"time: {trial}", file=sys.stderr, flush=True)
-        ours = {} if late() else calls(trial, device, True)
-        for mode, call in ours.items():
-            name = f"{trial} {mode}"
-            if name not in record.data["times"] and not late():
-                theirs = calls(trial, device, False)[mode]
-                both = {"kernel": milliseconds(call), "pytorch": milliseconds(theirs)}
-                record.keep("times", name, both)
 
 
 if __name__ == "__main__":
