@@ -45,7 +45,7 @@ class Step:
 def steps(out: Path, rehearse: bool = False) -> list[Step]:
     """Return all steps; those of a rehearsal need no GPU."""
     place, tiny = ("--output", str(out)), ("--rehearse",) * rehearse
-    short = ("--only", "B_runs") * rehearse
+    short = ("--only", "C_claims") * rehearse
     return [
         Step("table", ("-m", "benchmarks.gpu.table", *place, *tiny), 5.5 / 9),
         Step("verify", ("-m", "benchmarks.gpu.verify", *place), 0.5 / 9),
