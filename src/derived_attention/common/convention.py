@@ -40,6 +40,8 @@ from derived_attention.common.checks import (
 )
 from derived_attention.common.masks import Mask, settled
 
+HAS_SHORT_FORMS = True  # tests set it to False, to try the other forms on short sequences
+
 # Inserted into the docstring of every mechanism, for help() and the API page.
 PARAMETERS = {
     "q, k, v": """q, k, v : Tensor
@@ -341,6 +343,11 @@ def call(
     if form is None or (mask.given is not None and attention.per_key):  # type: ignore[attr-defined]
         return attention(q, k, v, scale=scale, **mask.keywords, **options)
     return form(q, k, v, mask, scale, **options)
+
+
+def is_short(q: Tensor, k: Tensor, most: int) -> bool:
+    """Return whether there are so few queries and keys that their matrix is cheaper than none."""
+    return HAS_SHORT_FORMS and q.shape[-2] <= most >= k.shape[-2]
 
 
 def is_per_key(attention: Mechanism) -> bool:

@@ -12,9 +12,9 @@ treats all D channels alike. So it is one matrix C that mixes the tokens, Conv(Q
 The scores are convolved on both sides, and C commutes with any projection W that has no bias:
 (C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
 
-`mixing_matrix_1d` and `mixing_matrix_2d` return C, the references multiply by it, and
-`conv1d_attention` and `conv2d_attention` never store it: they add shifted copies of Q and K.
-As in PyTorch, "convolution" slides the filter without flipping it.
+`mixing_matrix_1d` and `mixing_matrix_2d` return C, and the references multiply by it. So do
+`conv1d_attention` and `conv2d_attention` for few tokens; for more they add shifted copies of Q and
+K, and do not store C. As in PyTorch, "convolution" slides the filter without flipping it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,19 @@ from derived_attention.common.checks import (
     check_floating,
     check_query_mask,
 )
-from derived_attention.common.convention import call, mechanism, plain, reference
+from derived_attention.common.convention import (
+    call,
+    full_precision,
+    is_short,
+    mechanism,
+    plain,
+    reference,
+)
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import blank
 from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
+SHORT = 64  # tokens up to which a product with C is faster than sums of shifted copies
 Offsets = tuple[tuple[int, ...], ...]
 
 # --- the formula: one matrix that mixes the tokens -----------------------------------------------
@@ -184,6 +192,12 @@ def convolve_grid(x: Tensor, weight: Tensor, grid: tuple[int, int], class_token:
 def convolve(x: Tensor, weight: Tensor, causal: bool = False) -> Tensor:
     """Convolve (..., H, N, D) with (H or 1, s), or (..., H, N_H, N_W, D) with (H or 1, s1, s2)."""
     heads = x if x.dim() > weight.dim() else x.unsqueeze(0)
+    tokens = heads.flatten(-weight.dim(), -2)  # (..., H, N, D)
+    if is_short(tokens, tokens, SHORT):
+        C = formulas.mixing_matrix(weight, x.shape[-weight.dim() : -1], causal)
+        with full_precision(x.device):
+            dtype = accumulation_dtype(x)
+            return (C.to(dtype) @ tokens.to(dtype)).to(x.dtype).view_as(x)
     offsets = tap_offsets(tuple(weight.shape[1:]), causal)
     return _ShiftedSum.apply(heads, weight.flatten(1), offsets).view_as(x)
 

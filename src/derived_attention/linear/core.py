@@ -33,6 +33,7 @@ from derived_attention.common.checks import (
 from derived_attention.common.convention import (
     extend,
     full_precision,
+    is_short,
     mechanism,
     prepare,
     reference,
@@ -41,6 +42,7 @@ from derived_attention.common.kernels import should_run_kernel
 from derived_attention.common.masks import Mask, divide
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
+SHORT = 32  # queries and keys up to which the product of an (N, M) matrix with V is cheaper
 WIDEST = 128  # features that the kernel takes
 
 FeatureMap = Callable[[Tensor], Tensor]
@@ -175,6 +177,10 @@ def weighted_means(
     if mask.given is not None and (factor := mask.factor(accumulation_dtype(phi_q))) is not None:
         phi_k = phi_k * factor.mT  # (..., H, M, F): a masked key has no features
     with full_precision(v.device):
+        if state is None and is_short(phi_q, phi_k, SHORT):
+            A = phi_q @ phi_k.mT
+            A = A.tril_() if mask.is_causal else A
+            return divide(A @ v.to(A.dtype), A.sum(-1, keepdim=True))
         values = with_ones(v, phi_k.dtype)
         if mask.is_causal:
             state = None if state is None else check_sums(state, phi_k, values)
@@ -222,13 +228,15 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) ->
     """
     N = q.shape[-2]
     q, k, v = in_chunks(q, N), in_chunks(k[..., :N, :], N), in_chunks(v[..., :N, :], N)
+    H = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
+    if q.shape[-3] == 1 and state is None:
+        return H.flatten(-3, -2)[..., :N, :]
     sums = (k.mT @ v).unbind(-3)  # (..., F, Dv)
     start = torch.zeros_like(sums[0]) if state is None else state
     # S ends before each chunk. Subtracting the chunk from a longer sum would leave rounding errors,
     # and with them a trace of the future.
     S = torch.stack([*itertools.accumulate(sums[:-1], initial=start)], -3)
-    H = ((q @ k.mT).tril_() @ v).add_(q @ S)  # in place: no backward pass needs what is overwritten
-    return H.flatten(-3, -2)[..., :N, :]
+    return H.add_(q @ S).flatten(-3, -2)[..., :N, :]
 
 
 def in_chunks(x: Tensor, n: int, size: int = CHUNK) -> Tensor:

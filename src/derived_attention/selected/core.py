@@ -32,6 +32,7 @@ from derived_attention.common.convention import (
     extend,
     full_precision,
     in_full,
+    is_short,
     mechanism,
     reference_of,
     scaled,
@@ -76,11 +77,11 @@ def selected_attention(
         a floating mask are added to scores, and have no influence on which blocks are selected.
     """
     N, M = q.shape[-2], k.shape[-2]
-    if mask.by_query:
-        return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     blocks, rows = -(-M // block), -(-N // block)
     if q.numel() == 0 or k.numel() == 0 or kept >= blocks - (rows <= blocks):
         return sdpa(q, k, v, mask, scale)
+    if mask.by_query or is_short(q, k, 96):
+        return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     with full_precision(q.device):
         Q = scaled(q, scale)
         K, V = k.to(Q.dtype), v.to(Q.dtype)

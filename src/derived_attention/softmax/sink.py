@@ -27,11 +27,20 @@ from derived_attention.common.checks import (
     autocasts,
     check_parameter,
 )
-from derived_attention.common.convention import extend, mechanism, prepare, reference_of
+from derived_attention.common.convention import (
+    extend,
+    in_full,
+    is_short,
+    mechanism,
+    prepare,
+    reference_of,
+)
 from derived_attention.common.masks import Mask, causal_mask
 from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
 from derived_attention.softmax.joint import backend_of, joint_softmax
+
+SHORT = 32  # queries and keys up to which the formula is faster
 
 
 def sink_attention_weights(
@@ -76,6 +85,8 @@ def sink_attention(
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
     """
+    if is_short(q, k, SHORT):
+        return in_full(formulas.sink)(q, k, v, mask, scale, bias=bias)
     D, Dv, scale = q.shape[-1], v.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
     if mask.given is None:
         if autocasts(q.device):
