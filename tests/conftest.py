@@ -13,6 +13,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from derived_attention.common import convention  # noqa: E402
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update""".split()
@@ -22,6 +24,12 @@ def pytest_collection_finish():
     """Spare the garbage collector, which measuring memory calls, what the tests are made of."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_short_forms(monkeypatch):
+    """Let short sequences run the forms of long ones."""
+    monkeypatch.setattr(convention, "HAS_SHORT_FORMS", False)
 
 
 @pytest.fixture(scope="session")

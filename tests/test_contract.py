@@ -36,6 +36,10 @@ from derived_attention.testing.contract import FLAGS, PROMISES, try_promise
 OF_FORMULAS = """calling convention, dtypes, large scores, autocast, masks over keys, dead rows,
     large negative numbers, empty inputs, one key, shared heads, dropout, bad arguments"""
 OF_FORMULAS = [name.strip() for name in OF_FORMULAS.split(",")]
+OF_LONG_FORMS = """values, gradients, scale, dtypes, masks over keys, dead rows, causality, spread,
+    large scores, further derivatives, vmap, empty inputs, one key"""
+OF_LONG_FORMS = [name.strip() for name in OF_LONG_FORMS.split(",")]
+WITH_SHORT_FORMS = ["linear", "conv1d", "conv2d", "mgk", "hard_mgk", "smgk", "sink", "selected"]
 # Neither do weights of sums add up to 1, nor is Primal-Attention A V.
 SUMS = ("ridge", "lasso", "primal", "delta", "sink")
 UNTRIED = {("one key", name) for name in SUMS} | {("dropout", "primal")}
@@ -54,6 +58,13 @@ def expected(name, promise):
 @every_mechanism
 @pytest.mark.parametrize("promise", PROMISES)
 def test_the_fast_form_keeps_its_promise(promise, name):
+    result = try_promise(promise, Subject.of(name))
+    assert result.verdict == expected(name, promise), result
+
+
+@pytest.mark.parametrize("promise", OF_LONG_FORMS)
+@pytest.mark.parametrize("name", WITH_SHORT_FORMS)
+def test_the_form_of_long_sequences_keeps_its_promise(promise, name, no_short_forms):
     result = try_promise(promise, Subject.of(name))
     assert result.verdict == expected(name, promise), result
 

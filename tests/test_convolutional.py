@@ -42,6 +42,7 @@ from derived_attention.layer import ALL, MultiheadAttention
 from derived_attention.linear.core import linear_attention
 
 M, D, DV = 9, 4, 3
+pytestmark = pytest.mark.usefixtures("no_short_forms")
 GRID = (3, 4)
 SIZES = [1, 2, 3, 4, 5, 8, 30]
 FORMS_1D = [conv1d_attention, conv1d_attention_reference]

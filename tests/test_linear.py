@@ -18,6 +18,7 @@ from derived_attention.linear.core import (
     linear_attention_weights,
 )
 
+pytestmark = pytest.mark.usefixtures("no_short_forms")
 FORMS = [linear_attention, linear_attention_reference]
 
 

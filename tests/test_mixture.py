@@ -100,7 +100,7 @@ def assert_forms_agree(forms, what, inputs=None, tol=1e-10, **options):
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch, no_short_forms):
     """Several blocks of queries, one of them not whole, and two heads at a time."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)

@@ -26,6 +26,7 @@ from derived_attention.selected import core
 from derived_attention.selected.core import selected_attention
 from derived_attention.softmax.core import softmax_attention
 
+pytestmark = pytest.mark.usefixtures("no_short_forms")
 FORMS = [selected_attention, selected_attention_reference]
 both_forms = pytest.mark.parametrize("form", FORMS)
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True])

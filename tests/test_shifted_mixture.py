@@ -90,7 +90,7 @@ def assert_forms_agree(what, inputs=None, tol=1e-10, **options):
 
 
 @pytest.fixture(params=["products", "logarithms", "maxima"])
-def route(request, monkeypatch):
+def route(request, monkeypatch, no_short_forms):
     """Each way to combine the components, cut into several blocks, and one not whole."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)  # two heads at a time
@@ -189,7 +189,7 @@ def gaps(u_gap, w_gap):
 SHIFTS = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: u and w differ by q, k alone
 
 
-def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch):
+def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch, no_short_forms):
     """Each query for itself: one that may not, moves no bit of the others."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     found, settled = [], module._Shifted.settled

@@ -29,6 +29,7 @@ from derived_attention.mixture.core import mixture_attention
 from derived_attention.softmax.core import softmax_attention
 from derived_attention.softmax.sink import SinkAttention, sink_attention, sink_attention_weights
 
+pytestmark = pytest.mark.usefixtures("no_short_forms")
 FORMS = [sink_attention, sink_attention_reference]
 both_forms = pytest.mark.parametrize("form", FORMS)
 BIAS = torch.tensor([-1.5, 0.0, 2.0], dtype=torch.float64)

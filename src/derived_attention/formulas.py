@@ -49,8 +49,8 @@ def linear(q, k, v, mask, scale, *, feature_map):
 
 def places(q, k):
     """Return i as a column, and j as a row."""
-    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
-    return i[:, None], j
+    i = torch.arange(q.shape[-2], device=q.device)
+    return i[:, None], torch.arange(k.shape[-2], device=k.device)
 
 
 def window(q, k, v, mask, scale, *, window):

@@ -101,7 +101,8 @@ def normalized_attention(
     some = mask.is_causal and not center_keys and k.shape[-2] > FIRST and q.dtype in HALF
     first = slice(FIRST if some else None)  # a later query has the statistics of many keys
     with full_precision(q.device):
-        Q, K, V = (x[..., first, :].to(accumulation_dtype(x)) for x in (q, k, v))
+        wide = accumulation_dtype(q)
+        Q, K, V = q[..., first, :].to(wide), k[..., first, :].to(wide), v[..., first, :].to(wide)
         H = _attend(Q, K, V, *options).to(q.dtype)
     if H.shape[-2] == q.shape[-2]:
         return H

@@ -64,7 +64,7 @@ class _Chunked(torch.autograd.Function):
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
         values, flat, *inputs = all_flat(v.dim() - 2, v, out, *tensors)
         mask = BlockMask(attn_mask, is_causal, v)
-        form = form.settled(inputs)
+        form = form.settled(inputs) if hasattr(form, "settled") else form
         for block in _blocks(out, v, is_causal):
             heads, rows, m = block
             A, _ = form.weights([x[heads] for x in inputs], mask, block, False)
@@ -90,7 +90,7 @@ class _Chunked(torch.autograd.Function):
         values, outs, dout, dv = all_flat(v.dim() - 2, v, out, grad, sums[0])
         flat = [all_flat(v.dim() - 2, *xs) for xs in (tensors, sums[1:])]
         mask = BlockMask(attn_mask, ctx.is_causal, v)
-        form = ctx.form.settled(flat[0])
+        form = ctx.form.settled(flat[0]) if hasattr(ctx.form, "settled") else ctx.form
         with full_precision(v.device):  # autocast may be on again
             for block in _blocks(out, v, ctx.is_causal):
                 heads, rows, m = block

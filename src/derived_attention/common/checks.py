@@ -125,15 +125,11 @@ def has_concrete_values(x: Tensor) -> bool:
     They cannot under a compiler, during the capture of a CUDA graph, of a meta or fake tensor, or
     in a transform of ``torch.func``, where one tensor may stand for many.
     """
-    if torch.compiler.is_compiling() or x.is_meta or not has_data(x):
+    if torch.compiler.is_compiling() or x.is_meta or hasattr(x, "fake_mode"):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def has_data(x: Tensor) -> bool:
-    """Return whether x stores numbers: not a meta or fake tensor, and none in a transform."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return not (x.is_meta or hasattr(x, "fake_mode") or wrapped)
 
 
 def check_mask_values(name: str, mask: Tensor) -> None:

@@ -142,7 +142,7 @@ def should_run_kernel(fused: bool | None, *tensors: Tensor, problem: Problem | N
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
     if fused is None:
-        return problem is not None and _is_trusted(tensors, problem)
+        return problem is not None and tensors[0].is_cuda and _is_trusted(tensors, problem)
     if fused and (obstacle := _obstacle(tensors)):
         raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
     return fused
@@ -174,7 +174,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, first: bool, **fields: Any
 def _may_try(tensors: tuple[Tensor, ...]) -> bool:
     """Return whether a kernel could run on a GPU here, and be tried first."""
     q = tensors[0]
-    if not q.is_cuda or q.dtype not in DTYPES:
+    if q.dtype not in DTYPES:
         return False
     if not torch.compiler.is_compiling():
         if not all(map(has_concrete_values, tensors)):

@@ -277,8 +277,8 @@ def anchor(keep: Tensor) -> Tensor:
 
 
 def nearer_zero(a: Tensor, b: Tensor) -> Tensor:
-    """Return the number nearer 0 of each pair of entries, and 0 where their signs differ."""
-    return torch.where(a.abs() < b.abs(), a, b).where(a.sign() == b.sign(), 0)
+    """Return the number nearer 0 of each pair of entries, not NaN, or 0 if their signs differ."""
+    return torch.fmin(a, b).clamp(min=0) + torch.fmax(a, b).clamp(max=0)
 
 
 def shared_offset(k: Tensor, mask: Mask) -> Tensor:

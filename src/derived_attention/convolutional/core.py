@@ -277,14 +277,6 @@ def _overlaps(y: Tensor, x: Tensor, offsets: Offsets) -> list[tuple[Tensor, Tens
 # --- checks --------------------------------------------------------------------------------------
 
 
-def check_filters(
-    q: Tensor, sides: int, weight: Tensor, key_weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Check the filters of queries and keys, and return them as (H or 1, ...)."""
-    weight = _per_head("weight", weight, q, sides)
-    return weight, weight if key_weight is None else _per_head("key_weight", key_weight, q, sides)
-
-
 def _check_sides(name: str, weight: Tensor, sides: int) -> None:
     """Check for filters (..., s) or (..., s1, s2) with at least one number each."""
     if weight.dim() < sides or 0 in weight.shape[-sides:]:
@@ -352,8 +344,7 @@ def conv1d_attention_reference(
     Any = None, query_mask: Any = None, attention: Any = softmax_attention_reference,
 ) -> dict[str, Any]:  # fmt: skip
     """Check the filters."""
-    check_query_mask(query_mask, q)
-    weight, key_weight = check_filters(q, 1, weight, key_weight)
+    weight, key_weight, *_ = _filters(q, k, mask, 1, weight, key_weight, query_mask)
     filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
     return filters | {"attention": plain(attention)}
 
@@ -366,7 +357,6 @@ def conv2d_attention_reference(
 ) -> dict[str, Any]:  # fmt: skip
     """Check the filters, and that tokens have places."""
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)
-    check_query_mask(query_mask, q)
-    weight, key_weight = check_filters(q, 2, weight, key_weight)
+    weight, key_weight, *_ = _filters(q, k, mask, 2, weight, key_weight, query_mask)
     filters = {"weight": weight, "key_weight": key_weight, "query_mask": query_mask}
     return filters | {"grid": grid, "class_token": class_token, "attention": plain(attention)}

@@ -278,7 +278,7 @@ def apply_feature_map(feature_map: FeatureMap, x: Tensor) -> Tensor:
     columns = phi.shape[-1] if phi.dim() and phi.shape[-1] else "F"
     expected = (*x.shape[:-1], columns)
     check_shape("the result of feature_map", phi, expected, "the tokens of its argument, F ≥ 1")
-    return phi.to(accumulation_dtype(x))
+    return phi.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # --- the formulas, with the same arguments ---

@@ -386,17 +386,14 @@ def fmm_attention(
     feature_maps : sequence of callable
         At least one; each as in `linear_attention`, for one matrix of low rank.
     """
-    maps = check_maps(feature_maps)
-    w_near, w_far = check_weight("near", near, q), check_weight("far", far, q)
-    if mask.by_query:
-        fields: dict[str, Any] = {"near": w_near, "far": w_far, "window": window}
+    near, far, maps = check_fields(q, near, far, feature_maps)
+    if mask.given is not None and mask.by_query:
+        fields: dict[str, Any] = {"near": near, "far": far, "window": window}
         fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
         return in_full(formulas.fmm)(q, k, v, mask, scale, **fields)
-    options = {**mask.keywords, "scale": scale}
-    H = w_near * window_attention(q, k, v, window=window, **options)
-    linear = functools.partial(linear_attention, q, k, v, **options)
-    far_fields = (linear(feature_map=phi) for phi in maps)
-    return (H + w_far * sum(far_fields)).to(q.dtype)
+    H = near * window_attention.form(q, k, v, mask, scale, window=window)  # type: ignore
+    linear: Any = functools.partial(linear_attention.form, q, k, v, mask, scale)  # type: ignore
+    return (H + far * sum(linear(feature_map=phi) for phi in maps)).to(q.dtype)
 
 
 def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
@@ -410,12 +407,15 @@ def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
     return maps
 
 
-def check_weight(name: str, weight: Any, q: Tensor) -> Tensor:
-    """Check the weight of a field, and return it as (..., 1, 1), in float32 at least."""
-    shapes = (), tuple(q.shape[-3:-2])
-    meaning = "one number, or one for each head"
-    weight = check_parameter(name, weight, q, shapes, meaning, "finite")
-    return weight.to(accumulation_dtype(q))[..., None, None]
+def check_fields(
+    q: Tensor, near: Any, far: Any, feature_maps: Any
+) -> tuple[Tensor, Tensor, tuple[FeatureMap, ...]]:
+    """Check the weights of the fields, and return them as (..., 1, 1), and the feature maps."""
+    maps, shapes = check_maps(feature_maps), ((), tuple(q.shape[-3:-2]))
+    dtype, meaning = torch.promote_types(q.dtype, torch.float32), "one number, or one for each head"
+    near = check_parameter("near", near, q, shapes, meaning, "finite").to(dtype)
+    far = check_parameter("far", far, q, shapes, meaning, "finite").to(dtype)
+    return near[..., None, None], far[..., None, None], maps
 
 
 # --- Luna: fewer keys, by another attention ------------------------------------------------------
@@ -483,7 +483,7 @@ def fmm_attention_reference(
     far: Any, feature_maps: Any = (elu_feature_map,),
 ) -> dict[str, Any]:  # fmt: skip
     """Check both fields."""
-    maps = [functools.partial(apply_feature_map, phi) for phi in check_maps(feature_maps)]
-    near, far = check_weight("near", near, q), check_weight("far", far, q)
+    near, far, maps = check_fields(q, near, far, feature_maps)
+    maps = tuple(functools.partial(apply_feature_map, phi) for phi in maps)
     window = check_count("window", window, 0)
     return {"near": near, "far": far, "window": window, "feature_maps": maps}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import (
-    accumulation_dtype,
     autocasts,
     check_flags,
     check_parameter,
@@ -44,11 +43,6 @@ class Components(NamedTuple):
     distance: bool
     dtype: torch.dtype  # in which SDPA computes
 
-    @property
-    def accumulation_dtype(self) -> torch.dtype:
-        """The dtype of scores that are stored, float32 at least."""
-        return self.precisions.dtype
-
 
 def components_of(
     q: Tensor,
@@ -68,15 +62,16 @@ def components_of(
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
+    wide = torch.promote_types(q.dtype, torch.float32)
     if priors is None:
-        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=accumulation_dtype(q), device=k.device)
+        log_weights = torch.zeros(k.shape[-3], 1, 1, dtype=wide, device=k.device)
     else:
-        pi = per_component("priors", priors, k).to(accumulation_dtype(q))
+        pi = per_component("priors", priors, k).to(wide)
         positive = pi > 0  # the logarithm of 0 is −∞, and its gradient would be NaN
         log_weights = pi.where(positive, 1).log().masked_fill(~positive, -math.inf)
     if isinstance(variances, Tensor):
         precisions, scale = (
-            1 / per_component("variances", variances, k).to(accumulation_dtype(q)),
+            1 / per_component("variances", variances, k).to(wide),
             1.0,
         )
     else:

@@ -21,6 +21,7 @@ layer.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,26 @@ from derived_attention.common.blocks import (
     spread_product,
 )
 from derived_attention.common.checks import (
-    accumulation_dtype,
     check_flag,
     check_mask_kind,
     check_shape,
 )
-from derived_attention.common.convention import call, full_precision, mechanism, prepare, reference
+from derived_attention.common.convention import (
+    full_precision,
+    is_short,
+    mechanism,
+    prepare,
+    reference,
+)
 from derived_attention.common.kernels import should_run_kernel
-from derived_attention.common.masks import BlockMask, Mask, allowed, causal_mask, masked_softmax
+from derived_attention.common.masks import (
+    BlockMask,
+    Mask,
+    allowed,
+    causal_mask,
+    masked_softmax,
+    open_dead_rows,
+)
 from derived_attention.linear.core import (
     apply_feature_map,
     causal_problem,
@@ -55,12 +68,15 @@ from derived_attention.linear.core import (
 )
 from derived_attention.mixture.components import (
     Components,
+    centred,
     components_of,
     features,
     per_component,
 )
 from derived_attention.softmax.core import sdpa, widen
 from derived_attention.softmax.joint import backend_of, joint_softmax
+
+DENSE = 64  # queries and keys up to which the matrix of all scores is faster
 
 
 @mechanism(components=True)
@@ -104,17 +120,16 @@ def mixture_attention(
         they are equal they drop out. Where two components tie, the first one gets the gradient.
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
-    hard = hard and k.shape[-3] > 1
+    if parts.equal and k.shape[-3] > 1 and is_short(q, k, DENSE):
+        return attend_densely(q, k, v, mask, parts, hard)
+    hard, causal = hard and k.shape[-3] > 1, mask.is_causal
     with full_precision(v.device):
-        Q, K = features(q, k, parts, mask, parts.accumulation_dtype if hard else parts.dtype)
+        Q, K = features(q, k, parts, mask, parts.precisions.dtype if hard else parts.dtype)
         if hard:
             return attend(_Most(), v, mask, parts.scale * Q, K).to(q.dtype)
         V = v.to(Q.dtype)
-        backend = (
-            "" if mask.given is not None else backend_of(Q, K[..., 0, :, :], V, mask.is_causal)
-        )
-        if backend:
-            return joint_softmax(backend, Q, K, V, None, mask.is_causal, parts.scale).to(q.dtype)
+        if mask.given is None and (backend := backend_of(Q, K[..., 0, :, :], V, causal)):
+            return joint_softmax(backend, Q, K, V, None, causal, parts.scale).to(q.dtype)
         return _attend_joined_keys(Q, K, V, mask, parts.scale).to(q.dtype)
 
 
@@ -123,7 +138,42 @@ def hard_mixture_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
 ) -> Tensor:
     """`mixture_attention` with ``hard=True``, and the other arguments of that."""
-    return call(mixture_attention, q, k, v, mask, scale, hard=True, **mixture)
+    return mixture_attention.form(q, k, v, mask, scale, hard=True, **mixture)  # type: ignore
+
+
+def attend_densely(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, parts: Components, hard: bool
+) -> Tensor:
+    """Attend to R M keys, whose components have one variance, by the matrix of their scores."""
+    (N, D), (R, M) = q.shape[-2:], k.shape[-3:-1]
+    with full_precision(q.device):
+        Q, K = centred(q, k, parts, mask)
+        bias = parts.log_weights
+        if parts.distance:
+            bias = bias - parts.scale / 2 * (K * K).sum(-1, keepdim=True)
+        bias = bias.expand(*K.shape[:-1], 1).flatten(-3).unsqueeze(-2)  # (..., 1, R M)
+        attn_mask = alive = None
+        if mask.is_causal:
+            attn_mask = causal_mask(N, M, q.device)
+        elif mask.given is not None:
+            attn_mask, alive = open_dead_rows(mask.given, Q.dtype)
+        if attn_mask is not None:
+            attn_mask = torch.cat([attn_mask.expand(*attn_mask.shape[:-1], M)] * R, -1)
+            is_bool = attn_mask.dtype == torch.bool
+            bias = bias.masked_fill(~attn_mask, -math.inf) if is_bool else bias + attn_mask
+        heads, bias = math.prod(q.shape[:-2]), bias.expand(*q.shape[:-2], -1, -1)
+        Q, K = Q.reshape(heads, N, D), K.reshape(heads, R * M, D)
+        bias = bias.reshape(heads, bias.shape[-2], R * M)
+        S = torch.baddbmm(bias, Q, K.mT, alpha=parts.scale)  # (heads, N, R M)
+        if hard:
+            A = S.unflatten(-1, (R, M)).max(-2).values.softmax(-1)
+        else:
+            A = S.softmax(-1).unflatten(-1, (R, M)).sum(-2)
+            if mask.is_causal:  # the first query has one token: no later one may change a bit
+                A[..., :1, :1] = 1
+        H = A.view(*q.shape[:-1], M) @ v.to(A.dtype)
+    H = H if alive is None else H.masked_fill(~alive, 0)
+    return H.to(q.dtype)
 
 
 def _attend_joined_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -132,19 +182,18 @@ def _attend_joined_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: floa
     if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
         v = widen(v, k.shape[-1])
     V = v.unsqueeze(-3).expand(*k.shape[:-1], -1).flatten(-3, -2)  # (..., R M, Dv)
-    if mask.is_causal:
+    is_causal = mask.is_causal and v.shape[-2] > 0
+    if is_causal:
         mask = Mask(causal_mask(q.shape[-2], v.shape[-2], q.device))
     if mask.given is not None and mask.given.shape[-1] > 1:
         mask = Mask(torch.cat([mask.given] * R, -1))
-    return sdpa(q, k.flatten(-3, -2), V, mask, scale)[..., :Dv]
+    H = sdpa(q, k.flatten(-3, -2), V, mask, scale)[..., :Dv]
+    # The first causal query has one token, whose weight 1 is not rounded: it is v_1 to the bit.
+    return torch.cat([v[..., :1, :Dv], H[..., 1:, :]], -2) if is_causal else H
 
 
 class _Most(NamedTuple):
     """Weights exp(s_ij), where s_ij = max_r q_i·k_jr: the hard E-step."""
-
-    def settled(self, ours: Tensors) -> _Most:
-        """Return itself: nothing depends on the data."""
-        return self
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return all s (..., N, M), of q (..., N, E) and k (..., R, M, E)."""
@@ -172,7 +221,7 @@ class _Most(NamedTuple):
 
 def _relative(priors: Tensor | None, k: Tensor) -> Tensor:
     """Return π as (R, 1, 1) or (H, R, 1, 1), the largest 1; a common factor divides out."""
-    pi = per_component("priors", priors, k).to(accumulation_dtype(k))
+    pi = per_component("priors", priors, k).to(torch.promote_types(k.dtype, torch.float32))
     return pi / pi.detach().amax(-3, keepdim=True)  # not by overflow
 
 
@@ -234,7 +283,7 @@ def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixt
     _, scale = prepare(q, k, None, None, False, scale, components=True)
     parts = components_of(q, k, scale, False, **mixture)
     with full_precision(q.device):
-        q, k = features(q, k, parts, Mask(), parts.accumulation_dtype)
+        q, k = features(q, k, parts, Mask(), parts.precisions.dtype)
         return (parts.scale * (q.unsqueeze(-3) @ k.mT)).softmax(-3)
 
 
@@ -284,7 +333,7 @@ def em_priors(
         check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
     with full_precision(q.device):
-        q, k = features(q, k, parts, mask, parts.accumulation_dtype)
+        q, k = features(q, k, parts, mask, parts.precisions.dtype)
         for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
             shares = _shares(
                 q[..., rows, :], k[..., :m, :], parts, mask.part(rows, m, q.device), weighted

@@ -35,14 +35,14 @@ from derived_attention.common.checks import (
     check_shape,
     has_concrete_values,
 )
-from derived_attention.common.convention import full_precision, mechanism, reference
+from derived_attention.common.convention import full_precision, is_short, mechanism, reference
 from derived_attention.common.masks import BlockMask, Mask
 from derived_attention.mixture.components import (
     Components,
     centred,
     components_of,
 )
-from derived_attention.mixture.core import mixture_attention
+from derived_attention.mixture.core import DENSE, attend_densely, mixture_attention
 from derived_attention.softmax.core import sdpa
 
 
@@ -115,6 +115,9 @@ def shifted_mixture_attention(
         mixture: dict[str, Any] = {"priors": priors, "variances": variances, "distance": distance}
         mixture |= {"normalized": normalized, "hard": hard, "scale": scale}
         return mixture_attention(q, shifted_keys(k, shifts), v, **mixture, **mask.keywords)
+    if distance and is_short(q, k, DENSE):
+        like = like.to(parts.precisions) + shifts.unsqueeze(-2)
+        return attend_densely(q, like, v, mask, parts, hard)
     with full_precision(q.device):
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))

@@ -44,7 +44,7 @@ def cosine_feature_map(x: Tensor) -> Tensor:
 
     In float32 at least. It divides by Σ|x_i| first: then ‖x‖² is from 1/D to 1, or x = 0.
     """
-    x = x.to(accumulation_dtype(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     total = x.detach().abs().sum(-1, keepdim=True)
     x = x / total.masked_fill(total == 0, math.inf)
     return x * x.square().sum(-1, keepdim=True).clamp(min=0.5 / x.shape[-1]).rsqrt()
@@ -147,12 +147,6 @@ class Projection(NamedTuple):
     feature_map: FeatureMap = cosine_feature_map
     sampling: str | Tensor = "even"
 
-    def values(self, W: Tensor, M: int) -> Tensor:
-        """Return u_j (..., M, s), for token j row j mod n of W, or as the sketch has it."""
-        if not isinstance(self.sampling, Tensor):
-            return W[..., torch.arange(M, device=W.device) % W.shape[-2], :]
-        return self.sampling[..., :M].to(W.dtype).mT @ W
-
 
 class Scores(NamedTuple):
     """Scores of queries (..., N, s) and of keys (..., M, s), and which rows of W were used."""
@@ -167,8 +161,8 @@ def scores_of(
 ) -> Scores:
     """Return the scores e and r, zero for absent keys, and for queries without any key."""
     check_scores(q, k.shape[-2], mask, by.W_e, by.W_r, by.data_dependent, by.sampling)
-    W_e, W_r = (W.to(accumulation_dtype(q)) for W in (by.W_e, by.W_r))
-    used = None
+    dtype, used = torch.promote_types(q.dtype, torch.float32), None
+    W_e, W_r = by.W_e.to(dtype), by.W_r.to(dtype)
     if by.data_dependent and mask.is_causal:
         e = _causal_scores(by, v, q, W_e, scale)  # (..., N, s)
         r = _causal_scores(by, v, k, W_r, None)  # (..., M, s)
@@ -202,13 +196,14 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
 
     A row has i // n + 1 tokens, or one less, and the sum is divided by that.
     """
-    n, M = W.shape[-2], x.shape[-2]
+    n, M, sketch = W.shape[-2], x.shape[-2], by.sampling
     phi = apply_feature_map(by.feature_map, q if scale is None else scale * q)
     check_width(phi, x.shape[-1], True)
     with full_precision(q.device):
-        sums = causal_sums(phi, x.to(phi.dtype), by.values(W, M))
-    if isinstance(by.sampling, Tensor):
-        return sums
+        if isinstance(sketch, Tensor):
+            return causal_sums(phi, x.to(phi.dtype), sketch[..., :M].to(W.dtype).mT @ W)
+        u = W[..., torch.arange(M, device=W.device) % n, :]
+        sums = causal_sums(phi, x.to(phi.dtype), u)
     # In cross-attention there may be more queries than tokens.
     last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)

@@ -38,6 +38,8 @@ def runs(fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> boo
         As `common.kernels.should_run_kernel`; and if `fused` is True for a mask of numbers,
         for more than `WIDEST` features, or under autocast to another dtype than q has.
     """
+    if fused is None and not q.is_cuda:
+        return False
     obstacle = _obstacle(q, v, mask)
 
     def problem() -> dict[str, Any] | None:

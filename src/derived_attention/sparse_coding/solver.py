@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import (
-    accumulation_dtype,
     check_count,
     check_flags,
     check_no_bias,
@@ -80,7 +79,8 @@ def prepare_codes(
         raise ValueError(f"k has shape (..., {M}, D); expected {expected}")
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, "there are no scores of keys to add to")
-    keys, dtype = None if mask.given is None else mask.present(M), accumulation_dtype(q)
+    keys = None if mask.given is None else mask.present(M)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q = (q if scale is None else scale * q).to(dtype)
     k, v = k.to(dtype), v.to(dtype)
     present = k.new_ones(k.shape[:-1]) if keys is None else keys.to(dtype).expand(k.shape[:-1])
