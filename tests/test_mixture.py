@@ -30,7 +30,6 @@ from derived_attention import (
 from derived_attention.common import blocks
 from derived_attention.common.masks import causal_mask
 from derived_attention.linear.core import linear_attention
-from derived_attention.mixture import core as mixture
 from derived_attention.mixture.core import (
     em_priors,
     hard_mixture_attention,
