@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +23,15 @@ ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disabl
 
 
 def pytest_collection_finish():
-    """Spare the garbage collector, which measuring memory calls, what the tests are made of."""
+    """Spare the garbage collector and keys of stored runs what the tests are made of.
+
+    Measuring memory collects garbage, and a key contains all modules of the user's: of this
+    process, those of every test file.
+    """
     gc.collect()
     gc.freeze()
+    if keys := sys.modules.get("derived_book.training.run_key"):
+        keys.LIBRARIES = (*keys.LIBRARIES, Path(__file__).parents[1])
 
 
 @pytest.fixture
