@@ -8,17 +8,29 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
 
+END = "this call has ended"
 SCRIPT = """
 import sys; from pathlib import Path
 sys.path.insert(0, {ext!r}); import full
 full.ROOT, full.TARGET = Path({root!r}), Path({root!r}) / "done"
-sys.exit(full.main({arguments!r}))
+for arguments in {calls!r}:
+    status = full.main(arguments)
+    print(status, END)
+    print(END, file=sys.stderr)
 """
 
 
-def run(root, *arguments):
-    code = SCRIPT.format(ext=str(ROOT / "_ext"), root=str(root), arguments=list(arguments))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def run(root, *calls):
+    """Run the command in one process, as often as it is given arguments.
+
+    Return of each call the exit status, what it prints and what it reports.
+    """
+    code = SCRIPT.format(ext=str(ROOT / "_ext"), root=str(root), calls=calls)
+    command = [sys.executable, "-c", f"END = {END!r}{code}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed, reported = (x.split(f"{END}\n")[:-1] for x in (done.stdout, done.stderr))
+    return [(int(x.split()[-1]), x, y) for x, y in zip(printed, reported, strict=True)]
 
 
 def test_a_chapter_runs_unattended_and_says_how_far_it_is(tmp_path):
@@ -28,18 +40,18 @@ def test_a_chapter_runs_unattended_and_says_how_far_it_is(tmp_path):
         "import sys\nprint('so far', file=sys.stderr)",
         "print(run.pick(quick='short', full='long'))",
     ]
-    for name, more in (("05_good", []), ("06_bad", ["1 / 0"])):
-        cells_ = map(nbformat.v4.new_code_cell, cells + more)
-        notebook = nbformat.v4.new_notebook(cells=list(cells_))
+    for name, sources in (("05_good", cells), ("06_bad", ["x = 1", "1 / 0"])):
+        notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, sources)])
         nbformat.write(notebook, tmp_path / "notebooks" / f"{name}.ipynb")
-    good = run(tmp_path, "5")
-    assert good.returncode == 0 and "profile full" in good.stdout and "long" in good.stdout
-    assert "so far" in good.stderr and "05_good is done" in good.stdout
+    good, bad, *wrong = run(tmp_path, ["5"], ["06"], ["07"], [], ["05", "06"])
+    status, printed, reported = good
+    assert status == 0 and "profile full" in printed and "long" in printed
+    assert "so far" in reported and "05_good is done" in printed
     done = nbformat.read(tmp_path / "done" / "05_good.ipynb", as_version=4)
     assert "long" in done.cells[2].outputs[0].text
-    bad = run(tmp_path, "06")
-    assert bad.returncode == 1 and "ZeroDivisionError" in bad.stderr
+    status, _, reported = bad
+    assert status == 1 and "ZeroDivisionError" in reported
     assert (tmp_path / "done" / "06_bad.ipynb").exists(), "what was done is kept"
-    for wrong in (["07"], [], ["05", "06"]):
-        found = run(tmp_path, *wrong)
-        assert found.returncode == 2 and "expected one of 05, 06" in found.stderr
+    for status, _, reported in wrong:
+        assert status == 2 and "expected one of 05, 06" in reported
+    assert len(wrong) == 3
