@@ -168,27 +168,26 @@ def test_models(name):
 
 
 def test_plugs():
+    """Every mechanism in one model of theirs, and softmax in all of them."""
     import test_plugs as theirs
 
     from derived_attention import plugs
 
-    ids, there = theirs.IDS, theirs.PADDING["left"].long()
+    there = theirs.PADDING["left"]
     for name, entry in MECHANISMS.items():
-        for family in ("Bert", *["Llama"] * (entry.causal and entry.alone)):
-            if family == "Bert" and not entry.alone:
-                continue
-            model = theirs.equipped(family, name)
-            moved_model = copy.deepcopy(model).to(DEVICE)
-            with torch.no_grad():
-                out = model(ids, attention_mask=there)[0]
-                found = moved_model(moved(ids), attention_mask=moved(there))[0].cpu()
-            kept = theirs.PADDING["left"]
-            assert_all_close([found[kept]], [out[kept]], 1e-7, f"{name}, {family}")
-        model = plugs.equip_timm(theirs.vision(), name)
-        x = theirs.IMAGES
-        moved_model = copy.deepcopy(model).to(DEVICE)
-        with torch.no_grad():
-            assert_all_close([moved_model(moved(x)).cpu()], [model(x)], 1e-7, f"{name}, timm")
+        own = "Llama" if entry.causal and entry.alone else "Bert" if entry.alone else "timm"
+        for family in ("Llama", "Bert", "timm") if name == "softmax" else (own,):
+            if family == "timm":
+                model, x, keep = plugs.equip_timm(theirs.vision(), name), theirs.IMAGES, ...
+            else:
+                model, x, keep = theirs.equipped(family, name), theirs.IDS, there
+            found = []
+            for here, move in ((copy.deepcopy(model).to(DEVICE), moved), (model, lambda x: x)):
+                padding = {} if family == "timm" else {"attention_mask": move(there.long())}
+                with torch.no_grad():
+                    out = here(move(x), **padding)
+                found.append((out if family == "timm" else out[0]).cpu()[keep])
+            assert_all_close(found[:1], found[1:], 1e-7, f"{name}, {family}")
 
 
 # --- training -------------------------------------------------------------------------------------
