@@ -56,13 +56,15 @@ def check_whole(data, lengths):
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
-    names = ["conv1d", "mgk_causal"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--lengths", "16", "--rounds", "2"]
-        + ["--cases", *names, "--output", tmp_path / "new"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path, capsys):
+    names, threads = ["conv1d", "mgk_causal"], torch.get_num_threads()
+    given = ["--lengths", "16", "--rounds", "2", "--output", str(tmp_path / "new")]
+    torch.set_num_threads(2)
+    try:
+        assert command.main([*given, "--cases", *names]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    done = capsys.readouterr()
     results = report.load(folder=tmp_path / "new")
     assert list(results) == [HERE] and set(results[HERE]) == set(names)
     assert len(list((tmp_path / "new" / HERE).iterdir())) == 2
@@ -70,10 +72,10 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path):
         check_whole(data, [16])
         assert (data["device"], data["rounds"]) == ("cpu", 2)
         assert data["machine"]["threads"] == 1
-        lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+        lines = [line for line in done.out.splitlines() if line.startswith("| ")]
         for label in (CASES[name].label, BASELINES[CASES[name].baseline].label):
             assert len([line for line in lines if line.startswith(f"| {label} |")]) == 2
-    assert "memory: conv1d" in done.stderr and "memory: conv1d" not in done.stdout
+    assert "memory: conv1d" in done.err and "memory: conv1d" not in done.out
 
 
 @pytest.mark.parametrize(
