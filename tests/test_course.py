@@ -472,7 +472,11 @@ def test_no_solution_of_the_book_is_listed():
 # --- from the command line -----------------------------------------------------------------------
 
 ANSWERS = ("ex-05-common", "ex-05-rms", "ex-05-causal")  # worth 10, 15 and 10 points
-LOOP = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
+LOOP = """import time
+while True:
+    try:
+        while True: time.sleep(1)
+    except BaseException: pass"""
 HUGE = "def rms_attention(q, k, v, eps):\n    return torch.zeros(10**12)"
 DELETE = """import os, shutil
 for place in ({folder!r}, {beside!r}):  # the test's own: a fence that fails must cost nothing
@@ -508,8 +512,7 @@ def school(tmp_path_factory):
     right = {e.label: e.code for e in assignments()["chapter05"][0]}
     wrong = {e.label: e.mistakes[0].code for e in assignments()["chapter05"][0] if e.name}
     hand_in(folder, "right", [right[x] for x in ANSWERS], words="By the theorem.")
-    hand_in(folder, "wrong", [wrong[x] for x in ANSWERS], renamed="chapter05 (1)")
-    hand_in(folder, "empty", [])
+    hand_in(folder, "wrong", [wrong[x] for x in ANSWERS[:2]], renamed="chapter05 (1)")
     hand_in(folder, "copies", [right[ANSWERS[0]], RMS, right[ANSWERS[2]]], copies=COPIES)
     for student, content in UNREADABLE.items():
         name = "chapter05.ipynb" if student != "words" else "answer.txt"
@@ -583,7 +586,7 @@ def test_marks_are_those_that_the_answers_deserve(school):
     found = marks(folder)
     hostile = {"hostile": "0.0"} if grading.fence_works() else {}
     graded = {name: mark for name, mark in found.items() if name not in UNREADABLE}
-    some = {"right": "35.0", "wrong": "0.0", "empty": "0.0", "greedy": "10.0", "copies": "35.0"}
+    some = {"right": "35.0", "wrong": "0.0", "greedy": "10.0", "copies": "35.0"}
     assert graded == some | hostile
 
 
@@ -607,11 +610,11 @@ def test_every_zero_has_a_reason(school):
     folder, _, said = school
     wrong, notes = outcome(folder, "wrong")
     assert "handed in as chapter05 (1).ipynb" in notes
-    for exercise in assignments()["chapter05"][0]:
-        if exercise.name:
-            assert re.search(exercise.mistakes[0].message, wrong[f"{exercise.label}-check"])
+    mistakes = {e.label: e.mistakes[0].message for e in assignments()["chapter05"][0] if e.name}
+    mistakes["ex-05-causal"] = "there is no answer"  # which is left as it was given out
+    for label in ANSWERS:
+        assert re.search(mistakes[label], wrong[f"{label}-check"])
     assert outcome(folder, "right")[0] == {}
-    assert all("there is no answer" in x for x in outcome(folder, "empty")[0].values())
     greedy, _ = outcome(folder, "greedy")
     assert "longer than 20 s" in greedy["ex-05-common-answer"]
     assert "allocate" in greedy["ex-05-rms-check"] and "ex-05-causal-check" not in greedy
