@@ -106,8 +106,6 @@ class Page:
 def page(tmp_path, monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
     monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / "default"))
-    # Else the modules of other tests count, which this process has loaded.
-    monkeypatch.setattr("derived_book.training.run_key.own_modules", list)
     return Page(tmp_path)
 
 

@@ -21,11 +21,10 @@ for text in [None, *pages]:
         pathlib.Path(folder, "primes.md").write_text(text, "utf8")
     try:
         main(["build", "-W", folder], standalone_mode=False)
-    except RuntimeError as error:
-        assert text and "error in building your book" in str(error)
-    else:
         assert not text
         shutil.copytree(folder + "/_build/html", folder + "/built", dirs_exist_ok=True)
+    except RuntimeError as error:
+        assert text and "error in building your book" in str(error)
     print({END.strip()!r})
 """
 
