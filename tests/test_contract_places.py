@@ -105,16 +105,18 @@ def test_meaning_depends_on_no_object(name):
 def test_meaning_depends_on_no_compiler(name):
     x = sequences()
     for layer in declared(name):
+        if layer.cross and not layer.projected:
+            continue  # cross-attention is compiled with projections, and they are left out above
         how = {"key_padding_mask": GONE}
         expected = output(layer, x, **how)[~GONE]
-        three = Called(layer, **how)
-        exported = torch.export.export(three, (x, x.clone(), x.clone())).module()
+        views, found = OnViews(layer, CHANGES["views"], **how), {}
         torch.compiler.reset()
-        views, backend = (
-            OnViews(layer, CHANGES["views"], **how),
-            "eager" if layer.cross else "aot_eager",
-        )
-        found = {"export": exported(x, x, x), "views": torch.compile(views, backend=backend)(x)}
+        # `test_a_padded_causal_batch_is_compiled_and_mapped` has the other backend.
+        backend = "eager" if layer.cross or MECHANISMS[name].causal else "aot_eager"
+        found["views"] = torch.compile(views, fullgraph=True, backend=backend)(x)
+        if not layer.cross:
+            three = torch.export.export(Called(layer, **how), (x, x.clone(), x.clone()))
+            found["export"] = three.module()(x, x, x)
         for key, out in found.items():
             assert_all_close([out[~GONE]], [expected], 1e-10, f"{name}, {layer.cross=}, {key}")
 
@@ -326,16 +328,14 @@ def test_a_padded_causal_batch_is_its_sequences_one_by_one(name):
 
 @every_causal_mechanism
 @pytest.mark.filterwarnings("ignore")
-def test_a_padded_causal_batch_is_compiled_exported_and_mapped(name):
+def test_a_padded_causal_batch_is_compiled_and_mapped(name):
     layer, x = make_layer(name, **causal_of.get(name, {})), sequences()
     gone = PADDED["anywhere"]
     model = Called(layer, key_padding_mask=gone, is_causal=True)
     expected = model(x, x, x)[~gone]
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    exported = torch.export.export(model, (x, x, x)).module()
-    for run in (compiled, exported):
-        assert_all_close([run(x, x, x)[~gone]], [expected], 1e-10, name)
+    assert_all_close([compiled(x, x, x)[~gone]], [expected], 1e-10, name)
     one = lambda x, gone: output(layer, x, gone, is_causal=True)  # noqa: E731
     assert_all_close([torch.func.vmap(one)(x, gone)[~gone]], [expected], 1e-10, name)
 
