@@ -68,7 +68,8 @@ try:
     run_grid(train_once, grid, FOLDER + "/other", workers=workers)
 except Exception as error:
     said["dead"], said["notes of dead"] = type(error).__name__, error.__notes__
-said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=make())
+others = make() if engine == "2" else 1  # of an executor its maker makes a new one
+said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=others)
 Path(FOLDER, "said").write_text(json.dumps(said))
 """
 
