@@ -12,7 +12,6 @@ alone makes the time linear in N. The causal sum over j ≤ i is taken chunk by 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +39,7 @@ from derived_attention.common.convention import (
 )
 from derived_attention.common.kernels import should_run_kernel
 from derived_attention.common.masks import Mask, divide
+from derived_attention.common.running import sums_before
 
 CHUNK = 64  # a causal chunk's scores, (64, 64), are as large as its keys where D = 64
 SHORT = 32  # queries and keys up to which the product of an (N, M) matrix with V is cheaper
@@ -221,22 +221,27 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Tensor:
+    """Return the first result of `sums_and_state`."""
+    return sums_and_state(q, k, v, state)[0]
+
+
+def sums_and_state(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Σ_{j ≤ i} (q_i·k_j) v_j: inside a chunk by its scores, before it by the state S = Σ k_j v_jᵀ.
 
     `q` and `k` are features ``(..., N, F)`` and ``(..., M, F)``, `v` is ``(..., M, Dv)``, and
-    `state` ``(..., F, Dv)`` the sum over keys before the first.
+    `state` ``(..., F, Dv)`` the sum over keys before the first. The second result is the sum up to
+    key N.
     """
     N = q.shape[-2]
     q, k, v = in_chunks(q, N), in_chunks(k[..., :N, :], N), in_chunks(v[..., :N, :], N)
+    sums = k.mT @ v  # (..., n, F, Dv)
+    S, last = sums_before(sums, torch.zeros_like(sums[..., 0, :, :]) if state is None else state)
     H = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
-    if q.shape[-3] == 1 and state is None:
-        return H.flatten(-3, -2)[..., :N, :]
-    sums = (k.mT @ v).unbind(-3)  # (..., F, Dv)
-    start = torch.zeros_like(sums[0]) if state is None else state
-    # S ends before each chunk. Subtracting the chunk from a longer sum would leave rounding errors,
-    # and with them a trace of the future.
-    S = torch.stack([*itertools.accumulate(sums[:-1], initial=start)], -3)
-    return H.add_(q @ S).flatten(-3, -2)[..., :N, :]
+    if q.shape[-3] > 1 or state is not None:
+        H.add_(q @ S)
+    return H.flatten(-3, -2)[..., :N, :], last
 
 
 def in_chunks(x: Tensor, n: int, size: int = CHUNK) -> Tensor:
@@ -250,7 +255,7 @@ def in_chunks(x: Tensor, n: int, size: int = CHUNK) -> Tensor:
 
 def with_ones(v: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, 1]: the column of ones sums the kernel, so that one product gives both sums."""
-    return torch.cat([v.to(dtype), v.new_ones((), dtype=dtype).expand(*v.shape[:-1], 1)], -1)
+    return torch.cat([v, v.new_ones((), dtype=dtype).expand(*v.shape[:-1], 1)], -1)
 
 
 def ratio(sums: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from derived_attention.common.checks import (
 )
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
+from derived_attention.common.running import running_sums
 from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
@@ -212,7 +213,7 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
 def running_mean(x: Tensor) -> Tensor:
     """Return the mean of the tokens j ≤ i of x (..., N, D) for each i, as in Listing 1."""
     counts = torch.arange(1, x.shape[-2] + 1, dtype=accumulation_dtype(x), device=x.device)
-    return x.to(counts.dtype).cumsum(-2) / counts.unsqueeze(-1)
+    return running_sums(x) / counts.unsqueeze(-1)
 
 
 def landmarks(
