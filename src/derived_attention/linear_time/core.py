@@ -392,8 +392,16 @@ def fmm_attention(
         fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
         return in_full(formulas.fmm)(q, k, v, mask, scale, **fields)
     H = near * window_attention.form(q, k, v, mask, scale, window=window)  # type: ignore
-    linear: Any = functools.partial(linear_attention.form, q, k, v, mask, scale)  # type: ignore
-    return (H + far * sum(linear(feature_map=phi) for phi in maps)).to(q.dtype)
+    return (H + far * sum(_far_field(phi, q, k, v, mask, scale) for phi in maps)).to(q.dtype)
+
+
+def _far_field(
+    phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> Any:
+    """Return `linear_attention`; a mirror image of elu + 1 as elu + 1, which has a kernel."""
+    if phi is flipped_elu_feature_map:
+        phi, q, k = elu_feature_map, -q, -k
+    return linear_attention.form(q, k, v, mask, scale, feature_map=phi)  # type: ignore
 
 
 def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
