@@ -14,6 +14,7 @@ from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
 import derived_attention as da
+from derived_attention.common.running import running_sums
 from derived_attention.registry import MECHANISMS
 from derived_attention.testing.cases import Case, added, variants
 from derived_book.tasks.model import Config
@@ -129,6 +130,28 @@ def test_functions_beside_the_mechanisms():
         found, expected = (y if isinstance(y, tuple) else (y,) for y in (found, call(x, *rest)))
         assert all(y.device == torch.device(standin.NAME, 0) for y in found), name
         assert_all_close(back(found), expected, 1e-10, name)
+
+
+def test_functions_that_cut_sequences_there():
+    """The sums of 64 tokens at a time, and Performer's segments, which grow."""
+    for n in (0, 1, 64, 150):
+        x = torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
+        results = []
+        for y in (x, moved(x)):
+            sums = running_sums(y)
+            results.append(back([sums, *torch.autograd.grad(sums.square().sum(), y)]))
+        assert_all_close(*results, 1e-12, f"{n} tokens")
+    x = torch.randn(150, 3)
+    ends = torch.cat([x[:70], x.new_full((80, 3), torch.inf)])
+    sums = [running_sums(moved(y)).cpu()[:70] for y in (x, ends)]
+    assert torch.equal(*sums) and running_sums(x.bfloat16()).dtype == torch.float32
+    case = Case("performer", leading=(2,), n=600, m=530, is_causal=True)
+    for growth in (1, 50):
+        case = case.with_tensors(lambda key, x: growth * x if key == "k" else x)  # noqa: B023
+        there = copy.copy(case)
+        there.tensors = {key: moved(x) for key, x in case.tensors.items()}
+        expected = case.results("reference")
+        assert_all_close(back(there.results()), expected, 1e-7, f"keys {growth} times as long")
 
 
 @every_mechanism

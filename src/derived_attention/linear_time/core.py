@@ -17,6 +17,7 @@ with a layer that overrides `mix`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -43,18 +44,19 @@ from derived_attention.common.convention import (
 )
 from derived_attention.common.masks import Mask, cast_mask, masked_softmax
 from derived_attention.linear.core import (
-    CHUNK,
     FeatureMap,
     apply_feature_map,
     elu_feature_map,
     linear_attention,
     ratio,
+    sums_and_state,
     with_ones,
 )
 from derived_attention.softmax.core import sdpa
 from derived_attention.sparse.core import window_attention
 
-SEGMENT = 256  # on a CPU, positions whose features stay in its cache
+SEGMENT = 256  # positions whose features stay in the cache of a CPU
+LONGEST = 2048  # positions of a segment on a GPU
 
 # --- Linformer: fewer keys, by learned weights ---------------------------------------------------
 
@@ -173,15 +175,9 @@ def positive_features(x: Tensor, projection: Tensor) -> Tensor:
 
     The mean of φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
     """
-    return (_logarithms(x, projection, 1.0) - math.log(len(projection)) / 2).exp()
-
-
-def _logarithms(x: Tensor, W: Tensor, scale: float) -> Tensor:
-    """Return log √R φ(√scale x) (..., R), float32 at least: one product with [√scale W, 1]."""
+    W = projection.to(accumulation_dtype(x))
     with full_precision(x.device):
-        x, W = x.to(accumulation_dtype(x)), math.sqrt(scale) * W.to(accumulation_dtype(x))
-        squares = x.square().sum(-1, keepdim=True)
-        return torch.cat([x, -scale / 2 * squares], -1) @ extend(W, 1, -1, 1.0).mT
+        return (_keys(x, _rows(W, W.new_zeros(1, len(W))), 1.0) - math.log(len(W)) / 2).exp()
 
 
 def check_projection(
@@ -209,103 +205,101 @@ def performer_attention(
 
     A factor of each query divides out. So does a factor of each feature, which is moved from the
     keys to the queries: the largest feature of any key, so that no sum of weights is below 1; with
-    `is_causal` the largest one so far. Keys may grow by any factor: if features grow by e⁴⁴ within
-    64 positions, three times as much work is done for 256 positions, and for all of them if data
-    cannot be read, as under ``torch.compile``.
+    `is_causal` the largest one before a segment of 256 positions, on a GPU of up to 2048. Keys may
+    grow by any factor: if features grow by e⁴⁴ within a segment, about four times as much work is
+    done for it, and for all of them if data cannot be read, as under ``torch.compile``.
 
     Parameters
     ----------
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
     """
-    W, scale = projection, scale or 1 / math.sqrt(q.shape[-1])
-    N, M = q.shape[-2], k.shape[-2]
-    size = SEGMENT if q.device.type == "cpu" else max(N, M, 1)
-    rows = math.sqrt(scale) * W.to(accumulation_dtype(q))
-
-    def queries(x: Tensor) -> Tensor:  # without -‖q‖²/2, which divides out
-        return x.to(rows.dtype) @ rows.mT
-
-    H = []
+    scale = scale or 1 / math.sqrt(q.shape[-1])
+    W = math.sqrt(scale) * projection.to(accumulation_dtype(q))
+    attend = _attend_before if mask.is_causal else functools.partial(_attend_all, mask=mask)
     with full_precision(q.device):
-        if mask.is_causal:
-            state = None
-            for q_s, k_s, v_s in zip(*(_segments(x, N, size) for x in (q, k, v)), strict=True):
-                a, logs = queries(q_s), _logarithms(k_s, W, scale)
-                part, state = _causal(a, logs, with_ones(v_s, logs.dtype), state)
-                H.append(part)
-            return torch.cat(H, -2).to(q.dtype)
-        parts = [_logarithms(x, W, scale) for x in k.split(size, -2)]  # (..., m, R)
-        if mask.given is not None:
-            columns = mask.given.expand(*mask.given.shape[:-1], M).mT.split(size, -2)
-            parts = [_add_mask(x, column) for x, column in zip(parts, columns, strict=True)]
-        tops = [x.detach().amax(-2, keepdim=True) for x in parts if M]
-        c = functools.reduce(torch.maximum, tops, rows.new_full((), -math.inf))
-        c = c.masked_fill(c == -math.inf, 0)  # all keys are masked
-        pairs = zip(parts, v.split(size, -2), strict=True)
-        S = sum(x.sub_(c).exp_().mT @ with_ones(y, x.dtype) for x, y in pairs)
-        H = [ratio(_powers(queries(x) + c)[0] @ S) for x in q.split(size, -2)]
-        return torch.cat(H, -2).to(q.dtype)
+        return attend(q, k, v, W, scale).to(q.dtype)
 
 
-def _segments(x: Tensor, N: int, size: int) -> list[Tensor]:
-    """Cut the first N of x (..., M, D) into segments, of which the last may be shorter or empty."""
-    parts = x[..., :N, :].split(size, -2)
-    return [*parts, *[x[..., :0, :]] * (-(-N // size) - len(parts))]
+def _rows(W: Tensor, top: Tensor) -> Tensor:
+    """[W, 1, top] (..., R, D + 2): what `_queries` and `_keys` are multiplied by."""
+    W = W.expand(*top.shape[:-2], *W.shape)
+    return torch.cat([W, torch.ones_like(top).mT, top.mT], -1)
 
 
-def _causal(
-    a: Tensor, logs: Tensor, v: Tensor, past: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return averages (..., n, Dv) for logarithms of queries and of keys, and values, in chunks.
+def _queries(q: Tensor, rows: Tensor) -> Tensor:
+    """Return w_r·q_i + top_r (..., N, R), without −‖q‖²/2, which divides out."""
+    zero = rows.new_zeros(()).expand(*q.shape[:-1], 1)
+    return torch.cat([q, zero, zero + 1], -1) @ rows.mT
 
-    Features are divided by the largest one among the keys before the chunk, or by that of the first
-    key, which no later key influences. From the first key on that has a feature larger by more than
-    half of the range of a float, `_by_halves` is used, which has no such limit. `past` are the sums
-    over earlier keys and their largest features, which are returned for the next segment.
+
+def _keys(k: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """Return w_r·k_j − scale ‖k_j‖²/2 − top_r (..., M, R)."""
+    squares = -scale / 2 * k.to(rows.dtype).square().sum(-1, keepdim=True)
+    return torch.cat([k, squares, -torch.ones_like(squares)], -1) @ rows.mT
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Mask) -> Tensor:
+    """Return averages over all keys, whose features are divided by the largest of any key."""
+    M, size = k.shape[-2], SEGMENT if q.device.type == "cpu" else max(q.shape[-2], k.shape[-2], 1)
+    top = W.new_zeros(*q.shape[:-2], 1, len(W))
+    rows = _rows(W, top)
+    parts = [_keys(x, rows, scale) for x in k.split(size, -2)]  # (..., m, R)
+    if mask.given is not None:
+        columns = mask.given.expand(*mask.given.shape[:-1], M).mT.split(size, -2)
+        parts = [_add_mask(x, column) for x, column in zip(parts, columns, strict=True)]
+    if M:
+        top = functools.reduce(torch.maximum, [x.detach().amax(-2, keepdim=True) for x in parts])
+        top = top.masked_fill(top == -math.inf, 0)  # all keys are masked
+    pairs = zip(parts, v.split(size, -2), strict=True)
+    S = sum(x.sub_(top).exp_().mT @ with_ones(y, x.dtype) for x, y in pairs)
+    rows = _rows(W, top)
+    return torch.cat([ratio(_queries(x, rows).softmax(-1) @ S) for x in q.split(size, -2)], -2)
+
+
+def _attend_before(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> Tensor:
+    """Return averages over the keys j ≤ i, segment by segment.
+
+    Features are divided by the largest one among the keys before the segment, or by that of the
+    first key: by what no later key influences. From the first key on that has a feature larger by
+    more than half of the range of a float, `_by_halves` is used, which has no such limit.
     """
-    n = a.shape[-2]
-    a, logs, v = _chunks(a, n), _chunks(logs, n, -math.inf), _chunks(v, n)  # (..., m, C, ·)
-    first = logs[..., :1, :1, :] if past is None else past[1]
-    low = torch.finfo(logs.dtype).min / 4  # not -inf, as -inf - -inf is NaN
-    tops = torch.cat([first, logs.amax(-2, keepdim=True)], -3).detach()
-    tops = tops.cummax(-3).values.clamp(min=low)
-    before, after = tops[..., :-1, :, :], tops[..., 1:, :, :]  # (..., m, 1, R)
-    shrink, room = (before - after).mT.exp(), math.log(torch.finfo(logs.dtype).max) / 2
-    grows = not has_concrete_values(logs) or bool((after - before > room).any())
-    relative = logs - before if grows else logs.sub_(before)  # logs are used again if they grow
-    K = (relative.clamp(max=room) if grows else relative).exp_()
-    Q, _ = _powers(a + before if grows else a.add_(before))
-    states, last = _states((K.mT @ v) * shrink, shrink, past)
-    H = ratio(((Q @ K.mT).tril_() @ v).add_(Q @ states)).flatten(-3, -2)
-    if grows:
-        states, last = _states((logs - after).exp_().mT @ v, shrink, past)
-        slow = ratio(_by_halves(a, logs, v, before, states)).flatten(-3, -2)
-        late = (relative > room).any(-1).flatten(-2).cumsum(-1) > 0  # and all that follow
-        H = torch.where(late.unsqueeze(-1), slow, H)
-    return H[..., :n, :], (last, after[..., -1:, :, :])
+    N, low = q.shape[-2], torch.finfo(W.dtype).min / 4  # not -inf, as -inf - -inf is NaN
+    top, H = W.new_zeros(*q.shape[:-2], 1, len(W)), []
+    state = W.new_zeros(*q.shape[:-2], len(W), v.shape[-1] + 1)
+    if N and k.shape[-2]:
+        top = _keys(k[..., :1, :], _rows(W, top), scale).detach().clamp(min=low)
+    room = math.log(torch.finfo(W.dtype).max) / 2
+    parts = (x[..., :N, :].split(_sizes(N, x), -2) for x in (q, k, v))
+    for q_s, k_s, v_s in zip(*parts, strict=True):
+        rows, n = _rows(W, top), q_s.shape[-2]
+        a, logs, values = _queries(q_s, rows), _keys(k_s, rows, scale), with_ones(v_s, W.dtype)
+        growth = logs.detach().amax(-2, keepdim=True).clamp(min=0) if k_s.shape[-2] else 0 * top
+        steep = not has_concrete_values(logs) or bool((growth > room).any())
+        K, shrink = (logs.clamp(max=room) if steep else logs).exp_(), (-growth).mT.exp()
+        sums, last = sums_and_state(a.softmax(-1), K, values, state)
+        if steep:
+            late = extend((logs > room).any(-1), n - k_s.shape[-2], -1, False).cumsum(-1) > 0
+            sums = torch.where(late.unsqueeze(-1), _by_halves(a, logs, values, state), sums)
+            state = shrink * state + (logs - growth).exp_().mT @ values
+        else:
+            state = shrink * last
+        H.append(ratio(sums))
+        top = top + growth
+    return torch.cat(H, -2)
 
 
-def _chunks(x: Tensor, n: int, fill: float = 0.0) -> Tensor:
-    """Append rows to (..., m, ·), m ≤ n; cut it in chunks (..., n / C, C, ·), C a power of 2."""
-    size = CHUNK
-    while size > 1 and size // 2 >= n:
-        size //= 2
-    missing = max(n + -n % size, size) - x.shape[-2]
-    if missing:  # otherwise do not copy
-        x = extend(x, missing, value=fill)
-    return x.unflatten(-2, (-1, size))
+def _sizes(N: int, x: Tensor) -> list[int]:
+    """Return how many rows of x (..., m, ·), m ≤ N, belong to each segment of N tokens.
 
-
-def _states(
-    chunks: Tensor, shrink: Tensor, past: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Return the sums before each of the chunks (..., m, R, Dv + 1), and after the last."""
-    state, states = torch.zeros_like(chunks[..., 0, :, :]) if past is None else past[0], []
-    for sums, factor in zip(chunks.unbind(-3), shrink.unbind(-3), strict=True):
-        states.append(state)
-        state = factor * state + sums
-    return torch.stack(states, -3), state
+    On a GPU a segment is as long as all before it, within limits: then its features rarely exceed
+    the largest ones before it by much.
+    """
+    ends, most = [0], SEGMENT if x.device.type == "cpu" else LONGEST
+    while ends[-1] < N or len(ends) < 2:
+        ends.append(min(N, ends[-1] + min(max(ends[-1], SEGMENT), most)))
+    ends = [min(end, x.shape[-2]) for end in ends]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,21 +308,24 @@ def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.sub_(t).exp_(), t
 
 
-def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tensor) -> Tensor:
-    """Return sums (..., m, C, Dv + 1) up to a factor of each query, for keys of any length.
+def _by_halves(a: Tensor, logs: Tensor, v: Tensor, state: Tensor) -> Tensor:
+    """Return sums (..., n, Dv + 1) up to a factor of each query, for keys of any length.
 
-    A query attends itself, the keys before its chunk, and for each power of 2 up to C, if it is in
-    the second half of a block of that size, the keys of the first half. The features of each group
-    are divided by the largest one in it, and all of it lies in the past of the query.
+    A query attends itself, the keys before the segment, and for each power of 2, if it is in the
+    second half of a block of that size, the keys of the first half. The features of each group are
+    divided by the largest one in it, and all of it lies in the past of the query.
     """
-    Q, t = _powers(a + logs)
-    sums, tops = [Q.sum(-1, keepdim=True) * v], [t]
-    Q, t = _powers(a + before)
-    sums, tops = [*sums, Q @ states], [*tops, t]
-    half = 1
-    while half < a.shape[-2]:
+    n, size, half, low = a.shape[-2], 1, 1, torch.finfo(a.dtype).min / 4
+    while size < n:
+        size *= 2
+    a, v = (extend(x, size - x.shape[-2]) for x in (a, v))
+    logs = extend(logs, size - logs.shape[-2], value=-math.inf)
+    own, own_top = _powers(a + logs)
+    past, past_top = _powers(a.clone())
+    sums, tops = [own.sum(-1, keepdim=True) * v, past @ state], [own_top, past_top]
+    while half < size:
         queries, keys, values = (x.unflatten(-2, (-1, 2, half)) for x in (a, logs, v))
-        low, keys = torch.finfo(a.dtype).min / 4, keys[..., 0, :, :]
+        keys = keys[..., 0, :, :]
         most = keys.detach().amax(-2, keepdim=True).clamp(min=low)
         Q, t = _powers(queries[..., 1, :, :] + most)
         part = (Q @ (keys - most).exp_().mT) @ values[..., 0, :, :]
@@ -338,7 +335,7 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, before: Tensor, states: Tenso
         half *= 2
     most = functools.reduce(torch.maximum, tops)
     parts = [(t - most).exp() * part for t, part in zip(tops, sums, strict=True)]
-    return functools.reduce(torch.add, parts)
+    return functools.reduce(torch.add, parts)[..., :n, :]
 
 
 def _add_mask(logs: Tensor, column: Tensor) -> Tensor:
