@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from unittest import mock
 
 import pytest
 import torch
-from helpers import B, H, assert_all_close, boolean, needs_interpreter, output_and_gradients
+from helpers import (
+    B,
+    H,
+    Largest,
+    assert_all_close,
+    boolean,
+    needs_interpreter,
+    output_and_gradients,
+)
 from helpers import qkv as any_qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -17,9 +29,9 @@ from derived_attention import (
     strided_attention_reference,
     window_attention_reference,
 )
-from derived_attention.common import kernel_selftest, kernels
+from derived_attention.common import flex, kernel_selftest, kernels
 from derived_attention.common.masks import causal_mask
-from derived_attention.sparse import core, flex
+from derived_attention.sparse import core
 from derived_attention.sparse.core import (
     fixed_attention,
     fixed_mask,
@@ -157,62 +169,154 @@ def test_bad_patterns_are_named():
 
 # --- FlexAttention: its kernel needs a GPU, and the interpreter runs its formula ------------------
 
+SIZES = {"window": ((40,), (0,)), "strided": ((16,), (1,), (1000,)), "fixed": ((16, 3), (1, 1))}
+SIZES["fixed"] += ((1000, 7),)
+OPTIONS = {"window": ("window",), "strided": ("stride",), "fixed": ("stride", "summary")}
+FUSED = {"window": window_attention, "strided": strided_attention, "fixed": fixed_attention}
+
+
+def options_of(name):
+    """The numbers of a pattern on which the forms are compared."""
+    return [dict(zip(OPTIONS[name], sizes, strict=True)) for sizes in SIZES[name]]
+
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("n", "m", "window"), [(7, 5, 3), (300, 300, 40), (130, 259, 3), (259, 130, 40)]
-)
-def test_flexattention_is_the_form_by_blocks(n, m, window):
-    masks = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}]
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("n", "m"), [(7, 5), (160, 160), (130, 259), (259, 130)])
+def test_flexattention_is_the_formula(name, n, m):
     keep = boolean(B, H, 1, m)
     keep[1, 0] = False  # a head with nothing to attend
-    masks += [{"attn_mask": keep}, {"attn_mask": boolean(B, 1, 1, m), "scale": 0.3}]
-    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
-        inputs = any_qkv(n=n, m=m, dtype=dtype)
-        for mask in masks:
-            run = functools.partial(window_attention, window=window, **mask)
-            ways = [functools.partial(run, fused=fused) for fused in (True, False)]
-            assert_all_close(*[output_and_gradients(way, inputs) for way in ways], tol)
+    masks = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}, {"attn_mask": keep}]
+    masks += [{"attn_mask": boolean(B, 1, 1, m), "scale": 0.3}]
+    form = FUSED[name]
+    for own, mask in itertools.product(options_of(name), masks):
+        run = functools.partial(form, fused=True, **own, **mask)
+        formula = functools.partial(form.reference, **own, **mask)
+        inputs = any_qkv(n=n, m=m)
+        expected = output_and_gradients(formula, inputs)
+        assert_all_close(output_and_gradients(run, inputs), expected, 1e-12, f"{own}, {mask}")
+    assert mask["attn_mask"] is not keep and not run(*inputs, attn_mask=keep)[1, 0].any()
 
 
 @needs_interpreter
-def test_flexattention_takes_any_leading_dimensions_and_shared_heads():
-    form, options = window_attention, {"window": 3}
+@pytest.mark.parametrize("name", FUSED)
+def test_flexattention_takes_any_leading_dimensions_and_shared_heads(name):
+    form = functools.partial(FUSED[name], **dict.fromkeys(OPTIONS[name], 3))
     for leading in [(), (3,), (2, 1, 4)]:
         tensors = any_qkv(n=9, m=9, leading=leading)
-        out = form(*tensors, fused=True, **options)
-        assert_all_close([out], [form(*tensors, fused=False, **options)], 1e-12)
+        out = form(*tensors, fused=True)
+        assert_all_close([out], [form(*tensors, fused=False)], 1e-12)
+        single = [x.detach().float() for x in tensors]
+        assert_all_close([form(*single, fused=True)], [out.float()], 1e-4)
     q, k, v = any_qkv(n=30, m=30, leading=(B, 4))
     for mask in ({}, {"attn_mask": boolean(B, 1, 1, 30)}):
         k, v = (x.detach()[:, :2].requires_grad_() for x in (k, v))
-        run = functools.partial(form, enable_gqa=True, **options, **mask)
+        run = functools.partial(form, enable_gqa=True, **mask)
         ways = [
             output_and_gradients(functools.partial(run, fused=fused), [q, k, v])
             for fused in (True, False)
         ]
         assert_all_close(*ways, 1e-12)
     empty = q[:, :, :0]
-    assert form(empty, k, v, enable_gqa=True, fused=True, **options).shape == (B, 4, 0, v.shape[-1])
+    assert form(empty, k, v, enable_gqa=True, fused=True).shape == (B, 4, 0, v.shape[-1])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_blocks_of_a_window_are_those_of_pytorch(is_causal, monkeypatch):
-    """Without an (N, M) matrix, and as many of its rows at a time as are set here."""
-    monkeypatch.setattr(flex, "ENTRIES", 2 * 128 * 700)
-    cpu = torch.device("cpu")
+def pairs_of(name, n, m, is_causal, sizes):
+    """A pattern of FlexAttention with its numbers and lengths, and the pairs that it allows."""
+    after = 0 if is_causal else flex.UNLIMITED
+    if name == "window":
+        return core.in_band, (sizes[0], 0 if is_causal else sizes[0]), n, m
+    rows = max(-(-n // sizes[0]), -(-m // sizes[0]))
+    if name == "strided":
+        return core.in_same_column, (rows, *sizes, m, after), rows * sizes[0], rows * sizes[0]
+    return core.in_block_or_summaries, (*sizes, m, after), n, m + -(-m // sizes[0]) * sizes[1]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(list(FUSED)), st.integers(1, 600), st.integers(1, 600), st.integers(1, 200),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_listed_blocks_are_those_with_a_pair(name, n, m, size, is_causal, masked):
+    """The table is that of PyTorch, which it makes of an (N, M) matrix."""
+    sizes = (size, max(1, size // 3))[: len(OPTIONS[name])]
+    pattern, numbers, n, m = pairs_of(name, n, m, is_causal, sizes)
+    with mock.patch.object(flex, "ENTRIES", 2 * 128 * 700):  # few rows at a time
+        flex._blocks.cache_clear()
+        ours, tensors = flex._blocks(pattern, numbers, n, m, masked, torch.device("cpu"))
+    apart = {"separate_full_blocks": not masked}
+    theirs = create_block_mask(ours.mask_mod, 1, 1, n, m, device="cpu", **apart)
+    assert ours.shape == theirs.shape and torch.equal(ours.to_dense(), theirs.to_dense())
+    of_theirs = theirs.full_kv_num_blocks
+    full = torch.zeros_like(ours.kv_num_blocks) if of_theirs is None else of_theirs
+    assert torch.equal(ours.full_kv_num_blocks, full)
+    again = flex._blocks(pattern, numbers, n, m, masked, torch.device("cpu"))
+    assert again[0] is ours, "made once for a pattern, its numbers, its lengths and a device"
+
+
+def test_tables_and_calls_have_no_matrix_of_pairs(monkeypatch):
+    """What surrounds the compiled kernel, with a stand-in for the kernel itself."""
+    n = 4096
+
+    def kernel(kind, *tensors):
+        return lambda q, k, v, blocks, scale, lse: (q * v.sum() + k.sum(), q.sum(-1))
+
+    monkeypatch.setattr(flex, "uses_interpreter", lambda: False)
+    monkeypatch.setattr(flex, "_obstacle", lambda *_: "")
+    monkeypatch.setattr(flex, "should_run_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(flex, "_formula", lambda *given: kernel(None)(*given))
+    monkeypatch.setattr(flex, "ENTRIES", 128 * n)
     flex._blocks.cache_clear()
-    for n, m in [(700, 700), (513, 640), (640, 130), (1, 1)]:
-        for masked in (False, True):
-            ours = flex._blocks(150, n, m, is_causal, masked, cpu)
-            pair = flex._pair(flex._window_tensor(cpu, 150), is_causal)
-            apart = {"separate_full_blocks": not masked}
-            theirs = create_block_mask(pair, 1, 1, n, m, device="cpu", **apart)
-            assert ours.shape == theirs.shape and torch.equal(ours.to_dense(), theirs.to_dense())
-            of_theirs = theirs.full_kv_num_blocks
-            full = torch.zeros_like(ours.kv_num_blocks) if of_theirs is None else of_theirs
-            assert torch.equal(ours.full_kv_num_blocks, full)
-    again = flex._blocks(150, 1, 1, is_causal, True, cpu)
-    assert again is ours, "made once for a window, its lengths and a device"
+    for name, form in FUSED.items():
+        own = dict.fromkeys(OPTIONS[name], 64) | ({"summary": 1} if name == "fixed" else {})
+        inputs = any_qkv((1,), n=n, m=n, d=16, dv=16, dtype=torch.float32)
+        for mask in ({}, {"is_causal": True}, {"attn_mask": boolean(n)}):
+            with Largest() as largest:
+                output_and_gradients(functools.partial(form, **own, **mask), inputs)
+            assert largest.numel <= 128 * (n + 128), f"{name}, {mask}: {largest.numel} numbers"
+
+
+def add_up(q, k, v, blocks, scale, lse):
+    """A function that a CPU compiles quickly, in place of the call of FlexAttention."""
+    return (q + k.sum() + v.sum()) * scale, None
+
+
+@pytest.fixture
+def compiled_kinds(monkeypatch):
+    """The compiled functions of kinds of calls, of a function that adds up."""
+    monkeypatch.setattr(flex, "_call", add_up)
+    monkeypatch.setattr(flex, "_shapes", {})
+    monkeypatch.setattr(flex, "STATIC", 2)
+    flex._kernel.cache_clear()
+    compile = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile)
+    torch._dynamo.reset()
+    yield lambda q, k, v: flex._kernel_for((core.in_band,), q, k, v)(q, k, v, None, 0.5, False)[0]
+    flex._kernel.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_many_lengths_and_modes_stay_below_the_limit_of_compilations(compiled_kinds):
+    with torch._dynamo.config.patch(cache_size_limit=1):
+        for n, mode in itertools.product((5, 6, 7, 8, 9, 130, 260), (True, False)):
+            inputs = any_qkv((1, 2), n=n, m=n)
+            with torch.set_grad_enabled(mode):
+                found = compiled_kinds(*inputs)
+            torch.testing.assert_close(found, add_up(*inputs, None, 0.5, False)[0])
+    assert [len(x) for x in flex._shapes.values()] == [2, 2], "with and without gradients"
+    assert flex._kernel.cache_info().currsize == 2 * (2 + 2)  # up to 128 tokens, and any number
+
+
+def test_an_excess_of_compilations_raises_an_error(compiled_kinds):
+    """PyTorch runs a function eagerly from its limit on, unless it has to be one graph."""
+    run = flex._kernel(False, core.in_band)
+    with torch._dynamo.config.patch(cache_size_limit=1):
+        silent = torch.compile(add_up, dynamic=False)
+        for n in (5, 6, 7):
+            silent(*any_qkv((1, 2), n=n, m=n), None, 0.5, False)
+        run(*any_qkv((1, 2), n=5, m=5), None, 0.5, False)
+        with pytest.raises(Exception, match="fullgraph=True"):
+            run(*any_qkv((1, 2), n=6, m=6), None, 0.5, False)
 
 
 @needs_interpreter
@@ -223,7 +327,7 @@ def test_flexattention_says_where_it_cannot_run():
         run(q, k, v, torch.zeros(5, dtype=torch.float64))
     with pytest.raises(ValueError, match="fused is True, and dropout_p is above 0"):
         run(q, k, v, dropout_p=0.5)
-    with pytest.raises(ValueError, match="q or v has 257 features; expected at most 256"):
+    with pytest.raises(ValueError, match="q or v has 257 features; expected from 1 to 256"):
         run(*any_qkv(n=3, m=3, d=257))
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -237,7 +341,8 @@ def test_flexattention_says_where_it_cannot_run():
 
 
 @needs_interpreter
-def test_a_window_is_tried_before_it_runs_by_default(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", FUSED)
+def test_flexattention_is_tried_before_it_runs_by_default(name, monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)  # as if this were a GPU
@@ -250,17 +355,19 @@ def test_a_window_is_tried_before_it_runs_by_default(monkeypatch, tmp_path):
 
     monkeypatch.setattr(flex, "_formula", counted)
     tensors = any_qkv(n=9, m=9, dtype=torch.float32)
-    out = window_attention(*tensors, window=2)
+    run = functools.partial(FUSED[name], *tensors, **dict.fromkeys(OPTIONS[name], 2))
+    out, exact = run(), run(fused=False)
     tried = seen.count(20)
-    assert tried and seen[-1] == 9
-    torch.testing.assert_close(out, window_attention(*tensors, window=2, fused=False))
-    window_attention(*tensors, window=2)
-    assert seen.count(20) == tried and seen[-1] == 9
-    window_attention(*tensors, torch.zeros(9), window=2)  # numbers: nothing to try
-    assert len(seen) == tried + 2
+    assert tried and seen[-1] in (9, 10)
+    torch.testing.assert_close(out, exact)
+    run()
+    assert seen.count(20) == tried
+    before = len(seen)
+    run(attn_mask=torch.zeros(9))  # numbers: nothing to try
+    assert len(seen) == before
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     kernel_selftest.file_of("trusted", torch.device("cpu")).unlink()
-    monkeypatch.setattr(flex, "_formula", lambda *given: formula(*given) * 1.01)
-    with pytest.warns(RuntimeWarning, match="kernel for window fp32 .*is not exact enough"):
-        out = window_attention(*tensors, window=2)
-    assert torch.equal(out, window_attention(*tensors, window=2, fused=False))
+    monkeypatch.setattr(flex, "_formula", lambda *given: [1.01 * x for x in formula(*given)])
+    with pytest.warns(RuntimeWarning, match=f"kernel for {name} fp32 .*is not exact enough"):
+        out = run()
+    assert torch.equal(out, exact)

@@ -21,7 +21,7 @@ from derived_attention.common.kernels import NAMES, uses_interpreter
 from derived_attention.registry import MECHANISMS, get_attention
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}  # "bf16", "fp16", "fp32"
-PATTERNS = ("window",)  # by PyTorch's FlexAttention
+PATTERNS = ("window", "strided", "fixed")  # by PyTorch's FlexAttention
 # Few numbers, each a sum over all pairs of terms of both signs: whose error is small is chance.
 PARAMETERS = {"dpriors"}
 MASKS = ("", "causal", "keys")

@@ -22,7 +22,7 @@ from derived_attention.common.kernel_cases import Trial, compare
 from derived_attention.common.kernels import versions
 
 SOURCES = ("common", "linear", "sparse")
-_verdicts: dict[tuple[str, str], str] = {}  # of this process: why not, or nothing
+_verdicts: dict[tuple[torch.device, Trial], str] = {}  # of this process: why not, or nothing
 
 
 def is_trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
@@ -41,9 +41,9 @@ def is_trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
         If the trial has left the GPU unable to compute in this process, as a wrong address does.
         That kernel is not tried again, so that the next process runs PyTorch's form.
     """
-    name, key = place_of(device), (place_of(device), str(trial))
-    if key in _verdicts:
+    if (key := (device, trial)) in _verdicts:  # cheap, because every call comes here
         return not _verdicts[key]
+    name = place_of(device)
     fault = _read(device).get(str(trial))
     if fault is None and not first:
         return False

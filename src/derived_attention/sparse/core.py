@@ -14,7 +14,8 @@ without the j > i if `is_causal`. The last two are those of Child et al. (2019),
 in one head. A ``<pattern>_mask`` is S as a matrix, a ``<pattern>_attention_reference`` is softmax
 attention under it, and a ``<pattern>_attention`` gives the same H: by PyTorch's softmax attention
 under a mask for short sequences, and for long ones by blocks, without an (N, M) matrix. On a GPU
-a window runs PyTorch's FlexAttention: see `derived_attention.sparse.flex`.
+PyTorch's FlexAttention runs instead, by pairs of positions that may be attended; see
+`derived_attention.common.flex`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from derived_attention import formulas
+from derived_attention.common import flex
 from derived_attention.common.checks import (
     accumulation_dtype,
     check_count,
@@ -39,12 +41,10 @@ from derived_attention.common.convention import (
     full_precision,
     mechanism,
     reference,
-    reference_of,
     scaled,
 )
 from derived_attention.common.masks import Mask, cast_mask, masked_softmax, within
 from derived_attention.softmax.core import sdpa
-from derived_attention.sparse import flex
 
 DENSE = 256  # keys up to which a mask is cheaper than blocks
 BLOCK = 32  # fewest queries in a block: smaller blocks are slower
@@ -65,6 +65,37 @@ def check_fixed(*_: Any, stride: int, summary: int = 1) -> Options:
     if check_count("summary", summary, 1) > stride:
         raise ValueError(f"summary is {summary}; expected at most the stride, {stride}")
     return {"stride": stride, "summary": summary}
+
+
+# --- the patterns of FlexAttention, whose keys may be a permutation or hold copies ---------------
+
+
+def in_band(i: Tensor, j: Tensor, before: Any, after: Any) -> Tensor:
+    """Return whether key j is at most `before` places before query i and `after` behind it."""
+    return (i - j <= before) & (j - i <= after)
+
+
+def in_same_column(i: Tensor, j: Tensor, rows: Any, stride: Any, M: Any, after: Any) -> Tensor:
+    """Return whether key j is another one of the column of query i, in a table by columns.
+
+    The table has so many `rows`, and `stride` columns; token r stride + c is in row r and column c,
+    and at the place c rows + r. There are M keys. `after` is the largest distance of a later key.
+    """
+    same = (i // rows == j // rows) & (i != j) & (j - i <= after)
+    return same & (j % rows * stride + j // rows < M)
+
+
+def in_block_or_summaries(
+    i: Tensor, j: Tensor, stride: Any, summary: Any, M: Any, after: Any
+) -> Tensor:
+    """Return whether key j is in the block of query i, or is a copy in a summary of another block.
+
+    M keys precede the copies of the last `summary` keys of each block. `after` is the largest
+    distance of a later key.
+    """
+    copy, own = j - M, j < M
+    place = torch.where(own, j, copy // summary * stride + stride - summary + copy % summary)
+    return ((i // stride == place // stride) == own) & (place - i <= after) & (place < M)
 
 
 # --- the patterns as matrices -------------------------------------------------------------------
@@ -218,11 +249,12 @@ def window_attention(
     fused : bool, optional
         True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
         or more than 256 features. False: the form above. Left out: FlexAttention on a GPU where it
-        can run, has been tried and agrees; it has one derivative.
+        can run and where a trial agreed with the form above; it has first derivatives only.
     """
     check_count("window", window, 0)
-    if flex.runs(fused, q, k, v, mask):
-        return flex.attend(window, q, k, v, mask, scale)
+    if flex.runs("window", fused, q, k, v, mask):
+        after = 0 if mask.is_causal else window
+        return flex.attend(in_band, (window, after), q, k, v, mask.given, scale)
     if _is_short(q, k, mask):
         return _under_mask(in_window, q, k, v, mask, scale, window=window)
     N = q.shape[-2]
@@ -239,11 +271,11 @@ def window_attention(
     return _by_blocks(q, k, v, mask, scale, C, stretches, lambda i, j: band)
 
 
-@mechanism(per_key=True, formula=formulas.fixed, checks=check_fixed)
+@mechanism(per_key=True)
 @depends_on_position
 def fixed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
-    summary: int = 1,
+    summary: int = 1, fused: Any = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention under `fixed_mask`, in O(N (stride + summary M/stride)) time and memory.
 
@@ -257,7 +289,12 @@ def fixed_attention(
         Length of a block, at least 1.
     summary : int
         Keys at the end of each block that every query attends, from 1 to `stride`.
+    fused : bool, optional
+        As in `window_attention`.
     """
+    check_fixed(stride=stride, summary=summary)
+    if flex.runs("fixed", fused, q, k, v, mask):
+        return _fixed_by_flex(q, k, v, mask, scale, stride, summary)
     if _is_short(q, k, mask):
         return _under_mask(
             is_in_fixed_pattern, q, k, v, mask, scale, stride=stride, summary=summary
@@ -280,11 +317,31 @@ def fixed_attention(
     return _by_blocks(q, k, v, mask, scale, C, own_and_summaries, attends)
 
 
-@mechanism(per_key=True, formula=formulas.strided, checks=check_stride)
+def _fixed_by_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int, summary: int
+) -> Tensor:
+    """Attend the keys and, as further keys, copies of the summaries, which are few blocks."""
+    N, M = q.shape[-2], k.shape[-2]
+    stride = min(stride, max(N, M))
+    summary = min(summary, stride)
+
+    def with_summaries(x: Tensor) -> Tensor:
+        table = extend(x, -M % stride) if M % stride else x
+        far = table.unflatten(-2, (-1, stride))[..., stride - summary :, :].flatten(-3, -2)
+        return torch.cat([x, far], -2)
+
+    numbers = stride, summary, M, 0 if mask.is_causal else flex.UNLIMITED
+    keys = None if mask.given is None else with_summaries(_present(mask, M)).mT
+    K, V = with_summaries(k), with_summaries(v)
+    return flex.attend(in_block_or_summaries, numbers, q, K, V, keys, scale)
+
+
+@mechanism(per_key=True)
 @depends_on_position
 def strided_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
+    fused: Any = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
 
     In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
@@ -297,7 +354,12 @@ def strided_attention(
     ----------
     stride : int
         At least 1.
+    fused : bool, optional
+        As in `window_attention`.
     """
+    check_stride(stride=stride)
+    if flex.runs("strided", fused, q, k, v, mask):
+        return _strided_by_flex(q, k, v, mask, scale, stride)
     if _is_short(q, k, mask):
         return _under_mask(is_in_strided_pattern, q, k, v, mask, scale, stride=stride)
     N, M = q.shape[-2], k.shape[-2]
@@ -340,6 +402,45 @@ def strided_attention(
     return H.flatten(-3, -2)[..., :N, :].to(q.dtype)
 
 
+def _strided_by_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int
+) -> Tensor:
+    """Attend the neighbours, and, with all tokens in the order of columns, the rest of the column.
+
+    In the order of tokens each block of 128 keys has some of the column of a query. A column is a
+    stretch of few blocks in the other order, which takes a copy of q, k, v and the result, less
+    than the scores of the columns would be.
+    """
+    N, M = q.shape[-2], k.shape[-2]
+    stride = min(stride, max(N, M))
+    rows = max(-(-N // stride), -(-M // stride))
+    near = (stride - 1, 0 if mask.is_causal else stride - 1)
+    if rows == 1:
+        return flex.attend(in_band, near, q, k, v, mask.given, scale)
+
+    def by_columns(x: Tensor) -> Tensor:
+        missing = rows * stride - x.shape[-2]
+        x = extend(x, missing) if missing else x
+        return x.unflatten(-2, (rows, stride)).transpose(-3, -2).flatten(-3, -2)
+
+    keys = None if mask.given is None else by_columns(_present(mask, M)).mT
+    column = rows, stride, M, 0 if mask.is_causal else flex.UNLIMITED
+    Q, K, V = map(by_columns, (q, k, v))
+    far, logs = flex.attend(in_same_column, column, Q, K, V, keys, scale, lse=True)
+    far, logs = (
+        x.unflatten(-2, (stride, rows)).transpose(-3, -2).flatten(-3, -2)[..., :N, :]
+        for x in (far, logs.unsqueeze(-1))
+    )
+    neighbours = flex.attend(in_band, near, q, k, v, mask.given, scale, lse=True)
+    return flex.merge(neighbours, (far, logs.squeeze(-1)))
+
+
+def _present(mask: Mask, M: int) -> Tensor:
+    """Return which of M keys a boolean mask allows, as a column (..., M, 1) like keys."""
+    assert mask.given is not None
+    return mask.given.expand(*mask.given.shape[:-1], M).mT
+
+
 def _key_column(mask: Mask, k: Tensor, M: int) -> Tensor:
     """Return what a mask adds to the scores of M keys, as a column (..., M, 1) like keys."""
     row = mask.per_key()
@@ -358,5 +459,5 @@ def window_attention_reference(*_: Any, window: int) -> Options:
     return {"window": check_count("window", window, 0)}
 
 
-strided_attention_reference = reference_of(strided_attention)
-fixed_attention_reference = reference_of(fixed_attention)
+strided_attention_reference = reference(strided_attention, formulas.strided)(check_stride)
+fixed_attention_reference = reference(fixed_attention, formulas.fixed)(check_fixed)
