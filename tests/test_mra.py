@@ -10,11 +10,12 @@ import cases
 import pytest
 import torch
 from cases import Case
-from helpers import H, Largest, assert_all_close, boolean, output_and_gradients
+from helpers import H, Largest, assert_all_close, boolean, output_and_gradients, relative_errors
 from helpers import qkv as any_qkv
 
 from derived_attention import mra_attention_reference
 from derived_attention.layer import ALL
+from derived_attention.mra import core
 from derived_attention.mra.core import mra_attention, mra_attention_weights
 from derived_attention.mra.layer import MRAAttention
 from derived_attention.softmax.core import softmax_attention
@@ -140,6 +141,20 @@ def test_far_blocks_of_any_size_do_not_overflow():
         results = [form(a * q, k, v, attn_mask=mask, block=4, kept=2) for form in FORMS]
         assert all(bool(x.isfinite().all()) for x in results)
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("over", ["rows", "map"])
+def test_half_precision_products_as_on_a_gpu(over, monkeypatch):
+    monkeypatch.setattr(core, "product_dtype", lambda x: x.dtype)
+    for dtype, tol in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        inputs = [x.detach().to(dtype) for x in qkv((2, H), n=70, m=66)]
+        exact = [x.double().requires_grad_() for x in inputs]
+        for mask, sparse in itertools.product((None, boolean(66)), (False, True)):
+            own = {"block": 8, "kept": 3, "over": over, "sparse": sparse, "attn_mask": mask}
+            expected = output_and_gradients(mra_attention_reference, exact, **own)
+            found = output_and_gradients(mra_attention, [x.requires_grad_() for x in inputs], **own)
+            assert all(x.dtype == dtype for x in found)
+            assert max(relative_errors([x.double() for x in found], expected)) < tol
 
 
 # --- in a layer, errors --------------------------------------------------------------------------

@@ -206,6 +206,29 @@ def test_half_precision_selects_in_float32():
     assert max(relative_errors([found], [exact])) < 4e-3
 
 
+@causal_or_not
+def test_half_precision_products_as_on_a_gpu(is_causal, monkeypatch):
+    """Scores, weights and values in half precision, sums and the choice of blocks in float32."""
+    for dtype, tol in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        inputs = [x.detach().to(dtype) for x in qkv((2, H), n=70, m=66)]
+        exact = [x.double().requires_grad_() for x in inputs]
+        for keep in [None] if is_causal else [None, boolean(66)]:
+            own = {"block": 8, "kept": 3, "is_causal": is_causal, "attn_mask": keep}
+            expected = output_and_gradients(selected_attention_reference, exact, **own)
+            monkeypatch.setattr(core, "product_dtype", lambda x: x.dtype)
+            halves = [x.requires_grad_() for x in inputs]
+            found = output_and_gradients(selected_attention, halves, **own)
+            assert all(x.dtype == dtype for x in found)
+            assert max(relative_errors([x.double() for x in found], expected)) < tol
+
+
+def test_repeated_maxima_are_the_largest():
+    scores = torch.randn(3, 40, 12, generator=torch.Generator().manual_seed(0))
+    scores[scores < 0] = -math.inf
+    ways = [core._largest(scores.clone(), 5, repeat) for repeat in (False, True)]
+    assert torch.equal(*(x.masked_fill(x == 12, -1) for x in ways)) and bool((ways[0] == 12).any())
+
+
 # --- wrong inputs ---------------------------------------------------------------------------------
 
 

@@ -119,6 +119,11 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of factors whose sums are in float32 at least: on a GPU, that of x."""
+    return accumulation_dtype(x) if x.device.type == "cpu" else x.dtype
+
+
 def has_concrete_values(x: Tensor) -> bool:
     """Return whether the numbers of x can be read by Python code.
 

@@ -407,9 +407,9 @@ def depends_on_position(form: Mechanism) -> Mechanism:
     return form
 
 
-def scaled(q: Tensor, scale: float | None) -> Tensor:
-    """Return q times the scale, or 1/√D if it is None, in float32 at least."""
-    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(torch.promote_types(q.dtype, torch.float32))
+def scaled(q: Tensor, scale: float | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return q times the scale, or 1/√D if it is None, in a dtype, or in float32 at least."""
+    return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(dtype or accumulation_dtype(q))
 
 
 def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:

@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention.common.checks import (
@@ -328,6 +329,21 @@ def cut(attn_mask: Tensor, rows: slice, m: int) -> Tensor:
 def flat_heads(x: Tensor, leading: int) -> Tensor:
     """View the first `leading` dimensions as one."""
     return x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Return x (heads, n, ...) at an index (heads, ...) of its second dimension.
+
+    Of blocks (heads, n, b, D) each may be taken often. On a GPU the gradients of its copies are
+    summed as those of an embedding are: in float32, in a fixed order.
+    """
+    first = torch.arange(len(x), device=x.device) * x.shape[1]
+    index, rows = index + first.view(-1, *[1] * (index.dim() - 1)), x.flatten(0, 1).flatten(1)
+    if x.dim() == 4 and x.device.type != "cpu":
+        picked = F.embedding(index, rows)
+    else:
+        picked = rows.index_select(0, index.flatten())
+    return picked.view(*index.shape, *x.shape[2:])
 
 
 def all_flat(leading: int, *tensors: Tensor) -> list[Tensor]:

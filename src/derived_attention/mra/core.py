@@ -31,9 +31,11 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
+    accumulation_dtype,
     check_count,
     check_flag,
     check_query_mask,
+    product_dtype,
 )
 from derived_attention.common.convention import (
     full_precision,
@@ -49,6 +51,7 @@ from derived_attention.common.masks import (
     flat_heads,
     masked_softmax,
     open_dead_rows,
+    take,
 )
 from derived_attention.common.pooling import windows
 from derived_attention.softmax.core import sdpa
@@ -156,8 +159,8 @@ def mra_attention(
     if q.numel() == 0 or kept * block >= M:
         return sdpa(q, k, v, mask, scale)
     with full_precision(q.device):
-        Q = scaled(q, scale)
-        K, V = k.to(Q.dtype), v.to(Q.dtype)
+        dtype = product_dtype(q) if over == "rows" else accumulation_dtype(q)
+        Q, K, V = scaled(q, scale, dtype), k.to(dtype), v.to(dtype)
         coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
         far, u = _far(coarse, _block_means(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
@@ -185,14 +188,16 @@ def _attend(
     exp(far − t) u) / (Σ_j exp(s_ij − t) + exp(far − t))``, or 0 if nothing may be attended.
     """
     picks = picks % K.shape[1]
-    scores = Q @ _take(K, picks).flatten(-3, -2).mT  # (heads, N/b, b, kept b)
-    scores = scores if logs is None else scores + _take(logs, picks).flatten(-3, -2).mT
-    top = scores.detach().amax(-1, keepdim=True).maximum(far.detach())
+    scores = Q @ take(K, picks).flatten(-3, -2).mT  # (heads, N/b, b, kept b)
+    if logs is not None:
+        scores = scores + take(logs, picks).flatten(-3, -2).mT.to(scores.dtype)
+    top = scores.detach().amax(-1, keepdim=True).maximum(far.detach()).to(scores.dtype)
     top = top.masked_fill(top == -math.inf, 0)
     near, rest = (scores - top).exp_(), (far - top).exp()
-    total = near.sum(-1, keepdim=True) + rest
-    mixed = near @ _take(V, picks).flatten(-3, -2)
-    return (mixed + rest * u) / total.masked_fill(total == 0, 1)
+    total = near.sum(-1, keepdim=True, dtype=rest.dtype) + rest
+    mixed, total = near @ take(V, picks).flatten(-3, -2), total.masked_fill(total == 0, 1)
+    rest, total, u = (x.to(mixed.dtype) for x in (rest, total, u))
+    return torch.addcmul(mixed, rest, u) / total
 
 
 def _attend_pairs(
@@ -203,28 +208,19 @@ def _attend_pairs(
     (heads, n, b, _), m = Q.shape, K.shape[1]
     none, picks = (picks == n * m)[..., None, None], picks.clamp(max=n * m - 1)
     row, column = picks // m, picks % m
-    scores = (_take(Q, row) @ _take(K, column).mT).masked_fill(none, -math.inf)
-    scores = scores if logs is None else scores + _take(logs, column).mT  # (heads, n kept, b, b)
+    scores = (take(Q, row) @ take(K, column).mT).masked_fill(none, -math.inf)
+    scores = scores if logs is None else scores + take(logs, column).mT  # (heads, n kept, b, b)
     most = scores.detach().amax(-1)  # (heads, n kept, b)
     top = far.detach().squeeze(-1).expand(heads, n, b)
     top = top.scatter_reduce(1, row.unsqueeze(-1).expand_as(most), most, "amax")
     top = top.masked_fill(top == -math.inf, 0).unsqueeze(-1)  # (heads, n, b, 1)
-    near, rest = (scores - _take(top, row)).exp_(), (far - top).exp()
-    parts = near @ F.pad(_take(V, column), (0, 1), value=1.0)  # (heads, n kept, b, Dv + 1)
+    near, rest = (scores - take(top, row)).exp_(), (far - top).exp()
+    parts = near @ F.pad(take(V, column), (0, 1), value=1.0)  # (heads, n kept, b, Dv + 1)
     index = (row + torch.arange(heads, device=Q.device)[:, None] * n).flatten()
     others = F.pad(u, (0, 1), value=1.0) * rest  # (heads, n, b, Dv + 1)
     sums = others.flatten(0, 1).index_add(0, index, parts.flatten(0, 1)).view_as(others)
     mixed, total = sums.split([u.shape[-1], 1], -1)
     return mixed / total.masked_fill(total == 0, 1)
-
-
-def _take(x: Tensor, picks: Tensor) -> Tensor:
-    """Return blocks (heads, ..., b, D) of x (heads, M/b, b, D), for picks (heads, ...)."""
-    heads, blocks, b, D = x.shape
-    first = torch.arange(heads, device=x.device) * blocks
-    rows = picks + first.view(-1, *[1] * (picks.dim() - 1))
-    picked = x.reshape(heads * blocks, b * D).index_select(0, rows.flatten())
-    return picked.view(*picks.shape, b, D)
 
 
 def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
@@ -282,7 +278,7 @@ def _logs(row: Tensor | None, x: Tensor, block: int) -> Tensor | None:
         row = torch.ones(1, L, dtype=torch.bool, device=x.device)
     if row.dtype == torch.bool:
         row = torch.where(row, 0.0, -math.inf)
-    column = cast_mask(row, x.dtype).expand(*row.shape[:-1], L).mT
+    column = cast_mask(row, accumulation_dtype(x)).expand(*row.shape[:-1], L).mT
     return windows(column, block, -math.inf).squeeze(-1)
 
 
@@ -290,8 +286,8 @@ def _block_means(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
     """Return means (..., L/b, D) of blocks, with steps as often as they count; 0 if none does."""
     x = windows(x, block)
     if logs is None:
-        return x.mean(-2)
-    return (_shares(logs).unsqueeze(-2) @ x).squeeze(-2)
+        return x.mean(-2, dtype=accumulation_dtype(x))
+    return (_shares(logs).unsqueeze(-2) @ x.to(logs.dtype)).squeeze(-2)
 
 
 def _shares(logs: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from derived_attention import formulas
-from derived_attention.common.checks import check_count
+from derived_attention.common.checks import accumulation_dtype, check_count, product_dtype
 from derived_attention.common.convention import (
     depends_on_position,
     extend,
@@ -37,11 +37,12 @@ from derived_attention.common.convention import (
     reference_of,
     scaled,
 )
-from derived_attention.common.masks import Mask, cast_mask, flat_heads, masked_softmax
+from derived_attention.common.masks import Mask, cast_mask, flat_heads, take
 from derived_attention.common.pooling import windows
 from derived_attention.softmax.core import sdpa
 
 TILE = 32  # queries that share a copy of a block; a multiple of 16, so that rows stay aligned
+FEW = 8  # picks, for which repeated maxima are cheaper on a GPU than sorting
 SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 
@@ -83,11 +84,10 @@ def selected_attention(
     if mask.by_query or is_short(q, k, 96):
         return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     with full_precision(q.device):
-        Q = scaled(q, scale)
-        K, V = k.to(Q.dtype), v.to(Q.dtype)
-        parts = [Q, windows(K, block), windows(V, block), _picks(Q, K, mask, block, kept)]
-        if mask.is_causal or mask.given is not None or M % block or rows > blocks:
-            parts.append(_block_mask(mask, K, block).expand(*parts[1].shape[:-1]))
+        dtype, picks = product_dtype(q), _picks(q, k, mask, block, kept)
+        parts = [scaled(q, scale, dtype), *(windows(x.to(dtype), block) for x in (k, v)), picks]
+        if mask.given is not None or M % block or rows > blocks:
+            parts.append(_block_mask(mask, parts[1], M, block).expand(*parts[1].shape[:-1]))
         heads = _heads_at_a_time(q, (min(kept, blocks) + 1) * block)
         parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
         cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
@@ -100,32 +100,46 @@ selected_attention_reference = reference_of(selected_attention)
 
 def _picks(q: Tensor, k: Tensor, mask: Mask, block: int, kept: int) -> Tensor:
     """Return the blocks (..., N, kept) that queries select; M / block stands for none."""
-    q, k = q.detach(), k.detach()
-    M, present = k.shape[-2], mask.present(k.shape[-2])
-    if present is None:
-        present = torch.ones(M, dtype=torch.bool, device=k.device)
+    q, k = q.detach().to(accumulation_dtype(q)), k.detach()
+    if mask.given is None and k.shape[-2] % block == 0:
+        count, mean = None, windows(k, block).mean(-2, dtype=q.dtype)
     else:
-        k = k.masked_fill(~present.unsqueeze(-1), 0)
-    count = windows(present.to(k.dtype).unsqueeze(-1), block).sum(-2)  # (..., M/b, 1)
-    mean = windows(k, block).sum(-2) / count.clamp(min=1)
+        present = mask.presence(k).unsqueeze(-1)
+        count = windows(present.to(q.dtype), block).sum(-2)  # (..., M/b, 1)
+        total = windows(k.masked_fill(~present, 0), block).sum(-2, dtype=q.dtype)
+        mean = total / count.clamp(min=1)
     pooled = q @ mean.mT  # (..., N, M/b)
     m = pooled.shape[-1]
     own = torch.arange(q.shape[-2], device=q.device)[:, None] // block
     other = torch.arange(m, device=q.device)
-    closed = (other >= own) if mask.is_causal else (other == own)
-    if mask.given is not None:
-        closed = closed | (count == 0).mT
-    best = pooled.masked_fill(closed, -math.inf).topk(min(kept, m))
-    return best.indices.masked_fill(best.values == -math.inf, m)
+    pooled.masked_fill_((other >= own) if mask.is_causal else (other == own), -math.inf)
+    pooled = pooled if count is None else pooled.masked_fill((count == 0).mT, -math.inf)
+    return _largest(pooled, min(kept, m), q.device.type != "cpu" and kept <= FEW)
 
 
-def _block_mask(mask: Mask, k: Tensor, block: int) -> Tensor:
+def _largest(pooled: Tensor, count: int, repeat: bool) -> Tensor:
+    """Return the blocks (..., N, count) of the largest scores (..., N, m), and m for those of -inf.
+
+    `repeat` takes one maximum after the other, and overwrites it.
+    """
+    if not repeat:
+        best = pooled.topk(count)
+        return best.indices.masked_fill(best.values == -math.inf, pooled.shape[-1])
+    picks = []
+    for _ in range(count):
+        value, index = pooled.max(-1, keepdim=True)
+        picks.append(index.masked_fill(value == -math.inf, pooled.shape[-1]))
+        pooled.scatter_(-1, index, -math.inf)
+    return torch.cat(picks, -1)
+
+
+def _block_mask(mask: Mask, K: Tensor, M: int, block: int) -> Tensor:
     """Return what a mask adds to scores, in blocks (..., M/b, b): -inf past the last key."""
-    M, row = k.shape[-2], mask.per_key()
-    row = torch.ones(1, M, dtype=torch.bool, device=k.device) if row is None else row
+    row = mask.per_key()
+    row = torch.ones(1, M, dtype=torch.bool, device=K.device) if row is None else row
     if row.dtype == torch.bool:
         row = torch.where(row, 0.0, -math.inf)
-    column = cast_mask(row, k.dtype).expand(*row.shape[:-1], M).mT
+    column = cast_mask(row, K.dtype).expand(*row.shape[:-1], M).mT
     return windows(column, block, -math.inf).squeeze(-1)
 
 
@@ -139,36 +153,45 @@ def _heads_at_a_time(q: Tensor, keys: int) -> int:
 def _attend(
     is_causal: bool, q: Tensor, K: Tensor, V: Tensor, picks: Tensor, added: Tensor | None = None
 ) -> Tensor:
-    """Attend from queries (heads, N, D) to blocks (heads, M/b, b, D): their own, and the picks."""
-    (heads, m, b, _), (N, kept) = K.shape, picks.shape[-2:]
-    tiles = _tiles(picks, m)
-    Q = windows(q, b)  # (heads, N/b, b, D)
-    own_K, own_V = (_first(x, Q.shape[1]) for x in (K, V))
-    near = (Q @ own_K.mT).flatten(1, 2)[:, :N]  # (heads, N, b)
-    shared = _take(q, tiles.pairs // kept).unflatten(1, (-1, TILE))
-    far = (shared @ _take(K, tiles.blocks).mT).flatten(1, 2)  # (heads, rows, b)
-    S = torch.cat([near, _take(far, tiles.places).reshape(heads, N, kept * b)], -1)
-    A = masked_softmax(S, None if added is None else _mask(is_causal, added, picks))
-    near, far = A[..., :b], A[..., b:].reshape(heads, N * kept, b)
-    H = (windows(near, b) @ own_V).flatten(1, 2)[:, :N]
-    shared = _take(far, tiles.pairs).unflatten(1, (-1, TILE))
-    parts = _take((shared @ _take(V, tiles.blocks)).flatten(1, 2), tiles.places)
-    parts = parts.unflatten(1, (N, kept)).masked_fill((picks == m).unsqueeze(-1), 0)
-    return H + parts.sum(-2)
+    """Attend from queries (heads, N, D) to blocks (heads, M/b, b, D): their own, and the picks.
 
-
-def _mask(is_causal: bool, added: Tensor, picks: Tensor) -> Tensor:
-    """Return what is added to the scores (heads, N, b + kept b) of the own block and the picks."""
-    heads, m, b = added.shape
-    N, rows = picks.shape[1], -(-picks.shape[1] // b)
-    near = _first(added, rows, -math.inf).unsqueeze(-2).expand(-1, -1, b, -1)
+    Each block has a softmax of its own, whose weights sum to `total` with its largest exponent set
+    to 0. What is brought back from tiles to queries is a value, `total` and that exponent, `top`.
+    """
+    (m, b), (N, kept) = K.shape[1:3], picks.shape[-2:]
+    tiles, Q = _tiles(picks, m), windows(q, b)  # (heads, N/b, b, D)
+    near = Q @ _first(K, Q.shape[1]).mT
+    shared = take(q, tiles.pairs // kept).unflatten(1, (-1, TILE))
+    far = shared @ take(K, tiles.blocks).mT  # (heads, tiles, TILE, b)
+    if added is not None:
+        near = near + _first(added, Q.shape[1], -math.inf).unsqueeze(-2)
+        far = far + take(added, tiles.blocks).unsqueeze(-2)
     if is_causal:
-        future = torch.ones(b, b, dtype=torch.bool, device=added.device).triu(1)
+        future = torch.ones(Q.shape[2], b, dtype=torch.bool, device=q.device).triu(1)
         near = near.masked_fill(future, -math.inf)
-    none = (picks == m).unsqueeze(-1)
-    far = _take(added, picks.clamp(max=m - 1).flatten(1)).view(*picks.shape, b)
-    far = far.masked_fill(none, -math.inf).flatten(-2)
-    return torch.cat([near.flatten(1, 2)[:, :N], far], -1)
+    own = [x[:, :N] for x in _weigh(near, _first(V, Q.shape[1]), added is None)]
+    rows = _weigh(far, take(V, tiles.blocks), added is None)
+    value, *others = (take(x, tiles.places).unflatten(1, (N, kept)) for x in rows)
+    totals, tops = (torch.cat([x, y[..., 0]], -1) for x, y in zip(own[1:], others, strict=True))
+    if is_causal or added is not None:  # else each query has as many blocks
+        tops[..., 1:].masked_fill_(picks == m, -math.inf)
+    share = (tops - _finite(tops.amax(-1, keepdim=True), added is None)).exp()
+    total = (share * totals).sum(-1, keepdim=True)
+    share = (share / (total if added is None else total.masked_fill(total == 0, 1))).to(q.dtype)
+    return torch.addcmul((share[..., 1:, None] * value).sum(-2), share[..., :1], own[0])
+
+
+def _weigh(S: Tensor, V: Tensor, alive: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Σ_j exp(s_j − top) v_j, Σ_j exp(s_j − top) and top, as rows (heads, rows, ·)."""
+    top = S.detach().amax(-1, keepdim=True)
+    E = (S - _finite(top, alive)).exp_()
+    total = E.sum(-1, keepdim=True, dtype=accumulation_dtype(S))
+    return (E @ V).flatten(1, 2), total.flatten(1, 2), top.to(total.dtype).flatten(1, 2)
+
+
+def _finite(top: Tensor, alive: bool) -> Tensor:
+    """Return the largest scores of rows, and 0 if a row has none; all have some if `alive`."""
+    return top if alive else top.masked_fill(top == -math.inf, 0)
 
 
 class _Tiles(NamedTuple):
@@ -180,34 +203,26 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(picks: Tensor, m: int) -> _Tiles:
-    """Give a row to each pair of a query and one of m blocks that it picks, by counting.
+    """Give a row to each pair of a query and one of m blocks that it picks, by sorting the blocks.
 
-    Queries of a block stand in their order. So where a query stands in its tile depends on no later
-    query, and with it the last bit of its result.
+    Queries of a block are in their order. So the place of a query in its tile depends on no later
+    query, nor does the last bit of its result.
     """
     heads, N, kept = picks.shape
     count = N * kept // TILE + m  # tiles, if the last one of each block is not full
-    none, index = picks == m, picks.clamp(max=m - 1).flatten(1)
-    chosen = torch.zeros(heads, m + 1, N, dtype=torch.int32, device=picks.device)
-    ranks = chosen.scatter(1, picks.mT, 1)[:, :m].cumsum(-1, dtype=torch.int32)  # (heads, m, N)
-    each = (ranks[..., -1].long() + TILE - 1) // TILE  # tiles of a block
+    chosen, pairs = picks.flatten(1).sort(stable=True)  # pairs without a block are the last
+    sizes = torch.zeros(heads, m + 1, dtype=torch.long, device=picks.device)
+    sizes = sizes.scatter_add(1, chosen, torch.ones_like(chosen))
+    each = (sizes + TILE - 1) // TILE  # tiles of a block
     ends = each.cumsum(-1)
-    rank = ranks.gather(1, index.view_as(picks).mT).mT.flatten(1) - 1
-    places = TILE * (ends - each).gather(-1, index) + rank
-    last = places.masked_fill(none.flatten(1), count * TILE)
-    pair = torch.arange(N * kept, device=picks.device).expand(heads, -1)
+    shift = TILE * (ends - each) - (sizes.cumsum(-1) - sizes)
+    row = torch.arange(N * kept, device=picks.device) + shift.gather(1, chosen)
+    row = row.masked_fill(chosen == m, count * TILE)  # one that is dropped
     rows = torch.zeros(heads, count * TILE + 1, dtype=torch.long, device=picks.device)
     tile = torch.arange(count, device=picks.device)[:, None]
-    blocks = (ends.unsqueeze(-2) <= tile).sum(-1).clamp(max=m - 1)
-    places = places.masked_fill(none.flatten(1), 0)
-    return _Tiles(rows.scatter(-1, last, pair)[:, :-1], blocks, places)
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Return x (heads, n, ...) at an index (heads, n') of its second dimension."""
-    first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
-    picked = x.flatten(0, 1).index_select(0, (index + first).flatten())
-    return picked.view(*index.shape, *x.shape[2:])
+    blocks = (ends[:, None, :m] <= tile).sum(-1).clamp(max=m - 1)
+    places = torch.zeros_like(pairs).scatter(1, pairs, row % (count * TILE))
+    return _Tiles(rows.scatter(1, row, pairs)[:, :-1], blocks, places)
 
 
 def _first(x: Tensor, count: int, value: float = 0.0) -> Tensor:
