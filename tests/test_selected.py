@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from derived_attention import selected_attention_reference
+from derived_attention.common import blocks
 from derived_attention.common.masks import causal_mask
 from derived_attention.selected import core
 from derived_attention.selected.core import selected_attention
@@ -182,7 +183,7 @@ def test_tiles_and_heads_at_a_time_change_nothing(tile, monkeypatch):
         monkeypatch.undo()
         expected = output_and_gradients(selected_attention, inputs, **own)
         monkeypatch.setattr(core, "TILE", tile)
-        monkeypatch.setattr(core, "SCORES", scores)
+        monkeypatch.setattr(blocks, "CACHED", scores)
         assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-12)
 
 

@@ -21,6 +21,7 @@ Tensors = list[Tensor]
 
 SPARE = (None,) * 4  # compilers expect the same number of arguments for each form
 CHUNK = 128  # queries whose scores are in memory at a time, in the forms that store some
+CACHED = 2**19  # scores in memory at a time on a CPU, from heads as wholes
 SCORES = 2**17  # in memory at a time on a CPU, from some of the heads: they fit in its cache
 
 
@@ -30,6 +31,18 @@ def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
     attn_mask, alive = mask.opened(v.dtype)
     out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors, *SPARE[len(tensors) :])
     return out if alive is None else out.masked_fill(~alive, 0)
+
+
+def by_heads(form: Any, q: Tensor, keys: int, parts: Tensors) -> Tensor:
+    """Run a form on some heads at a time, of `parts` that are broadcast to the heads of q.
+
+    On a CPU the scores, `keys` for each query, fit in its cache; elsewhere all heads are together.
+    """
+    leading, heads = q.dim() - 2, max(1, math.prod(q.shape[:-2]))
+    heads = heads if q.device.type != "cpu" else max(1, CACHED // (q.shape[-2] * keys))
+    parts = [x.expand(*q.shape[:-2], *x.shape[leading:]) for x in parts]
+    cuts = zip(*(x.split(heads) for x in all_flat(leading, *parts)), strict=True)
+    return torch.cat([form(*cut) for cut in cuts])
 
 
 class Block(NamedTuple):

@@ -413,7 +413,7 @@ def scaled(q: Tensor, scale: float | None, dtype: torch.dtype | None = None) -> 
 
 
 def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int = 0) -> Tensor:
-    """Append `after` slices of a constant to x along `dim`, and prepend `before`.
+    """Append `after` slices of a constant to x along `dim`, and prepend `before`; or return x.
 
     A negative `after` drops the last slices. ``F.pad`` fails for empty tensors in some releases of
     PyTorch, and copies for a gradient.
@@ -426,7 +426,7 @@ def extend(x: Tensor, after: int, dim: int = -2, value: float = 0.0, before: int
     if after > 0:
         shape[dim] = after
         parts.append(x.new_full(shape, value))
-    return torch.cat(parts, dim)
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:

@@ -78,10 +78,9 @@ def _obstacle(q: Tensor, v: Tensor, mask: Mask) -> str:
         return f"attn_mask has dtype {mask.given.dtype}; expected torch.bool"
     if mask.by_query:
         return "attn_mask differs between queries; expected a mask over keys"
-    widths, least = (q.shape[-1], v.shape[-1]), NARROWEST if q.is_cuda else 1
-    for width in widths:
-        if not least <= width <= WIDEST:
-            return f"q or v has {width} features; expected from {least} to {WIDEST}"
+    widths, least = sorted((q.shape[-1], v.shape[-1])), NARROWEST if q.is_cuda else 1
+    if widths[0] < least or widths[1] > WIDEST:
+        return f"q and v have {widths} features; expected from {least} to {WIDEST}"
     if autocasts(q.device) and torch.get_autocast_dtype(q.device.type) != q.dtype:
         return f"autocast is on, and q has dtype {q.dtype}; expected that of autocast, or none"
     return ""
@@ -160,18 +159,15 @@ def _blocks(
         rows, columns = -(-N // BLOCK), -(-M // BLOCK)
         j = torch.arange(columns * BLOCK, dtype=torch.int32, device=device)
         step, some, every = max(1, ENTRIES // (BLOCK * len(j))), [], []
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            i = torch.arange(first * BLOCK, (first + count) * BLOCK, device=device)[:, None]
+        for first in range(0, rows * BLOCK, step * BLOCK):
+            i = torch.arange(first, min(first + step * BLOCK, rows * BLOCK), device=device)[:, None]
             keep = pattern(i.int(), j, *tensors) & (i < N) & (j < M)
-            keep = keep.view(count, BLOCK, columns, BLOCK)
+            keep = keep.view(-1, BLOCK, columns, BLOCK)
             some.append(keep.any(3).any(1))
             every.append(keep.all(3).all(1))
         holds, full = torch.cat(some), torch.cat(every) & (not masked)
         lists = *_list_blocks(holds & ~full), *_list_blocks(full)
-        pair = _pair(pattern, tensors)
-        table = BlockMask.from_kv_blocks(*lists, BLOCK, pair, (N, M))
-    return table, tensors
+        return BlockMask.from_kv_blocks(*lists, BLOCK, _pair(pattern, tensors), (N, M)), tensors
 
 
 def _list_blocks(holds: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,11 +184,8 @@ def _call(
     how: Any = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
     if not lse:
         return flex.flex_attention(q, k, v, **how), None
-    how |= (
-        {"return_aux": flex.AuxRequest(lse=True)}
-        if hasattr(flex, "AuxRequest")
-        else {"return_lse": True}  # PyTorch 2.8
-    )
+    request = getattr(flex, "AuxRequest", None)  # since PyTorch 2.9
+    how |= {"return_aux": request(lse=True)} if request else {"return_lse": True}
     out, logs = flex.flex_attention(q, k, v, **how)
     return out, getattr(logs, "lse", logs)
 

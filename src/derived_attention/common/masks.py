@@ -339,10 +339,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """
     first = torch.arange(len(x), device=x.device) * x.shape[1]
     index, rows = index + first.view(-1, *[1] * (index.dim() - 1)), x.flatten(0, 1).flatten(1)
-    if x.dim() == 4 and x.device.type != "cpu":
-        picked = F.embedding(index, rows)
-    else:
-        picked = rows.index_select(0, index.flatten())
+    often = x.dim() == 4 and x.device.type != "cpu"
+    picked = F.embedding(index, rows) if often else rows.index_select(0, index.flatten())
     return picked.view(*index.shape, *x.shape[2:])
 
 

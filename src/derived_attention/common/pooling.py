@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from derived_attention.common.checks import accumulation_dtype, check_count
 from derived_attention.common.convention import extend, full_precision
-from derived_attention.common.masks import Mask
+from derived_attention.common.masks import Mask, cast_mask
 from derived_attention.layer import Heads
 
 # A pooling takes keys (..., M, D), a scale, and which keys are present (..., M), or None for all.
@@ -132,6 +132,22 @@ def windows(x: Tensor, scale: int, fill: float = 0.0) -> Tensor:
     if missing:
         x = extend(x, missing, value=fill)
     return x.unflatten(-2, (x.shape[-2] // scale, scale))
+
+
+def block_logs(row: Tensor | None, x: Tensor, block: int) -> Tensor | None:
+    """Return logarithms (..., L/b, b) of how often steps of x (..., L, D) count, by a mask.
+
+    They are None without a mask if blocks divide L, as all steps count once.
+    """
+    L = x.shape[-2]
+    if row is None:
+        if L % block == 0:
+            return None
+        row = torch.ones(1, L, dtype=torch.bool, device=x.device)
+    if row.dtype == torch.bool:
+        row = torch.where(row, 0.0, -math.inf)
+    column = cast_mask(row, accumulation_dtype(x)).expand(*row.shape[:-1], L).mT
+    return windows(column, block, -math.inf).squeeze(-1)
 
 
 def blank(x: Tensor, present: Tensor | None, fill: float = 0.0) -> Tensor:

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention import formulas
+from derived_attention.common.blocks import by_heads
 from derived_attention.common.checks import (
     accumulation_dtype,
     check_count,
@@ -47,17 +48,14 @@ from derived_attention.common.convention import (
 )
 from derived_attention.common.masks import (
     Mask,
-    cast_mask,
-    flat_heads,
     masked_softmax,
     open_dead_rows,
     take,
 )
-from derived_attention.common.pooling import windows
+from derived_attention.common.pooling import block_logs, windows
 from derived_attention.softmax.core import sdpa
 
 OVER = ("rows", "map")  # what the best blocks are chosen over
-SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 LATER = (
     "the pooled query of a block depends on its later queries, and so do its coarse scores and the "
     "choice of its blocks"
@@ -166,11 +164,8 @@ def mra_attention(
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
         if coarse.logs is not None:
             parts.append(coarse.logs.expand(*parts[1].shape[:-1]).unsqueeze(-1))
-        heads = _heads_at_a_time(q, kept * block)
-        parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
-        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
         attend = _attend if over == "rows" else _attend_pairs
-        H = torch.cat([attend(*cut) for cut in cuts])  # (..., N/b, b, Dv)
+        H = by_heads(attend, q, kept * block, parts)  # (..., N/b, b, Dv)
     H = H.flatten(-3, -2)[..., : q.shape[-2], :]
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
@@ -233,13 +228,6 @@ def _far(coarse: Coarse, values: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
     return _log_sum(others)[..., None, None], (_shares(others) @ values).unsqueeze(-2)
 
 
-def _heads_at_a_time(q: Tensor, keys: int) -> int:
-    """Return how many heads' exact scores fit in the cache of a CPU; elsewhere all of them."""
-    if q.device.type != "cpu":
-        return math.prod(q.shape[:-2]) or 1
-    return max(1, SCORES // (q.shape[-2] * keys))
-
-
 # --- the resolution of blocks --------------------------------------------------------------------
 
 
@@ -247,8 +235,10 @@ def _coarse(
     Q: Tensor, K: Tensor, mask: Mask, query_mask: Tensor | None, block: int, kept: int, over: str
 ) -> Coarse:
     """Score pooled queries against pooled keys, and pick the best of each row, or of the map."""
-    logs = _logs(mask.given, K, block)
-    query_logs = _logs(query_mask if query_mask is None else query_mask.unsqueeze(-2), Q, block)
+    logs = block_logs(mask.given, K, block)
+    query_logs = block_logs(
+        query_mask if query_mask is None else query_mask.unsqueeze(-2), Q, block
+    )
     scores = _block_means(Q, query_logs, block) @ _block_means(K, logs, block).mT
     mass = scores + (math.log(block) if logs is None else _log_sum(logs).unsqueeze(-2))
     weight, (n, m) = mass.detach(), mass.shape[-2:]
@@ -267,19 +257,6 @@ def _coarse(
     rank = torch.arange(count, device=Q.device)
     beyond = rank >= each * present.sum(-1, keepdim=True)
     return Coarse(scores, mass, picks.masked_fill(beyond, n * m), logs)
-
-
-def _logs(row: Tensor | None, x: Tensor, block: int) -> Tensor | None:
-    """Return logarithms (..., L/b, b) of how often each step counts; None if all count once."""
-    L = x.shape[-2]
-    if row is None:
-        if L % block == 0:
-            return None
-        row = torch.ones(1, L, dtype=torch.bool, device=x.device)
-    if row.dtype == torch.bool:
-        row = torch.where(row, 0.0, -math.inf)
-    column = cast_mask(row, accumulation_dtype(x)).expand(*row.shape[:-1], L).mT
-    return windows(column, block, -math.inf).squeeze(-1)
 
 
 def _block_means(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
@@ -316,10 +293,8 @@ def check_blocks(
 
 def check_sizes(block: int, kept: int, over: str, sparse: bool) -> None:
     """Check the options that a layer has."""
-    for name, value in (("block", block), ("kept", kept)):
-        if value.__class__ is not int or value < 1:
-            check_count(name, value, 1)
+    check_count("block", block, 1)
+    check_count("kept", kept, 1)
     if over not in OVER:
         raise ValueError(f"over is {over!r}; expected 'rows' or 'map'")
-    if sparse.__class__ is not bool:
-        check_flag("sparse", sparse)
+    check_flag("sparse", sparse)

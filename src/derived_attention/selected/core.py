@@ -19,13 +19,15 @@ same block, `TILE` of them at a time, and computes nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from derived_attention import formulas
+from derived_attention.common.blocks import by_heads
 from derived_attention.common.checks import accumulation_dtype, check_count, product_dtype
 from derived_attention.common.convention import (
     depends_on_position,
@@ -37,22 +39,18 @@ from derived_attention.common.convention import (
     reference_of,
     scaled,
 )
-from derived_attention.common.masks import Mask, cast_mask, flat_heads, take
-from derived_attention.common.pooling import windows
+from derived_attention.common.masks import Mask, cast_mask, take
+from derived_attention.common.pooling import block_logs, windows
 from derived_attention.softmax.core import sdpa
 
 TILE = 32  # queries that share a copy of a block; a multiple of 16, so that rows stay aligned
 FEW = 8  # picks, for which repeated maxima are cheaper on a GPU than sorting
-SCORES = 2**19  # in memory at a time on a CPU: they fit in its cache
 
 
 def _checked_sizes(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
 ) -> dict[str, Any]:
-    for name, value in (("block", block), ("kept", kept)):
-        if value.__class__ is not int or value < 1:
-            check_count(name, value, 1)
-    return {"block": block, "kept": kept}
+    return {"block": check_count("block", block, 1), "kept": check_count("kept", kept, 1)}
 
 
 @mechanism(formula=formulas.selected, checks=_checked_sizes, per_key=True)
@@ -86,12 +84,11 @@ def selected_attention(
     with full_precision(q.device):
         dtype, picks = product_dtype(q), _picks(q, k, mask, block, kept)
         parts = [scaled(q, scale, dtype), *(windows(x.to(dtype), block) for x in (k, v)), picks]
-        if mask.given is not None or M % block or rows > blocks:
-            parts.append(_block_mask(mask, parts[1], M, block).expand(*parts[1].shape[:-1]))
-        heads = _heads_at_a_time(q, (min(kept, blocks) + 1) * block)
-        parts = [x.expand(*q.shape[:-2], *x.shape[q.dim() - 2 :]) for x in parts]
-        cuts = zip(*(flat_heads(x, q.dim() - 2).split(heads) for x in parts), strict=True)
-        H = torch.cat([_attend(mask.is_causal, *cut) for cut in cuts])  # (heads, N, Dv)
+        some = rows > blocks and mask.given is None  # queries have no block of their own
+        row = torch.ones(1, M, dtype=torch.bool, device=k.device) if some else mask.given
+        if (added := block_logs(row, k, block)) is not None:
+            parts.append(cast_mask(added, dtype).expand(*parts[1].shape[:-1]))
+        H = by_heads(functools.partial(_attend, mask.is_causal), q, (kept + 1) * block, parts)
     return H.reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
@@ -133,23 +130,6 @@ def _largest(pooled: Tensor, count: int, repeat: bool) -> Tensor:
     return torch.cat(picks, -1)
 
 
-def _block_mask(mask: Mask, K: Tensor, M: int, block: int) -> Tensor:
-    """Return what a mask adds to scores, in blocks (..., M/b, b): -inf past the last key."""
-    row = mask.per_key()
-    row = torch.ones(1, M, dtype=torch.bool, device=K.device) if row is None else row
-    if row.dtype == torch.bool:
-        row = torch.where(row, 0.0, -math.inf)
-    column = cast_mask(row, K.dtype).expand(*row.shape[:-1], M).mT
-    return windows(column, block, -math.inf).squeeze(-1)
-
-
-def _heads_at_a_time(q: Tensor, keys: int) -> int:
-    """Return how many heads' scores fit in the cache of a CPU; elsewhere all of them."""
-    if q.device.type != "cpu":
-        return math.prod(q.shape[:-2]) or 1
-    return max(1, SCORES // (q.shape[-2] * keys))
-
-
 def _attend(
     is_causal: bool, q: Tensor, K: Tensor, V: Tensor, picks: Tensor, added: Tensor | None = None
 ) -> Tensor:
@@ -159,19 +139,19 @@ def _attend(
     to 0. What is brought back from tiles to queries is a value, `total` and that exponent, `top`.
     """
     (m, b), (N, kept) = K.shape[1:3], picks.shape[-2:]
-    tiles, Q = _tiles(picks, m), windows(q, b)  # (heads, N/b, b, D)
+    (pairs, blocks, places), Q = _tiles(picks, m), windows(q, b)  # (heads, N/b, b, D)
     near = Q @ _first(K, Q.shape[1]).mT
-    shared = take(q, tiles.pairs // kept).unflatten(1, (-1, TILE))
-    far = shared @ take(K, tiles.blocks).mT  # (heads, tiles, TILE, b)
+    shared = take(q, pairs // kept).unflatten(1, (-1, TILE))
+    far = shared @ take(K, blocks).mT  # (heads, tiles, TILE, b)
     if added is not None:
         near = near + _first(added, Q.shape[1], -math.inf).unsqueeze(-2)
-        far = far + take(added, tiles.blocks).unsqueeze(-2)
+        far = far + take(added, blocks).unsqueeze(-2)
     if is_causal:
         future = torch.ones(Q.shape[2], b, dtype=torch.bool, device=q.device).triu(1)
         near = near.masked_fill(future, -math.inf)
     own = [x[:, :N] for x in _weigh(near, _first(V, Q.shape[1]), added is None)]
-    rows = _weigh(far, take(V, tiles.blocks), added is None)
-    value, *others = (take(x, tiles.places).unflatten(1, (N, kept)) for x in rows)
+    rows = _weigh(far, take(V, blocks), added is None)
+    value, *others = (take(x, places).unflatten(1, (N, kept)) for x in rows)
     totals, tops = (torch.cat([x, y[..., 0]], -1) for x, y in zip(own[1:], others, strict=True))
     if is_causal or added is not None:  # else each query has as many blocks
         tops[..., 1:].masked_fill_(picks == m, -math.inf)
@@ -194,16 +174,12 @@ def _finite(top: Tensor, alive: bool) -> Tensor:
     return top if alive else top.masked_fill(top == -math.inf, 0)
 
 
-class _Tiles(NamedTuple):
-    """Rows, `TILE` for each tile, in which queries that read the same block stand together."""
-
-    pairs: Tensor  # (heads, rows): which pair of a query and a pick; any for an empty row
-    blocks: Tensor  # (heads, tiles): the block of a tile
-    places: Tensor  # (heads, N kept): the row of each pair; any if it picks no block
-
-
-def _tiles(picks: Tensor, m: int) -> _Tiles:
+def _tiles(picks: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
     """Give a row to each pair of a query and one of m blocks that it picks, by sorting the blocks.
+
+    There are `TILE` rows for each tile, whose queries read the same block. Returns which pair is in
+    a row (heads, rows), any for an empty row; the block of a tile (heads, tiles); and the row of
+    each pair (heads, N kept), any if it picks no block.
 
     Queries of a block are in their order. So the place of a query in its tile depends on no later
     query, nor does the last bit of its result.
@@ -222,7 +198,7 @@ def _tiles(picks: Tensor, m: int) -> _Tiles:
     tile = torch.arange(count, device=picks.device)[:, None]
     blocks = (ends[:, None, :m] <= tile).sum(-1).clamp(max=m - 1)
     places = torch.zeros_like(pairs).scatter(1, pairs, row % (count * TILE))
-    return _Tiles(rows.scatter(1, row, pairs)[:, :-1], blocks, places)
+    return rows.scatter(1, row, pairs)[:, :-1], blocks, places
 
 
 def _first(x: Tensor, count: int, value: float = 0.0) -> Tensor:

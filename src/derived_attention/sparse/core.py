@@ -85,14 +85,13 @@ def in_same_column(i: Tensor, j: Tensor, rows: Any, stride: Any, M: Any, after: 
     return same & (j % rows * stride + j // rows < M)
 
 
-def in_block_or_summaries(
-    i: Tensor, j: Tensor, stride: Any, summary: Any, M: Any, after: Any
-) -> Tensor:
+def in_block_or_summaries(i: Tensor, j: Tensor, *numbers: Any) -> Tensor:
     """Return whether key j is in the block of query i, or is a copy in a summary of another block.
 
-    M keys precede the copies of the last `summary` keys of each block. `after` is the largest
-    distance of a later key.
+    The numbers are the length of a block, the keys of a summary, the number M of keys, which
+    precede the copies, and the largest distance of a later key.
     """
+    stride, summary, M, after = numbers
     copy, own = j - M, j < M
     place = torch.where(own, j, copy // summary * stride + stride - summary + copy % summary)
     return ((i // stride == place // stride) == own) & (place - i <= after) & (place < M)
@@ -321,17 +320,15 @@ def _fixed_by_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, stride: int, summary: int
 ) -> Tensor:
     """Attend the keys and, as further keys, copies of the summaries, which are few blocks."""
-    N, M = q.shape[-2], k.shape[-2]
-    stride = min(stride, max(N, M))
+    M, stride = k.shape[-2], min(stride, max(q.shape[-2], k.shape[-2]))
     summary = min(summary, stride)
 
     def with_summaries(x: Tensor) -> Tensor:
-        table = extend(x, -M % stride) if M % stride else x
-        far = table.unflatten(-2, (-1, stride))[..., stride - summary :, :].flatten(-3, -2)
-        return torch.cat([x, far], -2)
+        far = extend(x, -M % stride).unflatten(-2, (-1, stride))[..., stride - summary :, :]
+        return torch.cat([x, far.flatten(-3, -2)], -2)
 
     numbers = stride, summary, M, 0 if mask.is_causal else flex.UNLIMITED
-    keys = None if mask.given is None else with_summaries(_present(mask, M)).mT
+    keys = None if mask.given is None else with_summaries(mask.presence(k)[..., None]).mT
     K, V = with_summaries(k), with_summaries(v)
     return flex.attend(in_block_or_summaries, numbers, q, K, V, keys, scale)
 
@@ -415,15 +412,12 @@ def _strided_by_flex(
     stride = min(stride, max(N, M))
     rows = max(-(-N // stride), -(-M // stride))
     near = (stride - 1, 0 if mask.is_causal else stride - 1)
-    if rows == 1:
-        return flex.attend(in_band, near, q, k, v, mask.given, scale)
 
     def by_columns(x: Tensor) -> Tensor:
-        missing = rows * stride - x.shape[-2]
-        x = extend(x, missing) if missing else x
+        x = extend(x, rows * stride - x.shape[-2])
         return x.unflatten(-2, (rows, stride)).transpose(-3, -2).flatten(-3, -2)
 
-    keys = None if mask.given is None else by_columns(_present(mask, M)).mT
+    keys = None if mask.given is None else by_columns(mask.presence(k)[..., None]).mT
     column = rows, stride, M, 0 if mask.is_causal else flex.UNLIMITED
     Q, K, V = map(by_columns, (q, k, v))
     far, logs = flex.attend(in_same_column, column, Q, K, V, keys, scale, lse=True)
@@ -433,12 +427,6 @@ def _strided_by_flex(
     )
     neighbours = flex.attend(in_band, near, q, k, v, mask.given, scale, lse=True)
     return flex.merge(neighbours, (far, logs.squeeze(-1)))
-
-
-def _present(mask: Mask, M: int) -> Tensor:
-    """Return which of M keys a boolean mask allows, as a column (..., M, 1) like keys."""
-    assert mask.given is not None
-    return mask.given.expand(*mask.given.shape[:-1], M).mT
 
 
 def _key_column(mask: Mask, k: Tensor, M: int) -> Tensor:
