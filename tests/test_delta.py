@@ -1,11 +1,12 @@
 """What is special about the delta rule: prices, sweeps, states, gates, and its layer."""
 
 import inspect
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_all_close
+from helpers import Largest, assert_all_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,8 @@ from derived_attention import (
     plugs,
     ridge_attention,
 )
-from derived_attention.testing.cases import output_and_gradients
+from derived_attention.delta import core
+from derived_attention.testing.cases import Operations, output_and_gradients
 
 B, H, D, DV = 2, 3, 4, 5
 
@@ -31,12 +33,20 @@ def draw(n, m, seed=0, dtype=torch.float64):
     return q, k, v, beta, decay, torch.randn(B, H, DV, D, dtype=dtype)
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def device_way(request, monkeypatch):
+    """Compute as a CPU does, or as a GPU does for a long sequence."""
+    monkeypatch.setitem(core.FEW, "cpu", {"cpu": math.inf, "gpu": 0}[request.param])
+    return request.param
+
+
+@pytest.mark.parametrize("few", [math.inf, 0])
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 150), st.integers(0, 150), st.booleans(), st.booleans(), st.booleans(),
     st.integers(0, 9),
 )  # fmt: skip
-def test_chunks_equal_the_recurrence(n, m, causal, gated, erase, seed):
+def test_chunks_equal_the_recurrence(few, n, m, causal, gated, erase, seed):
     q, k, v, beta, decay, state = (x.requires_grad_() for x in draw(n, m, seed))
     own = dict(is_causal=causal, erase=erase)
 
@@ -47,7 +57,51 @@ def test_chunks_equal_the_recurrence(n, m, causal, gated, erase, seed):
 
         return output_and_gradients(run, [q, k, v, beta, state, decay])
 
-    assert_all_close(form(delta_attention), form(delta_attention_reference), 1e-9, "delta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(core.FEW, "cpu", few)
+        found = form(delta_attention)
+    assert_all_close(found, form(delta_attention_reference), 1e-9, "delta")
+
+
+@pytest.mark.parametrize("C", [1, 2, 13, 16, 37, 62, 64])
+def test_the_inverse_by_blocks_solves_the_system(C):
+    torch.manual_seed(0)
+    keys = F.normalize(torch.randn(3, C, 4, dtype=torch.float64), dim=-1)
+    keys[0] = keys[0, 0]  # all the same
+    A = (2 * keys @ keys.mT).tril(-1)  # β = 2 reflects: entries of powers of A grow like 2^C
+    eye = torch.eye(C, dtype=A.dtype)
+    exact = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
+    assert_all_close([core.invert_unit_lower(A)], [exact], 1e-10, "float64")
+    rounded = core.invert_unit_lower(A.float()).double()
+    assert (rounded - exact).norm() <= 1e-5 * exact.norm()
+    A.requires_grad_()
+    assert torch.autograd.gradcheck(core.invert_unit_lower, A[:1, :5, :5].tril(-1))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_reflections_of_one_key_stay_exact_in_float32(gated, device_way):
+    """β = 2 turns the state round under a key, again and again."""
+    q, k, v, _, decay, state = (x.float() for x in draw(300, 300))
+    k = F.normalize(k, dim=-1)
+    k[..., 100:250, :] = k[..., 99:100, :]
+    own = dict(beta=torch.full_like(decay, 2.0), decay=decay if gated else None, state=state)
+    wide = {name: None if x is None else x.double() for name, x in own.items()}
+    exact = delta_attention_reference(q.double(), k.double(), v.double(), is_causal=True, **wide)
+    found = delta_attention(q, k, v, is_causal=True, **own)
+    assert (found - exact).norm() <= 2e-5 * exact.norm()
+
+
+def test_a_chunk_takes_two_operations_at_most(device_way):
+    """A GPU starts one; and no tensor has as many entries as there are pairs of tokens."""
+    counts, sizes = [], []
+    for n in (1024, 2048):
+        q, k, v, beta, decay, _ = draw(n, n)
+        with torch.no_grad(), Operations() as operations, Largest() as largest:
+            delta_attention(q, k, v, is_causal=True, beta=beta)
+        counts.append(operations.count)
+        sizes.append(largest.numel)
+    assert counts[1] - counts[0] <= {"cpu": 2, "gpu": 1}[device_way] * 16
+    assert sizes[1] <= 2 * sizes[0] <= 2 * 1024 * B * H * 64
 
 
 def test_the_state_is_prices_times_keys():
@@ -78,7 +132,7 @@ def test_it_is_one_sweep_and_sweeps_end_in_ridge():
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-150])
-def test_a_key_that_has_just_been_written_is_known(size):
+def test_a_key_that_has_just_been_written_is_known(size, device_way):
     _, k, v, *_, state = draw(130, 130)
     k = size * k
     found = delta_attention(k, k, v, is_causal=True, state=state / size)
@@ -93,7 +147,7 @@ def test_a_key_whose_square_is_no_normal_number_is_not_written():
         assert not function(torch.ones(H, 2, D), k, v).any()
 
 
-def test_a_state_is_handed_over():
+def test_a_state_is_handed_over(device_way):
     q, k, v, beta, decay, state = draw(100, 100)
     whole = delta_attention(q, k, v, is_causal=True, beta=beta, decay=decay, state=state)
     parts, S = [], state
@@ -152,7 +206,7 @@ def causal_and_last_in_pieces(q, k, v, beta, decay, S):
 
 @pytest.mark.parametrize("where", STRONG)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_weak_decays_are_exact_after_strong_ones(where, dtype):
+def test_weak_decays_are_exact_after_strong_ones(where, dtype, device_way):
     """Results, states and all gradients are those of the recurrence in float64."""
     for strength in (50.0, 1e4, 1e9, 1e38):
         inputs = [x.to(dtype) for x in draw(80, 80)]

@@ -10,11 +10,16 @@ the decays of a chunk up to t, and R_tj = e^(l_t − l_j) for j ≤ t, the corre
 solve a triangular system, (I + tril(B (K Kᵀ ∘ R), −1)) u = B V − B e^l K Sᵀ, and
 S ← e^(l_C) S + uᵀ (e^(l_C − l) K). The exponents l_t − l_j are sums of the decays from j + 1 to t:
 a difference of the sums l would lose a weak decay that follows a strong one.
+
+The system is solved for all chunks at once. On a GPU, where many small systems are slow to solve
+and an operation takes longer to start than to compute, their matrices are inverted by products, and
+the state takes one product a chunk, S ← F S + G.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +45,8 @@ from derived_attention.common.convention import (
 from derived_attention.common.masks import Mask
 from derived_attention.linear.core import in_chunks
 
+FEW = {"cpu": math.inf, "cuda": 8}  # chunks up to which arithmetic counts, not operations
+SMALL = 16  # rows of a block that is inverted without being cut in two
 UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
 
 
@@ -185,43 +192,78 @@ def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str)
 def chunk_by_chunk(writes: Writes, q: Tensor | None = None) -> Tensor:
     """Return what each query (..., N, D) reads after its own key.
 
-    Without queries all keys are written, and the last state (..., Dv, D) is returned.
+    Without queries all keys are written, and the last state (..., Dv, D) is returned. Only the
+    state is carried from chunk to chunk; everything else is computed for all chunks at once.
     """
-    N = writes.k.shape[-2] if q is None else q.shape[-2]
+    *leading, N, _ = writes.k.shape if q is None else q.shape
+    heads = math.prod(leading)
 
-    def cut(x: Tensor) -> Tensor:  # (..., N / C, C, ·)
-        return in_chunks(x[..., :N, :], N)
+    def cut(x: Tensor) -> Tensor:  # (heads, N / C, C, ·)
+        x = x[..., :N, :]
+        return in_chunks(x.reshape(heads, *x.shape[-2:]), N)
 
     k, v, b = cut(writes.k), cut(writes.v), cut(writes.beta[..., None])
-    U, W, K, R, since, fade = b * v, b * k, k, None, None, None
+    U, W, K, R, since, fade = b * v, -b * k, k, None, None, None  # W with the other sign
     if writes.decay is not None:
         decay = cut(writes.decay[..., None])
-        sums = (
-            decay.mT.expand(*k.shape[:-1], k.shape[-2]).triu(1).cumsum(-1)
-        )  # l_t − l_j, at (j, t)
+        sums = decay.mT.expand(*k.shape[:-1], k.shape[-2]).triu(1).cumsum(-1)  # l_t − l_j at (j, t)
         R, since = sums.exp().triu().mT, decay.cumsum(-2).exp()
         W, K, fade = since * W, R[..., -1:, :].mT * k, since[..., -1:, :]
 
     def past(scores: Tensor) -> Tensor:  # decayed, and 0 in the future
         return scores.tril() if R is None else scores * R
 
+    frugal = k.shape[1] <= FEW.get(k.device.type, FEW["cuda"])
     if writes.erase:
         A, both = past(b * (k @ k.mT)).tril(-1), torch.cat([U, W], -1)
-        both = torch.linalg.solve_triangular(A, both, upper=False, unitriangular=True)
+        if frugal:
+            both = torch.linalg.solve_triangular(A, both, upper=False, unitriangular=True)
+        else:
+            both = invert_unit_lower(A) @ both
         U, W = both.split([v.shape[-1], k.shape[-1]], -1)
-    P = None
-    if q is not None:
-        q = cut(q)
-        P, q = past(q @ k.mT), q if since is None else since * q
-    S, H = writes.state.mT, []
-    parts = (x if x is None else x.unbind(-3) for x in (U, W, K.mT, fade, q, P))
-    each = (itertools.repeat(None) if x is None else x for x in parts)
-    for U_c, W_c, K_c, f_c, q_c, P_c in zip(*each, strict=False):
-        u = U_c - W_c @ S if writes.erase else U_c
-        if q_c is not None:
-            H.append(q_c @ S + P_c @ u)
-        S = (S if f_c is None else f_c * S) + K_c @ u
-    return torch.stack(H, -3).flatten(-3, -2)[..., :N, :] if H else S.mT
+    S, n = [writes.state.mT.reshape(heads, k.shape[-1], v.shape[-1])], k.shape[1] - (q is not None)
+    u: list[Tensor] = []
+    if frugal and writes.erase:  # u = U + W S, S ← f S + Kᵀ u
+        f = itertools.repeat(None) if fade is None else fade.unbind(1)
+        parts = zip(U.unbind(1), W.unbind(1), K.mT.unbind(1), f, strict=False)
+        for c, (U_c, W_c, K_c, f_c) in enumerate(parts):
+            u.append(torch.baddbmm(U_c, W_c, S[c]))
+            if c < n:  # else nobody reads it
+                S.append(torch.baddbmm(S[c] if f_c is None else f_c * S[c], K_c, u[c]))
+    else:  # S ← F S + G
+        F, G = k.new_ones(1, 1) if fade is None else fade, K.mT @ U
+        if writes.erase:
+            F = F * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) + K.mT @ W
+        F, step = F.expand(*G.shape[:2], -1, -1), torch.baddbmm if writes.erase else torch.addcmul
+        for F_c, G_c in zip(F.unbind(1)[:n], G.unbind(1), strict=False):
+            S.append(step(G_c, F_c, S[-1]))
+    if q is None:
+        return S[-1].mT.reshape(writes.state.shape)
+    before, q = torch.stack(S, 1), cut(q)  # (heads, N / C, D, Dv)
+    if writes.erase:
+        U = torch.stack(u, 1) if u else U + W @ before
+    H = (q if since is None else since * q) @ before + past(q @ k.mT) @ U
+    return H.flatten(-3, -2)[..., :N, :].reshape(*leading, N, v.shape[-1])
+
+
+def invert_unit_lower(A: Tensor) -> Tensor:
+    """Return (I + A)⁻¹ for A (..., C, C) that is 0 on and above its diagonal, by products alone.
+
+    Blocks of twice the size have the inverse [[P, 0], [−Q A₂₁ P, Q]] if P and Q are those of their
+    halves: substitution by blocks, and as exact. A sum of powers of A would cancel.
+    """
+    C = A.shape[-1]
+    if C > SMALL and C % 2 == 0:
+        h = C // 2
+        P, Q = invert_unit_lower(torch.stack([A[..., :h, :h], A[..., h:, h:]])).unbind()
+        low = -Q @ A[..., h:, :h] @ P
+        return torch.cat([torch.cat([P, torch.zeros_like(P)], -1), torch.cat([low, Q], -1)], -2)
+    i, size = torch.arange(C, device=A.device), 1
+    T = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
+    while size < C:
+        T = T - T @ A.where((i ^ i[:, None]) // size == 1, 0) @ T  # the A₂₁ of all blocks
+        size *= 2
+    return T
 
 
 # --- the formulas, with the same arguments ---
