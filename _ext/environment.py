@@ -1,10 +1,11 @@
 """Make the environment that the book is built in, or mend it; run by any Python that is there.
 
 ``python3 environment.py FOLDER EXTRAS`` makes the virtual environment FOLDER and installs the
-package with EXTRAS, one of LEVELS, in the versions of constraints.txt, and the JavaScript of
-package.json. It says nothing when all is as it was left: FOLDER/.ready holds what it was made from,
-and only an installation writes it. An environment that does not work is made anew if it is one of
-ours; one of conda, or another that the reader has named, is never removed.
+package with EXTRAS, one of LEVELS, and with the extra "gpu" beside a PyTorch with CUDA, in the
+versions of constraints.txt, and the JavaScript of package.json. It says nothing when all is as it
+was left: FOLDER/.ready holds what it was made from, and only an installation writes it. An
+environment that does not work is made anew if it is one of ours; one of conda, or another that the
+reader has named, is never removed.
 
 PyTorch comes as the machine needs it, since its build with CUDA takes 4 GB more. The variable
 TORCH chooses: "cpu", "pip" (what pip's own sources have: with CUDA, on Linux), or an address.
@@ -163,13 +164,14 @@ def builds() -> str:
 def install(folder: Path, extras: str, torch: str) -> None:
     """Install everything."""
     python, mark = folder / "bin" / "python", folder / ".installing"
-    size = "7 GB" if torch == "pip" and sys.platform == "linux" else "3 GB"
+    cuda = torch == "pip" and sys.platform == "linux"
+    size = "7 GB" if cuda else "3 GB"
     say(f"Installing packages into {folder} (log: {LOG}): some minutes, and some {size} of disk.")
     start = time.time()
     mark.touch()  # after a kill nobody knows which files are whole
     if torch != "pip":
         install_torch(python, torch)
-    failed = run([python, *PIP, "-e", f".[{extras}]"])
+    failed = run([python, *PIP, "-e", f".[{extras}{',gpu' * cuda}]"])
     if extras != LEVELS[0]:
         failed = failed or run([python, *NPM, *([] if extras == "dev" else ["--omit=dev"])])
     mark.unlink()

@@ -30,7 +30,7 @@ OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
 }
 SRC = ROOT / "src"
 LIBRARY, BOOK = SRC / "derived_attention", SRC / "derived_book"
-KERNELS = {"triton"}  # comes with PyTorch's builds for CUDA, and else nothing asks for it
+KERNELS = {"triton", "fla"}  # with PyTorch's builds for CUDA, and the extra gpu; optional
 LATER = {"plugs", "ledger", "grading"}  # need more than pages do
 # Who imports what: the folder or file, and the smallest extra that must be enough for it.
 PLACES = {

@@ -99,6 +99,8 @@ def test_torch_is_chosen_by_the_machine_or_by_the_reader(project, monkeypatch):
     monkeypatch.setenv("TORCH", "pip")
     made()
     assert kinds(project[4:]) == ["uninstall", "pip", "npm"]
+    cuda = sys.platform == "linux"
+    assert ".[build]" in project[2] and (".[build,gpu]" if cuda else ".[build]") in project[5]
     monkeypatch.setenv("TORCH", "https://example.org/whl/xpu")
     made()
     assert kinds(project[7:]) == ["uninstall", "torch", "pip", "npm"]

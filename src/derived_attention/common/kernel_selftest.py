@@ -21,7 +21,7 @@ from derived_attention.common.files import cache_dir, write_atomically
 from derived_attention.common.kernel_cases import Trial, compare
 from derived_attention.common.kernels import versions
 
-SOURCES = ("common", "linear", "sparse")
+SOURCES = ("common", "linear", "sparse", "delta")
 _verdicts: dict[tuple[torch.device, Trial], str] = {}  # of this process: why not, or nothing
 
 
@@ -56,13 +56,13 @@ def is_trusted(trial: Trial, device: torch.device, first: bool = True) -> bool:
     _verdicts[key] = fault
     if fault and not usable(device):
         raise RuntimeError(
-            f"the Triton kernel for {trial} {fault}, on {name}, and this process cannot use the "
+            f"{trial.engine} for {trial} {fault}, on {name}, and this process cannot use the "
             "GPU any more. Start it again: PyTorch's form will run in the kernel's place. "
             "Please report this line."
         )
     if fault:
         warnings.warn(
-            f"the Triton kernel for {trial} {fault}, on {name}. PyTorch's form runs in its place. "
+            f"{trial.engine} for {trial} {fault}, on {name}. PyTorch's form runs in its place. "
             "Please report this line, with what `python -m benchmarks.gpu.verify` "
             "prints.",
             RuntimeWarning,

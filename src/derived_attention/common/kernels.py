@@ -22,8 +22,9 @@ where `should_run_kernel` has returned True.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
+import importlib.metadata
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -95,7 +96,10 @@ def versions() -> dict[str, str]:
     """Return the versions of what compiles and calls kernels."""
     import triton
 
-    return {"triton": triton.__version__, "torch": torch.__version__}
+    found = {"triton": triton.__version__, "torch": torch.__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["fla-core"] = importlib.metadata.version("fla-core")
+    return found
 
 
 @constant
@@ -167,7 +171,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, first: bool, **fields: Any
         "derived_attention.common.kernel_selftest"
     )  # which calls mechanisms
     sizes = {"N": TRIED, "M": TRIED + fields.get("prefix", 0)}
-    trial = trust.Trial(dtype=NAMES[dtype], **sizes, **fields)
+    trial = trust.Trial(dtype=NAMES[dtype], **sizes | fields)
     return bool(trust.is_trusted(trial, device, first))
 
 

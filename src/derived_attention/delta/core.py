@@ -43,6 +43,7 @@ from derived_attention.common.convention import (
     reference,
 )
 from derived_attention.common.masks import Mask
+from derived_attention.delta import fla
 from derived_attention.linear.core import in_chunks
 
 FEW = {"cpu": math.inf, "cuda": 8}  # chunks up to which arithmetic counts, not operations
@@ -53,7 +54,7 @@ UNWEIGHTED = "a key is written or not, and has no score to which a number could 
 class Writes(NamedTuple):
     """What is written, in float32 at least: strengths and decays are 0 where a key is masked."""
 
-    k: Tensor  # (..., M, D)
+    k: Tensor  # (..., M, D); keys and values that fla-core gets have their own dtype
     v: Tensor  # (..., M, Dv)
     beta: Tensor  # (..., M)
     decay: Tensor | None  # (..., M), None where nothing is forgotten
@@ -81,8 +82,10 @@ def delta_state(
     """
     check_keys(k, v)
     mask, _ = prepare(k[..., :1, :], k, v, attn_mask, False, None)  # a mask over keys, as for q
+    fused = fla.runs(None, k, k, v, False, erase, decay, beta, state)
+    writes = prepare_writes(k, v, mask, beta, decay, erase, state, fused)
     with full_precision(k.device):
-        return chunk_by_chunk(prepare_writes(k, v, mask, beta, decay, erase, state))
+        return fla.attend(writes) if fused else chunk_by_chunk(writes)
 
 
 @mechanism(per_key=True, state=delta_state)
@@ -97,6 +100,7 @@ def delta_attention(
     decay: Tensor | None = None,
     erase: bool = True,
     state: Tensor | None = None,
+    fused: Any = None,
 ) -> Tensor:
     """h_i = S_i q_i with S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, chunk by chunk.
 
@@ -126,12 +130,21 @@ def delta_attention(
         Whether what the state has under a key is erased before its value is written.
     state : Tensor, optional
         S before the first key, ``(..., H, Dv, D)``; zeros if left out. `delta_state` returns it.
+    fused : bool, optional
+        True: run the kernels of fla-core, or raise a ValueError where they cannot run: without a
+        GPU, in float32, for more than 256 features, or under ``torch.compile``. False: chunks in
+        PyTorch. Left out: fla-core on a GPU where it is installed, has been tried and agrees; it
+        has one derivative.
     """
-    writes = prepare_writes(k, v, mask, beta, decay, erase, state)
+    fused = fla.runs(fused, q, k, v, mask.is_causal, erase, decay, beta, state)
+    writes = prepare_writes(k, v, mask, beta, decay, erase, state, fused)
     with full_precision(q.device):
-        queries = q.to(writes.k.dtype) if scale is None else scale * q.to(writes.k.dtype)
+        if fused and mask.is_causal:
+            return fla.attend(writes, q, scale)
+        queries = q.to(writes.state.dtype) if scale is None else scale * q.to(writes.state.dtype)
         if not mask.is_causal:
-            return (queries @ chunk_by_chunk(writes).mT).to(q.dtype)
+            S = fla.attend(writes) if fused else chunk_by_chunk(writes)
+            return (queries @ S.mT).to(q.dtype)
         return chunk_by_chunk(writes, queries).to(q.dtype)
 
 
@@ -143,31 +156,36 @@ def prepare_writes(
     decay: Tensor | None,
     erase: bool,
     state: Tensor | None,
+    keep_dtype: bool = False,
 ) -> Writes:
-    """Check the options, fill in what is left out, and leave out what is masked."""
+    """Check the options, fill in what is left out, and leave out what is masked.
+
+    With `keep_dtype` keys and values keep their dtype.
+    """
     check_flags(erase=erase)
     if mask.given is not None:
         check_no_bias("attn_mask", mask.given, UNWEIGHTED)
     dtype = accumulation_dtype(k)
-    k, v = k.to(dtype), v.to(dtype)
+    if not keep_dtype:
+        k, v = k.to(dtype), v.to(dtype)
     present = None if mask.given is None and mask.keys is None else mask.presence(k)
     if beta is not None:
         beta = _per_key("beta", beta, k, present, "finite")
     elif erase:
-        size = k.square().sum(-1)
+        size = k.to(dtype).square().sum(-1)
         known = size >= torch.finfo(size.dtype).tiny
         known = known if present is None else known & present
         beta = torch.where(known, 1 / size.where(known, 1), 0)
     else:
-        beta = torch.ones_like(k[..., 0]) if present is None else present.to(k.dtype)
+        beta = k.new_ones(k.shape[:-1], dtype=dtype) if present is None else present.to(dtype)
     if decay is not None:
         decay = _per_key("decay", decay, k, present, "finite and at most 0")
     shape = (*k.shape[:-2], v.shape[-1], k.shape[-1])
     if state is None:
-        state = k.new_zeros(shape)
+        state = k.new_zeros(shape, dtype=dtype)
     else:
         check_parameter("state", state, k, (shape,), "a matrix Dv × D for each head")
-        state = state.to(k.dtype, copy=True)  # autograd stores no tensor made in inference mode
+        state = state.to(dtype, copy=True)  # autograd stores no tensor made in inference mode
     return Writes(k, v, beta, decay, erase, state)
 
 
@@ -183,7 +201,7 @@ def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str)
         )
     if x.device != k.device:
         raise ValueError(f"{name} is on device {x.device}; expected {k.device}, that of the keys")
-    x = x.to(k.dtype).expand(shape)
+    x = x.to(accumulation_dtype(k)).expand(shape)
     x = x if present is None else x.masked_fill(~present, 0)
     check_numbers(name, x, kind)
     return x
@@ -216,11 +234,7 @@ def chunk_by_chunk(writes: Writes, q: Tensor | None = None) -> Tensor:
     frugal = k.shape[1] <= FEW.get(k.device.type, FEW["cuda"])
     if writes.erase:
         A, both = past(b * (k @ k.mT)).tril(-1), torch.cat([U, W], -1)
-        if frugal:
-            both = torch.linalg.solve_triangular(A, both, upper=False, unitriangular=True)
-        else:
-            both = invert_unit_lower(A) @ both
-        U, W = both.split([v.shape[-1], k.shape[-1]], -1)
+        U, W = solve_unit_lower(A, both, frugal).split([v.shape[-1], k.shape[-1]], -1)
     S, n = [writes.state.mT.reshape(heads, k.shape[-1], v.shape[-1])], k.shape[1] - (q is not None)
     u: list[Tensor] = []
     if frugal and writes.erase:  # u = U + W S, S ← f S + Kᵀ u
@@ -240,10 +254,16 @@ def chunk_by_chunk(writes: Writes, q: Tensor | None = None) -> Tensor:
     if q is None:
         return S[-1].mT.reshape(writes.state.shape)
     before, q = torch.stack(S, 1), cut(q)  # (heads, N / C, D, Dv)
-    if writes.erase:
-        U = torch.stack(u, 1) if u else U + W @ before
+    U = torch.stack(u, 1) if u else U + W @ before if writes.erase else U
     H = (q if since is None else since * q) @ before + past(q @ k.mT) @ U
     return H.flatten(-3, -2)[..., :N, :].reshape(*leading, N, v.shape[-1])
+
+
+def solve_unit_lower(A: Tensor, B: Tensor, frugal: bool) -> Tensor:
+    """Return X of (I + A) X = B, for A that is 0 on and above its diagonal."""
+    if frugal:
+        return torch.linalg.solve_triangular(A, B, upper=False, unitriangular=True)
+    return invert_unit_lower(A) @ B
 
 
 def invert_unit_lower(A: Tensor) -> Tensor:

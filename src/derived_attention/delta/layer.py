@@ -77,4 +77,4 @@ class DeltaAttention(MultiheadAttention):
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project, and give queries and keys norm 1."""
         x = super().project(part, x, heads)
-        return x if part == VALUE else F.normalize(x, dim=-1)
+        return x if part == VALUE else F.normalize(x, dim=-1).to(x.dtype)  # autocast widens norms
