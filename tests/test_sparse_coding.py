@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -31,12 +32,15 @@ from derived_attention import (
     lasso_attention,
     lasso_attention_reference,
     ridge_attention,
+    ridge_state,
     signed_power,
     soft_threshold,
 )
 from derived_attention.common.convention import weights_of
 from derived_attention.registry import MECHANISMS
+from derived_attention.sparse_coding import core
 from derived_attention.sparse_coding.admm import admm, printed_admm
+from derived_attention.testing.cases import Held
 
 EXACT = dict(solver="CLARABEL", tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1e-14)
 
@@ -125,6 +129,34 @@ def test_float32_is_exact_however_long_keys_are(name, own, causal):
             exact = output_and_gradients(entry.reference, wide, **how)
             errors = relative_errors(output_and_gradients(entry.fast, given, **how), exact)
             assert max(errors) < (1e-5 if length == 1000 else 1e-6), (n, length, errors)
+
+
+@pytest.mark.parametrize("own", [{}, {"prefix": 4}, {"exclude_self": True}, {"state": True}])
+def test_ridge_is_the_same_by_some_heads_at_a_time(own, monkeypatch):
+    q, k, v = qkv((2, 3), n=70, m=70 + own.get("prefix", 0), d=8)
+    lam = torch.tensor([0.1, 1.0, 3.0])
+    if "state" in own:
+        own = {"state": ridge_state(k.detach().flip(-2), v.detach())}
+
+    def run(q, k, v):
+        return ridge_attention(q, k, v, is_causal=True, lam=lam, **own)
+
+    whole = output_and_gradients(run, [q, k, v])
+    monkeypatch.setattr(core, "STATES", 2 * 70 * 8)
+    assert_all_close(output_and_gradients(run, [q, k, v]), whole, 1e-12, "two heads at a time")
+    with torch.inference_mode():
+        assert_all_close([run(*(x.detach() for x in (q, k, v)))], whole[:1], 1e-12, "inference")
+
+
+def test_memory_of_ridge_is_that_of_some_heads(monkeypatch):
+    peaks = []
+    for heads in (4, 8):
+        monkeypatch.setattr(core, "STATES", 2 * 256 * 16)
+        given = qkv((heads,), n=256, m=256, d=16, dv=16, dtype=torch.bfloat16)
+        with Held() as held:
+            output_and_gradients(functools.partial(ridge_attention, is_causal=True), given)
+        peaks.append(held.peak)
+    assert peaks[1] < 1.4 * peaks[0]
 
 
 # --- atoms ----------------------------------------------------------------------------------------
