@@ -194,10 +194,11 @@ def test_what_keeps_it_from_running(change, obstacle, monkeypatch):
     assert re.fullmatch(f".*{obstacle}" if obstacle else "", engine._obstacle(q, q, q))
     other = types.SimpleNamespace(**HALF | {"dtype": torch.float16})
     assert "dtypes" in engine._obstacle(types.SimpleNamespace(**HALF), other, other)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "a compiler traces" in engine._obstacle(*3 * [types.SimpleNamespace(**HALF)])
     monkeypatch.setattr(engine, "_is_installed", lambda: False)
     assert engine._obstacle(q, q, q) == "fla-core is not installed"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "a compiler traces" in engine._obstacle(q, q, q)
+    assert engine.runs(None, types.SimpleNamespace(**HALF), q, q, True, True, None) is False
 
 
 def test_who_insists_is_told_what_is_missing():

@@ -77,8 +77,8 @@ class Trial:
     @property
     def engine(self) -> str:
         """Name what runs the problem, as a message does."""
-        ours = "FlexAttention" if self.kernel in PATTERNS else "the Triton kernel"
-        return LIBRARIES.get(self.kernel, ours)
+        engines = dict.fromkeys(PATTERNS, "FlexAttention") | LIBRARIES
+        return engines.get(self.kernel, "the Triton kernel")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,13 +46,10 @@ def runs(
     if fused is True and obstacle:
         raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
 
-    def problem() -> dict[str, Any] | None:
-        if obstacle:
-            return None
-        kind = {"mask": "causal" if is_causal else "", "gated": decay is not None, "erase": erase}
-        return {"kernel": "delta", **TRIED, "D": q.shape[-1], "DV": v.shape[-1], **kind}
-
+    kind: dict[str, Any] = {"kernel": "delta", **TRIED, "D": q.shape[-1], "DV": v.shape[-1]}
+    kind |= {"mask": "causal" if is_causal else "", "gated": decay is not None, "erase": erase}
     given = [q, k, v, *(x for x in (decay, *others) if isinstance(x, Tensor))]
+    problem = None if obstacle else lambda: kind
     return should_run_kernel(fused, *given, problem=problem) and 0 not in map(Tensor.numel, given)
 
 
@@ -95,9 +92,8 @@ def attend(writes: Any, q: Tensor | None = None, scale: float | None = None) -> 
     given["initial_state"] = writes.state.mT.reshape(-1, 1, D, v.shape[-1]).contiguous()
     if writes.decay is not None:
         given["g"] = tokens(writes.decay[..., None]).squeeze(-1).clamp(min=FORGOTTEN)
-    if writes.erase:
-        name = "delta_rule" if writes.decay is None else "gated_delta_rule"
-    else:
+    name = "delta_rule" if writes.decay is None else "gated_delta_rule"
+    if not writes.erase:
         name, given["v"] = "simple_gla", (given.pop("beta")[..., None] * v).to(v.dtype)
     kernel = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
     out, state = kernel(**given)
@@ -110,7 +106,5 @@ def attend(writes: Any, q: Tensor | None = None, scale: float | None = None) -> 
 def _refuse_second_derivative(grad: Tensor) -> None:
     """Raise where gradients are to be differentiated: fla-core's would miss terms."""
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "fla-core computes first derivatives only; expected fused=False where gradients are "
-            "differentiated again, as with create_graph=True"
-        )
+        expected = "expected fused=False with create_graph=True"
+        raise RuntimeError(f"fla-core has first derivatives only; {expected}")
