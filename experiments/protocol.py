@@ -39,12 +39,13 @@ from derived_book.training.measure import machine
 from derived_book.training.recorded import SCHEMA
 from experiments.divergence import has_collapsed, watch_losses
 
-SEEDS = 3
+SEEDS, DECIDING_SEEDS = 3, 8
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be tried
 FIRST_RATES = GRID[2:5]
 TUNING_SEEDS = (1000, 1001, 1002)
 TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share of their range
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
+POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
 RULE = (
     "Each learning rate is chosen after {steps:,} steps by the worst of the seeds 1000, 1001 and "
     "1002, from a grid that grows until the best rate is inside it or ties with its neighbour "
@@ -80,7 +81,7 @@ def deciding(
     columns: Sequence[Sequence[Any]],
     *,
     steps: Sequence[int],
-    seeds: int = 8,
+    seeds: int | Mapping[str, int] = DECIDING_SEEDS,
     rate: float | None = None,
     best: Callable[..., float] = max,
     below: Mapping[str, str | float] | None = None,
@@ -91,6 +92,8 @@ def deciding(
     ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
     twice the one before it, the budget. The metric of the first column chooses learning rates, and
     decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
+    A mapping `seeds` has the number of seeds of some arms, and all others have eight: an arm of
+    which the page computes that it cannot do a job shows it with one.
 
     `below` has the arms that the page's verdict places below another arm or below a number, which
     means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
@@ -103,10 +106,20 @@ def deciding(
     arms = {*below, *(x for x in below.values() if isinstance(x, str))}
     if unknown := sorted(arms - set(names)):
         raise ValueError(f"below has {unknown}; expected arms of {list(names)}")
-    if below and seeds < len(LONG_SEEDS):
-        raise ValueError(f"seeds is {seeds}; expected at least {len(LONG_SEEDS)} with below")
-    plan = experiment(title, function, names, columns, seeds, **settings)
+    counts = dict.fromkeys(names, seeds) if isinstance(seeds, int) else dict(seeds)
+    if unknown := sorted(counts.keys() - set(names)):
+        raise ValueError(f"seeds has {unknown}; expected arms of {list(names)}")
+    fewest = min((counts.get(arm, DECIDING_SEEDS) for arm in arms), default=len(LONG_SEEDS))
+    if fewest < len(LONG_SEEDS):
+        raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
+    plan = experiment(title, function, names, columns, **settings) | {"seeds": seeds}
     return plan | {"steps": list(steps), "rate": rate, "best": best, "below": below}
+
+
+def seeds_of(plan: Mapping[str, Any], arm: str) -> range:
+    """Return the seeds of the runs of an arm."""
+    seeds = plan["seeds"]
+    return range(seeds if isinstance(seeds, int) else seeds.get(arm, DECIDING_SEEDS))
 
 
 def run(
@@ -212,10 +225,16 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
     tuning = [] if fixed else _tuned(plan, results)
     rates = {arm: fixed or choose_rate(_worst(plan, tuning, arm))[0] for arm in plan["names"]}
-    rows, lost = _steady(plan, results, plan["names"], steps, range(plan["seeds"]), rates)
+    own = {arm: seeds_of(plan, arm) for arm in plan["names"]}
+    rows, lost = _steady(plan, results, plan["names"], steps, own, rates)
     long = dict(rates)  # a longer run may need a lower rate than the others of its arm
     eightfold, more = _steady(
-        plan, results, list(plan["below"]), [LONGER * steps[-1]], LONG_SEEDS, long
+        plan,
+        results,
+        list(plan["below"]),
+        [LONGER * steps[-1]],
+        dict.fromkeys(plan["below"], LONG_SEEDS),
+        long,
     )
     fallen = [*(row for row in tuning if row["collapsed"]), *lost, *more]
     identity = ("arm", "seed", "steps", "lr")
@@ -291,7 +310,7 @@ def _steady(
     results: Results,
     arms: Sequence[str],
     steps: Sequence[int],
-    seeds: Sequence[int],
+    seeds: Mapping[str, Sequence[int]],
     rates: dict[str, float],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run arms at their rates, which are lowered in place while a run of an arm collapses.
@@ -304,8 +323,9 @@ def _steady(
         new = results(
             {"arm": arm, "seed": seed, "steps": n, "lr": rates[arm]}
             for n in steps
-            for seed in seeds
+            for seed in range(max(len(seeds[arm]) for arm in arms))
             for arm in arms
+            if seed in seeds[arm]
         )
         rows |= {(row["steps"], row["seed"], row["arm"]): row for row in new}
         fallen = [row for row in new if row["collapsed"]]

@@ -362,6 +362,31 @@ def test_what_is_below_is_an_arm(change, problem):
         deciding("A text", slow, ["a", "b"], SCORE, steps=(1, 2), **change)
 
 
+def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
+    seeds = {"high": 5, "low": 1}
+    plan = deciding("A", slow, ["high", "late", "low"], SCORE, steps=(1, 2), seeds=seeds)
+    assert main(monkeypatch, plan) == 0
+    (data,) = load_experiment("small_tiny", store)
+    made = [(r["arm"], r["steps"]) for r in data["rows"]]
+    expected = {"high": 5, "late": 8, "low": 1}
+    assert {x: made.count(x) for x in made} == {
+        (a, n): k for a, k in expected.items() for n in (1, 2)
+    }
+    assert len({r["seed"] for r in data["tuning"] if r["arm"] == "low"}) == 3
+    read = partial(load_experiment, folder=store)
+    for module in (recorded, experiment_tables):
+        monkeypatch.setattr(module, "load_experiment", read)
+    text = experiment_tables.results_table(
+        "small_tiny", "right", predicted=dict.fromkeys(expected, "a number")
+    ).data
+    assert "1 to 8 seeds, mean ± 95 % interval" in text
+    assert "| low | a number | 40.0% | 40.0% |" in text  # no interval of one run
+    with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
+        deciding("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
+    with pytest.raises(ValueError, match="seeds is 1; expected at least 3 with below"):
+        deciding("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=seeds, below={"low": 0.9})
+
+
 # --- what is written and read ---------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,16 +64,17 @@ def results_table(
     budget, twice = data["budget"], 2 * data["budget"]
     space = "" if unit == "%" else " "
     header = ["arm", "predicted", f"{budget:,} steps", f"{twice:,} steps", "learning rate"]
-    rows, spreads = [], []
+    rows, spreads, counts = [], [], []
     for arm, text in predicted.items():
         values = [factor * x for x in found[arm][budget]]
         later = statistics.mean(factor * x for x in found[arm][twice])
-        half, sd = _half(values), statistics.stdev(values)
-        spreads.append(sd)
-        now = f"{statistics.mean(values):.{digits}f} ± {half:.{digits}f}{space}{unit}"
+        counts.append(len(values))
+        width = ""
+        if len(values) > 1:
+            spreads.append(statistics.stdev(values))
+            width = f" ± {_half(values):.{digits}f}"
+        now = f"{statistics.mean(values):.{digits}f}{width}{space}{unit}"
         rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
-    seeds = len(values)
-    least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), seeds)
     tuning, rate = data.get("tuning"), "learning rate chosen on other seeds"
     if tuning == []:  # one rate, so that there was nothing to choose
         rate = "one learning rate for all"
@@ -80,12 +82,15 @@ def results_table(
         rate = (
             f"learning rate chosen after {tuning[0]['steps']:,} steps by the worst of other seeds"
         )
-    line = (
-        f"{seeds} seeds, mean ± 95 % interval; {rate}; the smallest "
-        f"difference of two arms that these seeds detect with a probability of 80 %: "
-        f"{least:.{max(digits, 1)}f}{space}{unit.replace('%', ' points')}."
-    )
-    return Markdown(f"{markdown((header, rows))}\n\n{line}")
+    line = f"{_count(counts)}, mean ± 95 % interval; {rate}"
+    if spreads:
+        fewest = min(n for n in counts if n > 1)
+        least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), fewest)
+        line += (
+            "; the smallest difference of two arms that these seeds detect with a probability of "
+            f"80 %: {least:.{max(digits, 1)}f}{space}{unit.replace('%', ' points')}"
+        )
+    return Markdown(f"{markdown((header, rows))}\n\n{line}.")
 
 
 def plot_curves(ax: Any, name: str, metric: str, *, factor: float = 100, **styles: Any) -> None:
@@ -251,9 +256,10 @@ def experiment_caption(data: dict[str, Any]) -> str:
     machine = data["machine"]
     where = machine["gpu"] or f"{machine['processor']}, threads: {machine['threads']}"
     settings = ", ".join(f"{key} = {value}" for key, value in data["settings"].items())
+    rows = [row for row in data["rows"] if row.get("steps") == data["rows"][0].get("steps")]
     return (
         f"{data['title']} ({settings}), mean ± standard deviation of "
-        f"{len({row['seed'] for row in data['rows']})} seeds; parameters and operations of all "
+        f"{_count(Counter(row['arm'] for row in rows).values())}; parameters and operations of all "
         f"attention layers, forward, one sequence; {where}; PyTorch {machine['torch']}, "
         f"{machine['date']}"
     )
@@ -266,7 +272,15 @@ def markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _count(seeds: Iterable[int]) -> str:
+    """Return how many seeds arms have, such as "8 seeds" or "1 to 5 seeds"."""
+    low, high = min(seeds := list(seeds)), max(seeds)
+    return f"{high} seeds" if low == high else f"{low} to {high} seeds"
+
+
 def _half(values: list[float]) -> float:
-    """Return half the width of the 95 % interval of the mean."""
+    """Return half the width of the 95 % interval of the mean; NaN for a single value."""
     n = len(values)
+    if n < 2:
+        return math.nan
     return float(stats.t.ppf(1 - LEVEL / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
