@@ -1,6 +1,6 @@
 """Train what chapter 16 predicts: ``python -m experiments.chapter16``.
 
-Half an hour on one thread of a CPU. One head looks values up by their names, and the arms differ
+About an hour on one thread of a CPU. One head looks values up by their names, and the arms differ
 in what is kept of the past, or in how it is weighted. What has finished is not repeated. The
 results go to the records.
 """
@@ -15,7 +15,7 @@ import torch
 from derived_book.runtime import seed_everything
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import POINT, command, deciding
 
 page = chapter("16")
 TASKS = {"absent": (page.half_answered, page.Reader), "rank": (page.look_ups, page.Latent)}
@@ -42,6 +42,9 @@ def look_up(arm: str, seed: int, steps: int, lr: float, experiment: str) -> dict
 
 ABSENT = ["softmax", "softmax, gated output", "differential", "sink", "off by one", "ridge"]
 ABSENT += ["uniform", "alone", "position only"]
+ANSWERS = page.ANSWERED * (page.TAU**2 + 1)  # mean size of an answer, for each number of it
+AVERAGES = 1 - page.ANSWERED * (1 - page.ANSWERED) * page.TAU**2 / ANSWERS  # limit of averages
+MEAN = page.ANSWERED**2 * (page.TAU**2 + 1 / page.PAIRS) / ANSWERS  # of uniform weights
 EXPLAINED = [("explained", "explained, %", 100, 1)]
 EXPERIMENTS = {
     "absent": deciding(
@@ -50,6 +53,11 @@ EXPERIMENTS = {
         ABSENT,
         EXPLAINED,
         steps=(250, 500, 1000, 2000),
+        below={
+            "softmax": "differential",
+            "differential": AVERAGES + POINT,
+            "uniform": MEAN + POINT,
+        },
         experiment="absent",
     ),
     "rank": deciding(
@@ -57,16 +65,13 @@ EXPERIMENTS = {
         look_up,
         list(page.CACHES),
         EXPLAINED,
-        steps=(500, 1000, 2000),
-        experiment="rank",
-    ),
-    "rank_longer": deciding(
-        "the same with eight times as many steps",
-        look_up,
-        [f"r = {r}" for r in (6, 8, 12, 14)],
-        EXPLAINED,
         steps=(4000, 8000),
         seeds=5,
+        below={
+            "6 + 6": "r = 12",
+            "r = 8": 6 / 12 + POINT,  # what is left if a name takes two numbers, as on a circle
+            "r = 12": 10 / 12 + POINT,
+        },
         experiment="rank",
     ),
 }
