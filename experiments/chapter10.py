@@ -1,6 +1,6 @@
 """Train what chapter 10 predicts: ``python -m experiments.chapter10``.
 
-A quarter of an hour on one thread of a CPU. What has finished is not repeated. The results go to
+Twenty minutes on one thread of a CPU. What has finished is not repeated. The results go to
 the records.
 """
 
@@ -45,7 +45,9 @@ def fetched(model: Any, inputs: tuple[Tensor, ...], answers: Tensor) -> dict[str
     """Return what a model with two answers fetches.
 
     The mean weights of the two records, where they differ; the share of answers whose two likeliest
-    values are the right values of both questions, where these differ; the cross-entropy.
+    values are the right values of both questions, where these differ; there also the share of pairs
+    of questions that get one answer for both, and of answers that are the value of the record with
+    the larger weight; the cross-entropy.
     """
     names, _, asked = inputs
     question, records = model.tokens(*inputs)
@@ -57,10 +59,16 @@ def fetched(model: Any, inputs: tuple[Tensor, ...], answers: Tensor) -> dict[str
     likeliest = logits.topk(2, 1).indices.sort(1)[0]  # (B, 2, answers, N)
     pair = answers.sort(1)[0][:, :, None].expand_as(likeliest)
     same = (likeliest == pair).all(1).float().transpose(1, 2)[answers[:, 0] != answers[:, 1]]
+    differ = (answers[:, 0] != answers[:, 1]) & two  # (B, N)
+    named = logits.argmax(1)  # (B, 2, N)
+    heard = torch.stack([(A * own[:, i]).sum(-1) for i in (0, 1)])  # (2, B, N)
+    louder = answers.gather(1, heard.argmax(0)[:, None]).expand_as(named)
     return {
         "weight of first": first,
         "weight of second": second,
         "two likeliest": float(same.mean()),
+        "same answer": float((named[:, 0] == named[:, 1])[differ].float().mean()),
+        "louder named": float((named == louder).float().transpose(1, 2)[differ].mean()),
         "loss": float(cross_entropy(logits, answers)),
     }
 
@@ -78,7 +86,16 @@ def shares(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
 
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
-BUDGETS = {"both": (150, 300, 600), "either": (300, 600, 1200), "widths": (100, 200, 400)}
+BUDGETS = {"both": (300, 600), "either": (300, 600, 1200), "widths": (200, 400)}
+CHANCE = 1 / page.N + (1 - 1 / page.N) / page.S  # that both answers are the same value
+ONE_PLACE = (1 + (1 + CHANCE) / 2) / 2  # most that a layer with one place answers of both
+PLACES = ["one head, D = 32", "one head, D = 64", page.HAND, "two keys, D = 32"]
+OTHERS = ["softmax, D = 4", "two softmax heads, D = 2", "one Gaussian, D = 2"]
+BELOW: dict[str, dict[str, str | float]] = {
+    "both": dict.fromkeys(PLACES, ONE_PLACE),
+    "either": dict.fromkeys(OTHERS, "two keys, D = 2"),
+    "widths": {},
+}
 TITLES = {
     "both": "two names, two values",
     "either": "one of two names",
@@ -91,6 +108,7 @@ EXPERIMENTS = {
         list(page.ARMS[name]),
         COLUMNS,
         steps=BUDGETS[name],
+        below=BELOW[name],
         experiment=name,
     )
     for name, title in TITLES.items()

@@ -147,6 +147,8 @@ def test_hand_set_head_fetches_both_values_and_names_the_louder_first():
     found = chapter10.fetched(model, *page.pose(100, "both"))
     assert found["weight of first"] == pytest.approx(1 / (1 + math.exp(-0.2)), abs=1e-3)
     assert found["weight of first"] + found["weight of second"] == pytest.approx(1, abs=1e-3)
+    assert found["same answer"] == pytest.approx(0.5, abs=0.1)  # the second reader takes the larger
+    assert found["louder named"] == pytest.approx(0.75, abs=0.05)
     assert found["two likeliest"] == 1 and found["loss"] > 3  # sure, and wrong for half of them
     model = page.Lookup(page.ARMS["both"]["uniform"], 2)
     found = chapter10.fetched(model, *page.pose(100, "both"))
