@@ -1,20 +1,23 @@
 """Train what chapter 7 predicts: ``python -m experiments.chapter07``.
 
-A quarter of an hour on one thread of a CPU. What has finished is not repeated. Results go to the
+Half an hour on one thread of a CPU. What has finished is not repeated. Results go to the
 records.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 from derived_attention import PositionOnlyAttention
 from derived_book import Examples, class_loss, evaluate, seed_everything
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
+from experiments.divergence import watch_losses
 from experiments.page_models import chapter
 from experiments.protocol import command, deciding, load_series_for
 
@@ -43,18 +46,38 @@ def answer(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     return found
 
 
+# Orders that ceilings predict: each arm is below the next one.
+ORDERS = {
+    "fine": ["position only", "all 8", "all 4", "all 2", "all 1"],
+    "coarse": ["position only", "all 8", "all 1", "all 2", "all 4"],
+    "both": ["all 4", "all 1", "1 to 8"],
+}
+BELOW = {
+    f"{low}, {kind}": f"{high}, {kind}"
+    for kind, order in ORDERS.items()
+    for low, high in pairwise(order)
+}
+
+
 # --- movements: a classifier of time series ------------------------------------------------------
 
 BATCH = 16  # of the page's `train_classifier`
 CLASSIFIERS = {name: page.LAYERS[name] for name in ("all 1", "all 4", "all 8")}
+CLASSIFIERS |= {f"all 1, set to {s}, 15 steps": page.LAYERS["all 1"] for s in (4, 8)}
 CLASSIFIERS["position only"] = partial(PositionOnlyAttention, length=100)
 
 
 def classify(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
-    """Train a classifier of BasicMotions; return its accuracy, also with fine heads pooled."""
+    """Train a classifier of BasicMotions; return its accuracy, also with fine heads pooled.
+
+    Heads that are set to a coarse scale train on for fifteen steps.
+    """
     series = load_series_for(seed, "BasicMotions")
     epochs = steps // math.ceil(len(series.train) / BATCH)
     model = page.train_classifier(CLASSIFIERS[arm], series, seed, epochs=epochs, lr=lr)
+    if set_to := re.search(r"set to (\d+)", arm):
+        with watch_losses():  # a second training, whose losses begin anew
+            page.pool_and_train(model, int(set_to[1]), series, seed, lr=lr)
     score = partial(evaluate, batches=Examples(series.test), loss=class_loss)
     found = {"accuracy": score(model)["accuracy"]} | attention_cost(model, series.train.x[:1])
     for s in POOLED if arm == "all 1" else ():
@@ -71,6 +94,7 @@ EXPERIMENTS = {
         ARMS,
         COLUMNS,
         steps=(200, 400),
+        below=BELOW,
     ),
     "pooled": deciding(
         "movements, by heads of one scale",
