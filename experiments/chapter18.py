@@ -1,6 +1,6 @@
 """Train the example of chapter 18, sparsemax attention: ``python -m experiments.chapter18``.
 
-About half an hour on one thread of a CPU. *longer* trains two arms to look a value up among 64
+About three quarters of an hour on one thread of a CPU. *longer* trains two arms to look a value up among 64
 tokens, and reads the trained models among more, which are records that nobody asks for. The others
 are the jobs of chapter 17, with its frame and budgets, for one row more. What has finished is not
 repeated. The results go to the records, where the chapter reads them.
@@ -139,6 +139,7 @@ EXPERIMENTS = {
         ],
         steps=(200, 400),
         seeds=5,
+        below={"softmax": "sparsemax"},
     ),
 }
 EXPERIMENTS |= {
