@@ -1,6 +1,6 @@
 """What cheap attentions recall, also with coarse heads: ``python -m experiments.chapter08``.
 
-A quarter of an hour on one thread of a CPU. Each arm is one layer that is asked for values, or for
+Half an hour on one thread of a CPU. Each arm is one layer that is asked for values, or for
 means of two neighbouring values, and chapter 8 predicts the largest share of their variance that
 it can return. The results go to the records.
 """
@@ -30,6 +30,13 @@ def recall(arm: str, seed: int, steps: int, lr: float, *, window: int) -> dict[s
 
 COLUMNS = [("recalled", "share recalled, %", 100, 1)]
 STEPS = (300, 600)
+SCALE_2 = (1 + 1 / (page.N - 1)) / 4  # most that heads of scale 2 recall of single values
+FINE_BELOW: dict[str, str | float] = {
+    f"Mrs + {base}": base
+    for base in ("Linformer, r = 8", "Luna, r = 8", "Performer, r = 8", "MRA-2, 1 block")
+}
+FINE_BELOW |= {"Mrs + softmax": SCALE_2, "Mrs + FMM, w = 2": SCALE_2}
+FINE_BELOW["Mrs + softmax, scales 1 and 2"] = (1 + SCALE_2) / 2
 EXPERIMENTS: dict[str, dict[str, Any]] = {
     "fine": deciding(
         "the share of single values that one layer recalls",
@@ -37,6 +44,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         list(page.ARMS),
         COLUMNS,
         steps=STEPS,
+        below=FINE_BELOW,
         window=1,
     ),
     "coarse": deciding(
@@ -45,6 +53,10 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         COARSE_ARMS,
         COLUMNS,
         steps=STEPS,
+        below={
+            "Mrs + MRA-2, 1 block": "MRA-2, 1 block",
+            "Mrs + softmax, scale 4": "Mrs + softmax",
+        },
         window=2,
     ),
 }

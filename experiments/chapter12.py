@@ -1,6 +1,6 @@
 """Train what chapter 12 predicts: ``python -m experiments.chapter12``.
 
-A quarter of an hour on one thread of a CPU. What has finished is not repeated. The results go to
+Twenty minutes on one thread of a CPU. What has finished is not repeated. The results go to
 the records.
 """
 
@@ -33,7 +33,7 @@ from derived_book import (
 from derived_book.tasks.run import attention_cost, with_objective
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding, load_series_for
+from experiments.protocol import POINT, command, deciding, load_series_for
 
 page = chapter("12")
 PARTS = (QUERY, KEY, VALUE)
@@ -123,6 +123,8 @@ def singular(
     return {"scores": scores, "reach": reach, "overlap": overlap.mean(), "aligned": aligned.mean()}
 
 
+CEILING = 1 / page.PAIRS  # of questions that a layer cannot answer
+ONE_KIND = (1 + CEILING) / 2 + POINT  # of a layer that answers one kind of question
 EXPERIMENTS = {
     "questions": deciding(
         "questions by name and by place",
@@ -134,6 +136,7 @@ EXPERIMENTS = {
             ("place", "by place, %", 100, 1),
         ],
         steps=(100, 400, 800),
+        below={"softmax": ONE_KIND, "Primal": ONE_KIND, "Primal, no data": CEILING + POINT},
     ),
     "objective": deciding(
         "PrimalFormers on movements, by the weight of the objective",
@@ -148,7 +151,7 @@ EXPERIMENTS = {
             ("overlap", "overlap with singular vectors, %", 100, 1),
             ("aligned", "cosine of e and K r", 1, 2),
         ],
-        steps=(50, 100, 200),
+        steps=(100, 200),
     ),
 }
 

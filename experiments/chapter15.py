@@ -1,6 +1,6 @@
 """Train what chapter 15 predicts: ``python -m experiments.chapter15``.
 
-Half an hour on one thread of a CPU. All arms share the page's layer, `Memory`; they differ in what
+About an hour on one thread of a CPU. All arms share the page's layer, `Memory`; they differ in what
 it keeps of the past. What has finished is not repeated. The results go to the records.
 """
 
@@ -55,6 +55,7 @@ def learn(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, fl
 
 CONTROLS = ["uniform", "alone", "position only"]
 ORDER_BLIND = ["softmax", "linear", "ridge"]
+HALF = 0.5 + 4 * 0.5 / 8000**0.5  # an order-blind layer's limit, and four standard errors of a run
 FAR = [("far", "places 225–256, right, %", 100, 1), ("near", "places 25–32, right, %", 100, 1)]
 EXPERIMENTS = {
     "overwritten": deciding(
@@ -63,6 +64,8 @@ EXPERIMENTS = {
         [*ORDER_BLIND, "softmax with age", "gated linear", "delta", "gated delta", *CONTROLS],
         [("accuracy", "right, %", 100, 1)],
         steps=(150, 300, 600, 1200),
+        below=dict.fromkeys(ORDER_BLIND, HALF)
+        | {"gated linear": "delta", "delta": "softmax with age"},
         task="overwritten",
     ),
     "cups": deciding(
@@ -70,7 +73,8 @@ EXPERIMENTS = {
         learn,
         [*page.STRENGTHS, "softmax", *CONTROLS],
         FAR,
-        steps=(400, 800, 1600),
+        steps=(800, 1600),
+        below={"β < 1": page.STEEP},
         task="cups",
     ),
     "parity": deciding(
@@ -78,7 +82,8 @@ EXPERIMENTS = {
         learn,
         [*page.STRENGTHS, "gated linear", "softmax", *CONTROLS],
         FAR,
-        steps=(150, 300, 600),
+        steps=(300, 600),
+        below={"β < 1": page.STEEP},
         task="parity",
     ),
 }
