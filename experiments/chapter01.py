@@ -39,6 +39,7 @@ EXPERIMENTS = {
         list(page.MIXERS),
         [("accuracy", "right answers, %", 100, 1)],
         steps=(75, 150, 300, 600),
+        below={"position only": "softmax"},  # the best control
     ),
     "speakers": experiment(
         "nine speakers of Japanese vowels",

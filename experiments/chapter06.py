@@ -1,6 +1,6 @@
 """Train what chapter 6 predicts: ``python -m experiments.chapter06``.
 
-A quarter of an hour on one thread of a CPU. What has finished is not repeated. The results go to
+Half an hour on one thread of a CPU. What has finished is not repeated. The results go to
 the records.
 """
 
@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from derived_attention import Conv1DAttention, PositionOnlyAttention, softmax_attention
 from derived_book import Questions
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import POINT, command, deciding
 
 page = chapter("06")
 
@@ -66,6 +68,8 @@ def of_layer(model: nn.Module, *inputs: Tensor) -> dict[str, float]:
     return attention_cost(model, *inputs) | taps
 
 
+VALUES = torch.randint(64, (20_000, 16), generator=torch.Generator().manual_seed(0))
+BAG = one_hot(VALUES, 64).sum(1).amax(1).double().mean().item() / 16  # naming the most frequent one
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
     "places": deciding(
@@ -74,6 +78,11 @@ EXPERIMENTS = {
         list(FINDERS),
         COLUMNS,
         steps=(200, 400, 800),
+        below={
+            "softmax, ρ = 0.9": "taps ½, ½, ρ = 0.9",
+            "taps ½, ½, ρ = −0.9": "softmax, ρ = −0.9",
+            "softmax, ρ = −0.9": "learned filter, ρ = −0.9",
+        },
     ),
     "texts": deciding(
         "values that stand after their keys",
@@ -81,6 +90,7 @@ EXPERIMENTS = {
         list(READERS),
         COLUMNS,
         steps=(75, 150, 300, 600),
+        below={"softmax with positions": BAG + POINT, "taps ½, ½": "one filter"},
     ),
 }
 

@@ -1,6 +1,6 @@
 """Train the book's small model: ``python -m experiments.small``.
 
-About an hour and a half on one thread of a CPU. A run that has finished is not repeated. The
+Two and a half hours on one thread of a CPU. A run that has finished is not repeated. The
 results go to the records, where the chapters read what each mechanism scores and
 writes.
 """
@@ -81,6 +81,7 @@ EXPERIMENTS = {
         [("answers", "right answers, %", 100, 1), BITS],
         steps=(600, 1200),
         seeds=3,
+        below={"position only": "linear", "linear": "softmax"},
     ),
     "documentation": experiment(
         "the small model on documentation", documentation, list(ARMS), [BITS], steps=600
