@@ -1,7 +1,7 @@
 """Train every mechanism on what a layer may be needed for: ``python -m experiments.chapter17``.
 
-Eight to eleven hours on one thread of a CPU. A new entry of the registry is a new row. What has finished
-is not repeated. The results go to the records, from where chapter 17 reads them.
+Eight to eleven hours on one thread of a CPU. A new entry of the registry is a new row. What has
+finished is not repeated. The results go to the records, from where chapter 17 reads them.
 ``python -m experiments.chapter17 cost`` measures what a step of training takes at the lengths of
 the tasks: on a machine that does nothing else.
 """
