@@ -245,6 +245,7 @@ def as_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
+    monkeypatch.setattr(kernels, "GPUS", ("cpu",))
     monkeypatch.setattr(engine, "TRIED", {"N": 20, "M": 20, "H": 1})
     runs = engine.runs
 

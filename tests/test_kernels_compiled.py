@@ -215,6 +215,7 @@ def a_new_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
+    monkeypatch.setattr(kernels, "GPUS", (DEVICE,))
     monkeypatch.setattr(kernels, "TRIED", 20)
 
 

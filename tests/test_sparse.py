@@ -264,6 +264,7 @@ def test_tables_and_calls_have_no_matrix_of_pairs(monkeypatch):
     monkeypatch.setattr(flex, "uses_interpreter", lambda: False)
     monkeypatch.setattr(flex, "_obstacle", lambda *_: "")
     monkeypatch.setattr(flex, "should_run_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(kernels, "GPUS", ("cpu",))
     monkeypatch.setattr(flex, "_formula", lambda *given: kernel(None)(*given))
     monkeypatch.setattr(flex, "ENTRIES", 128 * n)
     flex._blocks.cache_clear()
@@ -348,6 +349,7 @@ def test_flexattention_is_tried_before_it_runs_by_default(name, monkeypatch, tmp
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)  # as if this were a GPU
+    monkeypatch.setattr(kernels, "GPUS", ("cpu",))
     monkeypatch.setattr(kernels, "TRIED", 20)
     seen, formula = [], flex._formula
 
@@ -370,6 +372,6 @@ def test_flexattention_is_tried_before_it_runs_by_default(name, monkeypatch, tmp
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     kernel_selftest.file_of("trusted", torch.device("cpu")).unlink()
     monkeypatch.setattr(flex, "_formula", lambda *given: [1.01 * x for x in formula(*given)])
-    with pytest.warns(RuntimeWarning, match=f"kernel for {name} fp32 .*is not exact enough"):
+    with pytest.warns(RuntimeWarning, match=f"FlexAttention for {name} fp32 .*is not exact enough"):
         out = run()
     assert torch.equal(out, exact)

@@ -26,6 +26,7 @@ def new_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
+    monkeypatch.setattr(kernels, "GPUS", ("cpu",))
     if DEVICE == "cpu":
         monkeypatch.setattr(kernels, "TRIED", 20)
     return tmp_path

@@ -121,7 +121,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of factors whose sums are in float32 at least: on a GPU, that of x."""
-    return accumulation_dtype(x) if x.device.type == "cpu" else x.dtype
+    return torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
 
 
 def has_concrete_values(x: Tensor) -> bool:

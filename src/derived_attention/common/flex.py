@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derived_attention.common import kernels
 from derived_attention.common.checks import autocasts
 from derived_attention.common.kernels import should_run_kernel, uses_interpreter
 from derived_attention.common.masks import Mask
@@ -54,7 +55,7 @@ def runs(kernel: str, fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask:
         that differs between queries, for a number of features that the kernel does not take, or
         under autocast to another dtype than that of q.
     """
-    if fused is None and not q.is_cuda:
+    if fused is None and q.device.type not in kernels.GPUS:
         return False
     obstacle = _obstacle(q, v, mask)
 

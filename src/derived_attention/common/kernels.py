@@ -40,6 +40,7 @@ from derived_attention.common.checks import has_concrete_values
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
 TRIED = 300  # tokens of a problem on which a kernel is tried: several of any block
+GPUS = ("cuda",)  # types of devices that may try kernels
 OLDEST = (3, 5)  # Triton: the interpreter of older ones has no products of float64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -146,7 +147,8 @@ def should_run_kernel(fused: bool | None, *tensors: Tensor, problem: Problem | N
     if not (fused is None or isinstance(fused, bool)):
         raise TypeError(f"fused is of type {type(fused).__name__}; expected True, False or None")
     if fused is None:
-        return problem is not None and tensors[0].is_cuda and _is_trusted(tensors, problem)
+        on_gpu = tensors[0].device.type in GPUS
+        return problem is not None and on_gpu and _is_trusted(tensors, problem)
     if fused and (obstacle := _obstacle(tensors)):
         raise ValueError(f"fused is True, and {obstacle}; expected False or None: PyTorch's form")
     return fused

@@ -184,7 +184,7 @@ def weighted_means(
         values = with_ones(v, phi_k.dtype)
         if mask.is_causal:
             state = None if state is None else check_sums(state, phi_k, values)
-            return ratio(causal_sums(phi_q, phi_k, values, state))
+            return ratio(sums_and_state(phi_q, phi_k, values, state)[0])
         return ratio(phi_q @ (phi_k.mT @ values))  # (..., H, F, Dv + 1) first
 
 
@@ -218,11 +218,6 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     from derived_attention.linear import triton as linear
 
     return linear.causal_sums(*tensors, **options)
-
-
-def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Tensor:
-    """Return the first result of `sums_and_state`."""
-    return sums_and_state(q, k, v, state)[0]
 
 
 def sums_and_state(

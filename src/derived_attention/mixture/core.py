@@ -182,7 +182,7 @@ def _attend_joined_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: floa
     if v.device.type == "cpu":  # whose kernel wants one width: before there are R of each value
         v = widen(v, k.shape[-1])
     V = v.unsqueeze(-3).expand(*k.shape[:-1], -1).flatten(-3, -2)  # (..., R M, Dv)
-    is_causal = mask.is_causal and v.shape[-2] > 0
+    is_causal = mask.is_causal and 0 not in (q.shape[-2], v.shape[-2])
     if is_causal:
         mask = Mask(causal_mask(q.shape[-2], v.shape[-2], q.device))
     if mask.given is not None and mask.given.shape[-1] > 1:

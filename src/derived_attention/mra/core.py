@@ -263,7 +263,7 @@ def _block_means(x: Tensor, logs: Tensor | None, block: int) -> Tensor:
     """Return means (..., L/b, D) of blocks, with steps as often as they count; 0 if none does."""
     x = windows(x, block)
     if logs is None:
-        return x.mean(-2, dtype=accumulation_dtype(x))
+        return x.mean(-2, dtype=torch.promote_types(x.dtype, torch.float32))
     return (_shares(logs).unsqueeze(-2) @ x.to(logs.dtype)).squeeze(-2)
 
 
@@ -293,8 +293,10 @@ def check_blocks(
 
 def check_sizes(block: int, kept: int, over: str, sparse: bool) -> None:
     """Check the options that a layer has."""
-    check_count("block", block, 1)
-    check_count("kept", kept, 1)
+    for name, value in (("block", block), ("kept", kept)):
+        if value.__class__ is not int or value < 1:
+            check_count(name, value, 1)
     if over not in OVER:
         raise ValueError(f"over is {over!r}; expected 'rows' or 'map'")
-    check_flag("sparse", sparse)
+    if sparse.__class__ is not bool:
+        check_flag("sparse", sparse)

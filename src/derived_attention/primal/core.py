@@ -34,7 +34,7 @@ from derived_attention.common.checks import (
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
 from derived_attention.common.running import running_sums
-from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums
+from derived_attention.linear.core import FeatureMap, apply_feature_map, sums_and_state
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
 SAMPLINGS = ("even", "random")
@@ -202,9 +202,10 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
     check_width(phi, x.shape[-1], True)
     with full_precision(q.device):
         if isinstance(sketch, Tensor):
-            return causal_sums(phi, x.to(phi.dtype), sketch[..., :M].to(W.dtype).mT @ W)
+            keys = sketch[..., :M].to(W.dtype).mT @ W
+            return sums_and_state(phi, x.to(phi.dtype), keys)[0]
         u = W[..., torch.arange(M, device=W.device) % n, :]
-        sums = causal_sums(phi, x.to(phi.dtype), u)
+        sums, _ = sums_and_state(phi, x.to(phi.dtype), u)
     # In cross-attention there may be more queries than tokens.
     last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)

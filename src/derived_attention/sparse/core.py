@@ -390,10 +390,8 @@ def strided_attention(
             added = table(_key_column(mask, K, M))
             keep = within(keep, pairs(torch.ones_like(added), added, torch.mul))
         S = pairs(Q, K, torch.matmul)
-        if mask.given is None and N <= M:  # each query attends its own key
-            A = S.masked_fill_(~keep, -torch.inf).softmax(-1)
-        else:
-            A = masked_softmax(S, keep)
+        complete = mask.given is None and N <= M  # each query attends its own key
+        A = S.masked_fill_(~keep, -torch.inf).softmax(-1) if complete else masked_softmax(S, keep)
         A_near, A_far = A.split([W, rows], -1)
         H = A_near @ near(V) + columns(columns(A_far) @ columns(V))
     return H.flatten(-3, -2)[..., :N, :].to(q.dtype)
