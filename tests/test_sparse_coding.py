@@ -38,7 +38,7 @@ from derived_attention import (
 )
 from derived_attention.common.convention import weights_of
 from derived_attention.registry import MECHANISMS
-from derived_attention.sparse_coding import core
+from derived_attention.sparse_coding import core, solver
 from derived_attention.sparse_coding.admm import admm, printed_admm
 from derived_attention.testing.cases import Held
 
@@ -185,6 +185,14 @@ def test_fast_equals_reference_with_every_option(own, is_causal):
             forms = MECHANISMS[name].fast, MECHANISMS[name].reference
             results = [with_gradients(f, inputs, is_causal=is_causal, **own) for f in forms]
             assert_all_close(*results, 1e-9, f"{name}, {N}")
+
+
+def test_some_chunks_are_factored_at_a_time(monkeypatch):
+    inputs, found = qkv((2,), n=300, m=300), []
+    for chunks in (16, 2):
+        monkeypatch.setattr(solver, "FACTORED", chunks)
+        found.append(output_and_gradients(lasso_attention, inputs, is_causal=True))
+    assert_all_close(*found, 1e-12)
 
 
 def test_residuals_are_those_of_the_formula():

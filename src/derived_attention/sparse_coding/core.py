@@ -321,18 +321,24 @@ def _precision(options: Options, rows: slice, k: Tensor) -> torch.dtype:
 
 
 def _steps(
-    options: Options, q: Tensor, k: Tensor, solve: Solve, block: Block, in_place: bool = False
+    options: Options, tensors: list[Tensor], solve: Solve, block: Block, in_place: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `in_place` overwrites w."""
-    heads, rows, m = block
-    Q, K, start = q[heads, rows], k[heads, :m], rows.start
-    t = solve(Q)
+    """Yield w (b, C, m) and t (b, C, D) after each step, κ being 1; `in_place` writes w over z.
+
+    r = q + Kᵀw − 2 Kᵀz needs no pass over w, as w = z_before + K t, and KᵀK t = r_before − ρ t:
+    `known` is q + Kᵀw, and Kᵀz_before half of the difference of `known` and r before.
+    """
+    (q, k, _, rho), (heads, rows, m) = tensors, block
+    Q, K, rho, start = q[heads, rows], k[heads, :m], rho[heads, None, None], rows.start
+    known = r = Q
+    t = solve(r)
     w = options.hide(t @ K.mT, start)
     yield w, t
     for _ in range(options.iterations - 1):
         z = F.softshrink(w, 1.0)
-        back = torch.sub(w, z, alpha=2, out=w if in_place else None)  # u − z
-        t = solve(torch.baddbmm(Q, back, K))
+        known = torch.addcmul(Q + torch.lerp(known, r, 0.5), rho, t, value=-1)
+        r = torch.baddbmm(known, z, K, alpha=-2)
+        t = solve(r)
         w = z.baddbmm_(t, K.mT) if in_place else torch.baddbmm(z, t, K.mT)
         yield options.hide(w, start), t
 
@@ -340,10 +346,10 @@ def _steps(
 def _mix_values(
     options: Options, tensors: list[Tensor], solver: Solver, block: Block, in_place: bool = False
 ) -> Tensor:
-    """Return what the codes of one block mix, for q, k and v in the dtype that it wants."""
-    q, k, v = tensors
+    """Return what the codes of one block mix, for q, k, v and ρ in the dtype that it wants."""
+    q, _, v, _ = tensors
     solve = solver.part(block.heads, block.rows, q.dtype)
-    for step in _steps(options, q, k, solve, block, in_place):
+    for step in _steps(options, tensors, solve, block, in_place):
         w = step[0]
     return signed_power(F.softshrink(w, 1.0), options.power) @ v[block.heads, : block.m]
 
@@ -365,11 +371,11 @@ class _Coding(torch.autograd.Function):
         flat, q, k, v, rho = all_flat(q.dim() - 2, out, q, k, v, rho)
         in_place = not torch.compiler.is_compiling()  # a traced graph may want gradients
         solver = Solver(k, rho, q.shape[-2], options)
-        cast = {k.dtype: [q, k, v]}
+        cast = {k.dtype: [q, k, v, rho]}
         for block in _blocks(options, q, k):
             dtype = _precision(options, block.rows, k)
             if dtype not in cast:
-                cast[dtype] = [x.to(dtype) for x in (q, k, v)]
+                cast[dtype] = [x.to(dtype) for x in (q, k, v, rho)]
             mixed = _mix_values(options, cast[dtype], solver, block, in_place)
             flat[block.heads, block.rows] = mixed.to(q.dtype)
         return out
@@ -405,14 +411,15 @@ def _gradients(options: Options, grad: Tensor, *tensors: Tensor) -> list[Tensor]
     """Return the gradients of q, k, v and ρ block by block."""
     result = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
     grad, *flat = all_flat(grad.dim() - 2, grad, *tensors, *result)
-    (q, k, v, rho), sums = flat[:4], flat[4:]
+    narrow, sums = flat[:4], flat[4:]
+    q, k, _, rho = narrow
     solver = Solver(k, rho, q.shape[-2], options)
-    cast = {k.dtype: ([q, k, v], sums)}
+    cast = {k.dtype: (narrow, sums)}
     for block in _blocks(options, q, k):
         dtype = _precision(options, block.rows, k)
         if dtype not in cast:
             zeros = [torch.zeros_like(x, dtype=dtype) for x in sums]
-            cast[dtype] = [x.to(dtype) for x in (q, k, v)], zeros
+            cast[dtype] = [x.to(dtype) for x in narrow], zeros
         solve = solver.part(block.heads, block.rows, dtype)
         g = grad[block.heads, block.rows].to(dtype)
         _spread(options, cast[dtype][0], solve, block, g, cast[dtype][1])
@@ -427,9 +434,9 @@ def _spread(
     sums: list[Tensor],
 ) -> None:  # fmt: skip
     """Add what one block, whose output has the gradient g, gives to dq, dk, dv and dρ."""
-    (heads, rows, m), (q, k, v), (dq, dk, dv, drho) = block, tensors, sums
+    (heads, rows, m), (_, k, v, _), (dq, dk, dv, drho) = block, tensors, sums
     K = k[heads, :m]
-    steps = list(_steps(options, q, k, solve, block))
+    steps = list(_steps(options, tensors, solve, block))
     z = F.softshrink(steps[-1][0], 1.0)
     A = signed_power(z, options.power)
     dv[heads, :m].baddbmm_(A.mT, g)
@@ -438,22 +445,19 @@ def _spread(
         mean = (dz * A).sum(-1, keepdim=True)
         slope = options.power * A / z.masked_fill(z == 0, math.inf)  # p z^(p−1) / Σ_j |z_j|ᵖ
         dz = slope * (dz - mean * z.sign())
-    dw = dz.mul_(_support(z))
+    dw = dz.mul_((z != 0).to(z.dtype))  # a product is faster than `torch.where`
     for n in range(options.iterations - 1, -1, -1):
-        (w, t), before = steps[n], steps[n - 1][0] if n else None
+        (x, t), before = steps[n], steps[n - 1][0] if n else None
         dr = solve(dw @ K)
-        both = options.hide(torch.baddbmm(dw, dr, K.mT, alpha=-1), rows.start)  # dw + db
-        x = w if before is None else w - before.clamp(-1, 1)
-        dk[heads, :m].baddbmm_(both.mT, t).baddbmm_(x.mT, dr, alpha=-1)
+        back = options.hide(dr @ K.mT, rows.start)  # −db
+        dk[heads, :m].baddbmm_(dw.sub_(back).mT, t)
+        if before is not None:
+            u = before.clamp(-1, 1)
+            dw = back.lerp_(dw, (u != before).to(u.dtype))
+            x = torch.sub(x, u, out=u)
+        dk[heads, :m].baddbmm_(x.mT, dr, alpha=-1)
         dq[heads, rows] += dr
         drho[heads] -= (t * dr).sum((-2, -1))
-        if before is not None:
-            dw = torch.lerp(dw.sub_(both), both, _support(F.softshrink(before, 1.0)))
-
-
-def _support(z: Tensor) -> Tensor:
-    """Return 1 where a code is not 0, else 0: a product is faster than `torch.where`."""
-    return (z != 0).to(z.dtype)
 
 
 def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Tensor:
@@ -461,10 +465,9 @@ def _whole(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Tensor) -> Te
     Q, K, V, flat_rho = all_flat(q.dim() - 2, q, k, v, rho)
     solver, parts = Solver(K, flat_rho, q.shape[-2], options), []
     for rows in _chunks(q.shape[-2]):
-        block, dtype = Block(ALL, rows, options.seen(rows.stop, k.shape[-2])), q.dtype
-        wider = _precision(options, rows, K)
-        cast = [x.to(wider) for x in (Q, K, V)]
-        parts.append(_mix_values(options, cast, solver, block).to(dtype))
+        block = Block(ALL, rows, options.seen(rows.stop, k.shape[-2]))
+        cast = [x.to(_precision(options, rows, K)) for x in (Q, K, V, flat_rho)]
+        parts.append(_mix_values(options, cast, solver, block).to(q.dtype))
     out = torch.cat(parts, -2) if parts else Q @ K.mT @ V
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -478,7 +481,7 @@ def _residuals(options: Options, q: Tensor, k: Tensor, rho: Tensor) -> tuple[Ten
     for block in _blocks(options, Q, K):
         u = z = Q.new_zeros(())
         solve = solver.part(block.heads, block.rows, Q.dtype)
-        for n, (w, _) in enumerate(_steps(options, Q, K, solve, block)):
+        for n, (w, _) in enumerate(_steps(options, [Q, K, K, flat_rho], solve, block)):
             u, z, old_u, old_z = w.clamp(-1, 1), F.softshrink(w, 1.0), u, z
             dual = flat_rho[block.heads, None] * (z - old_z).norm(dim=-1)
             pair = torch.stack([(u - old_u).norm(dim=-1), dual])  # x − z = u − u_before

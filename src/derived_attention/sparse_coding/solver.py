@@ -29,6 +29,7 @@ from derived_attention.common.masks import Mask
 from derived_attention.linear.core import in_chunks
 
 CHUNK = 128  # queries whose codes are in memory at a time
+FACTORED = 16  # chunks of queries whose (C, C) factors are
 NOISE = 4 * CHUNK * torch.finfo(torch.float64).eps  # an upper bound of Cholesky's rounding errors
 Penalty = float | Tensor
 Solve = Callable[[Tensor], Tensor]
@@ -121,13 +122,16 @@ class Solver:
 
     Where all queries have all keys there is one G, inverted by its Cholesky factor. `exclude_self`
     takes k_i k_iᵀ from it, and by Sherman and Morrison G_i⁻¹ = G⁻¹ + g_i g_iᵀ / (1 − k_i·g_i) with
-    g_i = G⁻¹ k_i. Causal, it is that of `Past`, chunk by chunk.
+    g_i = G⁻¹ k_i. Causal, it is that of `Past`; some chunks are factored at a time.
     """
 
     def __init__(self, k: Tensor, rho: Tensor, N: int, options: Options) -> None:
         self.options = options
         if options.is_causal:
-            self.past = Past.of(k, rho, N, options, CHUNK)
+            past = Past.of(k, rho, N, options, CHUNK)
+            parts = zip(*(x.split(FACTORED, -3) for x in past), strict=True)
+            inverses = zip(*(Past(*part).inverse() for part in parts), strict=True)
+            self.P, self.E = (torch.cat(x, -3) for x in inverses)  # (..., n, D, D), (..., n, C, D)
             return
         # In double precision: in float32 ρ would be lost beside keys of length 10³.
         M, lost = whitening(k.double(), rho)
@@ -139,29 +143,19 @@ class Solver:
 
     def part(self, heads: Any, rows: slice, dtype: torch.dtype) -> Solve:
         """Return what solves for some queries of some heads; causal: for one chunk."""
+        own = int(self.options.exclude_self)
         if self.options.is_causal:
-            return self._chunk(heads, rows.start // CHUNK, dtype)
+            P, E = (x[heads, rows.start // CHUNK].to(dtype) for x in (self.P, self.E))
+            E = E[..., : rows.stop - rows.start, :]
+            return lambda R: R @ P - (R @ E.mT).tril(-own) @ E
         P = self.P[heads].to(dtype)
-        if not self.options.exclude_self:
+        if not own:
             return lambda R: R @ P
-        excluded, g = (x[heads][..., rows, :].to(dtype) for x in (self.excluded, self.g))
+        excluded, g = (x[heads, rows].to(dtype) for x in (self.excluded, self.g))
 
         def solve(R: Tensor) -> Tensor:
             T = R @ P
             return T + g * (excluded * T).sum(-1, keepdim=True)
-
-        return solve
-
-    def _chunk(self, heads: Any, c: int, dtype: torch.dtype) -> Solve:
-        past = Past(*(x[..., c, :, :][heads] for x in self.past))
-        white, factor = past.factor()
-        EM = torch.linalg.solve_triangular(factor, white, upper=False) @ past.M
-        P, EM = (x.to(dtype) for x in (past.M.mT @ past.M, EM))
-
-        def solve(R: Tensor) -> Tensor:
-            E = EM[..., : R.shape[-2], :]
-            T = R @ P - (R @ E.mT).tril(-int(self.options.exclude_self)) @ E
-            return T.masked_fill(past.lost, math.nan)
 
         return solve
 
@@ -204,6 +198,12 @@ class Past(NamedTuple):
         floor = (NOISE * S.detach().diagonal(0, -2, -1)).clamp(min=1)
         S.diagonal(0, -2, -1).add_(floor)
         return white, torch.linalg.cholesky_ex(S).L
+
+    def inverse(self) -> tuple[Tensor, Tensor]:
+        """Return MᵀM and E M, so that G_i⁻¹ is the one less a product of the leading rows."""
+        white, factor = self.factor()
+        E = torch.linalg.solve_triangular(factor, white, upper=False)
+        return (self.M.mT @ self.M).masked_fill(self.lost, math.nan), E @ self.M
 
 
 def whitening(k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
