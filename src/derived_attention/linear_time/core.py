@@ -17,7 +17,6 @@ with a layer that overrides `mix`.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -242,15 +241,17 @@ def _keys(k: Tensor, rows: Tensor, scale: float) -> Tensor:
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float, mask: Mask) -> Tensor:
     """Return averages over all keys, whose features are divided by the largest of any key."""
     M, size = k.shape[-2], SEGMENT if q.device.type == "cpu" else max(q.shape[-2], k.shape[-2], 1)
-    top = W.new_zeros(*q.shape[:-2], 1, len(W))
-    rows = _rows(W, top)
+    rows = _rows(W, W.new_zeros(1, len(W)))
     parts = [_keys(x, rows, scale) for x in k.split(size, -2)]  # (..., m, R)
     if mask.given is not None:
-        columns = mask.given.expand(*mask.given.shape[:-1], M).mT.split(size, -2)
-        parts = [_add_mask(x, column) for x, column in zip(parts, columns, strict=True)]
-    if M:
-        top = functools.reduce(torch.maximum, [x.detach().amax(-2, keepdim=True) for x in parts])
-        top = top.masked_fill(top == -math.inf, 0)  # all keys are masked
+        given = mask.given.expand(*mask.given.shape[:-1], M).mT  # (..., M, 1)
+        if given.dtype == torch.bool:
+            given = W.new_zeros(given.shape).masked_fill(~given, -math.inf)
+        added = cast_mask(given, W.dtype).split(size, -2)
+        parts = [x + y for x, y in zip(parts, added, strict=True)]
+    tops = [x.detach().amax(-2, keepdim=True) for x in parts if M]
+    top = functools.reduce(torch.maximum, tops, W.new_full((1, len(W)), -math.inf))
+    top = top.masked_fill(top == -math.inf, 0)  # all keys are masked
     pairs = zip(parts, v.split(size, -2), strict=True)
     S = sum(x.sub_(top).exp_().mT @ with_ones(y, x.dtype) for x, y in pairs)
     rows = _rows(W, top)
@@ -264,42 +265,45 @@ def _attend_before(q: Tensor, k: Tensor, v: Tensor, W: Tensor, scale: float) -> 
     first key: by what no later key influences. From the first key on that has a feature larger by
     more than half of the range of a float, `_by_halves` is used, which has no such limit.
     """
-    N, low = q.shape[-2], torch.finfo(W.dtype).min / 4  # not -inf, as -inf - -inf is NaN
-    top, H = W.new_zeros(*q.shape[:-2], 1, len(W)), []
+    N, n = q.shape[-2], min(q.shape[-2], k.shape[-2])
+    sizes = _sizes(n, SEGMENT if q.device.type == "cpu" else LONGEST)
+    limits = torch.finfo(W.dtype)
+    room, H = math.log(limits.max) / 2, []
+    top = W.new_zeros(*q.shape[:-2], 1, len(W))
+    if n:  # not -inf, as -inf - -inf is NaN
+        top = _keys(k[..., :1, :], _rows(W, top), scale).detach().clamp(min=limits.min / 4)
     state = W.new_zeros(*q.shape[:-2], len(W), v.shape[-1] + 1)
-    if N and k.shape[-2]:
-        top = _keys(k[..., :1, :], _rows(W, top), scale).detach().clamp(min=low)
-    room = math.log(torch.finfo(W.dtype).max) / 2
-    parts = (x[..., :N, :].split(_sizes(N, x), -2) for x in (q, k, v))
-    for q_s, k_s, v_s in zip(*parts, strict=True):
-        rows, n = _rows(W, top), q_s.shape[-2]
-        a, logs, values = _queries(q_s, rows), _keys(k_s, rows, scale), with_ones(v_s, W.dtype)
-        growth = logs.detach().amax(-2, keepdim=True).clamp(min=0) if k_s.shape[-2] else 0 * top
+    *queries, rest = q.split([*sizes, N - n], -2)
+    keys, values = (x[..., :n, :].split(sizes, -2) for x in (k, v))
+    for q_s, k_s, v_s in zip(queries, keys, values, strict=True):
+        rows, v_s = _rows(W, top), with_ones(v_s, W.dtype)
+        a, logs = _queries(q_s, rows), _keys(k_s, rows, scale)
+        growth = logs.detach().amax(-2, keepdim=True).clamp(min=0)
         steep = not has_concrete_values(logs) or bool((growth > room).any())
         K, shrink = (logs.clamp(max=room) if steep else logs).exp_(), (-growth).mT.exp()
-        sums, last = sums_and_state(a.softmax(-1), K, values, state)
+        sums, last = sums_and_state(a.softmax(-1), K, v_s, state)
         if steep:
-            late = extend((logs > room).any(-1), n - k_s.shape[-2], -1, False).cumsum(-1) > 0
-            sums = torch.where(late.unsqueeze(-1), _by_halves(a, logs, values, state), sums)
-            state = shrink * state + (logs - growth).exp_().mT @ values
+            late = (logs > room).any(-1, keepdim=True).cumsum(-2) > 0
+            sums = torch.where(late, _by_halves(a, logs, v_s, state), sums)
+            state = shrink * state + (logs - growth).exp_().mT @ v_s
         else:
             state = shrink * last
         H.append(ratio(sums))
         top = top + growth
+    if N > n or not H:
+        H.append(ratio(_queries(rest, _rows(W, top)).softmax(-1) @ state))
     return torch.cat(H, -2)
 
 
-def _sizes(N: int, x: Tensor) -> list[int]:
-    """Return how many rows of x (..., m, ·), m ≤ N, belong to each segment of N tokens.
+def _sizes(n: int, most: int) -> list[int]:
+    """Cut n tokens into segments, each as long as all before it, but between limits.
 
-    On a GPU a segment is as long as all before it, within limits: then its features rarely exceed
-    the largest ones before it by much.
+    So features rarely exceed the largest ones before the segment by much.
     """
-    ends, most = [0], SEGMENT if x.device.type == "cpu" else LONGEST
-    while ends[-1] < N or len(ends) < 2:
-        ends.append(min(N, ends[-1] + min(max(ends[-1], SEGMENT), most)))
-    ends = [min(end, x.shape[-2]) for end in ends]
-    return [end - start for start, end in itertools.pairwise(ends)]
+    sizes: list[int] = []
+    while (left := n - sum(sizes)) > 0:
+        sizes.append(min(left, max(SEGMENT, sum(sizes)), most))
+    return sizes
 
 
 def _powers(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,8 +322,7 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, state: Tensor) -> Tensor:
     n, size, half, low = a.shape[-2], 1, 1, torch.finfo(a.dtype).min / 4
     while size < n:
         size *= 2
-    a, v = (extend(x, size - x.shape[-2]) for x in (a, v))
-    logs = extend(logs, size - logs.shape[-2], value=-math.inf)
+    a, v, logs = (extend(x, size - n, value=y) for x, y in ((a, 0), (v, 0), (logs, -math.inf)))
     own, own_top = _powers(a + logs)
     past, past_top = _powers(a.clone())
     sums, tops = [own.sum(-1, keepdim=True) * v, past @ state], [own_top, past_top]
@@ -329,20 +332,12 @@ def _by_halves(a: Tensor, logs: Tensor, v: Tensor, state: Tensor) -> Tensor:
         most = keys.detach().amax(-2, keepdim=True).clamp(min=low)
         Q, t = _powers(queries[..., 1, :, :] + most)
         part = (Q @ (keys - most).exp_().mT) @ values[..., 0, :, :]
-        zeros, lowest = torch.zeros_like(part), torch.full_like(t, low)  # for the first halves
-        sums.append(torch.stack([zeros, part], -3).flatten(-4, -2))
-        tops.append(torch.stack([lowest, t], -3).flatten(-4, -2))
+        sums.append(extend(part, 0, before=half).flatten(-3, -2))  # zeros for the first halves
+        tops.append(extend(t, 0, before=half, value=low).flatten(-3, -2))
         half *= 2
     most = functools.reduce(torch.maximum, tops)
     parts = [(t - most).exp() * part for t, part in zip(tops, sums, strict=True)]
     return functools.reduce(torch.add, parts)[..., :n, :]
-
-
-def _add_mask(logs: Tensor, column: Tensor) -> Tensor:
-    """Add a mask over keys (..., M, 1) to logarithms (..., M, R)."""
-    if column.dtype == torch.bool:
-        return logs.masked_fill(~column, -math.inf)
-    return logs + cast_mask(column, logs.dtype)
 
 
 # --- FMM: softmax for near keys, features for far ones -------------------------------------------
