@@ -102,6 +102,42 @@ def test_converged_codes_are_optimal(M, D, lam, seed):
             torch.testing.assert_close(slope[used], lam * x[used].sign(), rtol=1e-6, atol=1e-6)
 
 
+FEW = [(4, 3), (6, 6), (5, 1), (1, 5), (0, 3), (3, 0)]
+
+
+@pytest.mark.parametrize("power", [None, 5])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_few_keys_give_the_codes_of_the_formula(leading, power, monkeypatch):
+    """Without the form of many keys: by an inverse that has a row for each key."""
+    monkeypatch.setattr(core, "_Coding", None)
+    lam = torch.linspace(0.1, 0.4, 3, dtype=torch.float64).requires_grad_()
+    rho = torch.linspace(0.5, 2.0, 3, dtype=torch.float64).requires_grad_()
+    each = {"lam": lam, "rho": rho} if leading else {}
+    for n, m in FEW:
+        inputs = qkv(leading, n=n, m=m, d=6, dv=2)
+        for mask in (None, torch.arange(m) % 3 != 1, torch.zeros(m, dtype=torch.bool)):
+            own = {"power": power, "attn_mask": mask, **each}
+            results = (
+                with_gradients(form, inputs, **own)
+                for form in (lasso_attention, lasso_attention_reference)
+            )
+            assert_all_close(*results, 1e-10, f"{n} queries, {m} keys, {mask}")
+
+
+@pytest.mark.parametrize("std", [1, 30, 1000])
+def test_few_keys_are_as_exact_as_many_in_single_precision(std):
+    q, k, v = (x.detach() for x in qkv((4,), n=16, m=16, d=16, dv=16))
+    k = std * torch.cat([k[:, 3:], k[:, 3:6]], -2)  # three keys are there twice
+    exact = lasso_attention_reference(q, k, v)
+    found = lasso_attention(q.float(), k.float(), v.float())
+    assert float((found - exact).norm() / exact.norm()) < 1e-5
+
+
+def test_few_keys_have_further_derivatives():
+    inputs = [x.detach().requires_grad_() for x in qkv((2,), n=3, m=2, d=3, dv=2)]
+    assert torch.autograd.gradgradcheck(lasso_attention, inputs)
+
+
 def test_ridge_is_a_regression_of_values_on_keys():
     q, k, v = (x.detach() for x in qkv((), n=5, m=9, d=4, dv=3))
     rows = np.vstack([k, math.sqrt(0.3) * np.eye(4)])

@@ -184,7 +184,7 @@ def weighted_means(
         values = with_ones(v, phi_k.dtype)
         if mask.is_causal:
             state = None if state is None else check_sums(state, phi_k, values)
-            return ratio(sums_and_state(phi_q, phi_k, values, state)[0])
+            return ratio(causal_sums(phi_q, phi_k, values, state))
         return ratio(phi_q @ (phi_k.mT @ values))  # (..., H, F, Dv + 1) first
 
 
@@ -220,6 +220,14 @@ def fused_sums(*tensors: Tensor, **options: Any) -> Tensor:
     return linear.causal_sums(*tensors, **options)
 
 
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> Tensor:
+    """Return the sums of `sums_and_state` alone, which need no state if there is one chunk."""
+    N = q.shape[-2]
+    if N > CHUNK or state is not None:
+        return sums_and_state(q, k, v, state)[0]
+    return (q @ k[..., :N, :].mT).tril_() @ v[..., :N, :]
+
+
 def sums_and_state(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -233,9 +241,7 @@ def sums_and_state(
     q, k, v = in_chunks(q, N), in_chunks(k[..., :N, :], N), in_chunks(v[..., :N, :], N)
     sums = k.mT @ v  # (..., n, F, Dv)
     S, last = sums_before(sums, torch.zeros_like(sums[..., 0, :, :]) if state is None else state)
-    H = (q @ k.mT).tril_() @ v  # in place: no backward pass needs what is overwritten
-    if q.shape[-3] > 1 or state is not None:
-        H.add_(q @ S)
+    H = ((q @ k.mT).tril_() @ v).add_(q @ S)  # in place: no backward pass needs what they were
     return H.flatten(-3, -2)[..., :N, :], last
 
 

@@ -34,7 +34,7 @@ from derived_attention.common.checks import (
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
 from derived_attention.common.running import running_sums
-from derived_attention.linear.core import FeatureMap, apply_feature_map, sums_and_state
+from derived_attention.linear.core import FeatureMap, apply_feature_map, causal_sums
 
 ROWS = 10  # rows of f(X) for each direction, as in Appendix B.1
 SAMPLINGS = ("even", "random")
@@ -203,9 +203,9 @@ def _causal_scores(by: Projection, x: Tensor, q: Tensor, W: Tensor, scale: float
     with full_precision(q.device):
         if isinstance(sketch, Tensor):
             keys = sketch[..., :M].to(W.dtype).mT @ W
-            return sums_and_state(phi, x.to(phi.dtype), keys)[0]
+            return causal_sums(phi, x.to(phi.dtype), keys)
         u = W[..., torch.arange(M, device=W.device) % n, :]
-        sums, _ = sums_and_state(phi, x.to(phi.dtype), u)
+        sums = causal_sums(phi, x.to(phi.dtype), u)
     # In cross-attention there may be more queries than tokens.
     last = torch.arange(q.shape[-2], device=q.device).clamp(max=max(M - 1, 0))
     return sums / (last // n + 1).unsqueeze(-1)

@@ -40,7 +40,7 @@ from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
 from derived_attention.softmax.joint import backend_of, joint_softmax
 
-SHORT = 32  # queries and keys up to which the formula is faster
+SHORT = 32  # causal queries and keys up to which the formula is faster; others up to twice as many
 
 
 def sink_attention_weights(
@@ -85,7 +85,7 @@ def sink_attention(
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
     """
-    if is_short(q, k, SHORT):
+    if is_short(q, k, SHORT if mask.is_causal else 2 * SHORT):
         return in_full(formulas.sink)(q, k, v, mask, scale, bias=bias)
     D, Dv, scale = q.shape[-1], v.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
     if mask.given is None:
