@@ -271,8 +271,7 @@ def lasso_attention(
         if residuals is not None:
             primal, dual = _residuals(options, q, k, rho)
             residuals.append((kappa * primal, kappa * dual))
-        few = q.dim() > 2 and not (options.is_causal or exclude_self)
-        few = few and is_short(q, k, k.shape[-1])
+        few = not (options.is_causal or exclude_self) and is_short(q, k, k.shape[-1])
         out = (_code_in_few_keys if few else _Coding.apply)(options, q, k, v, rho)
         return (out if power else kappa * out).to(dtype)
 
@@ -283,13 +282,13 @@ def _code_in_few_keys(options: Options, q: Tensor, k: Tensor, v: Tensor, rho: Te
     With J = I − ρ (K Kᵀ + ρ I)⁻¹ and κ = 1, a step is w ← J (w − 2 z) + z + (K Kᵀ + ρ I)⁻¹ K q.
     The inverse is in double precision; J, whose eigenvalues are from 0 to 1, enlarges no error.
     """
-    K, R = k.flatten(0, -3).double(), rho.flatten().double()[:, None, None]
+    Q, K, R = all_flat(q.dim() - 2, q.double(), k.double(), rho.double()[..., None, None])
     eye = torch.eye(K.shape[-2], dtype=K.dtype, device=K.device)
     G = K @ K.mT + R * eye
     lost = torch.linalg.cholesky_ex(G.detach()).info.ne(0)[:, None, None]
     inverse = torch.linalg.inv_ex(G).inverse.masked_fill(lost, math.nan)
     J = (eye - R * inverse).to(v.dtype)
-    w = first = (q.flatten(0, -3).double() @ (K.mT @ inverse)).to(v.dtype)
+    w = first = (Q @ (K.mT @ inverse)).to(v.dtype)
     for _ in range(options.iterations - 1):
         z = F.softshrink(w, 1.0)
         w = torch.baddbmm(first + z, torch.sub(w, z, alpha=2), J)
