@@ -44,10 +44,12 @@ def chapter(number: str, root: Path = ROOT) -> ModuleType:
     code = model_code(pages[0].read_text("utf8"))
     if not code:
         raise ValueError(f"{pages[0].name} has no code cell tagged model; expected one")
-    path = root / "_build" / "page_models" / f"chapter{number}.py"
+    path = root / "_build" / "page_models" / f"page_models_{number}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, code.encode())
-    spec = importlib.util.spec_from_file_location(f"page_models_{number}", path)
+    if str(path.parent) not in sys.path:  # where the processes of a grid import it by its name
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the keys of runs look it up

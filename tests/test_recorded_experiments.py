@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.machinery
 import math
 import pkgutil
 from itertools import product
@@ -53,6 +54,13 @@ def test_an_experiment_defines_nothing_that_its_page_defines(number):
     own = (ROOT / "experiments" / f"chapter{number}.py").read_text("utf8")
     assert code and f'chapter("{number}")' in own
     assert not defined(own) & defined(code)
+
+
+def test_other_processes_find_the_models_of_a_page_by_name():
+    """The runs of a grid are sent to them by name, and a module of a page is no installed one."""
+    page = chapter("10")
+    found = importlib.machinery.PathFinder.find_spec(page.__name__)  # not in sys.modules
+    assert found is not None and found.origin == page.__file__
 
 
 @pytest.mark.parametrize("number", CHAPTERS)
