@@ -41,6 +41,7 @@ from derived_attention.common.convention import (
     reference,
 )
 from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
+from derived_attention.common.running import running_sums
 from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
 FIRST = 64  # queries with the statistics of so few keys that half precision may not hold them
@@ -171,11 +172,11 @@ def _running_statistics(k: Tensor, variance: bool) -> tuple[Tensor, Tensor | Non
     Its terms, (k_j − μ_j)² j/(j−1), are not negative, so nothing cancels, however large μ is.
     """
     count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype, device=k.device)[:, None]  # (M, 1)
-    mean = k.cumsum(-2).div_(count)  # in place, as no backward pass needs the sums
+    mean = running_sums(k).div_(count)  # in place, as no backward pass needs the sums
     if not variance:
         return mean, None, count
     terms = (k - mean).square().mul_(count / (count - 1).clamp(min=1))  # the first one is 0
-    return mean, terms.cumsum(-2).div_(count), count
+    return mean, running_sums(terms).div_(count), count
 
 
 def _masked_statistics(

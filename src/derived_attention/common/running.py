@@ -7,7 +7,6 @@ import itertools
 import torch
 from torch import Tensor
 
-from derived_attention.common.checks import accumulation_dtype
 from derived_attention.common.convention import extend
 
 CHUNK = 64  # tokens that one thread of a GPU adds up
@@ -20,7 +19,7 @@ def running_sums(x: Tensor) -> Tensor:
     chunks are scanned at once, and the totals of the chunks before are added. No sum depends on a
     later token, not even on ∞ or NaN, as a product with a triangle of ones and zeros would.
     """
-    x, N = x.to(accumulation_dtype(x)), x.shape[-2]
+    x, N = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-2]
     if x.device.type == "cpu" or N <= CHUNK:
         return x.cumsum(-2)
     sums = extend(x, -N % CHUNK).unflatten(-2, (-1, CHUNK)).cumsum(-2)  # (..., n, C, D)

@@ -53,7 +53,7 @@ from derived_attention.sparse_coding.solver import (
     check_lasso,
     penalty,
     prepare_codes,
-    sums_before,
+    products_before,
     whitening,
 )
 
@@ -202,7 +202,7 @@ def _causal_ridge(
     past = Past.of(k, lam, N, options, RIDGE, earlier.keys)
     queries, values = (in_chunks(x, N, RIDGE) for x in (q, v[..., P:, :][..., :N, :]))
     first = earlier.values + k[..., :P, :].mT @ v[..., :P, :]
-    W = past.M.mT @ (past.M @ sums_before(past.keys, values, first))  # (..., n, D, Dv)
+    W = past.M.mT @ (past.M @ products_before(past.keys, values, first))  # (..., n, D, Dv)
     white, factor = past.factor()
     E, R = torch.linalg.solve_triangular(
         factor, torch.cat([white, values - past.keys @ W], -1), upper=False

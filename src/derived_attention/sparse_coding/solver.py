@@ -184,7 +184,7 @@ class Past(NamedTuple):
         first, rest = k[..., : options.prefix, :].double(), k[..., options.prefix :, :]
         keys = in_chunks(rest[..., :N, :], N, size).double()
         before = earlier + first.mT @ first + _diagonal(rho, k.shape[-1])
-        return cls(keys, *_inverse_factor(sums_before(keys, keys, before)))
+        return cls(keys, *_inverse_factor(products_before(keys, keys, before)))
 
     def factor(self) -> tuple[Tensor, Tensor]:
         """Return K̃, and F, both of all chunks.
@@ -226,7 +226,7 @@ def _inverse_factor(G: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.solve_triangular(L, eye, upper=False), lost
 
 
-def sums_before(k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+def products_before(k: Tensor, v: Tensor, first: Tensor) -> Tensor:
     """Add up KᵀV over the chunks (..., n, C, ·) before each chunk, and what is before the first."""
     sums = k[..., :-1, :, :].mT @ v[..., :-1, :, :]
     return extend(sums, 0, -3, before=1).cumsum(-3) + first.unsqueeze(-3)
