@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from docutils import nodes
 
-# What slow reading took: a class of one reader, who worked through the formulas and the code.
-WORDS_PER_MINUTE = 100
-SECONDS_PER_FORMULA = 45
-SECONDS_PER_LINE = 4  # of visible code
+# How long slow reading takes.
+WORDS_PER_MINUTE = 130
+SECONDS_PER_SYMBOL = 6  # an inline formula
+SECONDS_PER_FORMULA = 60
+SECONDS_PER_LINE = 9  # of visible code
+SECONDS_PER_FIGURE = 45
 SITTING = "sitting"  # the class of the box that says where to stop for the day
 KINDS = ("read", "exercises", "cpu")
 EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
@@ -34,12 +36,13 @@ class Reading(NamedTuple):
         return sum(self.sittings)
 
     def __str__(self) -> str:
-        text = f"{self.minutes} min to read slowly"
+        text = f"{self.minutes} min"
         if len(self.sittings) > 1:
             *most, last = map(str, self.sittings)
             number = {2: "two", 3: "three", 4: "four"}[len(self.sittings)]
             text += f", in {number} sittings of {', '.join(most)} and {last} min"
-        return text + (f"; the proofs, {self.proofs} min more" if self.proofs else "")
+        pencil = f"; with the proofs and a pencil {self.minutes + self.proofs} min"
+        return text + (pencil if self.proofs else "")
 
 
 def reading(doctree) -> Reading:
@@ -60,10 +63,14 @@ def reading(doctree) -> Reading:
 
 
 def _seconds(node) -> float:
-    if isinstance(node, nodes.paragraph):
-        return 60 * len(node.astext().split()) / WORDS_PER_MINUTE
+    if isinstance(node, nodes.paragraph | nodes.caption):
+        formulas = list(node.findall(nodes.math))
+        words = len(node.astext().split()) - sum(len(x.astext().split()) for x in formulas)
+        return 60 * words / WORDS_PER_MINUTE + SECONDS_PER_SYMBOL * len(formulas)
     if isinstance(node, nodes.math_block):
         return SECONDS_PER_FORMULA
+    if isinstance(node, nodes.figure):
+        return SECONDS_PER_FIGURE
     if isinstance(node, nodes.container) and "cell_input" in node["classes"]:
         return SECONDS_PER_LINE * sum(bool(line.strip()) for line in node.astext().splitlines())
     return 0
