@@ -49,7 +49,8 @@ install: $(VENV)/.ready ## make the environment and no more; TORCH=pip or TORCH=
 lab: $(VENV)/.ready ## open the chapters as notebooks in JupyterLab
 	@$(BIN)/python -m jupyterlab notebooks $(LAB)
 
-notebooks: book ## bring the committed notebooks in step with the pages
+notebooks: book ## bring the committed notebooks, and README's picture, in step with the pages
+	@PYTHONPATH=src $(BIN)/python _ext/picture.py
 	@rm -f notebooks/*.ipynb
 	@cp _build/notebooks/*.ipynb notebooks/
 

@@ -212,8 +212,8 @@ def test_the_landing_page_counts_this_build_and_is_no_chapter(five):
     counts = claims.count(five)
     assert f"{counts['testable']} numbered statements" in hook
     assert f"{counts['errors']} distinct errors" in hook
-    assert page.count('class="da-picture"') == 5
-    assert page.count('class="da-figure da-slider"') == 2 and "cell_input" not in page
+    assert page.count('class="da-picture"') == 5 and page.count('class="recall"') == 1
+    assert page.count('class="da-figure da-slider"') == 1 and "cell_input" not in page
     assert not (HTML / "notebooks" / "index.ipynb").exists()
 
 
