@@ -13,7 +13,7 @@ from derived_book.training.recorded import load_experiment
 
 PATH = Path(__file__).resolve().parents[1] / "assets" / "recall.svg"
 ARMS = {"linear, 8 heads": 4, "linear, 4 heads": 8, "linear, 2 heads": 16, "softmax, 4 heads": None}
-PAIRS, WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 32, 640, 302, 46, 252, 52
+PAIRS, WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 32, 460, 300, 46, 252, 52
 STYLE = """
 .recall { color: #1f2328; font: 14px sans-serif; }
 @media (prefers-color-scheme: dark) { .recall { color: #e6edf3; } }
@@ -51,16 +51,16 @@ def draw() -> str:
     for i, (arm, features) in enumerate(ARMS.items()):
         x, runs, kind = LEFT + (i + 0.5) * step, scores[arm][budget], arm.partition(",")[0]
         limit = 1.0 if features is None else features / PAIRS
-        parts.append(f'<path class="limit" d="M{x - 56:.1f} {height(limit):.1f}h112"/>')
+        parts.append(f'<path class="limit" d="M{x - 46:.1f} {height(limit):.1f}h92"/>')
         for n, run in enumerate(runs):
-            across = x + 10 * (n - (len(runs) - 1) / 2)
+            across = x + 9 * (n - (len(runs) - 1) / 2)
             parts.append(f'<circle class="{kind}" cx="{across:.1f}" cy="{height(run):.1f}" r="5"/>')
         mean = f"{len(runs)} runs: {100 * np.mean(runs):.1f} %"
-        theory = "theory: no limit" if features is None else f"theory: at most {100 * limit:g} %"
+        theory = "no limit" if features is None else f"limit: {100 * limit:g} %"
         write(x, height(limit) + (24 if features is None else -28), theory)
         write(x, height(limit) + (42 if features is None else -11), mean)
-        write(x, BOTTOM + 22, f"{kind} attention", font_weight="bold")
-        write(x, BOTTOM + 40, "" if features is None else f"{features} features a head")
+        write(x, BOTTOM + 22, kind, font_weight="bold")
+        write(x, BOTTOM + 40, "attention" if features is None else f"{features} features")
         shape = f" with {features} features a head" if features else ""
         said.append(f"{kind}{shape}, {theory}, {mean}")
     label = f"Share of {PAIRS} values that one attention layer recalls: {'; '.join(said)}."
