@@ -189,12 +189,12 @@ HALF = dict(is_cuda=True, dtype=torch.bfloat16, shape=(2, 3, 64), device="cuda:0
     ],
 )
 def test_what_keeps_it_from_running(change, obstacle, monkeypatch):
-    monkeypatch.setattr(engine, "_is_installed", lambda: True)
+    monkeypatch.setattr(engine, "is_installed", lambda: True)
     q = types.SimpleNamespace(**HALF | change)
     assert re.fullmatch(f".*{obstacle}" if obstacle else "", engine._obstacle(q, q, q))
     other = types.SimpleNamespace(**HALF | {"dtype": torch.float16})
     assert "dtypes" in engine._obstacle(types.SimpleNamespace(**HALF), other, other)
-    monkeypatch.setattr(engine, "_is_installed", lambda: False)
+    monkeypatch.setattr(engine, "is_installed", lambda: False)
     assert engine._obstacle(q, q, q) == "fla-core is not installed"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert "a compiler traces" in engine._obstacle(q, q, q)

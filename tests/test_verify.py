@@ -48,6 +48,16 @@ def test_verify_says_what_agrees_and_goes_on_where_it_stopped(
     assert verify.main(["--output", str(tmp_path)]) == 0
 
 
+def test_verify_tries_fla_core_on_a_gpu_where_it_is_installed(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(verify.fla, "is_installed", lambda: False)
+    assert not [x for x in verify.problems(gpu) if x.kernel == "delta"]
+    monkeypatch.setattr(verify.fla, "is_installed", lambda: True)
+    trials = [x for x in verify.problems(gpu) if x.kernel == "delta"]
+    kinds = {(x.gated, x.erase, x.dtype, x.D) for x in trials}
+    assert len(kinds) == len(trials) == 12 and {x.N for x in trials} == {verify.fla.TRIED["N"]}
+
+
 def test_verify_names_a_kernel_that_is_wrong_or_fails(two_problems, monkeypatch, capsys):
     results = kernel_cases.results
 

@@ -22,6 +22,7 @@ import torch
 from derived_attention.common import kernels
 from derived_attention.common.files import write_atomically
 from derived_attention.common.kernel_cases import (
+    LIBRARIES,
     PATTERNS,
     Trial,
     compare,
@@ -29,9 +30,10 @@ from derived_attention.common.kernel_cases import (
     repeats,
 )
 from derived_attention.common.kernel_selftest import file_of, place_of, usable
+from derived_attention.delta import fla
 
 TIMES = 10  # that bits are to repeat
-KERNELS = ("linear", "mlk", *PATTERNS)
+KERNELS = ("linear", "mlk", *PATTERNS, *LIBRARIES)
 
 
 class Record:
@@ -71,9 +73,24 @@ def problems(device: torch.device) -> list[Trial]:
     """Return what is to be compared."""
     if device.type == "cuda":
         widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
-        return list(design(lambda trial: 1000, widths))
+        return [*design(lambda trial: 1000, widths), *problems_of_delta()]
     tiny: dict[str, Any] = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
-    return [Trial(kernel, "fp32", **tiny, mask="causal") for kernel in KERNELS]
+    own = [kernel for kernel in KERNELS if kernel not in LIBRARIES]
+    return [Trial(kernel, "fp32", **tiny, mask="causal") for kernel in own]
+
+
+def problems_of_delta() -> list[Trial]:
+    """Return problems for fla-core, if it is installed: each of its kernels in two widths."""
+    if not fla.is_installed():
+        return []
+    kinds: list[dict[str, Any]] = [{}, {"gated": True}, {"gated": True, "erase": False}]
+    sizes: list[dict[str, Any]] = [fla.TRIED | {"D": D, "DV": D} for D in (64, 128)]
+    return [
+        Trial("delta", dtype, mask="causal", **size, **kind)
+        for dtype in ("bf16", "fp16")
+        for size in sizes
+        for kind in kinds
+    ]
 
 
 def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
@@ -96,6 +113,8 @@ def report(data: dict[str, Any]) -> str:
     lines = [data["place"], ""]
     for kernel in KERNELS:
         rows = [(n, x) for n, x in data["trials"].items() if n.split()[0] == kernel]
+        if not rows:
+            continue
         good = [x for _, x in rows if x["agrees"] and x["repeats"]]
         worst = max((x["worst"] for _, x in rows if "worst" in x), default=float("nan"))
         lines.append(

@@ -57,7 +57,7 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Return what keeps fla-core from running, or nothing."""
     if torch.compiler.is_compiling():
         return "a compiler traces, which cannot look into fla-core"
-    if not _is_installed():
+    if not is_installed():
         return "fla-core is not installed"
     if not q.is_cuda:
         return f"q is on {q.device}; expected a CUDA device"
@@ -69,7 +69,8 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 @functools.cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Return whether fla-core can be imported."""
     return importlib.util.find_spec("fla") is not None
 
 
