@@ -681,7 +681,7 @@ def test_paper_shows_what_the_screen_folds_and_of_solutions_those_that_were_open
         assert folded.is_visible(), folded.inner_html()[:200]
     assert opened.locator("section").first.is_visible()
     assert others and not any(solution.is_visible() for solution in others)
-    assert page.locator("h1:visible").inner_text().startswith("5. Normalise and scale")
+    assert page.locator("h1:visible").inner_text().startswith("5. Batch normalisation")
     boxes = page.locator("details.hide:not([open]):visible, .da-ctl:visible, .bd-header:visible")
     assert not boxes.count(), "what only a click can use is on paper"
 

@@ -204,7 +204,7 @@ def test_the_weeks_add_up(tmp_path):
     assert [row["assignment"] for row in rows] == NAMES
     assert [int(row["week"]) for row in rows] == list(range(1, len(NAMES) + 1))
     fifth = rows[NAMES.index("chapter05")]
-    assert (fifth["minutes"], fifth["points by checks"]) == ("70", "35")
+    assert (fifth["minutes"], fifth["points by checks"]) == ("70", "45")
     for kind in ("student", "instructor"):
         assert sorted(p.stem for p in (tmp_path / kind).iterdir()) == sorted(NAMES)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.ipynb")}
@@ -471,7 +471,7 @@ def test_no_solution_of_the_book_is_listed():
 
 # --- from the command line -----------------------------------------------------------------------
 
-ANSWERS = ("ex-05-common", "ex-05-rms", "ex-05-causal")  # worth 10, 15 and 10 points
+ANSWERS = ("ex-05-common", "ex-05-rms", "ex-05-causal", "ex-05-needle")  # 10, 15, 10 and 10 points
 LOOP = """import time
 while True:
     try:
@@ -586,7 +586,7 @@ def test_marks_are_those_that_the_answers_deserve(school):
     found = marks(folder)
     hostile = {"hostile": "0.0"} if grading.fence_works() else {}
     graded = {name: mark for name, mark in found.items() if name not in UNREADABLE}
-    some = {"right": "35.0", "wrong": "0.0", "greedy": "10.0", "copies": "35.0"}
+    some = {"right": "45.0", "wrong": "0.0", "greedy": "10.0", "copies": "35.0"}
     assert graded == some | hostile
 
 
@@ -611,7 +611,8 @@ def test_every_zero_has_a_reason(school):
     wrong, notes = outcome(folder, "wrong")
     assert "handed in as chapter05 (1).ipynb" in notes
     mistakes = {e.label: e.mistakes[0].message for e in assignments()["chapter05"][0] if e.name}
-    mistakes["ex-05-causal"] = "there is no answer"  # which is left as it was given out
+    for label in ANSWERS[2:]:  # which are left as they were given out
+        mistakes[label] = "there is no answer"
     for label in ANSWERS:
         assert re.search(mistakes[label], wrong[f"{label}-check"])
     assert outcome(folder, "right")[0] == {}

@@ -66,7 +66,7 @@ def test_it_begins_with_a_title_and_contents(printed, texts):
     assert "Derived Attention" in texts[0] and pdf.__version__ in texts[0]
     assert "Contents" in texts[1]
     first = next(i for i, text in enumerate(texts) if "You will be able to" in text)
-    line = rf"5\. Normalise and scale\s+{printed.page_labels[first]}\n"
+    line = rf"5\. Batch normalisation and scaled heads\s+{printed.page_labels[first]}\n"
     assert re.search(line, texts[1]) and "A & B" in texts[1]
 
 
@@ -96,9 +96,14 @@ def test_links_lead_to_pages_of_the_book_and_to_other_sites(printed, texts):
 def test_bookmarks_are_parts_chapters_and_sections(printed, texts):
     marks = list(outline(printed.outline))
     depths = {title: depth for depth, title, _ in marks}
-    assert depths["A & B"] == 0 and depths["5. Normalise and scale"] == 1
+    assert depths["A & B"] == 0 and depths["5. Batch normalisation and scaled heads"] == 1
     assert depths["5.11. Exercises"] == depths["Solutions"] == 2
-    for title in ("5.1. The question", "5.11. Exercises", "Solutions", "References"):
+    for title in (
+        "5.1. The question: keys that share a vector",
+        "5.11. Exercises",
+        "Solutions",
+        "References",
+    ):
         (target,) = (item for _, name, item in marks if name == title)
         assert title in texts[printed.get_destination_page_number(target)]
 

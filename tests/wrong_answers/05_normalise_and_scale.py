@@ -12,22 +12,22 @@ WRONG = {
             "def own_attention(q, k, v):\n"
             "    S = q @ k.mT / sqrt(q.shape[-1])\n"
             "    return (S - S.mean(-2, keepdim=True)).softmax(-1) @ v",
-            r"No tensor with a number for each query and key is formed\. Not so for N = 64",
+            r"forms no tensor with a number for each query and key\. Not so for N = 64",
         ),
         (  # Attention-BN
             "def own_attention(q, k, v):\n"
             "    return softmax_attention(q - k.mean(-2, keepdim=True), k, v)",
-            r"added to all queries changes nothing\. Not so for N = 5",
+            r"one vector is added to all queries\. Not so for N = 5",
         ),
         (  # the keys are centred, which softmax does not see
             "def own_attention(q, k, v):\n"
             "    return softmax_attention(q, k - k.mean(-2, keepdim=True), v)",
-            r"added to all queries changes nothing",
+            r"one vector is added to all queries",
         ),
         (  # centred within each token, as a layer norm
             "def own_attention(q, k, v):\n"
             "    return softmax_attention(q - q.mean(-1, keepdim=True), k, v)",
-            r"added to all queries changes nothing",
+            r"one vector is added to all queries",
         ),
         (  # by the first query
             "def own_attention(q, k, v):\n    return softmax_attention(q - q[..., :1, :], k, v)",
@@ -72,7 +72,7 @@ WRONG = {
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()\n"
             "    return (n(q) @ n(k).mT / sqrt(q.shape[-1])).softmax(-1) @ v",
-            r"no tensor of N times N numbers formed\. Not so for N = 64",
+            r"forms no tensor of N × N numbers\. Not so for N = 64",
         ),
     ],
     "ex-05-causal": [
@@ -80,32 +80,50 @@ WRONG = {
             "def causal_bn(q, k, v, beta):\n"
             "    mean = k.mean(-2, keepdim=True)\n"
             "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
-            r"What follows a query does not change its output\. Not so for N = 6, beta = 0\.6",
+            r"not depend on the tokens after it\. Not so for N = 6, beta = 0\.6",
         ),
         (  # the sum, not the mean
             "def causal_bn(q, k, v, beta):\n"
             "    return softmax_attention(q - beta * k.cumsum(-2), k, v, is_causal=True)",
-            r"seen from the mean of all keys",
+            r"the mean of all keys is subtracted",
         ),
         (  # the mean of the keys before, without the query's own
             "def causal_bn(q, k, v, beta):\n"
             "    count = torch.arange(k.shape[-2], dtype=k.dtype)[:, None].clamp(min=1)\n"
             "    mean = (k.cumsum(-2) - k) / count\n"
             "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
-            r"seen from the mean of all keys.*N = 6, beta = 0\.6",
+            r"the mean of all keys is subtracted.*N = 6, beta = 0\.6",
         ),
         (  # a running mean, but no mask
             "def causal_bn(q, k, v, beta):\n"
             "    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype)[:, None]\n"
             "    return softmax_attention(q - beta * k.cumsum(-2) / count, k, v)",
-            r"What follows a query does not change its output",
+            r"not depend on the tokens after it",
         ),
         (  # a mask is formed
             "def causal_bn(q, k, v, beta):\n"
             "    mask = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool).tril()\n"
             "    mean = mask.to(k.dtype) @ k / mask.sum(-1, keepdim=True)\n"
             "    return softmax_attention(q - beta * mean, k, v, attn_mask=mask)",
-            r"no tensor of N times N numbers is formed\. Not so for N = 64",
+            r"forms no tensor of N × N numbers\. Not so for N = 64",
+        ),
+    ],
+    "ex-05-needle": [
+        (  # the score of a full head with as many keys as there are windows
+            "def half_score(N, m):\n    return np.log(N / m - 1)",
+            r"half of the weight\. Not so for N = 8, m = 2",
+        ),
+        (  # the window of the key is counted among the others
+            "def half_score(N, m):\n    return m * np.log(N / m)",
+            r"half of the weight\. Not so for N = 8, m = 1",
+        ),
+        (  # the keys are counted, not the windows
+            "def half_score(N, m):\n    return m * np.log(N - 1)",
+            r"half of the weight\. Not so for N = 8, m = 2",
+        ),
+        (  # the key itself has half of the weight of its window, at every scale
+            "def half_score(N, m):\n    return m * np.log(2 * (N / m - 1))",
+            r"half of the weight\. Not so for N = 8, m = 1",
         ),
     ],
 }
