@@ -42,7 +42,7 @@ QUERIES = {
     "multihead attention": "glossary#term-multi-head-attention",
     "SVM": "glossary#term-support-vector-machine",
     "batch normalization": "glossary#term-batch-normalisation",
-    "why divide by sqrt D": "01_attention#step-3-why-sqrt-d",
+    "why divide by sqrt D": "01_attention#step-3-dividing-by-sqrt-d-prevents-vanishing-gradients",
     "gradient of attention": "01_attention#step-4-the-gradient-of-attention",
     "online softmax theorem": "01_attention#thm-attention-online",
     "shell game": "15_delta_rule#the-shell-game",
