@@ -115,7 +115,7 @@ def test_refuted_needs_a_violation_and_a_correction_that_survives():
     assert (claim.verdict, claim.grade) == ("wrong as printed", "error")
     assert claim.margin == pytest.approx(0.2)
     assert "violated by 0.2 nats · correction survives, 0.1 nats to spare" in str(claim)
-    assert "wrong as printed</strong> (error)" in claim._repr_mimebundle_()["text/html"]
+    assert "wrong as printed (error):</strong>" in claim._repr_mimebundle_()["text/html"]
     equality = error(printed=1.8, actual=two, corrected=2.0, relation="==")
     assert "correction survives, 0 off" in str(equality)
     with pytest.raises(ClaimError, match="not refuted"):

@@ -70,9 +70,22 @@ class Claim:
     interval: tuple[float, float] | None = None  # of a measured claim: of the difference
 
     def __str__(self) -> str:
-        verdict = f"{self.verdict} ({self.grade})" if self.grade else self.verdict
-        parts = [verdict, f"{self.kind}, {self._margin}", self._mutant, self.statement]
-        return f"{self.item or 'this book'}: " + " · ".join(part for part in parts if part)
+        return f"{self._label}: {self.statement} ({self._details})"
+
+    @property
+    def _label(self) -> str:
+        """Return what is checked, with its verdict unless that is obvious."""
+        if self.kind == "measured":
+            return f"Measured here, {self.verdict}"
+        if self.item is None and self.verdict == "holds":
+            return "Checked here"
+        grade = f" ({self.grade})" if self.grade else ""
+        return f"{self.item or 'Checked here'} {self.verdict}{grade}"
+
+    @property
+    def _details(self) -> str:
+        kind = "" if self.kind == "measured" else f"{self.kind}, "
+        return " · ".join(part for part in (kind + self._margin, self._mutant) if part)
 
     @property
     def _margin(self) -> str:
@@ -110,14 +123,17 @@ class Claim:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Return text for a terminal, and HTML for a page, with the data for the ledger."""
-        name, _, rest = str(self).partition(": ")
-        rest = rest.removeprefix(self.verdict)
         look = "measured" if self.kind == "measured" else self.verdict.replace(" ", "-")
         look += " da-open" if self.verdict == "open" else ""
         data = html.escape(json.dumps(asdict(self)))
+        mark = {"wrong as printed": "✗", "definition": "="}.get(self.verdict, "✓")
+        mark = "" if self.kind == "measured" else mark + " "
+        line = f"{mark}<strong>{self._label}:</strong> {html.escape(self.statement)}"
+        own = f'class="da-claim da-{look}" id="{self.anchor}" {DATA}="{data}"'
         page = (
-            f'<div class="da-claim da-{look}" id="{self.anchor}" {DATA}="{data}">'
-            f"<code>{name}</code> <strong>{self.verdict}</strong>{html.escape(rest)}</div>"
+            f"<div {own}>{line}: {html.escape(self._details)}</div>"
+            if self.kind == "measured"
+            else f"<details {own}><summary>{line}</summary>{html.escape(self._details)}</details>"
         )
         return {"text/plain": str(self), "text/html": page}
 

@@ -151,7 +151,7 @@ def _check_property(answer: Any, property_: Property, tol: float, seed: int) -> 
         torch.manual_seed(seed)
         try:
             for last, error in property_(answer):
-                _check_case(f"{text}. Not so for {last}", error, tol)
+                _check_case(f"Failed: {text} ({last})", error, tol)
         except ExerciseError:
             raise
         except Exception as error:
