@@ -53,26 +53,26 @@ WRONG = {
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    C = mixing_matrix_1d(w, len(q))\n"
             "    return softmax_attention(C @ q, C @ k, v)",  # all pairs of two neighbourhoods
-            r"add w_o² times.*N = 2.*off by",
+            r"is the sum over o.*N = 2.*off by",
         ),
         (
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: (F.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1) * w).flatten(1)\n"
             "    return softmax_attention(lift(q), lift(k), v)",  # the scale of sD channels
-            r"add w_o² times.*N = 2, D = 4: it is off by",
+            r"is the sum over o.*N = 2, D = 4: it is off by",
         ),
         (
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: (F.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1)).flatten(1)\n"
             "    weighted = (F.pad(q, (0, 0, 1, 1)).unfold(0, 3, 1) * w).flatten(1)\n"
             "    return softmax_attention(weighted, lift(k), v, scale=0.5)",  # w, not its square
-            r"add w_o² times.*N = 2.*off by",
+            r"is the sum over o.*N = 2.*off by",
         ),
         (
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: torch.cat([w[o + 1] * x.roll(-o, 0) for o in (-1, 0, 1)], 1)\n"
             "    return softmax_attention(lift(q), lift(k), v, scale=0.5)",  # a ring
-            r"add w_o² times.*N = 2.*off by",
+            r"is the sum over o.*N = 2.*off by",
         ),
     ],
 }
