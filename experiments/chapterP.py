@@ -1,6 +1,6 @@
 """Train what chapter P predicts: ``python -m experiments.chapterP``.
 
-Twenty minutes on one thread of a CPU. A layer says which of two tokens came last. The arms differ
+Ten minutes on one thread of a CPU. A layer says which of two tokens came last. The arms differ
 in how it is given positions, and every model is tested at other lengths than that of its training.
 """
 
