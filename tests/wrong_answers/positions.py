@@ -69,7 +69,7 @@ WRONG = {
             "def step(t, d):\n"
             "    p = sinusoidal(100, d)\n"
             "    return torch.linalg.lstsq(p[: 100 - abs(t)], p[abs(t) :]).solution.T",
-            r"also for negative steps\. Not so for s = 3, t = -3",
+            r"also if t is negative\. Not so for s = 3, t = -3",
         ),
     ],
     "ex-positions-layout": [
@@ -94,28 +94,28 @@ WRONG = {
         (  # turned on, not back
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.full((len(cached[..., 0].mT),), float(t)).double())",
-            r"for positions that are smaller by t\. Not so for 6 keys",
+            r"for positions smaller by t\. Not so for 6 keys",
         ),
         (  # each by its index
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.arange(cached.shape[-2]).double() - t)",
-            r"for positions that are smaller by t",
+            r"for positions smaller by t",
         ),
         (  # another base
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return rotary(cached, back, base=100.0)",
-            r"for positions that are smaller by t",
+            r"for positions smaller by t",
         ),
         (  # the keys are moved, not turned
             "def earlier(cached, t):\n    return cached.roll(-t, -2)",
-            r"for positions that are smaller by t",
+            r"for positions smaller by t",
         ),
         (  # only the fastest pair
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return torch.cat([rotary(cached[..., :2], back), cached[..., 2:]], -1)",
-            r"for positions that are smaller by t",
+            r"for positions smaller by t",
         ),
     ],
 }
