@@ -20,7 +20,7 @@ LENGTHS = (4, 8, 12, 16, 20, 24, 28, 32)
 
 
 def order(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
-    """Train one arm; return its loss at the length of training, and its right answers at all."""
+    """Train one arm; return its loss at 16 tokens and its right answers at each length."""
     model = page.train_order(arm, seed, steps, lr)
     lengths = [n for n in LENGTHS if n <= page.N or arm not in page.NO_PLACES]
     right = {f"right, {n} tokens": page.test_order(model, n)[1] for n in lengths}
