@@ -49,6 +49,10 @@ EXTERNAL = {
 }
 WORDS = {"callable", "optional"}  # what descriptions of types say and is no class
 
+# Letters of the pages between chapters; appendices have A to D, and audits the numbers of parts.
+LETTERS = {"book/positions": "P"}
+SHORT = {"chapter": "ch.", "appendix": "app."}
+
 
 # --- what the executed pages say -----------------------------------------------------------------
 
@@ -59,13 +63,15 @@ def chapters(app) -> list[str]:
 
 
 def number(doc: str) -> int | str | None:
-    """Return the number of a chapter, which its file's name has; of others in a part, the part's.
+    """Return the number of a chapter, which its file's name has; of an audit, that of its part.
 
-    A part counts in Roman numerals: so audits do, and pages between chapters. An appendix has the
-    letter of its file. Other pages have none.
+    Parts are numbered in Roman numerals. An appendix has the letter of its file, and a page between
+    chapters one of `LETTERS`. Other pages have none.
     """
     if match := re.match(r"book/(\d\d|[A-Z])_", doc):
         return int(match[1]) if match[1].isdigit() else match[1]
+    if letter := LETTERS.get(doc):
+        return letter
     if part := parts().get(doc):
         return part.partition(":")[0].removeprefix("Part ")
     return None
@@ -84,9 +90,15 @@ def parts() -> dict[str, str]:
 
 def short_name(doc: str) -> str:
     """Return how a link to a place on a page with code names the page."""
-    if doc in parts() and not doc[5].isdigit():
-        return f"{'audit' if doc.startswith('book/audit_') else 'part'} {number(doc)}"
-    return f"{'ch.' if doc[5].isdigit() else 'app.'} {number(doc)}"
+    kind = _kind(doc)
+    return f"{SHORT.get(kind, kind)} {number(doc)}"
+
+
+def _kind(doc: str) -> str:
+    """Return what a page with a number is: a chapter, an appendix or an audit."""
+    if doc.startswith("book/audit_"):
+        return "audit"
+    return "chapter" if doc[5].isdigit() or doc in LETTERS else "appendix"
 
 
 # --- directives and roles ------------------------------------------------------------------------
@@ -198,8 +210,9 @@ class ChapterLink(nodes.Inline, nodes.TextElement):
 class Chapter(SphinxRole):
     """``{chapter}`04_three_attentions```: a link that prints "chapter 4"; its tooltip is the title.
 
-    An appendix prints "appendix A", an audit "audit II", a page between chapters its topic. A link
-    that begins a sentence has a capital; one that begins a cell of a table prints the title, too.
+    An appendix prints "appendix A", an audit "audit II", a page between chapters "chapter P". A
+    link that begins a sentence has a capital; one that begins a cell of a table prints the title,
+    too.
     """
 
     def run(self):
@@ -212,13 +225,8 @@ class Chapter(SphinxRole):
 
 
 def chapter_name(doc: str) -> str:
-    """Return how a sentence names a chapter, an appendix, an audit or a page between chapters."""
-    name = doc.rpartition("/")[2]
-    if name.startswith("audit_"):
-        return f"audit {number(doc)}"
-    if name[0].isdigit() or name[0].isupper():
-        return f"{'chapter' if name[0].isdigit() else 'appendix'} {number(doc)}"
-    return f"the page on {name}"
+    """Return how a sentence names a chapter, an appendix or an audit."""
+    return f"{_kind(doc)} {number(doc)}"
 
 
 class ResolveChapters(SphinxPostTransform):
@@ -233,7 +241,8 @@ class ResolveChapters(SphinxPostTransform):
             before = "".join(x.astext() for x in siblings[: siblings.index(node)])
             name, title = chapter_name(node["doc"]), page_title(self.app, node["doc"])
             if not before.strip() and isinstance(node.parent.parent, nodes.entry):
-                name = f"{number(node['doc'])}. {title}" if node["doc"][5].isdigit() else title
+                is_chapter = _kind(node["doc"]) == "chapter"
+                name = f"{number(node['doc'])}. {title}" if is_chapter else title
             elif not before.strip() or re.search(r"[.!?][)*\u201d]?\s+$", before):
                 name = name[0].upper() + name[1:]
             uri = self.app.builder.get_relative_uri(self.env.docname, node["doc"])

@@ -23,12 +23,13 @@ from derived_attention.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?:---\n(.*?)^---\n)?(.*?)^```$", re.DOTALL | re.M)
+LETTERS = {"P": "positions"}  # the pages of chapters that have no number
 TAGS = re.compile(r"^tags: \[(.*)\]$", re.M)
 
 
 @cache
 def chapter(number: str, root: Path = ROOT) -> ModuleType:
-    """Return a module with the models of a chapter; its number has two digits, such as "04".
+    """Return a module with the models of a chapter; its number is such as "04", or "P".
 
     Its code is written to ``_build/page_models``. There each line has the number that it has on the
     page, so that an error names the right one.
@@ -38,12 +39,10 @@ def chapter(number: str, root: Path = ROOT) -> ModuleType:
     ValueError
         If there is no page of this number, or no cell of it is tagged ``model``.
     """
-    pages = sorted((root / "book").glob(f"{number}_*.md"))
-    if len(pages) != 1:
-        raise ValueError(f"number is {number!r}; expected that of a page book/{number}_….md")
-    code = model_code(pages[0].read_text("utf8"))
+    page = page_path(number, root)
+    code = model_code(page.read_text("utf8"))
     if not code:
-        raise ValueError(f"{pages[0].name} has no code cell tagged model; expected one")
+        raise ValueError(f"{page.name} has no code cell tagged model; expected one")
     path = root / "_build" / "page_models" / f"page_models_{number}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, code.encode())
@@ -55,6 +54,14 @@ def chapter(number: str, root: Path = ROOT) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and the keys of runs look it up
     spec.loader.exec_module(module)
     return module
+
+
+def page_path(number: str, root: Path = ROOT) -> Path:
+    """Return the path of a chapter's page, by its number; ValueError if there is none."""
+    pages = sorted((root / "book").glob(f"{LETTERS.get(number, f'{number}_*')}.md"))
+    if len(pages) != 1:
+        raise ValueError(f"number is {number!r}; expected that of a page book/{number}_….md")
+    return pages[0]
 
 
 def model_code(page: str) -> str:

@@ -310,12 +310,13 @@ def test_a_page_names_its_part():
         assert found == ([book.parts()[page]] if page in book.parts() else []), page
 
 
-def test_a_page_between_chapters_has_the_number_of_its_part_and_shifts_no_chapter():
-    numbers = {"book/positions": "I", "book/audit_wavelets": "III", "book/02_duality": 2}
+def test_a_page_between_chapters_has_a_letter_and_shifts_no_chapter():
+    numbers = {"book/positions": "P", "book/audit_wavelets": "III", "book/02_duality": 2}
     assert {page: book.number(page) for page in numbers} == numbers
     assert book.number("book/A_plugs") == "A" and book.number("book/glossary") is None
     names = ("book/positions", "book/audit_wavelets", "book/02_duality", "book/A_plugs")
-    assert [book.short_name(page) for page in names] == ["part I", "audit III", "ch. 2", "app. A"]
+    assert [book.short_name(page) for page in names] == ["ch. P", "audit III", "ch. 2", "app. A"]
+    assert not set(book.LETTERS.values()) & set("ABCD"), "the letters of appendices"
 
 
 def test_launch_buttons_appear_just_when_there_is_a_repository():
@@ -416,7 +417,7 @@ def test_all_attentions_are_on_one_page_and_fit_it():
     [
         ("02_duality", "You have written DeltaNet", ["Chapter 15", "chapter 15"]),
         ("03_softmax_expansion", "Audit: support vectors", ["Audit II"]),
-        ("01_attention", "Where a token stands", ["the page on positions"]),
+        ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
         ("teaching_machines", "In the models you have", ["Appendix A"]),
         ("teaching_syllabi", "Side by side", ["17. Side by side", "chapter 17"]),
     ],

@@ -1,4 +1,4 @@
-"""The functions that the page on positions derives, beside public code."""
+"""The functions that chapter P derives, compared with public code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rotary_is_that_of_llama_with_neighbours_for_pairs(D, base):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rotary_keeps_its_input_s_type_and_passes_gradients(dtype):
+def test_rotary_keeps_the_type_of_its_input_and_passes_gradients(dtype):
     x = torch.randn(2, 3, 5, 8, dtype=dtype, requires_grad=True)
     turned = rotary(x, torch.arange(5.0))
     assert turned.dtype == dtype and turned.shape == x.shape

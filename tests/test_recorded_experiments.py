@@ -19,7 +19,7 @@ from derived_book import experiment_tables
 from derived_book.training.recorded import load_experiment
 from derived_book.training.run_key import run_key
 from experiments import chapter10, chapter12, chapter14, chapter17, chapter18, protocol
-from experiments.page_models import chapter, model_code
+from experiments.page_models import chapter, model_code, page_path
 from experiments.protocol import changed_orders, choose_rate, experiment, seeds_of
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +49,7 @@ def defined(code):
 
 @pytest.mark.parametrize("number", CHAPTERS)
 def test_an_experiment_defines_nothing_that_its_page_defines(number):
-    (page,) = (ROOT / "book").glob(f"{number}_*.md")
-    code = model_code(page.read_text("utf8"))
+    code = model_code(page_path(number).read_text("utf8"))
     own = (ROOT / "experiments" / f"chapter{number}.py").read_text("utf8")
     assert code and f'chapter("{number}")' in own
     assert not defined(own) & defined(code)
@@ -65,7 +64,7 @@ def test_other_processes_find_the_models_of_a_page_by_name():
 
 @pytest.mark.parametrize("number", CHAPTERS)
 def test_cells_tagged_model_define_and_do_nothing_else(number):
-    (page,) = (ROOT / "book").glob(f"{number}_*.md")
+    page = page_path(number)
     kinds = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign
     other = [x for x in ast.parse(model_code(page.read_text("utf8"))).body if type(x) not in kinds]
     assert not [ast.unparse(x) for x in other if not isinstance(x, ast.AugAssign)]

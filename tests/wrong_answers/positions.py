@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of the page on positions."""
+"""Wrong answers to the exercises of chapter P."""
 
 ANGLES = "    angles = t * 10_000.0 ** (-torch.arange(0, d, 2).double() / d)\n"
 AGES = (
@@ -9,7 +9,7 @@ AGES = (
 
 WRONG = {
     "ex-positions-half": [
-        (  # base e in the place of 2
+        (  # base e instead of 2
             f"def age_bias(n, half_life):\n{AGES}    return hide(-age / half_life)",
             r"one half-life older gets half the weight\. Not so for n = 12, half-life 3",
         ),
@@ -23,12 +23,12 @@ WRONG = {
         ),
         (  # the future counts as near
             f"def age_bias(n, half_life):\n{AGES}    return -math.log(2) / half_life * age.abs()",
-            r"No later key has any weight\. Not so for n = 5|the weight grows by one factor",
+            r"No later key has any weight\. Not so for n = 5|the weight grows by the same factor",
         ),
         (  # a step every half-life
             f"def age_bias(n, half_life):\n{AGES}"
             "    return hide(-math.log(2) * (age / half_life).floor())",
-            r"the weight grows by one factor, everywhere\. Not so for n = 12",
+            r"the weight grows by the same factor\. Not so for n = 12",
         ),
         (  # a mask of zeros leaves the future its weight
             f"def age_bias(n, half_life):\n{AGES}"
@@ -42,20 +42,20 @@ WRONG = {
             "    blocks = [torch.tensor([[z.cos(), -z.sin()], [z.sin(), z.cos()]]).double()\n"
             "              for z in angles]\n"
             "    return torch.block_diag(*blocks)",
-            r"takes the vector of place i to that of place i \+ t\. Not so for t = 1, d = 4",
+            r"maps the vector of position i to that of position i \+ t\. Not so for t = 1, d = 4",
         ),
         (  # one frequency for all
             "def step(t, d):\n"
             "    z = torch.tensor(float(t)).double()\n"
             "    block = torch.tensor([[z.cos(), z.sin()], [-z.sin(), z.cos()]]).double()\n"
             "    return torch.block_diag(*[block] * (d // 2))",
-            r"takes the vector of place i to that of place i \+ t",
+            r"maps the vector of position i to that of position i \+ t",
         ),
         (  # all sines first
             f"def step(t, d):\n{ANGLES}"
             "    c, s = torch.diag(angles.cos()), torch.diag(angles.sin())\n"
             "    return torch.cat([torch.cat([c, s], 1), torch.cat([-s, c], 1)])",
-            r"takes the vector of place i to that of place i \+ t",
+            r"maps the vector of position i to that of position i \+ t",
         ),
         (  # the exponent of the frequencies with the number of pairs
             "def step(t, d):\n"
@@ -63,59 +63,59 @@ WRONG = {
             "    blocks = [torch.tensor([[z.cos(), z.sin()], [-z.sin(), z.cos()]]).double()\n"
             "              for z in angles]\n"
             "    return torch.block_diag(*blocks)",
-            r"takes the vector of place i to that of place i \+ t",
+            r"maps the vector of position i to that of position i \+ t",
         ),
-        (  # fitted to forward steps from place 0; a step back has no such places
+        (  # fitted to forward steps from position 0; a step back has no such positions
             "def step(t, d):\n"
             "    p = sinusoidal(100, d)\n"
             "    return torch.linalg.lstsq(p[: 100 - abs(t)], p[abs(t) :]).solution.T",
-            r"back and forth is none\. Not so for s = 3, t = -3",
+            r"also if t is negative\. Not so for s = 3, t = -3",
         ),
     ],
     "ex-positions-layout": [
         (  # left as they are
             "def neighbours(x):\n    return x",
-            r"it has the scores of the other layout\. Not so for D = 4",
+            r"the result has the scores of the other layout\. Not so for D = 4",
         ),
         (  # the way back
             "def neighbours(x):\n    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)",
-            r"it has the scores of the other layout\. Not so for D = 8",
+            r"the result has the scores of the other layout\. Not so for D = 8",
         ),
         (  # halves exchanged
             "def neighbours(x):\n    return torch.cat(x.chunk(2, -1)[::-1], -1)",
-            r"it has the scores of the other layout",
+            r"the result has the scores of the other layout",
         ),
         (  # the second of each pair comes first: turned the other way
             "def neighbours(x):\n    return torch.stack(x.chunk(2, -1)[::-1], -1).flatten(-2)",
-            r"it has the scores of the other layout",
+            r"the result has the scores of the other layout",
         ),
     ],
     "ex-positions-cache": [
         (  # turned on, not back
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.full((len(cached[..., 0].mT),), float(t)).double())",
-            r"at places that are t less\. Not so for 6 keys",
+            r"for positions smaller by t\. Not so for 6 keys",
         ),
         (  # each by its index
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.arange(cached.shape[-2]).double() - t)",
-            r"at places that are t less",
+            r"for positions smaller by t",
         ),
         (  # another base
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return rotary(cached, back, base=100.0)",
-            r"at places that are t less",
+            r"for positions smaller by t",
         ),
         (  # the keys are moved, not turned
             "def earlier(cached, t):\n    return cached.roll(-t, -2)",
-            r"at places that are t less",
+            r"for positions smaller by t",
         ),
         (  # only the fastest pair
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return torch.cat([rotary(cached[..., :2], back), cached[..., 2:]], -1)",
-            r"at places that are t less",
+            r"for positions smaller by t",
         ),
     ],
 }
