@@ -21,8 +21,9 @@ def words(n):
     return nodes.paragraph("", " ".join(["word"] * n))
 
 
-def code(lines, **attributes):
-    cell = nodes.container("", nodes.literal_block("", "x = 1\n\n" * lines), **attributes)
+def code(lines, last="", **attributes):
+    text = "x = 1\n\n" * lines + last
+    cell = nodes.container("", nodes.literal_block("", text), **attributes)
     cell["classes"].append("cell_input")
     return cell
 
@@ -40,6 +41,7 @@ def test_each_kind_of_content_has_its_time():
         ([words(390)], 3),
         ([nodes.math_block() for _ in range(4)], 4),
         ([code(20)], 3),
+        ([code(20, "check_properties(f, is_short)"), words(390)], 3),  # the cell of an exercise
         ([nodes.figure("", nodes.image(), nodes.caption("", "word " * 65)) for _ in range(4)], 5),
         ([nodes.paragraph("", *[nodes.math("", "a + b") for _ in range(30)])], 3),
         ([words(10)], 1),  # the shortest
