@@ -82,7 +82,7 @@ check_properties(twice, doubles)
 tags: [wrong-answer]
 ---
 # mistake: squared
-# message: f.x. = 2x. Not so for x = 3
+# message: f.x. = 2x .x = 3
 twice = lambda x: x * x
 ```
 """
@@ -638,7 +638,7 @@ def test_a_hostile_notebook_deletes_nothing_and_is_listed(school):
 def test_feedback_gives_no_hidden_test_and_no_expected_answer(school):
     folder, _, _ = school
     page = (folder / "feedback" / "wrong" / "chapter05" / "chapter05.html").read_text("utf8")
-    assert "Not so for" in page and "check_refuses" not in page and "Expected answer" not in page
+    assert "Failed: " in page and "check_refuses" not in page and "Expected answer" not in page
 
 
 # --- problems for lecturers ----------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Wrong answers to the exercises of chapter 1."""
 
-CAUSAL = "Row i is attention over the first i \\+ 1 keys. Not so for N = "
-KEPT = "stores at most three values at once. Not so for 100 pairs"
+CAUSAL = "Row i is attention over the first i \\+ 1 keys .N = "
+KEPT = "stores at most three values at once .100 pairs"
 
 WRONG = {
     "ex-01-entropy": [
@@ -13,7 +13,10 @@ WRONG = {
         # in bits
         ("entropy = lambda A: torch.special.entr(A).sum(-1) / math.log(2)", "entropy ln M.*M = 2"),
         # a small number against ln 0, which is then counted
-        ("entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)", "two steps add up.*rows of 3 weights"),
+        (
+            "entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)",
+            "two steps add up.*rows of 3 weights",
+        ),
         # another measure of flatness
         ("entropy = lambda A: 1 - (A**2).sum(-1)", "of a choice in two steps add up"),
         # the mean over the row
@@ -21,11 +24,20 @@ WRONG = {
     ],
     "ex-01-causal": [
         # a large number in the place of -inf
-        ("triangle = lambda N, M: torch.full((N, M), -100.0).triu(1)", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.full((N, M), -100.0).triu(1)",
+            "floating tensor of zeros and −∞",
+        ),
         # the other convention: booleans
-        ("triangle = lambda N, M: torch.ones(N, M).tril().bool()", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.ones(N, M).tril().bool()",
+            "floating tensor of zeros and −∞",
+        ),
         # 0 · inf
-        ("triangle = lambda N, M: torch.ones(N, M).triu(1) * -torch.inf", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.ones(N, M).triu(1) * -torch.inf",
+            "floating tensor of zeros and −∞",
+        ),
         # a row does not see its own key
         ("triangle = lambda N, M: torch.full((N, M), -torch.inf).triu(0)", CAUSAL),
         # one step too wide
@@ -60,7 +72,7 @@ def stream(pairs):
             total, o = total + math.exp(score - m), o + math.exp(score - m) * value
     return o / total if total > 0 else o
 """,
-            "attention over the keys that are not masked. Not so for 0 of 9",
+            "attention over the keys that are not masked .0 of 9",
         ),
         # without a maximum
         (
@@ -91,7 +103,7 @@ def stream(pairs):
         # a normal approximation
         (
             "gift = lambda p, n, k: (2 * math.log(k) * p * (1 - p) / n) ** 0.5",
-            "exact where it can be counted by hand. Not so for p = 1/2, 2 cases, 2 epochs",
+            "exact where it can be counted by hand .p = 1/2, 2 cases, 2 epochs",
         ),
         # the accuracy itself, not what was added
         (
@@ -101,7 +113,7 @@ def gift(p, n, k):
     F = np.cumsum([comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n)])
     return (1 - F**k).sum() / n
 """,
-            "Not so for one epoch",
+            ".one epoch",
         ),
         # P(max < c) for P(max <= c)
         (

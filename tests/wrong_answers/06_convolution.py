@@ -45,7 +45,7 @@ WRONG = {
             "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s + 1)])\n"
             "    lag = torch.arange(s + 1)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, -1]",
-            r"returns s taps. Not so for s = 1",
+            r"returns s taps .s = 1",
         ),
     ],
     "ex-06-patch": [
@@ -59,7 +59,7 @@ WRONG = {
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: (F.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1) * w).flatten(1)\n"
             "    return softmax_attention(lift(q), lift(k), v)",  # the scale of sD channels
-            r"is the sum over o.*N = 2, D = 4: it is off by",
+            r"is the sum over o.*N = 2, D = 4.: it is off by",
         ),
         (
             IMPORTS + "def patch_attention(q, k, v, w):\n"

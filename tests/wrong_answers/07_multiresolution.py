@@ -7,7 +7,7 @@ WRONG = {
             "    c = haar(x)\n"
             "    c[k:] = 0\n"
             "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
-            r"No signal with k coefficients is nearer.*8 numbers, k = 3: it is off by",
+            r"No signal with k coefficients is nearer.*8 numbers, k = 3.: it is off by",
         ),
         (
             "def keep(x, k):\n"  # the largest, with their signs
@@ -43,7 +43,7 @@ WRONG = {
     "ex-07-worst": [
         (
             "def refute(N, s):\n    return np.full((N, N), 1 / N)",  # smooth, no error at all
-            r"1 % or more above the printed bound. Not so for N = 8, s = 8: error 0, bound 0",
+            r"1 % or more above the printed bound .N = 8, s = 8: error 0, bound 0",
         ),
         (
             "def refute(N, s):\n    return np.eye(N)",  # rough, but the bound grows with it

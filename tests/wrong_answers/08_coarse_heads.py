@@ -46,7 +46,7 @@ WRONG = {
         ),
         (
             heads(POOL.format("sum(3)") + REPEAT),
-            r"repeated s times it is the base on the single tokens.*scale 2: it is off by",
+            r"repeated s times it is the base on the single tokens.*scale 2.: it is off by",
         ),
         (
             heads(POOL.format("mean(3)") + "heads.append(base(q_, k_, v_).repeat(1, 1, s, 1))"),

@@ -7,7 +7,7 @@ WRONG = {
             "def with_sink(q, k, v, b):\n"
             "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
             "    return F.scaled_dot_product_attention(q, K, V)",
-            r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
+            r".N = 6, M = 1, D = 2, b = 1\.5.: it is off by",
         ),
         (  # the scale of the wider query
             "def with_sink(q, k, v, b):\n"
@@ -17,7 +17,7 @@ WRONG = {
             "    V = torch.cat([v, 0 * v[:1]])\n"
             "    K = torch.cat([K, sink])\n"
             "    return F.scaled_dot_product_attention(Q, K, V)",
-            r"Not so for N = 5, M = 7, D = 4, b = 0\.0: it is off by",
+            r".N = 5, M = 7, D = 4, b = 0\.0.: it is off by",
         ),
         (  # b is scaled as the other scores are
             HEAD + "    Q = torch.cat([q, q.new_ones(len(q), 1)], 1)\n"
@@ -26,54 +26,54 @@ WRONG = {
             "    V = torch.cat([v, 0 * v[:1]])\n"
             "    K = torch.cat([K, sink])\n"
             "    return F.scaled_dot_product_attention(Q, K, V, scale=scale)",
-            r"Not so for N = 6, M = 1, D = 2, b = 1\.5: it is off by",
+            r".N = 6, M = 1, D = 2, b = 1\.5.: it is off by",
         ),
         (  # right, by the matrix
             HEAD + "    a = (q @ k.T * scale).exp()\n"
             "    return a @ v / (np.exp(b) + a.sum(1, keepdim=True))",
-            r"No tensor, and no mask, has N M numbers\. Not so for N = M = 400.*has 160000",
+            r"No tensor, and no mask, has N M numbers .N = M = 400.*has 160000",
         ),
         (  # right, by a mask of the size of the matrix
             HEAD + "    mask = q.new_zeros(len(q), len(k) + 1)\n"
             "    mask[:, -1] = b\n"
             "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
             "    return F.scaled_dot_product_attention(q, K, V, mask)",
-            r"No tensor, and no mask, has N M numbers\. Not so for N = M = 400.*has 160400",
+            r"No tensor, and no mask, has N M numbers .N = M = 400.*has 160400",
         ),
     ],
     "ex-16-absorb": [
         (  # the scale is forgotten
             "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q",
-            r"scores qᵀk/√D with the latents\. Not so for H = 2, D = 4, d = 6, r = 3: it is off by",
+            r"scores qᵀk/√D with the latents .H = 2, D = 4, d = 6, r = 3.: it is off by",
         ),
         (  # the scale of the width of the latent
             "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q / W_K.shape[-1] ** 0.5",
-            r"Not so for H = 2, D = 4, d = 6, r = 3: it is off by",
+            r".H = 2, D = 4, d = 6, r = 3.: it is off by",
         ),
         (  # the other way round
             "def absorb(W_Q, W_K):\n    return W_Q.mT @ W_K / W_Q.shape[-2] ** 0.5",
-            r"Not so for H = 2, D = 4, d = 6, r = 3: a shape \(H, r, d\)",
+            r".H = 2, D = 4, d = 6, r = 3: a shape \(H, r, d\)",
         ),
     ],
     "ex-16-missed": [
         (  # the pooled scores alone
             "def missed(q, means, radii, B):\n    return B * (means @ q).exp().sum()",
-            r"weigh at most the bound\. Not so for m = 1, B = 2",
+            r"weigh at most the bound .m = 1, B = 2",
         ),
         (  # the width of the scores is taken for half of it
             "def missed(q, means, radii, B):\n"
             "    return (B * (means @ q + q.square().sum() * radii**2 / 8).exp()).sum()",
-            r"weigh at most the bound\. Not so for",
+            r"weigh at most the bound .",
         ),
         (  # true, and far too large: every key as good as the best
             "def missed(q, means, radii, B):\n"
             "    return (B * (means @ q + q.norm() * radii).exp()).sum()",
-            r"and no larger\. Not so for three radii, B = 4: .*it is off by",
+            r"and no larger .three radii, B = 4: .*it is off by",
         ),
         (  # one key of each block
             "def missed(q, means, radii, B):\n"
             "    return ((means @ q + q.square().sum() * radii**2 / 2).exp()).sum()",
-            r"weigh at most the bound\. Not so for m = 1, B = 2, spread 0\.01",
+            r"weigh at most the bound .m = 1, B = 2, spread 0\.01",
         ),
     ],
 }
