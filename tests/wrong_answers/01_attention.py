@@ -13,7 +13,10 @@ WRONG = {
         # in bits
         ("entropy = lambda A: torch.special.entr(A).sum(-1) / math.log(2)", "entropy ln M.*M = 2"),
         # a small number against ln 0, which is then counted
-        ("entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)", "two steps add up.*rows of 3 weights"),
+        (
+            "entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)",
+            "two steps add up.*rows of 3 weights",
+        ),
         # another measure of flatness
         ("entropy = lambda A: 1 - (A**2).sum(-1)", "of a choice in two steps add up"),
         # the mean over the row
@@ -21,11 +24,20 @@ WRONG = {
     ],
     "ex-01-causal": [
         # a large number in the place of -inf
-        ("triangle = lambda N, M: torch.full((N, M), -100.0).triu(1)", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.full((N, M), -100.0).triu(1)",
+            "floating tensor of zeros and −∞",
+        ),
         # the other convention: booleans
-        ("triangle = lambda N, M: torch.ones(N, M).tril().bool()", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.ones(N, M).tril().bool()",
+            "floating tensor of zeros and −∞",
+        ),
         # 0 · inf
-        ("triangle = lambda N, M: torch.ones(N, M).triu(1) * -torch.inf", "floating tensor of zeros and −∞"),
+        (
+            "triangle = lambda N, M: torch.ones(N, M).triu(1) * -torch.inf",
+            "floating tensor of zeros and −∞",
+        ),
         # a row does not see its own key
         ("triangle = lambda N, M: torch.full((N, M), -torch.inf).triu(0)", CAUSAL),
         # one step too wide
