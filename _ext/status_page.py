@@ -93,12 +93,18 @@ def _folded(node) -> str | None:
     while node is not None:
         if isinstance(node, nodes.Element):
             classes = node.get("classes", [])
-            if {"solution", "exercise"} & set(classes) or node.get("hide_mode") in ("input", "all"):
+            hidden = node.get("hide_mode") == "all" or "cell_input" in classes and _is_hidden(node)
+            if hidden or {"solution", "exercise"} & set(classes):
                 return "away"
             proof |= node.tagname == "proof_node"
             closed |= node.get("design_component") == "dropdown"
         node = node.parent
     return ("proof" if proof else "away") if closed else None
+
+
+def _is_hidden(cell_input) -> bool:
+    """Return whether the code of a cell is folded; its output stays on the page."""
+    return cell_input.parent is not None and cell_input.parent.get("hide_mode") == "input"
 
 
 def measured(app, doc: str, kind: str) -> str:
