@@ -94,28 +94,28 @@ WRONG = {
         (  # turned on, not back
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.full((len(cached[..., 0].mT),), float(t)).double())",
-            r"for positions smaller by t .6 keys",
+            r"as at positions smaller by t .6 keys",
         ),
         (  # each by its index
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.arange(cached.shape[-2]).double() - t)",
-            r"for positions smaller by t",
+            r"as at positions smaller by t",
         ),
         (  # another base
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return rotary(cached, back, base=100.0)",
-            r"for positions smaller by t",
+            r"as at positions smaller by t",
         ),
         (  # the keys are moved, not turned
             "def earlier(cached, t):\n    return cached.roll(-t, -2)",
-            r"for positions smaller by t",
+            r"as at positions smaller by t",
         ),
         (  # only the fastest pair
             "def earlier(cached, t):\n"
             "    back = torch.full((cached.shape[-2],), -float(t)).double()\n"
             "    return torch.cat([rotary(cached[..., :2], back), cached[..., 2:]], -1)",
-            r"for positions smaller by t",
+            r"as at positions smaller by t",
         ),
     ],
 }
