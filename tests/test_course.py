@@ -325,7 +325,7 @@ def test_a_missing_cell_comes_back_where_it_was_and_answers_come_back_as_release
     given, notes = restored(remove)
     _, source = assignments()["chapter05"]
     assert names_of(given) == names_of(source)
-    assert len(notes) == 3 and "answer 'ex-05-rms-answer' was missing" in notes[1]
+    assert len(notes) == 3 and "answer 'ex-05-rms-answer' was missing" in notes[2]
     answer = given.cells[names_of(given).index("ex-05-rms-answer")]
     assert answer.source == f"rms_attention = ...\n{course.STUB}"
 
