@@ -83,9 +83,6 @@ EXPERIMENTS = {
         seeds=3,
         below={"position only": "linear", "linear": "softmax"},
     ),
-    "documentation": experiment(
-        "the small model on documentation", documentation, list(ARMS), [BITS], steps=600
-    ),
     "documentation_longer": experiment(
         "the small model on documentation, trained for longer",
         documentation,

@@ -456,4 +456,4 @@ def test_tuning_table_of_an_older_record(monkeypatch):
     text = tuning_table("chapter16_rank").data
     assert "| r = 8 | 0.01 |" in text and "older than the rule of appendix C" in text
     with pytest.raises(ValueError, match="expected an experiment that has chosen learning rates"):
-        tuning_table("small_documentation")
+        tuning_table("small_documentation_longer")

@@ -50,10 +50,11 @@ def test_each_kind_of_content_has_its_time():
 
 
 def test_closed_boxes_count_only_as_proofs():
-    hidden = nodes.container("", code(60), hide_mode="input")
+    figure = nodes.figure("", nodes.image(), nodes.caption("", "word " * 33))
+    hidden = nodes.container("", code(60), figure, hide_mode="input")  # code alone is folded
     task = nodes.admonition("", words(400), classes=["exercise"])
     proof = proof_node("", words(260))
-    found = status_page.reading(page(words(130), hidden, task, closed(words(500)), closed(proof)))
+    found = status_page.reading(page(hidden, task, closed(words(500)), closed(proof)))
     assert found == ([1], 2)
     assert str(found) == "1 min; with the proofs and a pencil 3 min"
     assert status_page.reading(page(proof_node("", words(260)))) == ([2], 0)  # an open one
