@@ -15,7 +15,7 @@ PATH = Path(__file__).resolve().parents[1] / "assets" / "recall.svg"
 ARMS = {"linear, 8 heads": 4, "linear, 4 heads": 8, "linear, 2 heads": 16, "softmax, 4 heads": None}
 PAIRS, WIDTH, HEIGHT, TOP, BOTTOM, LEFT = 32, 460, 300, 46, 252, 52
 STYLE = """
-.recall { color: #1f2328; font: 14px sans-serif; }
+.recall { color: #1f2328; font: 15px sans-serif; }
 @media (prefers-color-scheme: dark) { .recall { color: #e6edf3; } }
 .recall text { fill: currentColor; text-anchor: middle; }
 .recall path { stroke: currentColor; fill: none; }

@@ -120,6 +120,7 @@ def names(source):
     return defined, {x.id for x in found if isinstance(x.ctx, ast.Load)}
 
 
+@pytest.mark.parametrize("name", NAMES)
 def test_without_solutions_the_other_cells_run_as_they_do_on_the_page(name):
     """The build has executed the page, and no cell reads what only a solution defines."""
     page, inside, solved, known = read_page(ROOT / "book" / f"{name}.md"), False, None, set()

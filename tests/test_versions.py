@@ -106,7 +106,10 @@ def test_no_setting_of_pip_or_uv_reaches_a_stranger(monkeypatch):
 def test_the_readme_s_example_is_found_and_runs():
     versions.BUILD.mkdir()
     versions.example(Path(sys.executable), "example")
-    assert "MultiheadAttention(128, 8)" in (versions.BUILD / "example.log").read_text()
+    assert (
+        "MultiheadAttention(128, 8, attention=attend)"
+        in (versions.BUILD / "example.log").read_text()
+    )
 
 
 # --- the builds of PyTorch -----------------------------------------------------------------------
