@@ -1,7 +1,7 @@
 """Draw `assets/recall.svg`, the picture of README.md and the front page, from recorded runs.
 
-It sets beside each other what chapter 4 predicts that a linear layer recalls of 32 values, and what
-eight trained layers recall. `make notebooks` draws it; a test compares it with the records.
+Lines show how much a layer recalls at most, as chapter 4 derives; dots show eight trained layers.
+`make notebooks` draws the picture, and a test compares it with the records.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ STYLE = """
 
 
 def draw() -> str:
-    """Return the picture as SVG: for each layer the limit, and the runs with their mean."""
+    """Return the picture as SVG: the limit of each layer, its runs and their mean."""
     scores = curves("chapter04_recall", "recalled")
     budget = load_experiment("chapter04_recall")[0]["budget"]
     parts, said = [], []
@@ -38,12 +38,8 @@ def draw() -> str:
         more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
         parts.append(f'<text x="{x:.0f}" y="{y:.0f}"{more}>{text}</text>')
 
-    write(
-        WIDTH / 2,
-        18,
-        f"Share of {PAIRS} values that one attention layer recalls",
-        font_weight="bold",
-    )
+    title = f"Share of {PAIRS} values that one attention layer recalls"
+    write(WIDTH / 2, 18, title, font_weight="bold")
     for share in (0, 0.25, 0.5, 0.75, 1):
         parts.append(f'<path class="grid" d="M{LEFT} {height(share):.1f}H{WIDTH - 8}"/>')
         write(LEFT - 8, height(share) + 5, f"{100 * share:.0f} %", style="text-anchor: end")
@@ -63,7 +59,7 @@ def draw() -> str:
         write(x, BOTTOM + 40, "attention" if features is None else f"{features} features")
         shape = f" with {features} features a head" if features else ""
         said.append(f"{kind}{shape}, {theory}, {mean}")
-    label = f"Share of {PAIRS} values that one attention layer recalls: {'; '.join(said)}."
+    label = f"{title}: {'; '.join(said)}."
     size = f'class="recall" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"'
     body = "\n".join([f"<style>{STYLE}</style>", *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from docutils import nodes
 
-# How long slow reading takes.
+# Rates of slow reading.
 WORDS_PER_MINUTE = 130
 SECONDS_PER_SYMBOL = 6  # an inline formula
 SECONDS_PER_FORMULA = 60

@@ -74,10 +74,10 @@ def test_properties_wait_pass_and_name_what_fails(capsys):
     assert "Not attempted yet" in capsys.readouterr().out
     check_properties(lambda x: x**3, is_odd)
     assert capsys.readouterr().out == "Correct.\n"
-    message = r"f\(-x\) = -f\(x\) .x = 1.0.: it is off by 2; expected at most 1e-08"
+    message = r"f\(-x\) = -f\(x\) \(x = 1.0\): it is off by 2; expected at most 1e-08"
     with pytest.raises(ExerciseError, match=message):
         check_properties(lambda x: x**2, is_odd)
-    with pytest.raises(ExerciseError, match="f is near 1 at random places .two numbers"):
+    with pytest.raises(ExerciseError, match="f is near 1 at random places \\(two numbers"):
         check_properties(lambda x: 2 + x, is_near)
     with pytest.raises(ExerciseError, match="after the case x = 0.0. ZeroDivisionError"):
         check_properties(lambda x: 1 / x if x else 0.0, lambda_with_zero)

@@ -73,13 +73,13 @@ def problems(device: torch.device) -> list[Trial]:
     """Return what is to be compared."""
     if device.type == "cuda":
         widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
-        return [*design(lambda trial: 1000, widths), *problems_of_delta()]
+        return [*design(lambda trial: 1000, widths), *delta_problems()]
     tiny: dict[str, Any] = {"N": 20, "M": 18, "D": 5, "DV": 6, "H": 1}
     own = [kernel for kernel in KERNELS if kernel not in LIBRARIES]
     return [Trial(kernel, "fp32", **tiny, mask="causal") for kernel in own]
 
 
-def problems_of_delta() -> list[Trial]:
+def delta_problems() -> list[Trial]:
     """Return problems for fla-core, if it is installed: each of its kernels in two widths."""
     if not fla.is_installed():
         return []

@@ -1,7 +1,7 @@
 """Wrong answers to the exercises of chapter 1."""
 
-CAUSAL = "Row i is attention over the first i \\+ 1 keys .N = "
-KEPT = "stores at most three values at once .100 pairs"
+CAUSAL = "Row i is attention over the first i \\+ 1 keys \\(N = "
+KEPT = "stores at most three values at once \\(100 pairs"
 
 WRONG = {
     "ex-01-entropy": [
@@ -72,7 +72,7 @@ def stream(pairs):
             total, o = total + math.exp(score - m), o + math.exp(score - m) * value
     return o / total if total > 0 else o
 """,
-            "attention over the keys that are not masked .0 of 9",
+            "attention over the keys that are not masked \\(0 of 9",
         ),
         # without a maximum
         (
@@ -103,7 +103,7 @@ def stream(pairs):
         # a normal approximation
         (
             "gift = lambda p, n, k: (2 * math.log(k) * p * (1 - p) / n) ** 0.5",
-            "exact where it can be counted by hand .p = 1/2, 2 cases, 2 epochs",
+            "exact where it can be counted by hand \\(p = 1/2, 2 cases, 2 epochs",
         ),
         # the accuracy itself, not what was added
         (

@@ -13,37 +13,37 @@ WRONG = {
         # The half-width of the tube forgotten.
         (
             INTERCEPT.format(free=FREE, offset="y - K @ c"),
-            r"returns the intercept of the solution .8 points, free points above",
+            r"returns the intercept of the solution \(8 points, free points above",
         ),
         # Its sign turned round.
         (
             INTERCEPT.format(free=FREE, offset="y - K @ c + eps * np.sign(c)"),
-            r"the intercept of the solution .8 points, .*off by 0\.6",
+            r"the intercept of the solution \(8 points, .*off by 0\.6",
         ),
         # The edge above for all free points, even for those below the tube.
         (
             INTERCEPT.format(free=FREE, offset="y - K @ c - eps"),
-            r"the intercept of the solution .7 points, free points below it",
+            r"the intercept of the solution \(7 points, free points below it",
         ),
         # All support vectors, even those at the bound.
         (
             INTERCEPT.format(free="abs(c) > 1e-6 * C", offset=OFFSET),
-            r"The function returns the intercept of the solution .8 points",
+            r"The function returns the intercept of the solution \(8 points",
         ),
         # No absolute value: a multiplier of -C counts as free.
         (
             INTERCEPT.format(free="(c != 0) & (c < (1 - 1e-6) * C)", offset=OFFSET),
-            r"The function returns the intercept of the solution .8 points",
+            r"The function returns the intercept of the solution \(8 points",
         ),
         # Right in exact arithmetic only.
         (
             INTERCEPT.format(free="(c != 0) & (abs(c) < C)", offset=OFFSET),
-            r"Multipliers that a solver rounded, .* count as 0 and the bound .8 points",
+            r"Multipliers that a solver rounded, .* count as 0 and the bound \(8 points",
         ),
         # The mean residual of all points, as in least squares.
         (
             "def intercept(K, y, c, C, eps):\n    return np.mean(y - K @ c)",
-            r"The function returns the intercept of the solution .8 points",
+            r"The function returns the intercept of the solution \(8 points",
         ),
     ],
     "ex-02-safe": [
@@ -55,24 +55,24 @@ WRONG = {
         # The scores are shifted, and the shift is not added again.
         (
             "def safe_value(s, tau):\n    return tau * np.log(np.sum(np.exp((s - s.max()) / tau)))",
-            r"If a number is added to all scores, it is added to the value .6 scores",
+            r"If a number is added to all scores, it is added to the value \(6 scores",
         ),
         # The logarithm is not brought back to units of score.
         (
             "def safe_value(s, tau):\n"
             "    return s.max() + np.log(np.sum(np.exp((s - s.max()) / tau)))",
-            r"The value of n equal scores s is s \+ tau log n .n = 4",
+            r"The value of n equal scores s is s \+ tau log n \(n = 4",
         ),
         # A mean instead of the sum.
         (
             "def safe_value(s, tau):\n"
             "    return s.max() + tau * np.log(np.exp((s - s.max()) / tau).mean())",
-            r"The value of n equal scores s is s \+ tau log n .n = 4",
+            r"The value of n equal scores s is s \+ tau log n \(n = 4",
         ),
         # The largest score only: right up to tau log n.
         (
             "def safe_value(s, tau):\n    return s.max()",
-            r"The value of n equal scores s is s \+ tau log n .n = 4",
+            r"The value of n equal scores s is s \+ tau log n \(n = 4",
         ),
         # The mean score subtracted, which a masked key makes infinite.
         (
@@ -95,12 +95,12 @@ WRONG = {
         # The threshold of all scores, although some weights are cut off.
         (
             "def sparsemax(s):\n    return np.maximum(0, s - (s.sum() - 1) / len(s))",
-            r"The weights are not negative and sum to one .8 scores",
+            r"The weights are not negative and sum to one \(8 scores",
         ),
         # The same, not cut off.
         (
             "def sparsemax(s):\n    return s - (s.sum() - 1) / len(s)",
-            r"The weights are not negative and sum to one .8 scores",
+            r"The weights are not negative and sum to one \(8 scores",
         ),
         # The support counted from 0: one score too few.
         (
@@ -108,7 +108,7 @@ WRONG = {
             "    ordered = np.sort(s)[::-1]\n"
             "    nu = (np.cumsum(ordered) - 1) / np.arange(1, len(s) + 1)\n"
             "    return np.maximum(0, s - nu[np.sum(ordered > nu) - 2])",
-            r"The weights are not negative and sum to one .5 scores",
+            r"The weights are not negative and sum to one \(5 scores",
         ),
         # Sorted upwards.
         (
@@ -116,7 +116,7 @@ WRONG = {
             "    ordered = np.sort(s)\n"
             "    nu = (np.cumsum(ordered) - 1) / np.arange(1, len(s) + 1)\n"
             "    return np.maximum(0, s - nu[np.sum(ordered > nu) - 1])",
-            r"The weights are not negative and sum to one .",
+            r"The weights are not negative and sum to one \(",
         ),
     ],
 }

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 3."""
 
-HEAD = "the expansion with intercept is the head ."
+HEAD = "the expansion with intercept is the head \\("
 
 WRONG = {
     "ex-03-targets": [
@@ -32,11 +32,11 @@ WRONG = {
             "def collapse(K, V):\n"
             "    A = attend(K, K, np.eye(len(K)))\n"
             "    return np.linalg.matrix_power(A, 1000) @ V",
-            "all rows are equal .6 keys of width 1, in two groups",
+            "all rows are equal \\(6 keys of width 1, in two groups",
         ),
         (  # the plain mean
             "def collapse(K, V):\n    return np.tile(V.mean(0), (len(K), 1))",
-            "have the same limit as V .6 keys of width 2",
+            "have the same limit as V \\(6 keys of width 2",
         ),
         (  # weights that do not add up to one
             "def collapse(K, V):\n"
@@ -46,7 +46,7 @@ WRONG = {
         ),
         (  # one row for all
             "def collapse(K, V):\n    h = kernel(K, K).sum(1)\n    return h @ V / h.sum()",
-            "a row for each key .",
+            "a row for each key \\(",
         ),
         (  # the left eigenvector, taken from the right side
             "def collapse(K, V):\n"
@@ -61,27 +61,27 @@ WRONG = {
             "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
             "    v = np.stack([V[where.ravel() == i].sum(0) for i in range(len(k))])\n"
             "    return k, v, np.log(r)",
-            "the answer of the full cache .",
+            "the answer of the full cache \\(",
         ),
         (  # the mean of the values, but the weight of one key
             "def merge(K, V):\n"
             "    k, where = np.unique(K, axis=0, return_inverse=True)\n"
             "    v = np.stack([V[where.ravel() == i].mean(0) for i in range(len(k))])\n"
             "    return k, v, np.zeros(len(k))",
-            "the answer of the full cache .",
+            "the answer of the full cache \\(",
         ),
         (  # the count where its logarithm belongs
             "def merge(K, V):\n"
             "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
             "    v = np.stack([V[where.ravel() == i].mean(0) for i in range(len(k))])\n"
             "    return k, v, r.astype(float)",
-            "the answer of the full cache .",
+            "the answer of the full cache \\(",
         ),
         (  # eviction: the first of equal keys stays
             "def merge(K, V):\n"
             "    k, first = np.unique(K, axis=0, return_index=True)\n"
             "    return k, V[first], np.zeros(len(k))",
-            "the answer of the full cache .",
+            "the answer of the full cache \\(",
         ),
         (  # nothing is merged
             "def merge(K, V):\n    return K, V, np.zeros(len(K))",

@@ -85,7 +85,7 @@ WRONG = {
             "    S = sum(torch.outer(k, torch.cat([w, w.new_ones(1)])) for k, w in past)\n"
             "    sums = phi_q @ S\n"
             "    return S, sums[:-1] / sums[-1]",
-            "do not disturb each other .text 1",
+            "do not disturb each other \\(text 1",
         ),
         (  # the present token is added after it was needed
             "def step(S, phi_q, phi_k, v):\n"

@@ -6,18 +6,18 @@ WRONG = {
             "def own_attention(q, k, v):\n"
             "    middle = (q.amax(-2, keepdim=True) + q.amin(-2, keepdim=True)) / 2\n"
             "    return softmax_attention(q - middle, k, v)",
-            r"softmax of the own part of the scores .N = 5",
+            r"softmax of the own part of the scores \(N = 5",
         ),
         (  # the scores are formed
             "def own_attention(q, k, v):\n"
             "    S = q @ k.mT / sqrt(q.shape[-1])\n"
             "    return (S - S.mean(-2, keepdim=True)).softmax(-1) @ v",
-            r"forms no tensor with a number for each query and key .N = 64",
+            r"forms no tensor with a number for each query and key \(N = 64",
         ),
         (  # Attention-BN
             "def own_attention(q, k, v):\n"
             "    return softmax_attention(q - k.mean(-2, keepdim=True), k, v)",
-            r"one vector is added to all queries .N = 5",
+            r"one vector is added to all queries \(N = 5",
         ),
         (  # the keys are centred, which softmax does not see
             "def own_attention(q, k, v):\n"
@@ -66,13 +66,13 @@ WRONG = {
             "    weights = (n(q) @ n(k).mT / sqrt(q.shape[-1])).exp()\n"
             "    h = (n(q) @ k.mT / sqrt(q.shape[-1])).exp().sum(-1, keepdim=True)\n"
             "    return weights / h @ v",
-            r"weights of each query sum to one .N = 5",
+            r"weights of each query sum to one \(N = 5",
         ),
         (  # without a call of softmax_attention
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()\n"
             "    return (n(q) @ n(k).mT / sqrt(q.shape[-1])).softmax(-1) @ v",
-            r"forms no tensor of N × N numbers .N = 64",
+            r"forms no tensor of N × N numbers \(N = 64",
         ),
     ],
     "ex-05-causal": [
@@ -80,7 +80,7 @@ WRONG = {
             "def causal_bn(q, k, v, beta):\n"
             "    mean = k.mean(-2, keepdim=True)\n"
             "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
-            r"not depend on the tokens after it .N = 6, beta = 0\.6",
+            r"not depend on the tokens after it \(N = 6, beta = 0\.6",
         ),
         (  # the sum, not the mean
             "def causal_bn(q, k, v, beta):\n"
@@ -105,25 +105,25 @@ WRONG = {
             "    mask = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool).tril()\n"
             "    mean = mask.to(k.dtype) @ k / mask.sum(-1, keepdim=True)\n"
             "    return softmax_attention(q - beta * mean, k, v, attn_mask=mask)",
-            r"forms no tensor of N × N numbers .N = 64",
+            r"forms no tensor of N × N numbers \(N = 64",
         ),
     ],
     "ex-05-needle": [
         (  # the score of a full head with as many keys as there are windows
             "def half_score(N, m):\n    return np.log(N / m - 1)",
-            r"half of the weight .N = 8, m = 2",
+            r"half of the weight \(N = 8, m = 2",
         ),
         (  # the window of the key is counted among the others
             "def half_score(N, m):\n    return m * np.log(N / m)",
-            r"half of the weight .N = 8, m = 1",
+            r"half of the weight \(N = 8, m = 1",
         ),
         (  # the keys are counted, not the windows
             "def half_score(N, m):\n    return m * np.log(N - 1)",
-            r"half of the weight .N = 8, m = 2",
+            r"half of the weight \(N = 8, m = 2",
         ),
         (  # the key itself has half of the weight of its window, at every scale
             "def half_score(N, m):\n    return m * np.log(2 * (N / m - 1))",
-            r"half of the weight .N = 8, m = 1",
+            r"half of the weight \(N = 8, m = 1",
         ),
     ],
 }

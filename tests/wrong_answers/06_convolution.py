@@ -45,7 +45,7 @@ WRONG = {
             "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s + 1)])\n"
             "    lag = torch.arange(s + 1)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, -1]",
-            r"returns s taps .s = 1",
+            r"returns s taps \(s = 1",
         ),
     ],
     "ex-06-patch": [

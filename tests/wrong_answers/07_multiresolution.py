@@ -43,7 +43,7 @@ WRONG = {
     "ex-07-worst": [
         (
             "def refute(N, s):\n    return np.full((N, N), 1 / N)",  # smooth, no error at all
-            r"1 % or more above the printed bound .N = 8, s = 8: error 0, bound 0",
+            r"1 % or more above the printed bound \(N = 8, s = 8: error 0, bound 0",
         ),
         (
             "def refute(N, s):\n    return np.eye(N)",  # rough, but the bound grows with it

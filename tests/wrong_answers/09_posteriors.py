@@ -48,7 +48,7 @@ WRONG = {
         ),
         (
             IMPORTS + "def log_prior_of(K, scale):\n    return scale * (K**2).sum(1) / 2",
-            r"The priors add up to one .N = 1.*off by",  # not normalised
+            r"The priors add up to one \(N = 1.*off by",  # not normalised
         ),
         (
             IMPORTS + "def log_prior_of(K, scale):\n"

@@ -4,11 +4,11 @@ WRONG = {
     "ex-10-merge": [
         (  # the mean of the blocks
             "def merge_blocks(outs, lses):\n    return outs.mean(0)",
-            r"attention over all blocks at once .scores of size 1.: it is off by",
+            r"attention over all blocks at once \(scores of size 1\): it is off by",
         ),
         (  # the blocks are added
             "def merge_blocks(outs, lses):\n    return outs.sum(0)",
-            r"attention over all blocks at once .scores of size 1.: it is off by",
+            r"attention over all blocks at once \(scores of size 1\): it is off by",
         ),
         (  # no maximum is subtracted
             "def merge_blocks(outs, lses):\n"
@@ -20,12 +20,12 @@ WRONG = {
             "def merge_blocks(outs, lses):\n"
             "    share = np.exp(lses - lses.max(1, keepdims=True))\n"
             "    return (share[..., None] * outs).sum(0) / share.sum(0)[:, None]",
-            r"attention over all blocks at once .scores of size 1.: it is off by",
+            r"attention over all blocks at once \(scores of size 1\): it is off by",
         ),
         (  # logsumexps in the place of sums
             "def merge_blocks(outs, lses):\n"
             "    return (lses[..., None] * outs).sum(0) / lses.sum(0)[:, None]",
-            r"attention over all blocks at once .scores of size 1.: it is off by",
+            r"attention over all blocks at once \(scores of size 1\): it is off by",
         ),
         (  # one maximum for all queries
             "def merge_blocks(outs, lses):\n"
@@ -37,60 +37,60 @@ WRONG = {
     "ex-10-parameters": [
         (  # a head for each key: queries and values are counted M times
             "def layer_size(d, H, D, M, shifted, G):\n    return 4 * M * H * D * d + H * M",
-            r"that of the package's layer .d = 12, H = 4.*M = 2.*yours",
+            r"that of the package's layer \(d = 12, H = 4.*M = 2.*yours",
         ),
         (  # no priors
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + M * G * D if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys",
-            r"that of the package's layer .d = 8, H = 2.*yours 256",
+            r"that of the package's layer \(d = 8, H = 2.*yours 256",
         ),
         (  # keys and values of all heads
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = H * D * d + M * H * D if shifted else M * H * D * d\n"
             "    return 3 * H * D * d + keys + H * M",
-            r"that of the package's layer .d = 12.*M = 3, shifted False, G = 2",
+            r"that of the package's layer \(d = 12.*M = 3, shifted False, G = 2",
         ),
         (  # a shift only for the second key on
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + (M - 1) * G * D if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys + H * M",
-            r"that of the package's layer .d = 12.*shifted True",
+            r"that of the package's layer \(d = 12.*shifted True",
         ),
         (  # shifts as wide as a token
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + M * d if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys + H * M",
-            r"that of the package's layer .d = 12.*shifted True",
+            r"that of the package's layer \(d = 12.*shifted True",
         ),
     ],
     "ex-10-seeds": [
         (  # the standard error of one mean
             "def seeds_needed(delta, sigma):\n    return int(np.ceil((2.8 * sigma / delta) ** 2))",
-            r"at least 2.8 of its standard errors .δ = 1.0, σ = 1.0, n = 8",
+            r"at least 2.8 of its standard errors \(δ = 1.0, σ = 1.0, n = 8",
         ),
         (  # rounded down
             "def seeds_needed(delta, sigma):\n"
             "    return max(1, int(2 * (2.8 * sigma / delta) ** 2))",
-            r"at least 2.8 of its standard errors .δ = 1.0, σ = 1.0, n = 15",
+            r"at least 2.8 of its standard errors \(δ = 1.0, σ = 1.0, n = 15",
         ),
         (  # seeds of both arms together
             "def seeds_needed(delta, sigma):\n"
             "    return 2 * int(np.ceil(2 * (2.8 * sigma / delta) ** 2))",
-            r"One seed less is not enough .δ = 1.0, σ = 1.0, n = 32",
+            r"One seed less is not enough \(δ = 1.0, σ = 1.0, n = 32",
         ),
         (  # the square is forgotten
             "def seeds_needed(delta, sigma):\n    return int(np.ceil(2 * 2.8 * sigma / delta))",
-            r"at least 2.8 of its standard errors .δ = 1.0, σ = 1.0, n = 6",
+            r"at least 2.8 of its standard errors \(δ = 1.0, σ = 1.0, n = 6",
         ),
         (  # not a whole number
             "def seeds_needed(delta, sigma):\n    return 2 * (2.8 * sigma / delta) ** 2",
-            r"whole number, and at least 1 .δ = 1.0",
+            r"whole number, and at least 1 \(δ = 1.0",
         ),
         (  # the gap in the place of the spread
             "def seeds_needed(delta, sigma):\n"
             "    return int(np.ceil(2 * (2.8 * delta / sigma) ** 2))",
-            r"2.8 of its standard errors .δ = 1.0, σ = 4.0, n = 1",
+            r"2.8 of its standard errors \(δ = 1.0, σ = 4.0, n = 1",
         ),
     ],
 }

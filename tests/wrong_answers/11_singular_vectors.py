@@ -4,17 +4,17 @@ WRONG = {
     "ex-11-threshold": [
         (  # where the leading pair is stationary
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q @ Phi_k.T)[1][0]",
-            r"1 % above the threshold, J is bounded below .20 queries",
+            r"1 % above the threshold, J is bounded below \(20 queries",
         ),
         (  # never looks at the keys
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q)[1][-1] ** 2",
-            r"(above|below) the threshold, J (is bounded below|has no floor) .",
+            r"(above|below) the threshold, J (is bounded below|has no floor) \(",
         ),
         (  # the singular value itself
             "def threshold(Phi_q, Phi_k):\n"
             "    p = Phi_q.shape[1]\n"
             "    return np.linalg.svd(Phi_q @ Phi_k.T)[1][p - 1]",
-            r"1 % below the threshold, J has no floor .20 queries",
+            r"1 % below the threshold, J has no floor \(20 queries",
         ),
         (  # asks only the queries whether a feature is redundant
             "def threshold(Phi_q, Phi_k):\n"
@@ -33,13 +33,13 @@ WRONG = {
         ),
         (  # the last of all singular values, which is rounding
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q @ Phi_k.T)[1][-1]",
-            r"1 % below the threshold, J has no floor .20 queries",
+            r"1 % below the threshold, J has no floor \(20 queries",
         ),
         (  # from the smallest of each role: enough, but not the least
             "def threshold(Phi_q, Phi_k):\n"
             "    least = lambda Phi: np.linalg.svd(Phi)[1][-1]\n"
             "    return 1 / (least(Phi_q) * least(Phi_k))",
-            r"1 % below the threshold, J has no floor .20 queries",
+            r"1 % below the threshold, J has no floor \(20 queries",
         ),
     ],
     "ex-11-untangle": [
@@ -62,13 +62,13 @@ WRONG = {
             "    U, a, _ = torch.linalg.svd(E, full_matrices=False)\n"
             "    V, b, _ = torch.linalg.svd(R, full_matrices=False)\n"
             "    return U, a * b, V",
-            r"H_e diag\(values\) H_rᵀ is E Rᵀ .N = 9",
+            r"H_e diag\(values\) H_rᵀ is E Rᵀ \(N = 9",
         ),
         (  # not turned back: orthonormal columns of the two QRs
             "def untangle(E, R):\n"
             "    (Q_e, T_e), (Q_r, T_r) = torch.linalg.qr(E), torch.linalg.qr(R)\n"
             "    return Q_e, torch.linalg.svdvals(T_e @ T_r.T), Q_r",
-            r"H_e diag\(values\) H_rᵀ is E Rᵀ .N = 9",
+            r"H_e diag\(values\) H_rᵀ is E Rᵀ \(N = 9",
         ),
         (  # columns are only divided by their lengths
             "def untangle(E, R):\n"
@@ -78,7 +78,7 @@ WRONG = {
         ),
         (  # the smallest first
             "def untangle(E, R):\n    return tuple(x.flip(-1) for x in singular_pairs(E, R))",
-            r"the largest is first .N = 9",
+            r"the largest is first \(N = 9",
         ),
         (  # QR with an N × N factor
             "def untangle(E, R):\n"

@@ -20,46 +20,46 @@ WRONG = {
             "def step(S, k, v, beta, alpha):\n"
             "    eye = torch.eye(len(k), dtype=k.dtype)\n"
             "    return alpha * S @ (eye - beta * torch.outer(k, k)) + beta * torch.outer(v, k)",
-            r"No tensor has D × D numbers .D = 300, Dv = 2",
+            r"No tensor has D × D numbers \(D = 300, Dv = 2",
         ),
     ],
     "ex-15-prices": [
         (  # linear attention
             "def prices(K, V, beta):\n    return beta[:, None] * V",
-            r"returns the last value for the last key .N = 5, D = 4",
+            r"returns the last value for the last key \(N = 5, D = 4",
         ),
         (  # ridge attention: later values change earlier prices
             "def prices(K, V, beta):\n"
             "    G = K @ K.T\n"
             "    G = G - torch.diag(G.diagonal()) + torch.diag(1 / beta)\n"
             "    return torch.linalg.lstsq(G, V).solution",
-            r"returns the last value for the last key .N = 5, D = 4",
+            r"returns the last value for the last key \(N = 5, D = 4",
         ),
         (  # the other triangle
             "def prices(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype) + (beta[:, None] * (K @ K.T)).triu(1)\n"
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=True)",
-            r"returns the last value for the last key .N = 5, D = 4",
+            r"returns the last value for the last key \(N = 5, D = 4",
         ),
         (  # the strength of the other token
             "def prices(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype) + (beta * (K @ K.T)).tril(-1)\n"
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=False)",
-            r"returns the last value for the last key .N = 5, D = 4",
+            r"returns the last value for the last key \(N = 5, D = 4",
         ),
     ],
     "ex-15-retention": [
         (  # each key takes β
             "def retention(a, D, beta):\n    return beta * (1 - beta) ** a",
-            r"within 0\.02 .a = 6, D = 8, β = 1\.0",
+            r"within 0\.02 \(a = 6, D = 8, β = 1\.0",
         ),
         (  # the key's own strength is forgotten
             "def retention(a, D, beta):\n    return (1 - beta / D) ** a",
-            r"within 0\.02 .a = 0, D = 8, β = 0\.5",
+            r"within 0\.02 \(a = 0, D = 8, β = 0\.5",
         ),
         (  # the part of a squared state
             "def retention(a, D, beta):\n    return beta * (1 - (2 * beta - beta**2) / D) ** a",
-            r"within 0\.02 .a = (20|10)",
+            r"within 0\.02 \(a = (20|10)",
         ),
     ],
     "ex-15-cups": [
@@ -69,17 +69,17 @@ WRONG = {
             "    if i != j:\n"
             "        key[i], key[j] = 0.5**0.5, 0.5**0.5\n"
             "    return key",
-            r"where the swaps have put it .2 cups",
+            r"where the swaps have put it \(2 cups",
         ),
         (  # not of norm 1
             "def cup_key(i, j, n):\n"
             "    eye = torch.eye(n, dtype=torch.float64)\n"
             "    return eye[i] - eye[j]",
-            r"has norm 1 .i = 0, j = 1, n = 2",
+            r"has norm 1 \(i = 0, j = 1, n = 2",
         ),
         (  # one cup is turned over
             "def cup_key(i, j, n):\n    return torch.eye(n, dtype=torch.float64)[i]",
-            r"where the swaps have put it .2 cups",
+            r"where the swaps have put it \(2 cups",
         ),
     ],
 }

@@ -31,20 +31,20 @@ WRONG = {
         (  # right, by the matrix
             HEAD + "    a = (q @ k.T * scale).exp()\n"
             "    return a @ v / (np.exp(b) + a.sum(1, keepdim=True))",
-            r"No tensor, and no mask, has N M numbers .N = M = 400.*has 160000",
+            r"No tensor, and no mask, has N M numbers \(N = M = 400.*has 160000",
         ),
         (  # right, by a mask of the size of the matrix
             HEAD + "    mask = q.new_zeros(len(q), len(k) + 1)\n"
             "    mask[:, -1] = b\n"
             "    K, V = (torch.cat([x, 0 * x[:1]]) for x in (k, v))\n"
             "    return F.scaled_dot_product_attention(q, K, V, mask)",
-            r"No tensor, and no mask, has N M numbers .N = M = 400.*has 160400",
+            r"No tensor, and no mask, has N M numbers \(N = M = 400.*has 160400",
         ),
     ],
     "ex-16-absorb": [
         (  # the scale is forgotten
             "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q",
-            r"scores qᵀk/√D with the latents .H = 2, D = 4, d = 6, r = 3.: it is off by",
+            r"scores qᵀk/√D with the latents \(H = 2, D = 4, d = 6, r = 3\): it is off by",
         ),
         (  # the scale of the width of the latent
             "def absorb(W_Q, W_K):\n    return W_K.mT @ W_Q / W_K.shape[-1] ** 0.5",
@@ -58,22 +58,22 @@ WRONG = {
     "ex-16-missed": [
         (  # the pooled scores alone
             "def missed(q, means, radii, B):\n    return B * (means @ q).exp().sum()",
-            r"weigh at most the bound .m = 1, B = 2",
+            r"weigh at most the bound \(m = 1, B = 2",
         ),
         (  # the width of the scores is taken for half of it
             "def missed(q, means, radii, B):\n"
             "    return (B * (means @ q + q.square().sum() * radii**2 / 8).exp()).sum()",
-            r"weigh at most the bound .",
+            r"weigh at most the bound \(",
         ),
         (  # true, and far too large: every key as good as the best
             "def missed(q, means, radii, B):\n"
             "    return (B * (means @ q + q.norm() * radii).exp()).sum()",
-            r"and no larger .three radii, B = 4: .*it is off by",
+            r"and no larger \(three radii, B = 4: .*it is off by",
         ),
         (  # one key of each block
             "def missed(q, means, radii, B):\n"
             "    return ((means @ q + q.square().sum() * radii**2 / 2).exp()).sum()",
-            r"weigh at most the bound .m = 1, B = 2, spread 0\.01",
+            r"weigh at most the bound \(m = 1, B = 2, spread 0\.01",
         ),
     ],
 }

@@ -5,45 +5,45 @@ WRONG = {
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.expm1(q @ q + k @ k) / error**2)",  # forgets 2 q·k
-            r"(small enough|One feature less is not enough) .D = ",
+            r"(small enough|One feature less is not enough) \(D = ",
         ),
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.expm1((q + k) @ (q + k)) / error)",  # the error, not its square
-            r"relative error is small enough .D = 2, error 0\.1",
+            r"relative error is small enough \(D = 2, error 0\.1",
         ),
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.exp(2 * q @ k) * np.expm1((q + k) @ (q + k)) / error**2)",
-            r"(small enough|not enough) .D = ",  # the absolute error
+            r"(small enough|not enough) \(D = ",  # the absolute error
         ),
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.exp((q + k) @ (q + k)) / error**2)",  # without the −1
-            r"One feature less is not enough .D = 2",
+            r"One feature less is not enough \(D = 2",
         ),
         (
             "def features_needed(q, k, error):\n"
             "    return np.floor(np.expm1((q + k) @ (q + k)) / error**2)",
-            r"whole number of features.*small enough .D = 2",
+            r"whole number of features.*small enough \(D = 2",
         ),
     ],
     "ex-fast-block": [
         (
             "def best_block(S, b):\n    return int(S.reshape(-1, b).mean(1).argmax())",
-            r"nearer to softmax .the row with a hidden key",  # what MRA-2 does
+            r"nearer to softmax \(the row with a hidden key",  # what MRA-2 does
         ),
         (
             "def best_block(S, b):\n    return int(S.reshape(-1, b).max(1).argmax())",
-            r"nearer to softmax .random row",
+            r"nearer to softmax \(random row",
         ),
         (
             "def best_block(S, b):\n    return int(S.reshape(-1, b).std(1).argmax())",
-            r"nearer to softmax .random row",  # varies, and need not matter
+            r"nearer to softmax \(random row",  # varies, and need not matter
         ),
         (
             "def best_block(S, b):\n    return int(np.exp(S).reshape(-1, b).sum(1).argmax())",
-            r"nearer to softmax .",
+            r"nearer to softmax \(",
         ),
         (
             "def best_block(S, b):\n"
@@ -51,7 +51,7 @@ WRONG = {
             "    inside = np.arange(len(S)) // b == np.arange(len(S) // b)[:, None]\n"
             "    moved = np.where(inside, softmax(S), softmax(mean)) - true\n"  # sums not to one
             "    return int(abs(moved).sum(1).argmin())",
-            r"nearer to softmax .",
+            r"nearer to softmax \(",
         ),
     ],
 }

@@ -11,7 +11,7 @@ WRONG = {
     "ex-positions-half": [
         (  # base e instead of 2
             f"def age_bias(n, half_life):\n{AGES}    return hide(-age / half_life)",
-            r"one half-life older gets half the weight .n = 12, half-life 3",
+            r"one half-life older gets half the weight \(n = 12, half-life 3",
         ),
         (  # old keys gain
             f"def age_bias(n, half_life):\n{AGES}    return hide(math.log(2) / half_life * age)",
@@ -23,12 +23,12 @@ WRONG = {
         ),
         (  # the future counts as near
             f"def age_bias(n, half_life):\n{AGES}    return -math.log(2) / half_life * age.abs()",
-            r"No later key has any weight .n = 5|the weight grows by the same factor",
+            r"No later key has any weight \(n = 5|the weight grows by the same factor",
         ),
         (  # a step every half-life
             f"def age_bias(n, half_life):\n{AGES}"
             "    return hide(-math.log(2) * (age / half_life).floor())",
-            r"the weight grows by the same factor .n = 12",
+            r"the weight grows by the same factor \(n = 12",
         ),
         (  # a mask of zeros leaves the future its weight
             f"def age_bias(n, half_life):\n{AGES}"
@@ -42,7 +42,7 @@ WRONG = {
             "    blocks = [torch.tensor([[z.cos(), -z.sin()], [z.sin(), z.cos()]]).double()\n"
             "              for z in angles]\n"
             "    return torch.block_diag(*blocks)",
-            r"maps the vector of position i to that of position i \+ t .t = 1, d = 4",
+            r"maps the vector of position i to that of position i \+ t \(t = 1, d = 4",
         ),
         (  # one frequency for all
             "def step(t, d):\n"
@@ -69,17 +69,17 @@ WRONG = {
             "def step(t, d):\n"
             "    p = sinusoidal(100, d)\n"
             "    return torch.linalg.lstsq(p[: 100 - abs(t)], p[abs(t) :]).solution.T",
-            r"also if t is negative .s = 3, t = -3",
+            r"also if t is negative \(s = 3, t = -3",
         ),
     ],
     "ex-positions-layout": [
         (  # left as they are
             "def neighbours(x):\n    return x",
-            r"the result has the scores of the other layout .D = 4",
+            r"the result has the scores of the other layout \(D = 4",
         ),
         (  # the way back
             "def neighbours(x):\n    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)",
-            r"the result has the scores of the other layout .D = 8",
+            r"the result has the scores of the other layout \(D = 8",
         ),
         (  # halves exchanged
             "def neighbours(x):\n    return torch.cat(x.chunk(2, -1)[::-1], -1)",
@@ -94,7 +94,7 @@ WRONG = {
         (  # turned on, not back
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.full((len(cached[..., 0].mT),), float(t)).double())",
-            r"as at positions smaller by t .6 keys",
+            r"as at positions smaller by t \(6 keys",
         ),
         (  # each by its index
             "def earlier(cached, t):\n"
