@@ -9,7 +9,7 @@ from derived_book.tasks.detection.model import DetectionTransformer
 from derived_book.tasks.images.model import VisionTransformer
 from derived_book.tasks.language.loss import Windows, byte_loss
 from derived_book.tasks.language.model import ByteLM
-from derived_book.tasks.model import Config, TokenClassifier
+from derived_book.tasks.model import Config
 from derived_book.tasks.series.data import SeriesSplit
 from derived_book.tasks.series.model import SeriesClassifier
 from derived_book.tasks.supervised import Examples, class_loss
@@ -50,14 +50,6 @@ def images(n=24, seed=0):
     return SeriesSplit(x, None, y)
 
 
-def tokens(n=24, seed=0):
-    """Two classes: is the first token below 4 or not? Lengths from 3 to 6."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(1, 8, (n, 6), generator=generator)
-    padding = torch.arange(6) >= torch.randint(3, 7, (n, 1), generator=generator)
-    return SeriesSplit(x.masked_fill(padding, 0), padding, (x[:, 0] >= 4).long())
-
-
 def scenes(n=24, seed=0):
     """A bright square in one of four quarters, and in some a dark one in another: two classes."""
     generator = torch.Generator().manual_seed(seed)
@@ -93,11 +85,6 @@ def vision(seed=0, **changes):
     return VisionTransformer((2, 3), 4, 2, Config(**SIZES | changes))
 
 
-def reader(seed=0, **changes):
-    seed_everything(seed)
-    return TokenClassifier(8, 2, 6, Config(**SIZES | changes))
-
-
 def writer(seed=0, length=6, **changes):
     seed_everything(seed)
     return ByteLM(length, Config(**SIZES | changes))
@@ -114,7 +101,6 @@ def detector(seed=0, **changes):
 KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
     "images": (vision, lambda n: Examples(images(), n), class_loss, {"loss", "accuracy"}),
-    "tokens": (reader, lambda n: Examples(tokens(), n), class_loss, {"loss", "accuracy"}),
     "text": (writer, lambda n: Windows(text(), 6, n, steps=3), byte_loss, {"bits"}),
     "scenes": (
         detector,

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_all_close, boolean, every_mechanism
-from kinds import KINDS, SIZES, SMALL
+from kinds import KINDS, SMALL
 from test_contract_layers import GONE, make_layer, sequences
 from test_contract_models import PLACES, belongs, make
 
@@ -17,9 +17,6 @@ import derived_attention as da
 from derived_attention.common.running import running_sums
 from derived_attention.registry import MECHANISMS
 from derived_attention.testing.cases import Case, added, variants
-from derived_book.tasks.model import Config
-from derived_book.tasks.recall.loss import Questions, answer_loss
-from derived_book.tasks.recall.model import Recaller
 from derived_book.training import measure
 from derived_book.training.fit import evaluate, fit
 
@@ -175,7 +172,7 @@ def test_layer(name):
 
 @every_mechanism
 def test_models(name):
-    for place in ("tokens", "bytes", "object queries and memory"):
+    for place in ("series", "bytes", "object queries and memory"):
         if not belongs(place, name):
             continue
         model, given = make(place, name), PLACES[place][2]
@@ -215,12 +212,6 @@ def test_plugs():
 
 # --- training -------------------------------------------------------------------------------------
 
-KINDS["recall"] = (
-    lambda: Recaller(8, Config(**SIZES)),
-    lambda n: Questions(3, 8, n, steps=3),
-    answer_loss,
-    {"loss", "accuracy"},
-)
 # What a step waits for: the steps that are real are picked; boxes are matched on the CPU.
 PER_STEP = {"steps": 3, "scenes": 8}
 PER_EPOCH = 2  # were all losses finite, and what are the numbers; a detector has them already
@@ -247,7 +238,7 @@ def test_fit(kind):
 
 
 def test_fit_in_float16_waits_for_no_step():
-    make_model, data, loss, _ = KINDS["tokens"]
+    make_model, data, loss, _ = KINDS["images"]
     model = make_model().to(DEVICE)
     with standin.counting() as counts:
         fit(model, data(SMALL), loss, epochs=2, precision="float16")

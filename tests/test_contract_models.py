@@ -14,8 +14,7 @@ from derived_attention.registry import MECHANISMS
 from derived_book.tasks.detection.model import DetectionTransformer
 from derived_book.tasks.images.model import VisionTransformer
 from derived_book.tasks.language.model import ByteLM
-from derived_book.tasks.model import Config, TokenClassifier
-from derived_book.tasks.recall.model import Recaller
+from derived_book.tasks.model import Config
 from derived_book.tasks.series.model import SeriesClassifier
 
 B, N, E, H = 3, 12, 16, 2
@@ -41,7 +40,6 @@ def config(attention):
 SCENES = (numbers(B, 3, 32, 24),)  # 12 tokens
 PLACES = {  # how many tokens attention sees, a model of it, what the model reads
     "series": (N, lambda a: SeriesClassifier(3, 2, N, config(a)), (numbers(B, N, 3), GONE)),
-    "tokens": (N, lambda a: TokenClassifier(8, 2, N, config(a)), (integers(0, 8, B, N), GONE)),
     "patches": (N, lambda a: VisionTransformer((3, 4), 4, 2, config(a)), (numbers(B, N, 4),)),
     "patches and a class token": (
         N + 1,
@@ -49,7 +47,6 @@ PLACES = {  # how many tokens attention sees, a model of it, what the model read
         (numbers(B, N, 4),),
     ),
     "bytes": (N, lambda a: ByteLM(N, config(a)), (integers(0, 256, B, N),)),
-    "pairs": (N, lambda a: Recaller(8, config(a)), tuple(integers(0, 8, 3, B, N // 2))),
     "memory": (N, lambda a: detector(encoder=a), SCENES),
     "object queries": (5, lambda a: detector(decoder=a), SCENES),
     "object queries and memory": (N, lambda a: detector(cross=a), SCENES),
@@ -119,10 +116,9 @@ def test_examples_of_a_batch_see_neither_each_other_nor_padding(name):
     for place, model, given, out in places(name):
         single = torch.cat([run(model, *(x[i : i + 1] for x in given)) for i in range(B)])
         assert_all_close([single], [out], 1e-10, place)
-        if place in ("series", "tokens"):
+        if place == "series":
             x, gone = given
-            hidden = 5 + x if x.ndim == 3 else 7 - x
-            there = torch.where(gone.view(B, N, *[1] * (x.ndim - 2)), hidden, x)
+            there = torch.where(gone[..., None], 5 + x, x)
             assert_all_close([run(model, there, gone)], [out], 1e-10, place)
             assert_all_close([run(model, x[:1])], [out[:1]], 1e-10, place)
 

@@ -9,14 +9,12 @@ from torch import nn
 
 from derived_attention.softmax.controls import identity_attention
 from derived_book.runtime import seed_everything
-from derived_book.tasks.language.data import ngram_bits
 from derived_book.tasks.language.loss import Windows, byte_loss, generate
 from derived_book.tasks.language.model import ByteLM
 from derived_book.tasks.language.sessions import (
     Sessions,
     draw_sessions,
     right_answers,
-    session_bits,
 )
 from derived_book.tasks.model import Config
 from derived_book.training.fit import evaluate, fit
@@ -44,7 +42,16 @@ def test_learns_what_can_be_known_and_no_more():
     for each in (model, blind):
         train(each, data)
     assert 0.95 < bits_of(model, test) < 1.1
-    assert bits_of(blind, test) == pytest.approx(ngram_bits(data, test, 1), abs=0.03)
+    assert bits_of(blind, test) == pytest.approx(bigram_bits(data, test), abs=0.03)
+
+
+def bigram_bits(data, test):
+    """Bits per byte of `test` when each byte is predicted from the one before it, by counts."""
+    counts = torch.zeros(256, 256, dtype=torch.float64)
+    ones = torch.ones(len(data) - 1, dtype=torch.float64)
+    counts.index_put_((data[:-1].long(), data[1:].long()), ones, accumulate=True)
+    p = counts / counts.sum(1, keepdim=True)
+    return -p[test[:-1].long(), test[1:].long()].log2().mean().item()
 
 
 def test_bits_are_the_mean_over_the_windows():
@@ -219,20 +226,18 @@ class Reader(nn.Module):
         return p.log()
 
 
-def test_sessions_are_those_of_their_rule_and_cost_what_it_says():
+def test_sessions_follow_their_rule():
+    """A reader that knows the rule never finds a byte impossible, and answers every question."""
     sessions, reader = Sessions(40, batch_size=32, steps=3), Reader()
     (texts,) = zip(*sessions, strict=True)
-    bits = session_bits(torch.cat(texts).to(torch.uint8))
-    assert evaluate(reader, sessions, byte_loss)["bits"] == pytest.approx(bits[:, 1:].mean().item())
+    most = (math.log2(26) + 1 + math.log2(10)) / 4  # a letter, a sign and a digit in four bytes
+    assert 1 < evaluate(reader, sessions, byte_loss)["bits"] < most
     assert right_answers(reader, 64) == 1
     again = next(iter(sessions))[0]
     assert torch.equal(again, texts[0]) and not torch.equal(texts[0], texts[1])
     text, answers = draw_sessions(2000, 41)
     assert torch.equal(answers[:, 1:], text[:, :-1] == ord("?"))
     assert answers[:, 10].double().mean().item() == pytest.approx(0.5, abs=0.05)
-    assert torch.isfinite(session_bits(text)).all()
-    wrong = torch.where(answers, 48 + (text - 47) % 10, text)
-    assert torch.equal(session_bits(wrong).isinf(), answers & (text != wrong))
 
 
 def test_a_convolution_reads_the_bytes_before_and_no_others():
@@ -249,7 +254,5 @@ def test_a_convolution_reads_the_bytes_before_and_no_others():
 def test_what_cannot_be_a_session_is_refused():
     with pytest.raises(ValueError, match="length is 0"):
         draw_sessions(2, 0)
-    with pytest.raises(TypeError, match="text"):
-        session_bits("k=7 ")
     with pytest.raises(ValueError, match="sessions of 16 bytes"):
         fit(writer(), Sessions(16, 2, 1), byte_loss, epochs=1, lr=1e-2)

@@ -16,7 +16,7 @@ from derived_attention.sparse.core import window_attention
 from derived_book.runtime import digest
 from derived_book.tasks.images.model import VisionTransformer
 from derived_book.tasks.language.model import ByteLM
-from derived_book.tasks.model import Config, TokenClassifier, make_attention, sinusoids
+from derived_book.tasks.model import Config, make_attention, sinusoids
 from derived_book.tasks.series.model import SeriesClassifier
 
 SIZES = dict(dim=16, heads=4, hidden=32)
@@ -35,7 +35,6 @@ def maker(kind, **sizes):
 
 small = maker(SeriesClassifier, channels=3, classes=4, length=7)
 vision = maker(VisionTransformer, grid=(2, 3), channels=5, classes=4, class_token=False)
-reader = maker(TokenClassifier, vocabulary=9, length=6, classes=4)
 writer = maker(ByteLM, length=6)
 
 
@@ -47,13 +46,6 @@ def batch():
     return x.masked_fill(padding[..., None], 0), padding
 
 
-def tokens():
-    """Five sequences of 6, 4, 1, 5 and 6 tokens."""
-    x = torch.randint(1, 9, (5, 6), generator=torch.Generator().manual_seed(3))
-    padding = torch.arange(6) >= torch.tensor([6, 4, 1, 5, 6])[:, None]
-    return x.masked_fill(padding, 0), padding
-
-
 def images():
     return torch.randn(5, 6, 5, generator=torch.Generator().manual_seed(2))
 
@@ -62,7 +54,7 @@ def text(n=5):
     return torch.randint(0, 256, (n, 6), generator=torch.Generator().manual_seed(5))
 
 
-MODELS = {small: batch(), vision: (images(),), reader: tokens(), writer: (text(),)}
+MODELS = {small: batch(), vision: (images(),), writer: (text(),)}
 
 
 def test_number_of_parameters_is_the_reference_s():
@@ -89,10 +81,9 @@ def test_forward_is_what_the_docstring_says():
 
 
 def test_a_sequence_that_is_all_padding_leaves_the_bias():
-    for make, (x, padding) in ((small, batch()), (reader, tokens())):
-        model = make().eval()
-        nothing = model(x, torch.ones_like(padding))
-        torch.testing.assert_close(nothing, model.head.bias.expand(5, 4))
+    model, (x, padding) = small().eval(), batch()
+    nothing = model(x, torch.ones_like(padding))
+    torch.testing.assert_close(nothing, model.head.bias.expand(5, 4))
 
 
 def weights_of(layer, h, padding):
@@ -104,16 +95,19 @@ def weights_of(layer, h, padding):
 
 
 def test_maps_are_those_of_the_layer_s_input_and_leave_the_model_as_it_was():
-    for model, (x, padding) in ((small(), batch()), (randomised(reader()).train(), tokens())):
+    series = small(), batch(), lambda model, x: model.embed(x) * 4 + model.positions
+    patches = randomised(vision()).train(), (images(), None), embed_and_normalise
+    for model, (x, padding), embed in (series, patches):
         layer, before = model.layers[0], digest(model.state_dict())
         maps = model.attention_maps(x, padding)
         assert model.training and digest(model.state_dict()) == before and not maps[0].requires_grad
         assert torch.equal(maps[1], model.attention_maps(x, padding)[1])  # no dropout
-        if x.is_floating_point():
-            h = model.embed(x) * 4 + model.positions
-        else:
-            h = layer.norm1(model.embed(x) + model.positions)
-        torch.testing.assert_close(maps[0], weights_of(layer, h, padding))
+        torch.testing.assert_close(maps[0], weights_of(layer, embed(model, x), padding))
+
+
+def embed_and_normalise(model, x):
+    """What the first pre-norm layer attends to."""
+    return model.layers[0].norm1(model.embed(x) + model.positions)
 
 
 def mean_attention(q, k, v, *, strength=1.0, **options):
@@ -146,20 +140,19 @@ def test_a_function_replaces_the_scaled_dot_product_and_a_class_the_layer():
 
 
 def test_text_of_a_model_names_its_attention():
-    own = {small: dict(length=8), vision: dict(grid=(3, 2)), writer: dict(length=7), reader: {}}
+    own = {small: dict(length=8), vision: dict(grid=(3, 2)), writer: dict(length=7)}
     texts = set()
     for make, sizes in own.items():
         attentions = [functools.partial(mean_attention, strength=s) for s in (2.0, 3.0)]
         texts |= {repr(make(attention=f)) for f in (mean_attention, Learned, *attentions)}
         texts |= {repr(make()), repr(make(**sizes)), repr(make(dropout=0.2))}
-    assert len(texts) == 4 * 7 - 1
+    assert len(texts) == 3 * 7
 
 
 def test_wrong_sizes():
     for make, names in (
         (small, ("channels", "classes", "length")),
         (vision, ("channels", "classes")),
-        (reader, ("vocabulary", "classes", "length")),
         (writer, ("length",)),
         (Config, ("dim", "heads", "layers", "hidden")),
     ):
@@ -189,7 +182,7 @@ def test_wrong_configuration():
         Config().dim = 3
 
 
-# --- Images and tokens ----------------------------------------------------------------------------
+# --- Images ---------------------------------------------------------------------------------------
 
 
 def through_layers(model, h, **masks):
@@ -208,15 +201,6 @@ def through_layers(model, h, **masks):
     return nn.functional.layer_norm(h, (16,), model.norm.weight, model.norm.bias)
 
 
-def by_hand(model, h, padding):
-    """Pre-norm layers and masked mean."""
-    h = through_layers(model, h, src_key_padding_mask=padding)
-    if padding is None:
-        return model.head(h.mean(1))
-    rows = [h[i, ~padding[i]].mean(0) for i in range(len(h))]
-    return model.head(torch.stack(rows))
-
-
 def randomised(model):
     """Norms with scales and shifts of their own, so that leaving one out shows."""
     generator = torch.Generator().manual_seed(4)
@@ -230,14 +214,8 @@ def randomised(model):
 
 def test_vision_transformer_is_what_its_docstring_says():
     model, x = randomised(vision()), images()
-    expected = by_hand(model, model.embed(x) + model.positions, None)
-    torch.testing.assert_close(model(x), expected)
-
-
-def test_token_classifier_is_what_its_docstring_says():
-    model, (x, padding) = randomised(reader()), tokens()
-    expected = by_hand(model, model.embed.weight[x] + model.positions, padding)
-    torch.testing.assert_close(model(x, padding), expected)
+    h = through_layers(model, model.embed(x) + model.positions)
+    torch.testing.assert_close(model(x), model.head(h.mean(1)))
 
 
 def test_a_class_token_comes_first_and_gives_the_answer():
@@ -258,11 +236,6 @@ WRONG = [
     (small, lambda x, p: (x, p[:, :5]), r"padding is .*expected bool of shape \(5, 7\)"),
     (vision, lambda x: (x[:, :5],), r"x is .*expected floats of shape \(n, 6, 5\)"),
     (vision, lambda x: (x, x[..., 0] > 0), "padding is given; expected None, as an image"),
-    (reader, lambda x, p: (x[:, :5], p), r"x is .*expected int64 of shape \(n, 6\)"),
-    (reader, lambda x, p: (x.int(), p), r"x is .*expected int64 of shape \(n, 6\)"),
-    (reader, lambda x, p: (x + 1, p), "x holds 1 to 9; expected tokens 0 <= x < 9"),
-    (reader, lambda x, p: (x - 1, p), "x holds -1 to 7; expected tokens 0 <= x < 9"),
-    (reader, lambda x, p: (x, p.float()), "padding is torch.float32"),
     (writer, lambda x: (x[0],), r"x is .*expected int64 of shape \(n, T\)"),
     (writer, lambda x: (x + 256,), "x holds .*; expected tokens 0 <= x < 256"),
     (writer, lambda x: (x.repeat(1, 2),), "x has 12 bytes in a row; expected at most 6"),

@@ -1,10 +1,10 @@
-"""Series, images and tokens with a class or a number: batches, losses, wrong data."""
+"""Series and images with a class or a number: batches, losses, wrong data."""
 
 import dataclasses
 
 import pytest
 import torch
-from kinds import classifier, images, reader, series, tokens, vision
+from kinds import classifier, images, series, vision
 from torch import nn
 
 from derived_book.tasks.series.data import SeriesSplit
@@ -48,9 +48,6 @@ def test_what_does_not_fit_the_model_before_any_work():
     for make, split, message in (
         (vision, dataclasses.replace(images(), y=torch.zeros(24)), "train.y is .* expected int64"),
         (classifier, dataclasses.replace(series(), y=series().y + 1), "train.y holds 1 to 2; .* 2"),
-        (reader, SeriesSplit(tokens().x + 1, None, tokens().y), "train.x holds .* 0 <= x < 8"),
-        (reader, series(), "train.x is torch.float32 of shape .24, 6, 3.; expected int64"),
-        (classifier, tokens(), "train.x is torch.int64 of shape .24, 6.; expected floats"),
         (vision, series(), "train.x is .*; expected floats of shape .n, 6, 4."),
     ):
         model = make()
@@ -94,8 +91,6 @@ WRONG = [
     (spoilt("y", lambda y: y - 1), ValueError, "split.y holds -1 to 0; expected classes 0 <= x"),
     (spoilt("y", lambda y: y[:, None].float()), ValueError, r"split.y is .* shape \(24,\)"),
     (spoilt("y", lambda y: set_value(y.float(), torch.nan)), ValueError, "split.y holds NaN"),
-    (SeriesSplit(tokens().x.int(), None, tokens().y), ValueError, "split.x is torch.int32"),
-    (SeriesSplit(tokens().x - 1, None, tokens().y), ValueError, "expected tokens 0 <= x$"),
     (SeriesSplit(torch.zeros(0, 6, 3), None, torch.zeros(0)), ValueError, "split is empty"),
 ]
 

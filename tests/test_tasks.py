@@ -29,7 +29,6 @@ SMALL = {
     "images": functools.partial(
         da.train_images, name="digits", patch=4, class_token=True, epochs=2
     ),
-    "recall": functools.partial(da.train_recall, pairs=4, symbols=6, steps=3),
     "detection": functools.partial(da.train_detection, train=20, test=10, steps=2, batch_size=4),
 }
 
@@ -53,12 +52,12 @@ def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
     own, shared = ["config", "name", "patch", "class_token"], ["seed", "epochs", "batch_size", "lr"]
     assert list(parameters) == [*own, *shared, "eta", "device"]
     assert [parameters[name].default for name in shared] == [0, 20, 32, 2e-3]
-    assert "steps" in inspect.signature(da.train_recall).parameters
-    assert pickle.loads(pickle.dumps(da.train_recall)) is da.train_recall
+    assert "steps" in inspect.signature(da.train_detection).parameters
+    assert pickle.loads(pickle.dumps(da.train_detection)) is da.train_detection
     with pytest.raises(
-        TypeError, match=r"train_recall\(\) got an unexpected keyword argument 'epochs'"
+        TypeError, match=r"train_detection\(\) got an unexpected keyword argument 'epochs'"
     ):
-        da.train_recall(TINY, epochs=2)
+        da.train_detection(TINY, epochs=2)
 
 
 def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
@@ -70,7 +69,7 @@ def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     assert other.length == 64 and other.config.heads == 4
 
 
-@pytest.mark.parametrize("name", ["series", "images", "recall"])
+@pytest.mark.parametrize("name", ["series", "images"])
 def test_eta_weighs_the_objective_of_kernel_svd(name, monkeypatch):
     given = []
 

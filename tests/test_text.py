@@ -1,7 +1,6 @@
 """Text: what is kept of Python's documentation, how it is divided, WikiText's files, n-grams."""
 
 import collections
-import math
 import sys
 import types
 from pydoc_data.topics import topics
@@ -16,7 +15,6 @@ from derived_book.tasks.language.data import (
     decode,
     encode,
     load_text,
-    ngram_bits,
     split_documents,
     without_repeats,
 )
@@ -156,52 +154,3 @@ def test_wrong_name():
         load_text(None)
     with pytest.raises(ValueError, match="name is 'books'; expected one of 'python', 'wikitext-1"):
         load_text("books")
-
-
-# --- n-grams --------------------------------------------------------------------------------------
-
-
-def by_hand(train, test, order):
-    """The formula of the docstring, byte by byte, with dictionaries."""
-
-    def probability(context, byte):
-        p = 1 / 256
-        for n in range(len(context) + 1):
-            c = context[len(context) - n :]
-            followers = [train[i + n] for i in range(len(train) - n) if train[i : i + n] == c]
-            kinds = len(set(followers))
-            if followers:
-                p = (followers.count(byte) + kinds * p) / (len(followers) + kinds)
-        return p
-
-    ps = [probability(test[max(0, i - order) : i], test[i]) for i in range(len(test))]
-    return -sum(map(math.log2, ps)) / len(ps)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.text("abc\xff", min_size=1, max_size=40),
-    st.text("abcd\xff", min_size=1, max_size=12),
-    st.integers(0, 6),
-)
-def test_ngrams_are_the_formula(train, test, order):
-    expected = by_hand(train.encode("latin-1"), test.encode("latin-1"), order)
-    tensors = (torch.tensor(list(t.encode("latin-1")), dtype=torch.uint8) for t in (train, test))
-    assert ngram_bits(*tensors, order) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "train, test, order, error, message",
-    [
-        ([1], encode("a"), 1, TypeError, "train is list; expected a tensor"),
-        (encode("a"), encode("a").long(), 1, ValueError, "test is torch.int64 of shape .1,.; expe"),
-        (encode("a")[None], encode("a"), 1, ValueError, "train is torch.uint8 of shape .1, 1."),
-        (encode("a"), encode(""), 1, ValueError, "test has 0 bytes; expected at least 1"),
-        (encode("a"), encode("a"), 7, ValueError, "order is 7; expected 0 <= order <= 6"),
-        (encode("a"), encode("a"), -1, ValueError, "order is -1; expected"),
-        (encode("a"), encode("a"), 1.0, TypeError, "order is 1.0; expected an integer"),
-    ],
-)
-def test_wrong_input(train, test, order, error, message):
-    with pytest.raises(error, match=message):
-        ngram_bits(train, test, order)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import Mechanism, check_flag
+from derived_attention.common.checks import Mechanism
 from derived_attention.common.convention import takes
 from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import softmax_attention
 from derived_book.runtime import check_count, evaluating
-from derived_book.tasks.checks import check_number, check_tokens
+from derived_book.tasks.checks import check_number
 
 WEIGHTS = "the model's weights"  # in an error, where an input has another type
 
@@ -214,70 +214,6 @@ class Encoder(Model):
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Check the input and map it to (B, T, dim), positions included."""
         raise NotImplementedError
-
-
-class PooledClassifier(Encoder):
-    """Base class of classifiers with pre-norm layers, a mean over the steps and one linear map.
-
-    With a `class_token`, a learned vector comes first in the sequence, and the linear map reads the
-    features of this token instead of the mean.
-    """
-
-    def __init__(
-        self, classes: int, length: int, config: Config, class_token: bool = False
-    ) -> None:
-        super().__init__()
-        check_sizes(config, classes=classes, length=length)
-        check_flag("class_token", class_token)
-        self.classes, self.length, self.config = classes, length, config
-        self.class_token = None
-        if class_token:
-            self.class_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.5))
-        self.positions = nn.Parameter(torch.empty(length, config.dim).normal_(std=0.5))
-        self.layers = stack(PreNormLayer, config)
-        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, classes)
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Return logits (B, classes)."""
-        h = self._run(self._embed(x, padding), padding)
-        if self.class_token is not None:
-            return self.head(self.norm(h[:, 0]))
-        h = self.norm(h)
-        if padding is None:
-            return self.head(h.mean(1))
-        count = (~padding).sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-        return self.head(h.masked_fill(padding[..., None], 0.0).sum(1) / count)
-
-
-class TokenClassifier(PooledClassifier):
-    """A transformer encoder that names the class of a sequence of tokens.
-
-    Embedding, learned positions, pre-norm layers and the mean over the tokens that are not padding:
-    a small version of the model that the papers use on the Long Range Arena.
-
-    Parameters
-    ----------
-    vocabulary, classes, length : int
-        Number of different tokens, of classes, and T.
-    config : Config
-
-    Examples
-    --------
-    >>> model = TokenClassifier(vocabulary=16, classes=10, length=32, config=Config())
-    >>> model(torch.zeros(3, 32, dtype=torch.int64)).shape
-    torch.Size([3, 10])
-    """
-
-    def __init__(self, vocabulary: int, classes: int, length: int, config: Config) -> None:
-        check_sizes(config, vocabulary=vocabulary)
-        super().__init__(classes, length, config)
-        self.vocabulary = vocabulary
-        self.embed = nn.Embedding(vocabulary, config.dim)
-
-    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        check_tokens(x, padding, steps=self.length, vocabulary=self.vocabulary)
-        return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)
 
 
 def with_first(token: Tensor, h: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """One model on one task: build it, train it, and return its scores and its cost.
 
-`runner` makes such a function of each task: `derived_book.train_series`, `train_images`,
-`train_recall` and `train_detection`. Each trains one model from one seed and
-returns numbers that JSON can hold, so that `derived_book.training.grids.run_grid` can run a
-grid of them.
+`runner` makes such a function of each task: `derived_book.train_series`, `train_images`
+and `train_detection`. Each trains one model from one seed and returns numbers that JSON can hold,
+so that `derived_book.training.grids.run_grid` can run a grid of them.
 
 The argument `config` goes to the model: see `derived_book.tasks.model.Config`. Half the heads
 at the same width of a head: ``Config(heads=2, attention=partial(MultiheadAttention,

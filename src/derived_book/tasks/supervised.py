@@ -1,4 +1,4 @@
-"""Sequences (series, images, tokens) with a class or a number each: batches and losses."""
+"""Sequences (series, images) with a class or a number each: batches and losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from derived_book.tasks.checks import (
     check_range,
     check_series,
     check_tensor,
-    check_tokens,
     check_type,
 )
 from derived_book.tasks.series.data import SeriesSplit
@@ -29,12 +28,12 @@ class Examples(Batches):
     """Batches ``(x, padding, y)``, rows of a split; in training, in random order.
 
     `fit` and `evaluate` compare the split with the attributes ``length``, ``channels``,
-    ``vocabulary`` and ``classes`` (0 for numbers) of the model, where it has them.
+    and ``classes`` (0 for numbers) of the model, where it has them.
 
     Parameters
     ----------
     split : SeriesSplit
-        Series, images or tokens, with classes or numbers as `y`.
+        Series or images, with classes or numbers as `y`.
     batch_size : int
     """
 
@@ -61,14 +60,11 @@ class Examples(Batches):
             yield x[rows], None if padding is None else padding[rows], y[rows]
 
     def check(self, name: str, model: Any) -> None:
-        """Raise ValueError unless sizes, tokens and answers fit `model`."""
+        """Raise ValueError unless sizes and answers fit `model`."""
         x, padding, y = self.split.x, self.split.padding, self.split.y
-        sizes = ("length", "vocabulary", "channels", "classes")
-        steps, vocabulary, channels, classes = (getattr(model, size, None) for size in sizes)
-        if vocabulary or (x.ndim == 2 and not channels):
-            check_tokens(x, padding, of=f"{name}.", steps=steps, vocabulary=vocabulary)
-        else:
-            check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
+        sizes = ("length", "channels", "classes")
+        steps, channels, classes = (getattr(model, size, None) for size in sizes)
+        check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
         if classes is None:
             return
         if y.is_floating_point() != (classes == 0):
@@ -105,7 +101,7 @@ def check_split(split: SeriesSplit) -> None:
     x, padding, y = split.x, split.padding, split.y
     for name, tensor in (("x", x), ("y", y)):
         check_type(f"split.{name}", tensor, Tensor, "a tensor")
-    (check_tokens if x.ndim == 2 else check_series)(x, padding, of="split.")
+    check_series(x, padding, of="split.")
     if len(x) == 0:
         raise ValueError("split is empty; expected at least one sequence")
     check_tensor("split.y", y, "floats" if y.is_floating_point() else "int64", (len(x),))

@@ -243,8 +243,8 @@ def fit(
     model : nn.Module
         The module that `loss` calls. It is in evaluation mode afterwards.
     train : Batches
-        `Examples` (series, images, tokens), or the class of the task: `Windows`, `Sentences`,
-        `Questions`, `Trajectories`, `SceneBatches`.
+        `Examples` (series, images), or the class of the task: `Windows`, `Sessions`, `Questions` or
+        `SceneBatches`.
     loss : callable
         ``loss(model, batch)`` returns a scalar tensor and a dict of `Mean`: the function that is
         defined beside those batches.

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import check_floating
+from derived_attention.common.checks import check_flag, check_floating
 from derived_book.tasks.checks import check_no_padding, check_series
-from derived_book.tasks.model import WEIGHTS, Config, PooledClassifier, check_sizes, with_first
+from derived_book.tasks.model import (
+    WEIGHTS,
+    Config,
+    Encoder,
+    PreNormLayer,
+    check_sizes,
+    stack,
+    with_first,
+)
 
 
-class VisionTransformer(PooledClassifier):
+class VisionTransformer(Encoder):
     """A vision transformer: names the class of an image that is a grid of patches.
 
     Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. Without a
@@ -49,10 +58,27 @@ class VisionTransformer(PooledClassifier):
     ) -> None:
         if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
             raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
-        check_sizes(config, channels=channels, **{f"grid[{i}]": n for i, n in enumerate(grid)})
-        super().__init__(classes, grid[0] * grid[1], config, class_token)
-        self.grid, self.channels = tuple(grid), channels
+        sides = {f"grid[{i}]": n for i, n in enumerate(grid)}
+        check_sizes(config, channels=channels, classes=classes, **sides)
+        check_flag("class_token", class_token)
+        super().__init__()
+        self.grid, self.length = tuple(grid), grid[0] * grid[1]
+        self.channels, self.classes, self.config = channels, classes, config
+        self.class_token = None
+        if class_token:
+            self.class_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.5))
+        self.positions = nn.Parameter(torch.empty(self.length, config.dim).normal_(std=0.5))
+        self.layers = stack(PreNormLayer, config)
+        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, classes)
         self.embed = nn.Linear(channels, config.dim)
+
+    def forward(self, x: Tensor, padding: None = None) -> Tensor:
+        """Map patches (B, T, channels) to logits (B, classes); an image has no padding."""
+        h = self._run(self._embed(x, padding))
+        if self.class_token is not None:
+            return self.head(self.norm(h[:, 0]))
+        return self.head(self.norm(h).mean(1))
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, None, steps=self.length, channels=self.channels)

@@ -19,7 +19,6 @@ from derived_attention.common.files import cache_dir
 from derived_book.tasks.checks import check_name, check_tensor
 
 HELD_OUT = 0.1  # the share of all bytes, at most, for validation, and again for the test
-MOST_ORDER = 6  # so that a context and its next byte fit in one int64
 
 Splits = dict[str, str]
 
@@ -145,64 +144,3 @@ def check_text(name: str, text: torch.Tensor, least: int) -> None:
     check_tensor(name, text, "uint8", ("n",))
     if len(text) < least:
         raise ValueError(f"{name} has {len(text)} bytes; expected at least {least}")
-
-
-def ngram_bits(train: torch.Tensor, test: torch.Tensor, order: int) -> float:
-    """Return the bits per byte of `test` under counts of `train`, with `order` bytes of context.
-
-    The probability of byte b after the context c of n bytes is interpolated with that after the
-    shorter context c' that lacks the first byte [Witten1991]::
-
-        P_n(b | c) = (count(c b) + kinds(c) · P_{n-1}(b | c')) / (count(c) + kinds(c))
-
-    where kinds(c) is the number of different bytes that follow c in `train`, and P_{-1} = 1/256.
-    Every byte of `test` is predicted, the first ones from the shorter context that they have.
-
-    Parameters
-    ----------
-    train, test : torch.Tensor
-        (n,) uint8, n > 0.
-    order : int
-        From 0 (the frequencies of single bytes) to 6. Memory: some 50 bytes for each of `train`.
-
-    Examples
-    --------
-    >>> text = encode("ab" * 500)
-    >>> ngram_bits(text, text, 0) > 1 > 100 * ngram_bits(text, text, 1) / 3
-    True
-    """
-    check_text("train", train, 1)
-    check_text("test", test, 1)
-    if isinstance(order, bool) or not isinstance(order, int):
-        raise TypeError(f"order is {order!r}; expected an integer")
-    if not 0 <= order <= MOST_ORDER:
-        raise ValueError(f"order is {order}; expected 0 <= order <= {MOST_ORDER}")
-    p = np.full(len(test), 1 / 256)
-    for n in range(min(order, len(train) - 1, len(test) - 1) + 1):
-        p[n:] = _interpolate(_grams(train, n), _grams(test, n), p[n:])
-    return float(-np.log2(p).mean())
-
-
-def _grams(text: torch.Tensor, n: int) -> np.ndarray:
-    """Return each run of n + 1 bytes as a number in base 256: (len - n,)."""
-    numbers = text.cpu().numpy().astype(np.int64)
-    grams = np.zeros(len(numbers) - n, dtype=np.int64)
-    for i in range(n + 1):
-        grams = 256 * grams + numbers[i : len(numbers) - n + i]
-    return grams
-
-
-def _interpolate(seen: np.ndarray, asked: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """Mix the counts of `seen` into the probabilities `p` of `asked`, by the formula above."""
-    grams, counts = np.unique(seen, return_counts=True)
-    contexts, first, kinds = np.unique(grams // 256, return_index=True, return_counts=True)
-    totals = np.add.reduceat(counts, first)
-    count = _look_up(asked, grams, counts)
-    total, kind = (_look_up(asked // 256, contexts, values) for values in (totals, kinds))
-    return np.where(total > 0, (count + kind * p) / np.maximum(total + kind, 1), p)
-
-
-def _look_up(asked: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value of each key of `asked`, 0 where it is not among the sorted `keys`."""
-    at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
-    return np.where(keys[at] == asked, values[at], 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_book.runtime import check_count, evaluating
-from derived_book.tasks.checks import check_length, check_tensor
+from derived_book.tasks.checks import check_length
 from derived_book.tasks.language.loss import check_reader
 from derived_book.training.fit import Endless, check_device
 
@@ -69,32 +69,6 @@ def draw_sessions(
         answers += [no, no, asks, no]
     text = torch.stack(bytes_, 1)[:, :length].to(torch.uint8)
     return text, torch.stack(answers, 1)[:, :length]
-
-
-def session_bits(text: Tensor) -> Tensor:
-    """Return the bits (n, T) of each byte of sessions (n, T) for a reader who knows their rule.
-
-    When m letters have been stored, a letter x comes next with the probability
-    ``1/52 + [x stored] / 2m`` (1/26 while m = 0). The sign after it is the share of one of the two
-    summands. A digit to store has 1/10; an answer and a space are certain. A wrong answer has
-    infinitely many bits.
-    """
-    check_tensor("text", text, "uint8", ("n", "T"))
-    n, length = text.shape
-    whole = nn.functional.pad(text, (0, -length % 4)).long().unflatten(1, (-1, 4))
-    values = torch.full((n, LETTERS), -1)  # -1: not stored yet
-    p = torch.ones(n, *whole.shape[1:], dtype=torch.float64)
-    for t, statement in enumerate(whole.unbind(1)):
-        letter = (statement[:, :1] - ord("a")).clamp(0, LETTERS - 1)
-        digit, asks = statement[:, 2] - ord("0"), statement[:, 1] == ASK
-        m, value = (values >= 0).sum(1), values.gather(1, letter)[:, 0]
-        ask = torch.where(value >= 0, 0.5 / m.clamp(min=1).double(), 0.0)
-        store = torch.where(m > 0, 0.5, 1.0).double() / LETTERS
-        p[:, t, 0] = ask + store
-        p[:, t, 1] = torch.where(asks, ask, store) / (ask + store)
-        p[:, t, 2] = torch.where(asks, (digit == value).double(), 1 / DIGITS)
-        values.scatter_(1, letter, torch.where(asks, value, digit)[:, None])
-    return (1 / p).log2().flatten(1)[:, :length]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Questions(Endless):
         """Raise TypeError or ValueError unless `model` knows as many symbols."""
         symbols = getattr(model, "symbols", None)
         if not isinstance(symbols, int):
-            raise TypeError(f"model.symbols is {symbols!r}; expected a model such as Recaller")
+            raise TypeError(f"model.symbols is {symbols!r}; expected its number of symbols")
         if self.symbols != symbols:
             expected = f"{symbols}, as the model has"
             raise ValueError(f"{name} has {self.symbols} symbols; expected {expected}")
