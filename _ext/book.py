@@ -51,6 +51,13 @@ WORDS = {"callable", "optional"}  # what descriptions of types say and is no cla
 
 # Letters of the pages between chapters; appendices have A to D, and audits the numbers of parts.
 LETTERS = {"book/positions": "P"}
+AUDITS = {
+    "book/audit_support_vectors": "II",
+    "book/audit_wavelets": "III",
+    "book/audit_mixtures": "IV",
+    "book/audit_singular_values": "V",
+    "book/audit_splitting": "VI",
+}
 SHORT = {"chapter": "ch.", "appendix": "app."}
 
 
@@ -70,22 +77,21 @@ def number(doc: str) -> int | str | None:
     """
     if match := re.match(r"book/(\d\d|[A-Z])_", doc):
         return int(match[1]) if match[1].isdigit() else match[1]
-    if letter := LETTERS.get(doc):
-        return letter
-    if part := parts().get(doc):
-        return part.partition(":")[0].removeprefix("Part ")
-    return None
+    return LETTERS.get(doc) or AUDITS.get(doc)
 
 
 @lru_cache
 def parts() -> dict[str, str]:
-    """Return the pages of the book's numbered parts, and the headings of these parts."""
-    return {
+    """Return the chapters and audits of the numbered parts, and the headings of these parts."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
+    headings = {part["caption"].partition(":")[0]: part["caption"] for part in toc}
+    chapters = {
         page["file"]: part["caption"]
-        for part in yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
+        for part in toc
         for page in part["chapters"]
         if part["caption"].startswith("Part ")
     }
+    return chapters | {page: headings[f"Part {number}"] for page, number in AUDITS.items()}
 
 
 def short_name(doc: str) -> str:

@@ -96,10 +96,16 @@ for (const side of ["primary", "secondary"]) {
 window.toggleFullScreen = () =>
   document.fullscreenElement ? document.exitFullscreen() : one("html").requestFullscreen();
 
-// The list of chapters stays where it was.
+// The list of chapters stays where it was, unless the current page is out of sight there.
 const chapters = one("#pst-primary-sidebar");
 const scrolled = Number(sessionStorage.getItem("sidebar-scroll-top"));
 if (scrolled) chapters.scrollTop = scrolled; // which lays the page out at once
+requestAnimationFrame(() => {
+  const here = chapters.querySelector("li.current > a")?.getBoundingClientRect();
+  const bar = chapters.getBoundingClientRect();
+  if (here?.height && (here.top < bar.top || here.bottom > bar.bottom))
+    chapters.scrollTop += here.top - bar.top - bar.height / 3;
+});
 addEventListener("pagehide", () =>
   sessionStorage.setItem("sidebar-scroll-top", chapters.scrollTop)
 );

@@ -310,6 +310,16 @@ def test_a_page_names_its_part():
         assert found == ([book.parts()[page]] if page in book.parts() else []), page
 
 
+def test_the_sidebar_opens_the_group_of_the_page():
+    names = ["Chapters", "Audits", "Appendices", "For lecturers", "Reference"]
+    pages = {"index": 0, "02_duality": 0, "audit_wavelets": 1, "D_efficient": 2, "glossary": 4}
+    for page, group in pages.items():
+        text = (HTML / "book" / f"{page}.html").read_text("utf8")
+        found = re.findall(r'<details class="da-group"( open)?><summary>(.*?)</summary>', text)
+        assert found == [(" open" * (i == group), name) for i, name in enumerate(names)], page
+        assert len(re.findall(r'<li class="toctree-l1', text)) == len(toc_pages()), page
+
+
 def test_a_page_between_chapters_has_a_letter_and_shifts_no_chapter():
     numbers = {"book/positions": "P", "book/audit_wavelets": "III", "book/02_duality": 2}
     assert {page: book.number(page) for page in numbers} == numbers

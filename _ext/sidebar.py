@@ -1,0 +1,51 @@
+"""Fold the table of contents in the sidebar: five groups, of which one is open.
+
+The captions of ``_toc.yml`` name the groups: "Audits: verdicts" and "Audits: five papers" are one
+group with two headings, and what comes before the first group that is named, with all numbered
+parts, is the group of chapters.
+"""
+
+from __future__ import annotations
+
+import re
+
+CHAPTERS = "Chapters"
+CAPTION = re.compile(
+    r'<p aria-level="2" class="caption" role="heading"><span class="caption-text">(.*?)</span></p>'
+    r"\s*(<ul.*?</ul>)",
+    re.S,
+)
+FIRST = "Before you start"  # the caption that belongs to the chapters beside the numbered parts
+
+
+def fold(contents: str) -> str:
+    """Return the sidebar's contents with each group of captions in a box that opens."""
+    groups: dict[str, list[str]] = {}
+    for caption, pages in CAPTION.findall(contents):
+        group, _, heading = caption.partition(": ")
+        if group == FIRST or group.startswith("Part "):
+            group, heading = CHAPTERS, caption
+        title = f'<p class="caption">{heading}</p>\n' if heading else ""
+        groups.setdefault(group, []).append(title + pages)
+    here = next((g for g, lists in groups.items() if any("current" in x for x in lists)), CHAPTERS)
+    boxes = (
+        f'<details class="da-group"{" open" * (group == here)}><summary>{group}</summary>\n'
+        + "\n".join(lists)
+        + "\n</details>"
+        for group, lists in groups.items()
+    )
+    return "\n".join(boxes)
+
+
+def _fold_sidebar(app, pagename, templatename, context, doctree):
+    make = context.get("generate_toctree_html")  # the theme's
+    if make:
+        context["generate_toctree_html"] = lambda *args, **options: fold(
+            str(make(*args, **options))
+        )
+
+
+def setup(app):
+    """Register the folded sidebar, after the theme's own."""
+    app.connect("html-page-context", _fold_sidebar, priority=940)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
