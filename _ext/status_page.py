@@ -48,11 +48,14 @@ class Reading(NamedTuple):
 def reading(doctree) -> Reading:
     """Estimate the time to read a page, by the rates above."""
     sittings, proofs = [0.0], 0.0
+    boxes = 0  # of HTML that are closed around the node, as a table of learning rates has one
     for node in doctree.findall():
+        if isinstance(node, nodes.raw):
+            boxes += node.astext().count("<details") - node.astext().count("</details>")
         if isinstance(node, nodes.Element) and SITTING in node.get("classes", []):
             sittings.append(0.0)
         seconds = _seconds(node)
-        if not seconds or (folded := _folded(node)) == "away":
+        if not seconds or boxes or (folded := _folded(node)) == "away":
             continue
         if folded:
             proofs += seconds

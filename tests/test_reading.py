@@ -58,6 +58,9 @@ def test_closed_boxes_count_only_as_proofs():
     assert found == ([1], 2)
     assert str(found) == "1 min; with the proofs and a pencil 3 min"
     assert status_page.reading(page(proof_node("", words(260)))) == ([2], 0)  # an open one
+    html = [nodes.raw("", text, format="html") for text in ("<details><p>", "</details>")]
+    boxed = page(words(130), html[0], words(900), html[1], words(260))
+    assert status_page.reading(boxed) == ([3], 0)
 
 
 def test_sittings_are_cut_at_their_boxes():
