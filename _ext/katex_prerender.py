@@ -24,6 +24,7 @@ from sphinx.util.math import get_node_equation_number
 logger = logging.getLogger(__name__)
 NUMBERED = re.compile(r"\\(begin|end)\{(align|gather|equation|alignat|multline)\}")
 OPTIONS = {"throwOnError": True, "strict": "ignore"}
+COPY = "copy-tex.min.js"  # KaTeX's own: a formula that is copied is its TeX
 # The end of an inline formula, and what follows it without a space, such as a full stop.
 END = re.compile(r"((?:</span>){4})<!--math-->([^\s<&]{1,4}(?![^\s<&]))?")
 
@@ -132,13 +133,15 @@ def _finish_page(app, pagename, templatename, context, doctree):
         isinstance(node, (nodes.math, nodes.math_block)) for node in doctree.findall()
     ):
         app.add_css_file("katex/katex.min.css")
+        app.add_js_file(f"katex/{COPY}")
 
 
 def _copy_assets(app, error):
     if error is None and app.builder.format == "html":
         target = Path(app.outdir) / "_static" / "katex"
         (target / "fonts").mkdir(parents=True, exist_ok=True)
-        copy_asset(str(_folder(app.config) / "katex.min.css"), str(target))
+        for name in ("katex.min.css", f"contrib/{COPY}"):
+            copy_asset(str(_folder(app.config) / name), str(target))
         for font in (_folder(app.config) / "fonts").glob("*.woff2"):
             copy_asset(str(font), str(target / "fonts"))
 

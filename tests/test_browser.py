@@ -410,6 +410,22 @@ def test_page_from_a_server(page, web, markup):
     report(problems)
 
 
+def test_a_copied_formula_is_its_tex(page, web):
+    visit(page, f"{web}{first_with('class="katex-display"')}.html")
+    page.evaluate("""() => {
+        const formula = document.querySelector(".bd-article p .katex"), range = new Range();
+        range.selectNodeContents(formula.closest("p"));
+        getSelection().addRange(range);
+        addEventListener("copy", (copy) => {
+            document.copied = copy.clipboardData.getData("text/plain");
+            document.tex = formula.querySelector("annotation").textContent;
+        });
+    }""")
+    page.keyboard.press("Control+c")
+    copied, tex = page.evaluate("[document.copied, document.tex]")
+    assert f"${tex}$" in copied
+
+
 # --- the whole book ------------------------------------------------------------------------------
 
 
