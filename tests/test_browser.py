@@ -411,7 +411,7 @@ def test_page_from_a_server(page, web, markup):
 
 
 def test_a_copied_formula_is_its_tex(page, web):
-    visit(page, f"{web}{first_with('class="katex-display"')}.html")
+    visit(page, f"{web}book/01_attention.html")
     page.evaluate("""() => {
         const formula = document.querySelector(".bd-article p .katex"), range = new Range();
         range.selectNodeContents(formula.closest("p"));

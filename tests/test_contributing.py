@@ -131,8 +131,8 @@ def test_the_citation_is_one_of_this_version():
 
 
 def test_readers_are_told_how_to_cite():
-    for name in ("README.md", "book/index.md"):
-        assert "CITATION.cff" in (ROOT / name).read_text("utf8"), name
+    for name, place in (("README.md", "CITATION.cff"), ("book/index.md", "how-to-cite")):
+        assert place in (ROOT / name).read_text("utf8"), name
     assert "CONTRIBUTING.md" in (ROOT / "README.md").read_text("utf8")
 
 
