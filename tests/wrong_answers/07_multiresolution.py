@@ -26,7 +26,7 @@ WRONG = {
     "ex-07-ceiling": [
         (
             "def fine_ceiling(s, t):\n    return 1 / (s * t)",  # as if no two shared a window
-            r"E\[c\] / \(s t\).*s = 2, t = 1.: it is off by",
+            r"one window for all pairs.*s = 2, t = 16.: it is off by",
         ),
         (
             "def fine_ceiling(s, t):\n"  # questions about single pairs, whatever t is
