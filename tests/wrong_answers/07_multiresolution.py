@@ -1,6 +1,55 @@
 """Wrong answers to the exercises of chapter 7."""
 
 WRONG = {
+    "ex-07-weights": [
+        (
+            "def window_weights(A, s, t):\n"  # means both ways, as the paper prints them
+            "    return down(down(A, s).T, t).T",
+            r"weights of each window of queries sum to 1.*N = 8, s = 2, s' = 2.: it is off by",
+        ),
+        (
+            "def window_weights(A, s, t):\n"  # sums both ways
+            "    return s * t * down(down(A, s).T, t).T",
+            r"weights of each window of queries sum to 1.*off by",
+        ),
+        (
+            "def window_weights(A, s, t):\n"  # the scales exchanged
+            "    return s * down(down(A, t).T, s).T",
+            r"shape \(N/s, N/s'\).*N = 8, s = 2, s' = 4",
+        ),
+        (
+            "def window_weights(A, s, t):\n"  # one query of each window
+            "    return t * down(A[::s].T, t).T",
+            r"give the projected output.*off by",
+        ),
+    ],
+    "ex-07-ceiling": [
+        (
+            "def fine_ceiling(s, t):\n    return 1 / (s * t)",  # as if no two shared a window
+            r"one window for all pairs.*s = 2, t = 16.: it is off by",
+        ),
+        (
+            "def fine_ceiling(s, t):\n"  # questions about single pairs, whatever t is
+            "    asked = np.indices([16] * min(s, 4)).reshape(min(s, 4), -1).T\n"
+            "    fullest = (asked[:, :, None] == np.arange(16)).sum(1).max(1)\n"
+            "    return fullest.mean() / (s * t)",
+            r"one window for all pairs.*s = 2, t = 16",
+        ),
+        (
+            "def fine_ceiling(s, t):\n"  # the answer is right for all who ask about the window
+            "    boxes = 16 // t\n"
+            "    asked = np.indices([boxes] * s).reshape(s, -1).T\n"
+            "    return (asked[:, :, None] == np.arange(boxes)).sum(1).max(1).mean() / s",
+            r"With s = 1 the share is 1/t.*s = 1, t = 2",
+        ),
+        (
+            "def fine_ceiling(s, t):\n"  # the count of the first window instead of the fullest
+            "    boxes = 16 // t\n"
+            "    asked = np.indices([boxes] * s).reshape(s, -1).T\n"
+            "    return (asked == asked[:, :1]).sum(1).mean() / (s * t)",
+            r"E\[c\] / \(s t\).*s = 4, t = 2",
+        ),
+    ],
     "ex-07-keep": [
         (
             "def keep(x, k):\n"  # the coarsest, as a coarse head does
