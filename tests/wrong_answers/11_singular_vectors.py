@@ -51,8 +51,7 @@ WRONG = {
     ],
     "ex-11-codes": [
         (  # weight 1 on the asked name, which has rank 32
-            "def code_map(names, asked):\n"
-            "    return (asked[..., None] == names[:, None]).double()",
+            "def code_map(names, asked):\n    return (asked[..., None] == names[:, None]).double()",
             r"rank 16 at most \(64 sequences, largest rank 32",
         ),
         (  # the same, cut to rank 16
