@@ -59,17 +59,17 @@ WRONG = {
             "    A = (asked[..., None] == names[:, None]).double()\n"
             "    U, values, Vh = torch.linalg.svd(A * (1 + 0.01 * torch.arange(32)))\n"
             "    return (U[..., :16] * values[:, None, :16]) @ Vh[:, :16]",
-            r"more than nine of ten questions \(256 sequences, 5\d % right",
+            r"over nine of ten questions \(256 sequences, 5\d % right",
         ),
         (  # codes that are too short
             "def code_map(names, asked):\n"
             "    codes = normalize(torch.randn(64, 8).double(), dim=1)\n"
             "    return codes[asked] @ codes[names].mT",
-            r"more than nine of ten questions \(256 sequences, 8\d % right",
+            r"over nine of ten questions \(256 sequences, 8\d % right",
         ),
         (  # uniform weights
             "def code_map(names, asked):\n    return torch.ones(len(names), 32, 32).double() / 32",
-            r"more than nine of ten questions \(256 sequences",
+            r"over nine of ten questions \(256 sequences",
         ),
         (  # codes whose softmax has rank 32 again
             "def code_map(names, asked):\n"
