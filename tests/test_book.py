@@ -396,8 +396,8 @@ def test_a_broken_formula_is_a_warning_of_the_build(tmp_path):
     assert r"Undefined control sequence: \undefinedcommand" in run.stderr
 
 
-def test_chapter_9_shows_no_bound_that_an_explicit_mixture_beats():
-    page = html.unescape((HTML / "book" / "09_posteriors.html").read_text("utf8"))
+def test_audit_of_mixtures_shows_no_bound_that_an_explicit_mixture_beats():
+    page = html.unescape((HTML / "book" / "audit_mixtures.html").read_text("utf8"))
     for file in re.findall(r'data-src="\.\./([^"]+)"', page):  # the steps of its slider
         page += (HTML / file).read_text("utf8")
     shown = re.findall(r"σ = ([\d.]+): every mixture misses by ([\d.]+) or more", page)

@@ -5,6 +5,13 @@ import numpy as np
 from scipy.special import logsumexp
 """
 
+NORMS = """
+import numpy as np
+def smallest(place):
+    apart = np.linalg.norm(place[:, None] - place, axis=-1)
+    return apart[apart > 0].min()
+"""
+
 BALL = """
 import numpy as np
 def ball(k1, k2, var1, var2, pi1):
@@ -83,23 +90,31 @@ WRONG = {
             r"On the sphere both centres.*D = 1.*off by",  # the radius, not its square
         ),
     ],
-    "ex-09-bumps": [
+    "ex-09-centres": [
         (
-            "def bound(sigma):\n    return 2 / 3 - normal(0, sigma) / 3",  # no neighbours
-            r"supremum is taken where it is reached.*σ = 0.2.*off by",
+            NORMS + "def two_centres(town, place, least):\n"
+            "    middle = place[town].mean(1, keepdims=True)\n"
+            "    return middle.repeat(2, 1), 1e-3",  # one centre, in the middle
+            r"the weight that is asked for.*4 places",
         ),
         (
-            "def bound(sigma):\n    return 2 / 3 - normal(0, sigma)",  # weights of 1
-            r"the bound of the theorem.*σ = 0.12.*off by",
+            NORMS + "def two_centres(town, place, least):\n    return place[town], 1.0",
+            r"the weight that is asked for.*4 places, least = 0.99",  # without looking at places
         ),
         (
-            "def bound(sigma):\n"
-            "    return 2 / 3 - (normal(0, sigma) + normal(1, sigma) + normal(2, sigma)) / 3",
-            r"the bound of the theorem.*off by",  # at an outer bump
+            NORMS + "def two_centres(town, place, least):\n    return place[town], 1e-6",
+            r"not much smaller than needed.*4 places, least = 0.5",
         ),
         (
-            "def bound(sigma):\n    return 2 - (normal(0, sigma) + 2 * normal(1, sigma))",
-            r"No mixture is nearer to p.*σ = 0.36",  # weights add up to 3
+            NORMS + "def two_centres(town, place, least):\n"
+            "    odds = (len(place) - 2) * least / (1 - least)\n"
+            "    return place[town], smallest(place) / (2 * np.log(odds)) ** 0.5",
+            r"the weight that is asked for.*4 places, least = 0.99",  # σ instead of σ²
+        ),
+        (
+            NORMS + "def two_centres(town, place, least):\n"
+            "    return place[town], smallest(place)**2 / 2 / np.log(least / (1 - least) + 1e-9)",
+            r"the weight that is asked for",  # only one other centre
         ),
     ],
 }
