@@ -79,7 +79,7 @@ WRONG = {
             "    n = len(W)\n"
             "    e = sum((z @ unit(q)) * W[j % n] for j, z in enumerate(past)) / (1 + t // n)\n"
             "    return e, S",
-            r"Two sequences, read in turn with a state for each, do not disturb each other \(5 tokens",
+            r"Two sequences, each with its own state, do not disturb each other \(5 tokens",
         ),
     ],
 }
