@@ -4,27 +4,27 @@ WRONG = {
     "ex-12-bind": [
         (  # a sum, as the theorem has it
             "def token(name, y):\n    return name + y",
-            r"Who asks for a name gets its number \(1 pairs, .*.: it is off",
+            r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
         (  # only the name: every question gets 1
             "def token(name, y):\n    return name",
-            r"Who asks for a name gets its number \(1 pairs, .*.: it is off",
+            r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
         (  # only the value, in every place
             "def token(name, y):\n    return y * torch.ones_like(name)",
-            r"Who asks for a name gets its number \(1 pairs, .*.: it is off",
+            r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
         (  # one beside the other: wider
             "def token(name, y):\n    return torch.cat([name, y[None]])",
-            r"A token is a vector as wide as the name \(1 pairs, names of width 8",
+            r"A token is a vector as wide as the name \(N = 1, names of width 8",
         ),
         (  # forgets the sign
             "def token(name, y):\n    return abs(y) * name",
-            r"Who asks for a name gets its number \(",
+            r"The score of a name that occurs is its number \(",
         ),
         (  # the value in the place of the first feature
             "def token(name, y):\n    return y * name / name[0]",
-            r"Who asks for a name gets its number \(1 pairs, .*.: it is off",
+            r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
     ],
     "ex-12-stream": [
@@ -32,31 +32,31 @@ WRONG = {
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return unit(q) @ S, S",
-            r"the scores are those of the package \(20 tokens, n = 4, .* time 4\): it",
+            r"The score of each time is that of the package \(20 tokens, n = 4, .* time 4\): it",
         ),
         (  # divides by the tokens
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return unit(q) @ S / (t + 1), S",
-            r"the scores are those of the package \(5 tokens, n = 8, .* time 1\): it",
+            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 1\): it",
         ),
         (  # divides the state, again and again
             "def step(S, t, q, x, W):\n"
             "    S = (S + torch.outer(x, W[t % len(W)])) / (1 + t // len(W))\n"
             "    return unit(q) @ S, S",
-            r"the scores are those of the package \(20 tokens, n = 4, .* time 5\): it",
+            r"The score of each time is that of the package \(20 tokens, n = 4, .* time 5\): it",
         ),
         (  # the query as it is, without g
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return q @ S / (1 + t // len(W)), S",
-            r"the scores are those of the package \(5 tokens, n = 8, .* time 0\): it",
+            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
         (  # one row too late: reads before it writes
             "def step(S, t, q, x, W):\n"
             "    e = unit(q) @ S / (1 + t // len(W))\n"
             "    return e, S + torch.outer(x, W[t % len(W)])",
-            r"the scores are those of the package \(5 tokens, n = 8, .* time 0\): it",
+            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
         (  # runs out of rows
             "def step(S, t, q, x, W):\n"
@@ -79,7 +79,7 @@ WRONG = {
             "    n = len(W)\n"
             "    e = sum((z @ unit(q)) * W[j % n] for j, z in enumerate(past)) / (1 + t // n)\n"
             "    return e, S",
-            r"Two sequences that take turns do not disturb each other \(5 tokens",
+            r"Two sequences, each with its own state, do not disturb each other \(5 tokens",
         ),
     ],
 }
