@@ -25,7 +25,7 @@ def fold(contents: str) -> str:
         group, _, heading = caption.partition(": ")
         if group == FIRST or group.startswith("Part "):
             group, heading = CHAPTERS, caption
-        title = f'<p class="caption">{heading}</p>\n' if heading else ""
+        title = f'<p class="caption">{heading[:1].upper()}{heading[1:]}</p>\n' if heading else ""
         groups.setdefault(group, []).append(title + pages)
     here = next((g for g, lists in groups.items() if any("current" in x for x in lists)), CHAPTERS)
     boxes = (
