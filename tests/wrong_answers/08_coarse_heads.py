@@ -19,7 +19,20 @@ POOL = "q_, k_, v_ = (x[:, [h]].unflatten(2, (-1, s)).{} for x in (q, k, v))\n"
 REPEAT = "heads.append(base(q_, k_, v_).repeat_interleave(s, 2))"
 BY_MEANS = r"Queries, keys and values count by the means.*softmax_attention, scale [24]"
 
+
+def share(expression):
+    """Return an answer that computes a share from n windows of the question and m = s / w."""
+    return f"def recallable(N, w, s):\n    n, m = N // w, s // w\n    return {expression}"
+
+
 WRONG = {
+    "ex-08-larger": [
+        (share("(1 + (s - 1) ** 2 / (N - 1)) / s**2"), r"With s = w .*N = 8, w = s = 2"),
+        (share("1 / m**2"), r"With s = N .*N = s = 8, w = 1"),
+        (share("1 / m"), r"With s = N .*N = s = 12, w = 2|all orders .*N = 4, w = 1"),
+        (share("(1 + (m - 1) / max(n - 1, 1)) / m**2"), r"With s = N .*N = s = 8, w = 1"),
+        (share("(1 + (m - 1) ** 2 / n) / m**2"), r"With s = N .*N = s = 8, w = 1"),
+    ],
     "ex-08-any": [
         (heads(POOL.format("amax(3)") + REPEAT), BY_MEANS),
         (
