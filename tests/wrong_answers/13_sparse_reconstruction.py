@@ -47,21 +47,21 @@ WRONG = {
         ),
         (  # without the price
             "def positive(a, kappa):\n    return a.clamp(min=0)",
-            r"Where there is weight, the pull is λ \(M = 8, D = 4, λ = 0\.5\): it is off",
+            r"The product is λ for every key with weight \(M = 8, D = 4, λ = 0\.5\): it is off",
         ),
         (  # the hard threshold
             "def positive(a, kappa):\n    return a * (a > kappa)",
-            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)"
-            r" \(",
+            r"(No weight is negative|No product of a key with the residual exceeds λ|"
+            r"The product is λ for every key with weight) \(",
         ),
         (  # half of the price
             "def positive(a, kappa):\n    return (a - kappa / 2).clamp(min=0)",
-            r"Where there is weight, the pull is λ \(M = 8, D = 4, λ = 0\.5\): it is off",
+            r"The product is λ for every key with weight \(M = 8, D = 4, λ = 0\.5\): it is off",
         ),
         (  # sizes of the lasso's weights
             "def positive(a, kappa):\n    return soft_threshold(a, kappa).abs()",
-            r"(No weight is negative|No pull exceeds λ|Where there is weight, the pull is λ)"
-            r" \(",
+            r"(No weight is negative|No product of a key with the residual exceeds λ|"
+            r"The product is λ for every key with weight) \(",
         ),
     ],
 }
