@@ -1,6 +1,6 @@
 """Train detectors whose attention has no matrices: ``python -m experiments.chapter14``.
 
-About eight hours on one thread of a CPU. A run that has finished is not repeated. The results go
+About six hours on one thread of a CPU. A run that has finished is not repeated. The results go
 to the records, from where chapter 14 reads them.
 """
 
@@ -15,12 +15,11 @@ from experiments.page_models import chapter
 from experiments.protocol import command, deciding
 
 page = chapter("14")
-ARMS = {"cross": page.AT_CROSS, "decoder": page.AT_DECODER}
 
 
 def detect(arm: str, seed: int, steps: int, lr: float, place: str) -> dict[str, float]:
     """Train a detector with the attention of an arm at one place; return its scores."""
-    layer = {place: ARMS[place][arm]}
+    layer = {place: page.AT_CROSS[arm]}
     return train_detection(page.config, seed=seed, steps=steps, lr=lr, **layer)
 
 
@@ -41,15 +40,6 @@ EXPERIMENTS = {
         seeds=dict.fromkeys(page.AT_CROSS, 5) | {"left out": 1},
         below={"lasso, ρ = 10": "lasso, ρ = 1000"},
         place="cross",
-    ),
-    "decoder": deciding(
-        "a detector whose decoder's self-attention is replaced",
-        detect,
-        list(page.AT_DECODER),
-        COLUMNS,
-        steps=STEPS,
-        seeds=5,
-        place="decoder",
     ),
 }
 

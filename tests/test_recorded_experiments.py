@@ -165,7 +165,7 @@ def test_hand_set_head_fetches_both_values_and_names_the_louder_first():
 
 def test_layers_without_matrices_have_none():
     page = chapter14.page
-    for arm, layer in (page.AT_CROSS | page.AT_DECODER).items():
+    for arm, layer in page.AT_CROSS.items():
         if layer and layer is not page.ByPlace:
             assert not list(layer(16, 2).parameters()), arm
 
@@ -182,7 +182,7 @@ def test_by_place_weighs_places_alike_in_all_pictures():
 
 
 def test_what_is_left_out_adds_nothing():
-    layer = chapter14.page.AT_DECODER["left out"](16, 2)
+    layer = chapter14.page.AT_CROSS["left out"](16, 2)
     query, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
     assert not layer(query, memory, memory, need_weights=False)[0].any()
 
