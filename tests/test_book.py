@@ -429,7 +429,11 @@ def test_all_attentions_are_on_one_page_and_fit_it():
         ("03_softmax_expansion", "Audit: support vectors", ["Audit II", "audit II"]),
         ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
         ("teaching_machines", "In the models you have", ["Appendix A"]),
-        ("teaching_syllabi", "Side by side", ["17. Side by side", "chapter 17"]),
+        (
+            "teaching_syllabi",
+            "Side by side: which attention, and when",
+            ["17. Side by side: which attention, and when", "chapter 17"],
+        ),
     ],
 )
 def test_a_link_to_a_chapter_has_its_number_and_the_title_as_tooltip(page, title, text):
