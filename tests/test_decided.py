@@ -60,7 +60,7 @@ def test_a_table_shows_prediction_budget_and_its_double(experiment):
     assert lines[0] == "| arm | predicted | 10 steps | 20 steps | learning rate |"
     assert lines[2] == "| linear | less | 31.5 ± 2.1% | 41.5% | 0.003 |"
     assert lines[3].startswith("| softmax | more | 61.5 ± 2.1% | 71.5% | 0.01")
-    assert "4 seeds" in lines[-1] and "80 %: 3.1 points." in lines[-1]
+    assert "over 4 seeds" in lines[-1] and "difference of 3.1 points between" in lines[-1]
     with pytest.raises(
         ValueError, match=r"predicted has \['mean'\]; expected arms of tiny: softmax"
     ):
@@ -70,16 +70,16 @@ def test_a_table_shows_prediction_budget_and_its_double(experiment):
 @pytest.mark.parametrize(
     ("tuning", "words"),
     [
-        ([], "one learning rate for all"),
-        ([{"arm": "a"}], "learning rate chosen on other seeds"),
-        ([{"steps": 2000}], "learning rate chosen after 2,000 steps by the worst of other seeds"),
+        ([], "All arms have the same learning rate."),
+        ([{"arm": "a"}], "rates were chosen on other seeds."),
+        ([{"steps": 2000}], "rates were chosen after 2,000 steps, by the worst of other seeds."),
     ],
 )
 def test_a_table_says_how_the_rate_was_chosen(experiment, monkeypatch, tuning, words):
     data = experiment_tables.load_experiment("tiny")[0] | {"tuning": tuning}
     monkeypatch.setattr(experiment_tables, "load_experiment", lambda name: [data])
     text = results_table("tiny", "accuracy", predicted={"linear": "less"}).data
-    assert f"; {words}; " in text
+    assert f"{words} With " in text
 
 
 def test_curves_are_drawn_over_steps(experiment):

@@ -379,7 +379,7 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
     text = experiment_tables.results_table(
         "small_tiny", "right", predicted=dict.fromkeys(expected, "a number")
     ).data
-    assert "1 to 8 seeds, mean ± 95 % interval" in text
+    assert "means over 1 to 8 seeds with 95 % intervals" in text
     assert "| low | a number | 40.0% | 40.0% |" in text  # no interval of one run
     with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
         deciding("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
@@ -444,7 +444,7 @@ def test_new_records_are_read_as_old_ones(monkeypatch, store):
         monkeypatch.setattr(module, "load_experiment", read)
     assert list(curves("small_tiny", "right")["low"]) == [1, 2]
     text = experiment_tables.results_table("small_tiny", "right", predicted={"low": "less"}).data
-    assert "learning rate chosen after 2 steps by the worst of other seeds" in text
+    assert "chosen after 2 steps, by the worst of other seeds" in text
     text = tuning_table("small_tiny").data
     assert text.startswith(
         "<details><summary>How the learning rates were chosen</summary>\n\n| arm"

@@ -75,22 +75,24 @@ def results_table(
             width = f" ± {_half(values):.{digits}f}"
         now = f"{statistics.mean(values):.{digits}f}{width}{space}{unit}"
         rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
-    tuning, rate = data.get("tuning"), "learning rate chosen on other seeds"
+    tuning, rate = data.get("tuning"), "The learning rates were chosen on other seeds."
     if tuning == []:  # one rate, so that there was nothing to choose
-        rate = "one learning rate for all"
+        rate = "All arms have the same learning rate."
     elif tuning and "steps" in tuning[0]:
         rate = (
-            f"learning rate chosen after {tuning[0]['steps']:,} steps by the worst of other seeds"
+            f"The learning rates were chosen after {tuning[0]['steps']:,} steps, "
+            "by the worst of other seeds."
         )
-    line = f"{_count(counts)}, mean ± 95 % interval; {rate}"
+    line = f"The table shows means over {_count(counts)} with 95 % intervals. {rate}"
     if spreads:
         fewest = min(n for n in counts if n > 1)
         least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), fewest)
+        size = f"{least:.{max(digits, 1)}f}{space}{unit.replace('%', ' points')}"
         line += (
-            "; the smallest difference of two arms that these seeds detect with a probability of "
-            f"80 %: {least:.{max(digits, 1)}f}{space}{unit.replace('%', ' points')}"
+            f" With {fewest} seeds, a difference of {size} between two arms is detected with a "
+            "probability of 80 %."
         )
-    return Markdown(f"{markdown((header, rows))}\n\n{line}.")
+    return Markdown(f"{markdown((header, rows))}\n\n{line}")
 
 
 def plot_curves(ax: Any, name: str, metric: str, *, factor: float = 100, **styles: Any) -> None:
