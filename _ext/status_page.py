@@ -38,10 +38,9 @@ class Reading(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.minutes} min"
         if len(self.sittings) > 1:
-            *most, last = map(str, self.sittings)
             number = {2: "two", 3: "three", 4: "four"}[len(self.sittings)]
-            text += f", in {number} sittings of {', '.join(most)} and {last} min"
-        pencil = f"; with the proofs and a pencil {self.minutes + self.proofs} min"
+            text += f" in {number} sittings ({' + '.join(map(str, self.sittings))})"
+        pencil = f", {self.minutes + self.proofs} min with the proofs and a pencil"
         return text + (pencil if self.proofs else "")
 
 
@@ -118,7 +117,7 @@ def measured(app, doc: str, kind: str) -> str:
         closed, opened = exercise_minutes(app.env.get_doctree(doc))
         return f"{closed} min of exercises" + (f", {opened} min of open ones" if opened else "")
     seconds = run_seconds(app, doc)
-    return "not executed" if seconds is None else f"{seconds:.0f} s on this build's CPU"
+    return "not executed" if seconds is None else f"{seconds:.0f} s on the CPU that built the book"
 
 
 def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[list]]:

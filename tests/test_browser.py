@@ -693,7 +693,7 @@ def test_paper_shows_what_the_screen_folds_and_of_solutions_those_that_were_open
     sections = page.locator(".bd-article > section > section")
     waits = sections.evaluate_all("all => all.map(s => getComputedStyle(s).contentVisibility)")
     assert set(waits) == {"visible"}
-    for folded in page.locator("details:not(.hide) > :not(summary)").all():
+    for folded in page.locator(".bd-article details:not(.hide) > :not(summary)").all():
         assert folded.is_visible(), folded.inner_html()[:200]
     assert opened.locator("section").first.is_visible()
     assert others and not any(solution.is_visible() for solution in others)

@@ -56,7 +56,7 @@ def test_closed_boxes_count_only_as_proofs():
     proof = proof_node("", words(260))
     found = status_page.reading(page(hidden, task, closed(words(500)), closed(proof)))
     assert found == ([1], 2)
-    assert str(found) == "1 min; with the proofs and a pencil 3 min"
+    assert str(found) == "1 min, 3 min with the proofs and a pencil"
     assert status_page.reading(page(proof_node("", words(260)))) == ([2], 0)  # an open one
     html = [nodes.raw("", text, format="html") for text in ("<details><p>", "</details>")]
     boxed = page(words(130), html[0], words(900), html[1], words(260))
@@ -65,7 +65,7 @@ def test_closed_boxes_count_only_as_proofs():
 
 def test_sittings_are_cut_at_their_boxes():
     found = status_page.reading(page(words(1300), stop(), words(2600), stop(), words(1950)))
-    assert str(found) == "45 min, in three sittings of 10, 20 and 15 min"
+    assert str(found) == "45 min in three sittings (10 + 20 + 15)"
 
 
 def test_the_status_page_states_the_rates():
