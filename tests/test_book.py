@@ -285,7 +285,7 @@ def test_a_chapter_follows_the_template(page):
     )
     assert "slider(" in source and "{prf:" in source
     text = (HTML / f"{page}.html").read_text("utf8")
-    assert text.count("<figure") == text.count("<figcaption") >= 3
+    assert text.count("<figure") == text.count("<figcaption") >= 2
     assert re.search(r"\d+ s on the CPU that built", text) and re.search(r"\d+ min", text)
 
 
@@ -298,7 +298,9 @@ def test_an_audit_settles_a_whole_paper(page, ledger):
     (paper,) = {item.partition(".")[0] for item in checked}
     assert checked == {i for i in claims.inventory() if i.startswith(f"{paper}.")}
     text = (HTML / f"{page}.html").read_text("utf8")
-    assert re.search(r"Theorem [IVX]+\.\d", text) and re.search(r"\d+ s on the CPU that built", text)
+    assert re.search(r"Theorem [IVX]+\.\d", text) and re.search(
+        r"\d+ s on the CPU that built", text
+    )
 
 
 def test_a_page_names_its_part():

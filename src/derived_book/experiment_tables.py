@@ -75,15 +75,7 @@ def results_table(
             width = f" ± {_half(values):.{digits}f}"
         now = f"{statistics.mean(values):.{digits}f}{width}{space}{unit}"
         rows.append([arm, text, now, f"{later:.{digits}f}{space}{unit}", f"{data['rates'][arm]:g}"])
-    tuning, rate = data.get("tuning"), "The learning rates were chosen on other seeds."
-    if tuning == []:  # one rate, so that there was nothing to choose
-        rate = "All arms have the same learning rate."
-    elif tuning and "steps" in tuning[0]:
-        rate = (
-            f"The learning rates were chosen after {tuning[0]['steps']:,} steps, "
-            "by the worst of other seeds."
-        )
-    line = f"The table shows means over {_count(counts)} with 95 % intervals. {rate}"
+    line = f"The table shows means over {_count(counts)} with 95 % intervals. {_rate_rule(data)}"
     if spreads:
         fewest = min(n for n in counts if n > 1)
         least = detectable(math.sqrt(statistics.mean(sd**2 for sd in spreads)), fewest)
@@ -272,6 +264,17 @@ def markdown(table: Table) -> str:
     header, rows = table
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _rate_rule(data: dict[str, Any]) -> str:
+    """Return the sentence that says how a record's learning rates were chosen."""
+    tuning = data.get("tuning")
+    if tuning == []:  # one rate, so that there was nothing to choose
+        return "All arms have the same learning rate."
+    if tuning and "steps" in tuning[0]:
+        steps = f"{tuning[0]['steps']:,}"
+        return f"The learning rates were chosen after {steps} steps, by the worst of other seeds."
+    return "The learning rates were chosen on other seeds."
 
 
 def _count(seeds: Iterable[int]) -> str:

@@ -85,14 +85,14 @@ WRONG = {
         (  # the sum, not the mean
             "def causal_bn(q, k, v, beta):\n"
             "    return softmax_attention(q - beta * k.cumsum(-2), k, v, is_causal=True)",
-            r"the mean of all keys is subtracted",
+            r"[Tt]he mean of all keys is subtracted",
         ),
         (  # the mean of the keys before, without the query's own
             "def causal_bn(q, k, v, beta):\n"
             "    count = torch.arange(k.shape[-2], dtype=k.dtype)[:, None].clamp(min=1)\n"
             "    mean = (k.cumsum(-2) - k) / count\n"
             "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
-            r"the mean of all keys is subtracted.*N = 6, beta = 0\.6",
+            r"[Tt]he mean of all keys is subtracted.*N = 6, beta = 0\.6",
         ),
         (  # a running mean, but no mask
             "def causal_bn(q, k, v, beta):\n"
