@@ -29,9 +29,9 @@ def sections(name):
 
 
 def said(name):
-    """Return what the line "Needs" of a chapter's card names, read in another way."""
-    line = re.search(r"^Needs (.*?\.)(?:\s|$)", read(name), flags=re.M | re.DOTALL)
-    return re.findall(r"\{chapter\}`(\w+)`", line[1]) if line else None
+    """Return what the line "You need" of a chapter's card names, read in another way."""
+    line = re.search(r"^You need (.*?\.)(?:\s|$)", read(name), flags=re.M | re.DOTALL)
+    return (line and re.findall(r"\{chapter\}`(\w+)`", line[1])) or None
 
 
 def reached(links, name):
@@ -44,7 +44,7 @@ def reached(links, name):
 def test_the_graph_is_what_the_cards_say():
     graph = prerequisites.needs({name: read(name) for name in CHAPTERS})
     stated = {name: said(name) for name in CHAPTERS if said(name) is not None}
-    assert len(stated) > 10, "the cards say what they need in a line that begins with Needs"
+    assert len(stated) > 10, "the cards say what they need in a line that begins with You need"
     assert {name: set(graph[name]) for name in stated} == {x: set(y) for x, y in stated.items()}
     # The first page needs none, and the second says it in other words.
     assert graph["01_attention"] == [] and graph["02_duality"] == ["01_attention"]
