@@ -1,8 +1,7 @@
 """Fold the table of contents in the sidebar: five groups, of which one is open.
 
-The captions of ``_toc.yml`` name the groups: "Audits: verdicts" and "Audits: five papers" are one
-group with two headings, and what comes before the first group that is named, with all numbered
-parts, is the group of chapters.
+The captions of ``_toc.yml`` name the groups. "Audits: verdicts" and "Audits: five papers" make one
+group with two headings. The numbered parts and the pages of `FIRST` make the group of chapters.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ def fold(contents: str) -> str:
 def _fold_sidebar(app, pagename, templatename, context, doctree):
     make = context.get("generate_toctree_html")  # the theme's
     if make:
-        context["generate_toctree_html"] = lambda *args, **options: fold(
-            str(make(*args, **options))
-        )
+        context["generate_toctree_html"] = lambda **options: fold(str(make(**options)))
 
 
 def setup(app):

@@ -410,6 +410,15 @@ def test_page_from_a_server(page, web, markup):
     report(problems)
 
 
+def test_the_sidebar_shows_the_page_that_is_read(page, web):
+    visit(page, f"{web}book/18_invent.html")  # the last of its group
+    page.wait_for_function("""() => {
+        const here = document.querySelector("#pst-primary-sidebar li.current > a");
+        const {top, bottom, height} = here.getBoundingClientRect();
+        return height > 0 && top >= 0 && bottom <= innerHeight;
+    }""")
+
+
 def test_a_copied_formula_is_its_tex(page, web):
     visit(page, f"{web}book/01_attention.html")
     page.evaluate("""() => {
