@@ -13,6 +13,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   );
   const stemmer = new Stemmer();
   const ignored = new Set(stopwords.concat("can do does how we what when which who why you".split(" ")));
+  // What a question has beside the words that its answer has, too.
+  const aside = new Set("vs versus difference between should use i my me explained".split(" "));
   const once = (make, known = new Map()) => (word) => {
     if (!known.has(word)) known.set(word, make(word));
     return known.get(word);
@@ -119,7 +121,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     const best = phrases.map((phrase) => {
       if (titles.some((title) => joined(title) === joined(phrase)))
         return sections[id].kind === "term" ? 16 : 8;
-      if (titles.some((title) => title.includes(phrase))) return 3;
+      const isQuestion = /^ (why|how|which|when) \S/.test(phrase);
+      if (titles.some((title) => title.includes(phrase))) return isQuestion ? 24 : 3;
       // Two words are often neighbours by chance; four are a quotation.
       return text.includes(phrase) ? Math.min(2 ** (phrase.split(" ").length - 3), 16) : 1;
     });
@@ -128,12 +131,16 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
 
   const search = (asked) => {
     const words = split(asked).flat().map(({ word }) => corrected(word));
-    const kept = (list) => list.filter(isTerm);
+    const kept = (list) => {
+      const left = list.filter((word) => isTerm(word) && !aside.has(word));
+      return left.length ? left : list.filter(isTerm);
+    };
     const variants = [words, ...rewritten(words)];
     if (words.length > 1) variants.push([words.join("")]);
     const wanted = variants.map(kept).filter((list) => list.length);
     if (!wanted.length) return [];
-    const phrases = [...variants, ...wanted].map((list) => ` ${list.map(stem).join(" ")} `);
+    const bare = words.filter((word) => !aside.has(word));
+    const phrases = [...variants, bare, ...wanted].map((list) => ` ${list.map(stem).join(" ")} `);
     const all = index.search(query(wanted, true));
     return (all.length ? all : index.search(query(wanted, false)))
       .filter(({ match }) => Object.values(match).flat().some((name) => name !== "page"))

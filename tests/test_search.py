@@ -51,6 +51,15 @@ QUERIES = {
     "attention is all you need": "references: Vaswani et al., 2017",
     "scaled_dot_product_attention": "glossary#term-SDPA",
     "atention": "glossary#term-attention",
+    "why softmax": "01_attention#step-2-why-softmax-uses-the-exponential",
+    "which attention should I use": "17_side_by_side#",
+    "how to cite": "references#how-to-cite-this-book",
+    "EM algorithm": "glossary#term-EM",
+    "MQAR": "glossary#term-associative-recall",
+    "kernel trick": "02_duality#ridge-regression-and-the-kernel-trick",
+    "grouped query attention": "glossary#term-grouped-query-attention",
+    "run on colab": "teaching_machines#colab",
+    "install": "running#installing-and-running",
 }
 
 ASK = """
