@@ -14,7 +14,7 @@ SECONDS_PER_FORMULA = 60
 SECONDS_PER_LINE = 9  # of visible code
 SECONDS_PER_FIGURE = 45
 SITTING = "sitting"  # the class of the box that says where to stop for the day
-KINDS = ("read", "exercises", "cpu")
+KINDS = ("read", "minutes", "sittings", "exercises", "cpu")
 EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
 
 
@@ -80,13 +80,10 @@ def _seconds(node) -> float:
     return 0
 
 
-def exercise_minutes(doctree) -> tuple[int, int]:
-    """Add up the minutes that exercises say they take: of the closed, and of the open ones."""
-    boxes = [n for n in doctree.findall(nodes.Element) if n.tagname.startswith("exercise")]
-    sums = [0, 0]
-    for text in (box.astext() for box in boxes):
-        sums["🔬" in text] += sum(map(int, EXERCISE.findall(text)))
-    return sums[0], sums[1]
+def exercise_minutes(doctree) -> int:
+    """Add up the minutes that a page's exercises state, without the open ones."""
+    boxes = (n.astext() for n in doctree.findall(nodes.Element) if n.tagname.startswith("exercise"))
+    return sum(int(x) for text in boxes if "🔬" not in text for x in EXERCISE.findall(text))
 
 
 def _folded(node) -> str | None:
@@ -110,12 +107,13 @@ def _is_hidden(cell_input) -> bool:
 
 
 def measured(app, doc: str, kind: str) -> str:
-    """Return one of a page's times as text."""
-    if kind == "read":
-        return str(reading(app.env.get_doctree(doc)))
+    """Return one of a page's times as text; minutes, sittings and exercises without their unit."""
     if kind == "exercises":
-        closed, opened = exercise_minutes(app.env.get_doctree(doc))
-        return f"{closed} min of exercises" + (f", {opened} min of open ones" if opened else "")
+        return str(exercise_minutes(app.env.get_doctree(doc)))
+    if kind != "cpu":
+        time = reading(app.env.get_doctree(doc))
+        each = " + ".join(map(str, time.sittings))
+        return {"read": str(time), "minutes": str(time.minutes), "sittings": each}[kind]
     seconds = run_seconds(app, doc)
     return "not executed" if seconds is None else f"{seconds:.0f} s on the CPU that built the book"
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils import new_document
+from sphinx_exercise.nodes import exercise_node
 from sphinx_proof.nodes import proof_node
 
 import status_page
@@ -66,6 +67,17 @@ def test_closed_boxes_count_only_as_proofs():
 def test_sittings_are_cut_at_their_boxes():
     found = status_page.reading(page(words(1300), stop(), words(2600), stop(), words(1950)))
     assert str(found) == "45 min in three sittings (10 + 20 + 15)"
+
+
+def test_minutes_of_open_exercises_are_not_counted():
+    texts = (
+        "⌨ Write it. (10 minutes)",
+        "✍ Show it. (5 min)",
+        "🔬 Find out. (30 minutes)",
+        "✍ Prove it.",
+    )
+    boxes = [exercise_node("", nodes.paragraph("", text)) for text in texts]
+    assert status_page.exercise_minutes(page(*boxes)) == 15
 
 
 def test_the_status_page_states_the_rates():
