@@ -157,7 +157,7 @@ def memory_table(files: Files) -> Table:
 
 
 def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
-    """Time and memory of other libraries, as multiples of ours.
+    """Time and memory of other libraries, as multiples of ours: forward / forward + backward.
 
     Parameters
     ----------
@@ -171,17 +171,17 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
     header, rows
         Lists of text.
     """
-    header = ["library", "our form"]
-    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES] + ["function"]
+    header = ["library", "our form", "time", "memory", "function"]
     rows = []
     for data in files.values():
         reached = max(n for n in data["settings"]["lengths"] if n <= length)
         dtype = data["settings"]["dtypes"][0]
         pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
         at = f", N = {reached}" if reached < length else ""
+        medians = " / ".join(f"{row['ratio']['median']:.2f}" for row in pair if row)
+        memory = " / ".join(f"{row['bytes'] / row['ours_bytes']:.1f}" for row in pair if row)
         front = [f"{data['label']} ({data['version']}{at})", data["ours"]]
-        cells = [*map(_share, pair), *map(_times_as_much, pair)]
-        rows.append([*front, *cells, data["differs"] or "the same"])
+        rows.append([*front, medians, memory, data["differs"] or "the same"])
     return header, rows
 
 
@@ -228,10 +228,6 @@ def _gpu_share(cell: dict[str, Any] | None, mode: str) -> str:
     return f"{pair[0] / pair[1]:.2f}" if all(pair) else "–"
 
 
-def _times_as_much(row: dict[str, Any] | None) -> str:
-    return f"{row['bytes'] / row['ours_bytes']:.1f}" if row else ""
-
-
 def of_each_kind(results: dict[str, Files]) -> list[Files]:
     """Return the results of one CPU and of one GPU: memory is counted, not timed.
 
@@ -264,8 +260,8 @@ def caption(files: Files) -> str:
 
 
 def _of_unknown_code(count: int, every: int) -> str:
-    which = "all" if count == every else f"{count} of {every}"
-    return f"{which} were measured before files named the code, which may have changed since"
+    which = "no file names" if count == every else f"{count} of {every} files do not name"
+    return f"{which} the code, which may have changed since"
 
 
 def _first(files: Files) -> dict[str, Any]:
