@@ -19,13 +19,12 @@ GOAL: dict[str, Any] = {
     "dtype": "float32",
 }  # of what rows goals are, on CPUs, for each mode
 NOTE = (
-    "Operations are those of the products of matrices, as a share of those that SDPA would take "
-    "without a mask. Goals, forward / forward + backward, are for one thread of a CPU, and hold if "
-    "both hold on every one that was measured."
+    "Operations are those of the matrix products, as a share of the operations that SDPA needs "
+    "without a mask. The two goals are for forward and forward + backward on one thread of a CPU. "
+    "A case meets its goals if it meets both on every CPU that was measured."
 )
 
-UNITS = {"seconds": (1e3, "ms"), "bytes": (2**-20, "MiB")}
-_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # of the first and the second library beside one of ours
+_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # of the first and the second library for one of ours
 
 Files = dict[str, dict[str, Any]]  # by case
 
@@ -158,7 +157,7 @@ def memory_table(files: Files) -> Table:
 
 
 def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
-    """Time and memory of other libraries, as multiples of ours.
+    """Time and memory of other libraries, as multiples of ours: forward / forward + backward.
 
     Parameters
     ----------
@@ -172,17 +171,17 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
     header, rows
         Lists of text.
     """
-    header = ["library", "beside ours"]
-    header += [f"{what}, {mode}" for what in ("time", "memory") for mode in MODES] + ["computes"]
+    header = ["library", "our form", "time", "memory", "function"]
     rows = []
     for data in files.values():
         reached = max(n for n in data["settings"]["lengths"] if n <= length)
         dtype = data["settings"]["dtypes"][0]
         pair = [_time(data, reached, dtype, mode, dim) for mode in MODES]
         at = f", N = {reached}" if reached < length else ""
+        medians = " / ".join(f"{row['ratio']['median']:.2f}" for row in pair if row)
+        memory = " / ".join(f"{row['bytes'] / row['ours_bytes']:.1f}" for row in pair if row)
         front = [f"{data['label']} ({data['version']}{at})", data["ours"]]
-        cells = [*map(_share, pair), *map(_times_as_much, pair)]
-        rows.append([*front, *cells, data["differs"] or "the same"])
+        rows.append([*front, medians, memory, data["differs"] or "the same"])
     return header, rows
 
 
@@ -229,10 +228,6 @@ def _gpu_share(cell: dict[str, Any] | None, mode: str) -> str:
     return f"{pair[0] / pair[1]:.2f}" if all(pair) else "–"
 
 
-def _times_as_much(row: dict[str, Any] | None) -> str:
-    return f"{row['bytes'] / row['ours_bytes']:.1f}" if row else ""
-
-
 def of_each_kind(results: dict[str, Files]) -> list[Files]:
     """Return the results of one CPU and of one GPU: memory is counted, not timed.
 
@@ -265,8 +260,8 @@ def caption(files: Files) -> str:
 
 
 def _of_unknown_code(count: int, every: int) -> str:
-    which = "all" if count == every else f"{count} of {every}"
-    return f"{which} were measured before files named the code, which may have changed since"
+    which = "no file names" if count == every else f"{count} of {every} files do not name"
+    return f"{which} the code, which may have changed since"
 
 
 def _first(files: Files) -> dict[str, Any]:
@@ -354,62 +349,50 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def growth(files: Files, key: str, mode: str = MODES[0], dim: int = DIM) -> Any:
-    """Draw time ("seconds") or extra memory ("bytes") against N: ours, its peers, and SDPA.
+def growth(files: Files) -> Any:
+    """Draw the time of a forward pass against N, without a mask and causal: ours, peers and SDPA.
 
-    Two panels, without a mask and causal. Ours are solid and labelled, a library's line is dashed,
-    in the colour of what it stands beside.
+    Ours are solid and labelled. The line of a library is dashed or dotted, in the colour of ours.
 
     Parameters
     ----------
     files : dict
         What `load` returns of the peers of one machine.
-    key : str
-        "seconds" or "bytes".
-    mode : str
-        One of `MODES`.
-    dim : int
-        D.
     """
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
     from derived_book.plot import COLORS, LABELS
 
-    factor, unit = UNITS[key]
     names = {label: name for name, label in LABELS.items()}
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 4.0), sharex=True, sharey=True)
     for ax, causal in zip(axes, (False, True), strict=True):
         chosen = [data for data in files.values() if ("causal" in data["beside"]) == causal]
-        if not chosen:
-            continue
+        every = sorted({row["length"] for data in chosen for row in data["times"]})
         ends: dict[str, tuple[float, str]] = {}
         seen: list[str] = []
-        for data in chosen:
-            rows = [x for x in data["times"] if (x["mode"], x["dim"]) == (mode, dim)]
+        for data in sorted(chosen, key=lambda data: len(data["times"])):
+            rows = [row for row in data["times"] if row["mode"] == MODES[0]]
             name = data["ours"].split(",")[0]
             color = COLORS[names[name]]
-            lengths = [row["length"] for row in rows]
-            values = {who: [factor * _value(row[who + key]) for row in rows]
-                      for who in ("", "ours_", "baseline_")}  # fmt: skip
-            ax.plot(lengths, values[""], color=color, ls=_DASHES[seen.count(name)], lw=1.5)
-            ax.plot(lengths, values["ours_"], color=color)
-            if "SDPA" not in ends or len(lengths) > len(ax.lines[0].get_xdata()):
-                ax.plot(lengths, values["baseline_"], color="black", lw=1.5)
-            for label, end, hue in (
-                (name, values["ours_"][-1], color), ("SDPA", values["baseline_"][-1], "black")
-            ):  # fmt: skip
-                if lengths[-1] == max(_lengths(chosen)) or label not in ends:
-                    ends[label] = end, hue
+            for who, label, hue, style in (
+                ("", "", color, _DASHES[seen.count(name)]),
+                ("ours_", name, color, "-"),
+                ("baseline_", "SDPA", "black", "-"),
+            ):
+                times = [1000 * row[who + "seconds"]["median"] for row in rows]
+                ax.plot([row["length"] for row in rows], times, color=hue, ls=style, lw=1.5)
+                if label:
+                    ends[label] = times[-1], hue
             seen.append(name)
         ax.set(xscale="log", yscale="log", xlabel="N", title="causal" if causal else "no mask")
-        ax.set_xticks(_lengths(chosen), map(str, _lengths(chosen)))
+        ax.set_xticks(every, map(str, every))
         ax.minorticks_off()
-        _label(ax, ends, max(_lengths(chosen)))
-    axes[0].set_ylabel(f"{'time' if key == 'seconds' else 'extra memory'}, {unit}")
+        _label(ax, ends, every[-1])
+    axes[0].set_ylabel("time, ms")
     axes[0].legend(
         [Line2D([], [], color=COLORS["reference"], ls=ls) for ls in ("-", *_DASHES)],
-        ["ours", "a library", "another one"],
+        ["ours", "a library", "a second library"],
         loc="upper left",
     )
     return fig
@@ -423,14 +406,6 @@ def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[fl
         for row in data["times"]
         if (row["length"], row.get("dim", DIM), row["mode"]) == wanted
     ]
-
-
-def _value(x: Any) -> float:
-    return x["median"] if isinstance(x, dict) else x
-
-
-def _lengths(chosen: list[dict[str, Any]]) -> list[int]:
-    return sorted({row["length"] for data in chosen for row in data["times"]})
 
 
 def _label(ax: Any, ends: dict[str, tuple[float, str]], right: int) -> None:
@@ -472,7 +447,7 @@ def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
                 ratio = _ratio_at(files[case], length, dim, mode) if case in files else []
                 ax.plot(ratio, [i] * len(ratio), marker, color=COLORS[name], ms=6)
         ax.axvline(1, color=COLORS["reference"], lw=1)
-        ax.set(xscale="log", title=mode)
+        ax.set(xscale="log", title=mode, xlabel="time, SDPA = 1")
         ax.set_xticks(ticks := [0.03, 0.1, 0.3, 1, 3, 10], [f"{x:g}" for x in ticks])
         ax.minorticks_off()
         ax.grid(axis="y")

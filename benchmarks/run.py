@@ -272,7 +272,7 @@ def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> 
         return "results are for other settings"
     if code is None or data.get("code") == code:
         return ""
-    return "the code has changed" if data.get("code") else "it is not known of which code they are"
+    return "the code has changed" if data.get("code") else "the file does not name the code"
 
 
 def explained(path: Path, wanted: Mapping[str, Any], code: str) -> bool:

@@ -148,7 +148,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     assert measured() >= {"conv1d", "window", "window_causal", "strided"} and "bn" not in asked
     lines = capsys.readouterr().err.splitlines()
     assert f"to measure: {HERE}/window, as the code has changed" in lines
-    assert f"to measure: {HERE}/conv1d, as it is not known of which code they are" in lines
+    assert f"to measure: {HERE}/conv1d, as the file does not name the code" in lines
     assert measured() == set()
 
 
@@ -446,11 +446,13 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     rounds = amd["bn_causal"]["rounds"]
     assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in report.caption(amd)
     assert report.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")
-    unknown = "measured before files named the code, which may have changed since"
+    unknown = "the code, which may have changed since"
     for data in cuda.values():
         data["code"] = "0"
     assert unknown not in report.caption(cuda)
-    assert report.caption({**cuda, "b": amd["bn_causal"]}).endswith(f"; 1 of 2 were {unknown}")
+    assert report.caption({**cuda, "b": amd["bn_causal"]}).endswith(
+        f"; 1 of 2 files do not name {unknown}"
+    )
     assert report.caption({"b": amd["bn_causal"] | {"code": "0"}}) in report.caption(
         {"b": {key: x for key, x in amd["bn_causal"].items() if key != "code"}}
     )
