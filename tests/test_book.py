@@ -427,7 +427,11 @@ def test_all_attentions_are_on_one_page_and_fit_it():
 @pytest.mark.parametrize(
     ("page", "title", "text"),
     [
-        ("02_duality", "You have written DeltaNet", ["Chapter 15", "chapter 15"]),
+        (
+            "02_duality",
+            "The delta rule: a memory that corrects itself",
+            ["Chapter 15", "chapter 15"],
+        ),
         ("03_softmax_expansion", "Audit: support vectors", ["Audit II", "audit II"]),
         ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
         ("teaching_machines", "In the models you have", ["Appendix A"]),

@@ -25,24 +25,24 @@ WRONG = {
     ],
     "ex-15-prices": [
         (  # linear attention
-            "def prices(K, V, beta):\n    return beta[:, None] * V",
+            "def multipliers(K, V, beta):\n    return beta[:, None] * V",
             r"returns the last value for the last key \(N = 5, D = 4",
         ),
-        (  # ridge attention: later values change earlier prices
-            "def prices(K, V, beta):\n"
+        (  # ridge attention: later values change earlier multipliers
+            "def multipliers(K, V, beta):\n"
             "    G = K @ K.T\n"
             "    G = G - torch.diag(G.diagonal()) + torch.diag(1 / beta)\n"
             "    return torch.linalg.lstsq(G, V).solution",
             r"returns the last value for the last key \(N = 5, D = 4",
         ),
         (  # the other triangle
-            "def prices(K, V, beta):\n"
+            "def multipliers(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype) + (beta[:, None] * (K @ K.T)).triu(1)\n"
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=True)",
             r"returns the last value for the last key \(N = 5, D = 4",
         ),
         (  # the strength of the other token
-            "def prices(K, V, beta):\n"
+            "def multipliers(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype) + (beta * (K @ K.T)).tril(-1)\n"
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=False)",
             r"returns the last value for the last key \(N = 5, D = 4",
