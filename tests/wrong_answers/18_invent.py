@@ -1,12 +1,12 @@
 """Wrong answers to the exercises of chapter 18."""
 
 ALL, ROOT, STEPS = (
-    "all weights sum to 1, signs",
+    "over all keys, including negative",
     "positive weights sum to 1",
-    "follows from the keys",
+    "is computed from the keys",
 )
-SUM, LEVEL = "are not negative and sum to 1", "is one number where a > 0"
-WITHIN, NEAREST = "lie between 0 and c, and sum", "is τ strictly between"
+SUM, LEVEL = "are not negative and sum to 1", "is equal for all keys with a > 0"
+WITHIN, NEAREST = "lie between 0 and c, and sum", "is τ where 0 < a < c"
 MICHELOT = """
 def michelot(s):
     inside, path = torch.ones_like(s, dtype=torch.bool), []
