@@ -430,7 +430,7 @@ def test_all_attentions_are_on_one_page_and_fit_it():
         ("02_duality", "You have written DeltaNet", ["Chapter 15", "chapter 15"]),
         ("03_softmax_expansion", "Audit: support vectors", ["Audit II", "audit II"]),
         ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
-        ("teaching_machines", "In the models you have", ["Appendix A"]),
+        ("teaching_machines", "The book’s attentions in your own models", ["Appendix A"]),
         (
             "teaching_syllabi",
             "Side by side: which attention, and when",
