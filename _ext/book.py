@@ -49,7 +49,7 @@ EXTERNAL = {
 }
 WORDS = {"callable", "optional"}  # what descriptions of types say and is no class
 
-# Letters of the pages between chapters; appendices have A to D, and audits the numbers of parts.
+# Letters of the pages between chapters; appendices have A to E, and audits the numbers of parts.
 LETTERS = {"book/positions": "P"}
 AUDITS = {
     "book/audit_support_vectors": "II",

@@ -3,7 +3,7 @@
 They train on the CPU, one thread for each run, the models that the chapter's page defines
 (`experiments.page_models`).
 
-`deciding` describes one by the protocol of appendix C. The learning rate of each arm is chosen at
+`deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
 the last number of steps, by the worst of three seeds that are not used again, from a grid that
 grows until the best rate is inside it. Then every arm runs with every seed at each number of steps:
 the last is twice the budget, the one before it, and doubling the budget may not change the verdict.

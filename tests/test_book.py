@@ -328,7 +328,7 @@ def test_a_page_between_chapters_has_a_letter_and_shifts_no_chapter():
     assert book.number("book/A_plugs") == "A" and book.number("book/glossary") is None
     names = ("book/positions", "book/audit_wavelets", "book/02_duality", "book/A_plugs")
     assert [book.short_name(page) for page in names] == ["ch. P", "audit III", "ch. 2", "app. A"]
-    assert not set(book.LETTERS.values()) & set("ABCD"), "the letters of appendices"
+    assert not set(book.LETTERS.values()) & set("ABCDE"), "the letters of appendices"
 
 
 def test_launch_buttons_appear_just_when_there_is_a_repository():
@@ -434,7 +434,7 @@ def test_all_attentions_are_on_one_page_and_fit_it():
         ),
         ("03_softmax_expansion", "Audit: support vectors", ["Audit II", "audit II"]),
         ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
-        ("teaching_machines", "In the models you have", ["Appendix A"]),
+        ("teaching_machines", "The book’s attentions in your own models", ["Appendix A"]),
         (
             "teaching_syllabi",
             "Side by side: which attention, and when",

@@ -1,8 +1,11 @@
 """The protocol of recorded experiments: rates, collapses, longer runs, and what is written."""
 
+import importlib
 import json
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -457,3 +460,15 @@ def test_tuning_table_of_an_older_record(monkeypatch):
     assert "| r = 8 | 0.01 |" in text and "older than the rule of appendix C" in text
     with pytest.raises(ValueError, match="expected an experiment that has chosen learning rates"):
         tuning_table("small_documentation_longer")
+
+
+def test_the_program_of_the_page_on_experiments_runs(monkeypatch, store):
+    page = (Path(__file__).parents[1] / "book" / "E_experiments.md").read_text("utf8")
+    (name, text) = re.search(r"^:caption: `(\S+)\.py`\n(.*?)^```$", page, re.S | re.M).groups()
+    (store / f"{name}.py").write_text(text, "utf8")
+    monkeypatch.syspath_prepend(store)
+    module = importlib.import_module(name)
+    plan = module.EXPERIMENTS["signs"]
+    assert run(plan | {"steps": [1, 2], "seeds": 3})["best"] == "max"
+    right = [module.train_once("hidden layer", seed, 400, 0.1)["right"] for seed in range(2)]
+    assert min(right) > 0.9
