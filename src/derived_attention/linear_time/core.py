@@ -33,10 +33,8 @@ from derived_attention.common.checks import (
     has_concrete_values,
 )
 from derived_attention.common.convention import (
-    depends_on_position,
     extend,
     full_precision,
-    in_full,
     mechanism,
     reference,
     reference_of,
@@ -349,7 +347,6 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def fmm_attention(
     q: Tensor,
     k: Tensor,
@@ -379,10 +376,6 @@ def fmm_attention(
         At least one; each as in `linear_attention`, for one matrix of low rank.
     """
     near, far, maps = check_fields(q, near, far, feature_maps)
-    if mask.given is not None and mask.by_query:
-        fields: dict[str, Any] = {"near": near, "far": far, "window": window}
-        fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
-        return in_full(formulas.fmm)(q, k, v, mask, scale, **fields)
     H = near * window_attention.form(q, k, v, mask, scale, window=window)  # type: ignore
     return (H + far * sum(_far_field(phi, q, k, v, mask, scale) for phi in maps)).to(q.dtype)
 

@@ -36,7 +36,6 @@ from derived_attention.common.checks import (
     has_concrete_values,
 )
 from derived_attention.common.convention import (
-    depends_on_position,
     extend,
     full_precision,
     mechanism,
@@ -187,9 +186,9 @@ _kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB eac
 # --- attention under a mask ---------------------------------------------------------------------
 
 
-def _is_short(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    """Return whether a mask is cheaper than blocks, or is there already."""
-    return q.shape[-2] <= DENSE >= k.shape[-2] or mask.by_query or not q.numel()
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    """Return whether a mask is cheaper than blocks."""
+    return q.shape[-2] <= DENSE >= k.shape[-2] or not q.numel()
 
 
 def _under_mask(
@@ -230,7 +229,6 @@ def _by_blocks(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int,
     fused: Any = None,
@@ -254,7 +252,7 @@ def window_attention(
     if flex.runs("window", fused, q, k, v, mask):
         after = 0 if mask.is_causal else window
         return flex.attend(in_band, (window, after), q, k, v, mask.given, scale)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(in_window, q, k, v, mask, scale, window=window)
     N = q.shape[-2]
     window = min(window, max(N, k.shape[-2]) - 1)
@@ -271,7 +269,6 @@ def window_attention(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def fixed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
     summary: int = 1, fused: Any = None,
@@ -294,7 +291,7 @@ def fixed_attention(
     check_fixed(stride=stride, summary=summary)
     if flex.runs("fixed", fused, q, k, v, mask):
         return _fixed_by_flex(q, k, v, mask, scale, stride, summary)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(
             is_in_fixed_pattern, q, k, v, mask, scale, stride=stride, summary=summary
         )
@@ -334,7 +331,6 @@ def _fixed_by_flex(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def strided_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
     fused: Any = None,
@@ -357,7 +353,7 @@ def strided_attention(
     check_stride(stride=stride)
     if flex.runs("strided", fused, q, k, v, mask):
         return _strided_by_flex(q, k, v, mask, scale, stride)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(is_in_strided_pattern, q, k, v, mask, scale, stride=stride)
     N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))

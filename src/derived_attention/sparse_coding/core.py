@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from derived_attention import formulas
-from derived_attention.common.blocks import Block, stands_for_many
+from derived_attention.common.blocks import Block, needs_whole, to_front
 from derived_attention.common.checks import (
     check_causal_state,
     check_keys,
@@ -389,9 +389,8 @@ class _Coding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and ρ."""
         (grad,), options, tensors = grads, ctx.options, ctx.saved_tensors
-        twice = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *tensors))
         with full_precision(grad.device):  # autocast may be on again
-            if twice or any(map(stands_for_many, (grad, *tensors))):
+            if needs_whole(grad, *tensors):
                 pull: Any = torch.func.vjp(functools.partial(_whole, options), *tensors)[1]
                 return None, *pull(grad)
             return None, *_gradients(options, grad, *tensors)
@@ -399,10 +398,7 @@ class _Coding(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], options: Options, *tensors: Tensor) -> Any:
         """Let the mapped dimension be one more leading dimension."""
-        moved = [
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
+        moved = [to_front(info, x, dim) for x, dim in zip(tensors, in_dims[1:], strict=True)]
         return _Coding.apply(options, *moved), 0
 
 
