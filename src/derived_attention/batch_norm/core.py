@@ -90,6 +90,12 @@ def normalized_attention(
         key j then gets the statistics of the keys up to j, since separate statistics for each query
         would take N copies of the keys. None: False for `softmax_attention`, else True, but the
         causal form requires an explicit value, because the two differ there.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> normalized_attention(q, k, v, eps=0.1).shape
+    torch.Size([2, 4, 10, 8])
     """
     beta, eps = check_normalization(beta, eps, q)
     center_keys = _check_center_keys(attention, center_keys, mask)

@@ -37,8 +37,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = 
     *leading, _, D = q.shape
     M = k.shape[-2] if k.dim() > 1 else "M"
     if components:
-        R = k.shape[-3] if k.dim() > 2 and k.shape[-3] else "R"
-        meaning = "R ≥ 1 keys for each of M tokens, and the rest as in q"
+        R = k.shape[-3] if k.dim() > q.dim() and k.shape[-3] else "R"
+        meaning = "R ≥ 1 keys for each of M tokens, the rest as in q; k.unsqueeze(-3) is one each"
         check_shape("k", k, (*leading, R, M, D), meaning)
     else:
         check_shape("k", k, (*leading, M, D), "the leading dimensions and D of q")

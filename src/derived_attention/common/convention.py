@@ -454,6 +454,7 @@ def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
 def _document(form: Mechanism, components: bool, per_key: bool) -> str:
     """Put the common arguments, result and errors into the docstring of a form."""
     text, name = inspect.cleandoc(form.__doc__ or ""), form.__name__
+    text, mark, examples = text.partition("Examples\n--------\n")
     if name.endswith("_reference"):
         fast = name.removesuffix("_reference")
         return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
@@ -467,4 +468,5 @@ def _document(form: Mechanism, components: bool, per_key: bool) -> str:
     replaced = {line.partition(" :")[0] for line in lines if not line.startswith(" ")}
     entries = [entry for key, entry in common.items() if key not in replaced]
     parameters = "\n".join([*entries, options]).rstrip()
-    return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"
+    text = f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip()
+    return f"{text}\n\n{mark}{examples}".rstrip() + "\n"

@@ -135,6 +135,12 @@ def delta_attention(
         GPU, in float32, for more than 256 features, or under ``torch.compile``. False: chunks in
         PyTorch. Left out: fla-core on a GPU where it is installed, has been tried and agrees; it
         has one derivative.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> delta_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     fused = fla.runs(fused, q, k, v, mask.is_causal, erase, decay, beta, state)
     writes = prepare_writes(k, v, mask, beta, decay, erase, state, fused)

@@ -97,6 +97,12 @@ def multiresolution_attention(
         left out of its pooled query.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> multiresolution_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     laid = check_filters(filters, pairs, class_token, mask.is_causal)

@@ -109,6 +109,13 @@ def primal_attention(
     cross : bool
         Whether queries and keys belong to different sequences. Then r, which belongs to keys, is
         added to every query as its mean over the keys that are present; if causal, over j ≤ i.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> W_e, W_r, W_o = torch.randn(5, 3), torch.randn(5, 3), torch.randn(8, 6)
+    >>> primal_attention(q, k, v, W_e=W_e, W_r=W_r, W_o=W_o).shape
+    torch.Size([2, 4, 10, 8])
     """
     projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
     scores = scores_of(q, k, v, mask, scale, projection)
@@ -384,10 +391,11 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
 
     Examples
     --------
+    >>> model, x = PrimalAttention(16, 4, regularised=True), torch.randn(2, 10, 16)
     >>> with ksvd_objectives() as objectives:
-    ...     output = model(x)
-    >>> squares = [J.mean(-1).square().mean() for J in objectives]  # doctest: +SKIP
-    >>> loss = loss + eta * sum(squares) / len(squares)  # doctest: +SKIP
+    ...     output = model(x, x, x)[0]
+    >>> squares = [J.mean(-1).square().mean() for J in objectives]  # one for each layer
+    >>> loss = output.square().mean() + 0.1 * sum(squares) / len(squares)
     """
     collectors.lists.append([])
     try:

@@ -75,6 +75,12 @@ def scaled_heads_attention(
         Whether the first key and value stay as they are, and the windows start after them.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> scaled_heads_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
     options = dict(pooling=pooling, class_token=class_token, attention=attention)
     return _by_scale(q, k, v, mask, scale, None, scales=scales, **options)
@@ -102,6 +108,12 @@ def normalized_scaled_heads_attention(
         As in `scaled_heads_attention`: `pooling`, `class_token`, `attention`.
     beta, eps, center_keys
         As in `normalized_attention`; the statistics are those of the pooled keys of each head.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> normalized_scaled_heads_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_normalization(beta, eps, q)
 

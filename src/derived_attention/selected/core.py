@@ -75,6 +75,12 @@ def selected_attention(
         there are fewer keys than queries, late queries have no block of their own. A masked key is
         left out of the mean of its block, and a block without keys is not selected; the numbers of
         a floating mask are added to scores, and have no influence on which blocks are selected.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> selected_attention(q, k, v, block=2, kept=1, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     N, M = q.shape[-2], k.shape[-2]
     blocks, rows = -(-M // block), -(-N // block)

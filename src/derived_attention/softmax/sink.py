@@ -84,6 +84,12 @@ def sink_attention(
     bias : float or Tensor
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> sink_attention(q, k, v, bias=0.0).shape
+    torch.Size([2, 4, 10, 8])
     """
     if is_short(q, k, SHORT if mask.is_causal else 2 * SHORT):
         return in_full(formulas.sink)(q, k, v, mask, scale, bias=bias)

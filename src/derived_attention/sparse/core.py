@@ -247,6 +247,12 @@ def window_attention(
         True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
         or more than 256 features. False: the form above. Left out: FlexAttention on a GPU where it
         can run and where a trial agreed with the form above; it has first derivatives only.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> window_attention(q, k, v, window=2, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_count("window", window, 0)
     if flex.runs("window", fused, q, k, v, mask):
@@ -287,6 +293,12 @@ def fixed_attention(
         Keys at the end of each block that every query attends, from 1 to `stride`.
     fused : bool, optional
         As in `window_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> fixed_attention(q, k, v, stride=4, summary=1).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_fixed(stride=stride, summary=summary)
     if flex.runs("fixed", fused, q, k, v, mask):
@@ -349,6 +361,12 @@ def strided_attention(
         At least 1.
     fused : bool, optional
         As in `window_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> strided_attention(q, k, v, stride=3).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_stride(stride=stride)
     if flex.runs("strided", fused, q, k, v, mask):

@@ -138,6 +138,12 @@ def ridge_attention(
         Number of keys that come before the first query's own: all queries have them, if causal too.
     state : RidgeState, optional
         Sums over more keys that come before. `ridge_state` returns it. With `is_causal` only.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> ridge_attention(q, k, v, lam=0.1, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_causal_state(state, mask.is_causal)
     options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
@@ -261,6 +267,12 @@ def lasso_attention(
     residuals : list, optional
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> lasso_attention(q, k, v, lam=0.1, power=5).shape
+    torch.Size([2, 4, 10, 8])
     """
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
     dtype = q.dtype
