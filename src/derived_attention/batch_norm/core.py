@@ -29,6 +29,7 @@ from derived_attention.common.checks import (
     Mechanism,
     accumulation_dtype,
     check_callable,
+    check_finite,
     check_flag,
     check_parameter,
     check_positive,
@@ -250,12 +251,7 @@ def check_normalization(
         meaning = "one number, or one per head of q"
         check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
         return beta.to(accumulation_dtype(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-        kind = type(beta).__name__
-        raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")
-    if not -math.inf < beta < math.inf:  # NaN compares false
-        raise ValueError(f"beta is {beta}; expected a finite number")
-    return float(beta), eps
+    return check_finite("beta", beta), eps
 
 
 def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:

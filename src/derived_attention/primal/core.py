@@ -26,10 +26,10 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
-    FLOATING,
     accumulation_dtype,
     check_flag,
     check_no_bias,
+    check_parameter,
 )
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
@@ -320,11 +320,7 @@ def check_scores(
 
 def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
     """Check for a floating (rows, columns) or (H, rows, columns), not empty, on the device of q."""
-    if not isinstance(W, Tensor) or W.dtype not in FLOATING:
-        kind = f"dtype {W.dtype}" if isinstance(W, Tensor) else f"type {type(W).__name__}"
-        raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
-    if W.device != q.device:
-        raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
+    check_parameter(name, W, q)
     fits = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
     if not fits or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"
