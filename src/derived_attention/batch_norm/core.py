@@ -251,7 +251,9 @@ def check_normalization(
         meaning = "one number, or one per head of q"
         check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
         return beta.to(accumulation_dtype(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
-    return check_finite("beta", beta), eps
+    if beta.__class__ is not float or not math.isfinite(beta):
+        beta = check_finite("beta", beta)
+    return beta, eps
 
 
 def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:

@@ -208,6 +208,8 @@ def check_number(name: str, value: float, expected: str, low: float, high: float
 
 def check_positive(name: str, value: float) -> float:
     """Check that `value` is a finite positive Python number and return it as a float."""
+    if value.__class__ is float and 0 < value < math.inf:
+        return value
     return check_number(name, value, "a finite positive number", *POSITIVE)
 
 

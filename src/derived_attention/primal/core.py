@@ -26,6 +26,7 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
+    FLOATING,
     accumulation_dtype,
     check_flag,
     check_no_bias,
@@ -320,7 +321,8 @@ def check_scores(
 
 def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
     """Check for a floating (rows, columns) or (H, rows, columns), not empty, on the device of q."""
-    check_parameter(name, W, q)
+    if not isinstance(W, Tensor) or W.dtype not in FLOATING or W.device != q.device:
+        check_parameter(name, W, q)  # raises
     fits = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
     if not fits or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"

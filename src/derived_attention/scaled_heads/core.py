@@ -139,7 +139,8 @@ def _by_scale(
     pool_by: Pooling = average_pooling
     if pooling != "average" or class_token is not False:
         pool_by = check_pooling(pooling, class_token)
-    check_callable("attention", attention)
+    if attention is not softmax_attention:
+        check_callable("attention", attention)
     outputs, groups = [], head_groups(scales)
     for s, heads in groups.items():
         at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
