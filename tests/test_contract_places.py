@@ -102,23 +102,21 @@ def test_meaning_depends_on_no_object(name):
 
 @every_mechanism
 @pytest.mark.filterwarnings("ignore")
-def test_meaning_depends_on_no_compiler(name):
-    x = sequences()
-    for layer in declared(name):
-        if layer.cross and not layer.projected:
-            continue  # cross-attention is compiled with projections, and they are left out above
-        how = {"key_padding_mask": GONE}
-        expected = output(layer, x, **how)[~GONE]
-        views, found = OnViews(layer, CHANGES["views"], **how), {}
+def test_meaning_depends_on_no_compiler_and_no_transform(name):
+    """Of a padded batch, causal where the mechanism is; exported by `test_contract_transforms`."""
+    x, gone, causal = sequences(), PADDED["anywhere"], MECHANISMS[name].causal
+    layers = [make_layer(name, **causal_of.get(name, {}))]
+    if layers[0].paired and name not in MIXING:
+        layers.append(make_layer(name, cross=True))
+    for layer in layers:
+        how = {"is_causal": causal and not layer.cross}
+        expected = output(layer, x, gone, **how)[~gone]
         torch.compiler.reset()
-        # `test_a_padded_causal_batch_is_compiled_and_mapped` has the other backend.
-        backend = "eager" if layer.cross or MECHANISMS[name].causal else "aot_eager"
-        found["views"] = torch.compile(views, fullgraph=True, backend=backend)(x)
-        if not layer.cross:
-            three = torch.export.export(Called(layer, **how), (x, x.clone(), x.clone()))
-            found["export"] = three.module()(x, x, x)
-        for key, out in found.items():
-            assert_all_close([out[~GONE]], [expected], 1e-10, f"{name}, {layer.cross=}, {key}")
+        views = OnViews(layer, CHANGES["views"], key_padding_mask=gone, **how)
+        compiled = torch.compile(views, fullgraph=True, backend="aot_eager")
+        assert_all_close([compiled(x)[~gone]], [expected], 1e-10, f"{name}, {layer.cross=}")
+        one = lambda x, gone: output(layer, x, gone, **how)  # noqa: B023, E731
+        assert_all_close([torch.func.vmap(one)(x, gone)[~gone]], [expected], 1e-10, name)
 
 
 @every_mechanism
@@ -326,32 +324,17 @@ def test_a_padded_causal_batch_is_its_sequences_one_by_one(name):
     assert_all_close([single[~GONE[0]]], [both[0][~GONE[0]]], 1e-10, "without a batch")
 
 
-@every_causal_mechanism
-@pytest.mark.filterwarnings("ignore")
-def test_a_padded_causal_batch_is_compiled_and_mapped(name):
-    layer, x = make_layer(name, **causal_of.get(name, {})), sequences()
-    gone = PADDED["anywhere"]
-    model = Called(layer, key_padding_mask=gone, is_causal=True)
-    expected = model(x, x, x)[~gone]
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_all_close([compiled(x, x, x)[~gone]], [expected], 1e-10, name)
-    one = lambda x, gone: output(layer, x, gone, is_causal=True)  # noqa: E731
-    assert_all_close([torch.func.vmap(one)(x, gone)[~gone]], [expected], 1e-10, name)
-
-
-@pytest.mark.parametrize("base", ["linear", "performer", "fmm", "mlk", "ridge", "lasso", "softmax"])
-@pytest.mark.parametrize("scales", [(1, 2, 3), (2, 1, 4), (3, 2, 2), (4, 8, 3)])
-def test_causal_heads_of_two_scales_run_every_base(base, scales):
-    """Forms that take no mask for each query get windows of queries in step with those of keys."""
-    entry, key_scales = MECHANISMS[base], (2, 3, 1)
-    kind, options = type(make_layer(base)), (entry.layer_options or entry.options)(N, H, E // H)
-    if kind.mix is not MultiheadAttention.mix or kind is MultiheadAttention:
-        kind, options = MultiheadAttention, {"attention": functools.partial(entry.fast, **options)}
-    kind = multiresolution_layer(kind)
+@pytest.mark.parametrize("base", ["softmax", "mgk", "linear"])
+def test_causal_heads_of_two_scales_need_a_base_with_a_mask_for_each_query(base):
+    kind = multiresolution_layer(MixtureAttention if base == "mgk" else MultiheadAttention)
+    options = {} if base == "mgk" else {"attention": MECHANISMS[base].fast}
     torch.manual_seed(0)
-    own = {"scales": scales, "key_scales": key_scales, "dtype": torch.float64}
+    own = {"scales": (2, 1, 4), "key_scales": (2, 3, 1), "dtype": torch.float64}
     layer = kind(E, H, **own, **options).eval()
+    if base == "linear":
+        with pytest.raises(ValueError, match="key_scales differ from scales .* linear_attention"):
+            output(layer, sequences(), is_causal=True)
+        return
     assert_past_stays(lambda x: output(layer, x, is_causal=True), sequences(), base)
     assert_padding_is_absence(layer, sequences(), base)
 
