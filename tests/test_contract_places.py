@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 from helpers import B, H, assert_all_close, every_causal_mechanism, every_mechanism
-from kinds import detector, writer
+from kinds import detector
 from test_contract_layers import GONE, E, N, make_layer, output, sequences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,7 @@ from derived_attention.multiresolution.core import multiresolution_attention
 from derived_attention.multiresolution.layer import MultiresolutionAttention, multiresolution_layer
 from derived_attention.primal.core import ksvd_objectives
 from derived_attention.primal.layer import PrimalAttention
-from derived_attention.registry import MECHANISMS, plain_keys
+from derived_attention.registry import MECHANISMS
 from derived_book.tasks.model import make_attention
 
 MIXING = [name for name, entry in MECHANISMS.items() if not entry.alone]
@@ -150,41 +150,9 @@ def disturbed(x, t, size=5.0):
 def assert_past_stays(run, target, what):
     out = run(target)
     for t in (1, 3, target.shape[1] - 1):
-        if target.dtype == torch.int64:
-            other = torch.where(torch.arange(target.shape[1]) >= t, 91 - target, target)
-        else:
-            other = disturbed(target, t)
-        changed = run(other)
+        changed = run(disturbed(target, t))
         assert_all_close([changed[:, :t]], [out[:, :t]], 1e-12, f"{what}, {t}")
         assert not torch.allclose(changed[:, t:], out[:, t:]), what
-
-
-@every_mechanism
-def test_a_model_that_writes_sees_no_future_or_is_refused(name):
-    """With every mechanism as a function and as a layer."""
-    entry = MECHANISMS[name]
-    target = torch.randint(3, 90, (2, N), generator=torch.Generator().manual_seed(0))
-    function = functools.partial(entry.fast, **entry.options(N, 4, 4))
-    kinds = [entry.plug(N, 4, 4)] + [function] * (entry.keys is plain_keys)
-    for attention in kinds:
-
-        def run(target, attention=attention):
-            sizes = dict(dim=16, heads=4, length=N, dropout=0.0)
-            model = writer(attention=attention, **sizes).double().eval()
-            layer = model.layers[0].attention
-            bound = layer.attention
-            if isinstance(bound, functools.partial):  # a function's tensors are no part of a model
-                own = {k: x for k, x in bound.keywords.items() if isinstance(x, torch.Tensor)}
-                doubles = {key: x.double() for key, x in own.items()}
-                layer.attention = functools.partial(bound, **doubles)
-            with torch.no_grad():
-                return model(target)
-
-        if entry.causal and (attention is function or name not in causal_of):
-            assert_past_stays(run, target, name)
-        else:
-            with pytest.raises(ValueError, match="is (True|given).*; expected"):
-                run(target)
 
 
 @every_mechanism
