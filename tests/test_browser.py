@@ -296,8 +296,10 @@ def unreachable(page) -> list[str]:
     }""")
 
 
-def barriers(page, only: list[str] | None = None) -> list[str]:
+def barriers(page, only: list[str] | None = None, within: set[str] = frozenset()) -> list[str]:
     """Let axe look for serious and critical barriers; `only` names the rules to run.
+
+    With classes `within` it looks at elements of these classes alone.
 
     Formulas stand as their TeX and drawings as their names: what they are made of is hidden from
     screen readers anyway, and is most of a page. Of code, ten cells show all its colours.
@@ -315,7 +317,12 @@ def barriers(page, only: list[str] | None = None) -> list[str]:
     options["rules"] = {"scrollable-region-focusable": {"enabled": False}}  # see `unreachable`
     if only:
         options["runOnly"] = only
-    result = page.evaluate("options => axe.run(document, options)", options)
+    look = """([options, names]) => {
+        const found = names.map(x => "." + CSS.escape(x)).filter(x => document.querySelector(x));
+        if (names.length && !found.length) return {violations: []};
+        return axe.run(names.length ? {include: found.map(x => [x])} : document, options);
+    }"""
+    result = page.evaluate(look, [options, sorted(within)])
     return [
         f"axe, {violation['impact']}: {violation['id']}: {node['target']} {node['html'][:160]}"
         f" {node['failureSummary']}"
@@ -397,10 +404,10 @@ def test_page(page, origins, name):
         problems += overflowing(page) + unreachable(page) + small_labels(page)
         problems += barriers(page)  # changes the page: last
         before = PAGES[: PAGES.index(name)]
-        if all_classes(name) - set().union(*map(all_classes, before)):
+        if new := all_classes(name) - set().union(*map(all_classes, before)):
             page.emulate_media(color_scheme="dark")
             page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
-            problems += barriers(page, ["color-contrast", "link-in-text-block"])  # by colours
+            problems += barriers(page, ["color-contrast", "link-in-text-block"], new)  # by colours
     report(problems)
 
 
