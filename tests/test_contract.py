@@ -175,5 +175,5 @@ def test_mechanisms_are_known_by_name():
         assert inspect.getdoc(entry.fast) and inspect.getdoc(entry.reference), name
         assert {entry.fast.__name__, entry.reference.__name__} <= {*PUBLIC}, name
         assert type(entry.make_layer(4 * H, H, N)).__name__ in PUBLIC, name
-    with pytest.raises(ValueError, match="name is 'sofmax'; expected one of softmax, "):
+    with pytest.raises(ValueError, match="name is 'sofmax'; expected .*: did you mean 'softmax'?"):
         derived_attention.get_attention("sofmax")

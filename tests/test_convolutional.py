@@ -164,13 +164,6 @@ def test_fast_equals_reference_for_all_filters_on_a_grid(class_token):
     assert_forms_agree(FORMS_2D, [*inputs, shared, own], "masked", **masked)
 
 
-def test_gradients_of_gradients():
-    """The shifted sum's own backward can be differentiated: a softmax that can, shows it."""
-    inputs = [*qkv((1, 2), n=3, m=3, d=2, dv=2), filters(2, 3)]
-    function = with_filters(conv1d_attention, attention=softmax_attention_reference)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
 def test_masked_places_reach_no_neighbour():
     """The last row of the grid is masked: as if the grid had one row less."""
     q, k, v = (x.detach() for x in on_grid())

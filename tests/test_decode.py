@@ -174,7 +174,7 @@ def test_layers_step_or_say_why_not(name):
 
 @pytest.mark.parametrize("name, options", [
     ("linear", dict(kv_heads=1)),
-    ("ridge", dict(dictionary="value", learned=True)),
+    ("ridge", dict(dictionary="value", lam=0.3)),
     ("ridge", dict(projected=False)),
     ("delta", dict(gated=True, beta="double")),
 ])  # fmt: skip

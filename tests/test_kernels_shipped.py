@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import NO_TRITON
 
+from benchmarks.gpu.problems import design, repeats
 from derived_attention.common import kernel_cases, kernels
 from derived_attention.common.kernel_cases import Trial
 
@@ -35,7 +36,7 @@ def length(trial):
     return 75
 
 
-DESIGN = list(kernel_cases.design(length, [(20, 24), (70, 66), (136, 130)]))
+DESIGN = list(design(length, [(20, 24), (70, 66), (136, 130)]))
 
 
 @pytest.mark.parametrize("trial", DESIGN, ids=str)
@@ -77,9 +78,7 @@ def test_bits_repeat_whatever_memory_held_before(kernel):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert kernel_cases.repeats(
-            Trial(kernel, "bf16", **sizes), 10 if DEVICE == "cuda" else 2, DEVICE
-        )
+        assert repeats(Trial(kernel, "bf16", **sizes), 10 if DEVICE == "cuda" else 2, DEVICE)
         assert kernel_cases.compare(Trial(kernel, "fp32", **sizes), DEVICE).agrees
     finally:
         torch.use_deterministic_algorithms(before)

@@ -38,8 +38,7 @@ from derived_attention import (
     upsample,
     window_attention,
 )
-from derived_attention.common.convention import is_per_key, weights_of
-from derived_attention.registry import MECHANISMS, plain_keys
+from derived_attention.common.convention import weights_of
 from derived_book.training.measure import count_flops
 
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
@@ -159,41 +158,17 @@ def test_a_causal_head_reads_windows_that_have_ended():
     assert_all_close([on[..., :10, :]], [out], 1e-12)
 
 
-def base_of(name):
-    """A mechanism, and its formula where it takes any mask, with the options of one head."""
-    entry = MECHANISMS[name]
-    own = {
-        key: x.double() if torch.is_tensor(x) else x for key, x in entry.options(N, 1, 8).items()
-    }
-    own |= {key: 2 for key in ("window", "block", "stride") if key in own}
-    fast, formula = (functools.partial(form, **own) for form in (entry.fast, entry.reference))
-    return fast, None if is_per_key(formula) else formula
-
-
-PER_KEY = [  # with a key for each token
-    name for name, entry in MECHANISMS.items()
-    if entry.causal and entry.alone and not entry.square and entry.keys is plain_keys
-    and is_per_key(entry.fast)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PER_KEY)
-def test_causal_windows_of_two_scales_attend_what_has_ended(name):
-    """A band is one of windows by their numbers, and late queries attend all keys, if N > M."""
-    fast, formula = base_of(name)
-    assert bool(getattr(fast.func, "placed", None)) == MECHANISMS[name].placed
+def test_causal_windows_of_two_scales_attend_what_has_ended():
+    """Each window of queries alone, among the windows of keys that have ended; late ones all."""
     for n, m in ((N, N), (33, 9), (9, 33), (0, 5), (5, 0)):
         q, k, v = (x.detach() for x in qkv((2, 1), n=n, m=m))
         for s, t in ((2, 3), (3, 2), (1, 4), (4, 1), (3, 40), (40, 3)):
             own = {"scales": [s], "key_scales": [t], "is_causal": True}
-            out = multiresolution_attention(q, k, v, attention=fast, **own)
-            if formula is None:  # each window of queries alone, among keys that have ended
-                alone = [fast(*x) for x in ended_windows(q, k, v, s, t)]
-                expected = torch.cat([v[..., :0, :], *alone], -2)
-                expected = expected[..., torch.arange(n) // s, :]
-            else:
-                expected = multiresolution_attention_reference(q, k, v, attention=formula, **own)
-            assert_all_close([out], [expected], 1e-10, f"{name}, {(n, m)}, {(s, t)}")
+            out = multiresolution_attention(q, k, v, **own)
+            alone = [softmax_attention(*x) for x in ended_windows(q, k, v, s, t)]
+            expected = torch.cat([v[..., :0, :], *alone], -2)
+            expected = expected[..., torch.arange(n) // s, :]
+            assert_all_close([out], [expected], 1e-10, f"{(n, m)}, {(s, t)}")
 
 
 def ended_windows(q, k, v, s, t):

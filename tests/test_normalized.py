@@ -321,16 +321,6 @@ def test_causal_half_precision_sees_no_future_bit_for_bit():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_key_gives_its_value(form):
-    for n in (1, N):
-        for options in ({}, {"is_causal": True}, {"attn_mask": torch.ones(1, 1).bool()}):
-            q, k, v = qkv(n=n, m=1)
-            out, dq, dk, _ = output_and_gradients(form, [q, k, v], eps=1e-2, **options)
-            torch.testing.assert_close(out, v.expand_as(out))
-            assert bool((dq == 0).all()) and bool((dk == 0).all())
-
-
 # --- the layer ---------------------------------------------------------------------------------
 
 E, HEADS = 16, 4

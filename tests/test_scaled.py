@@ -55,7 +55,6 @@ from derived_attention.scaled_heads.layer import (
     ScaledHeadsAttention,
 )
 from derived_attention.softmax.core import softmax_attention
-from derived_attention.sparse.core import window_attention, window_mask
 
 H, M = 4, 11
 SCALES = [1, 2, 2, 4]
@@ -156,10 +155,6 @@ def test_a_scale_far_above_the_length_costs_nothing(pooling):
         out = scaled_heads_attention(q, k, v, scales=[far, far], pooling=pool)
     assert largest.numel < 1000 or (pooling == "convolution" and largest.numel <= far)
     torch.testing.assert_close(out, softmax_attention(q, *exact))
-    if pooling in ("average", "max"):
-        options = {"pooling": pool, "positional": True}
-        outs = [scaled_heads_attention(q, k, v, scales=[s, 1], **options) for s in (far, 7)]
-        torch.testing.assert_close(*outs)
 
 
 def test_pooling_keeps_the_mean_and_loses_variance():
@@ -363,27 +358,6 @@ def test_linear_attention_on_pooled_keys(kind):
         assert_forms_agree(kind, f"linear, {options}", scales=SCALES, **options, **own)
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_sparse_attention_works_at_the_place_of_the_window(kind):
-    """Query i of a head with scale s sees the windows |⌊i/s⌋ − j| ≤ 1."""
-    q, k, v = (x.detach() for x in heads_of(n=M))
-    own = {"attention": functools.partial(window_attention, window=1), "positional": True}
-    for mask in (None, PADDING, PADDING[0, 0, 0]):
-        out = FORMS[kind][0](q, k, v, scales=SCALES, attn_mask=mask, **own)
-        for h, s in enumerate(SCALES):
-            keep = None if mask is None else mask.expand(B, 1, 1, M)[:, 0, 0]
-            pool, here = average_pooling(k[:, h], s, keep)
-            keys, values, queries = pool(k[:, h]), pool(v[:, h]), q[:, h]
-            near = window_mask(-(-M // s), -(-M // s), 1).repeat_interleave(s, 0)[:M]
-            if kind == "BN+SH":
-                some = torch.ones(B, keys.shape[1]) if here is None else here
-                mean = (keys * some[..., None]).sum(1, True) / some.sum(1)[:, None, None]
-                queries = queries - mean
-            near = near if here is None else near & here[:, None]
-            expected = softmax_attention_reference(queries, keys, values, attn_mask=near)
-            torch.testing.assert_close(out[:, h], expected, rtol=1e-11, atol=1e-11)
-
-
 # --- the layers --------------------------------------------------------------------------------
 
 E, HEADS, T = 16, 4, 11
@@ -494,11 +468,7 @@ LAYERS = {
     "linear BN+SH": functools.partial(NormalizedScaledHeadsAttention, attention=linear_attention),
     "convolution": functools.partial(ScaledHeadsAttention, pooling="convolution"),
     "k-means": functools.partial(ScaledHeadsAttention, pooling="k-means"),
-    "sparse": functools.partial(
-        ScaledHeadsAttention, attention=functools.partial(window_attention, window=1),
-        positional=True,
-    ),
-}  # fmt: skip
+}
 
 
 def test_every_parameter_learns():
@@ -528,10 +498,6 @@ BAD = [
      {"pooling": "mean"}),
     (TypeError, "pooling is 2; expected a name or a function", {"pooling": 2}),
     (TypeError, "attention is 'linear'; expected a function", {"attention": "linear"}),
-    (ValueError, "positional is True with class_token=True",
-     {"positional": True, "class_token": True}),
-    (ValueError, "positional is True with k-means", {"positional": True, "pooling": "k-means"}),
-    (ValueError, "expected as many keys as queries", {"positional": True, "q": X[:, :, :3]}),
     (ValueError, r"scale is 2; expected one of \['4'\]", {"pooling": ConvolutionPooling([4])}),
 ]  # fmt: skip
 NORMALIZED = [

@@ -180,13 +180,6 @@ def test_a_high_sink_takes_everything(form):
     assert float(form(q, k, v, bias=60.0).detach().abs().max()) < 1e-6
 
 
-@both_forms
-def test_no_key_and_no_open_key_is_zero(form):
-    q, k, v = qkv(m=0)
-    assert not form(q, k, v, bias=0.0).any()
-    assert not form(*qkv(), bias=0.0, attn_mask=torch.zeros(M, dtype=torch.bool)).any()
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.floats(-8, 8), st.floats(0.05, 4), st.integers(0, 10**6), st.booleans())
 def test_weights_are_what_the_sink_leaves(b, scale, seed, is_causal):

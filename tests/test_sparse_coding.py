@@ -13,7 +13,6 @@ import torch
 from helpers import (
     Largest,
     assert_all_close,
-    assert_learns,
     output_and_gradients,
     qkv,
     relative_errors,
@@ -365,15 +364,6 @@ def test_random_tokens_are_coded_with_and_mixed():
     torch.manual_seed(0)
     again = checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=False)
     assert_all_close(torch.autograd.grad(again.square().sum(), x), plain, 1e-10)
-
-
-@pytest.mark.parametrize("kind", [RidgeAttention, LassoAttention])
-def test_prices_can_be_learned(kind):
-    torch.manual_seed(0)
-    for own in ({}, {"projected": False}):
-        layer = kind(E, H, learned=True, lam=0.5, dtype=torch.float64, **own)
-        assert {"log_lam"} <= dict(layer.named_parameters()).keys()
-        assert_learns(layer, X, f"{kind.__name__}, {own}")
 
 
 @pytest.mark.parametrize(

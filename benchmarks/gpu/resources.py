@@ -11,15 +11,60 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from derived_attention.common.kernels import HEAD_DIMS, NAMES, Launch
+from derived_attention.common.kernels import NAMES
 
 ARCHITECTURES = (80, 90)  # compute capabilities: A100, and H100
 DTYPES = (torch.bfloat16, torch.float32)
+HEAD_DIMS = (64, 128)  # others are padded to a power of two
+TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
+TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
+STRIDE = "i32:16"  # a multiple of 16, as are those of rows
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is launched: what its compiler has to know, and no data.
+
+    `arguments` has the type of each argument, as Triton writes it: ``"*bf16"``, ``"i32"``, and
+    ``"constexpr"`` for those of `constants`.
+    """
+
+    name: str  # in a table
+    kernel: Any
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the kernels as `linear_attention` launches them."""
+    from derived_attention.linear import triton as linear
+
+    options = linear.Options(1.0, True, True, dtype)
+    values = min(head_dim, linear.values_at_once(head_dim, options))
+    sizes = linear.tile_width(head_dim), linear.tile_width(values), options
+    tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    types = TYPES | dict.fromkeys(tensors, f"*{NAMES[dtype]}")
+    names = "key_states accumulate outputs query_gradients query_states key_gradients"
+    found = []
+    for name in names.split():
+        kernel = getattr(linear, f"_{name}")
+        constants = linear._constants(head_dim, values, 1, options, False) | {"REVERSE": True}
+        constants |= linear.blocks(*sizes, kernel in linear.BACKWARD)
+        known = {x: constants[x] for x in kernel.arg_names if x in constants}
+        kinds = types | dict.fromkeys(known, "constexpr")
+        arguments = {x: kinds.get(x, STRIDE) for x in kernel.arg_names}
+        how = constants["num_warps"], constants["num_stages"]
+        found.append(Launch(f"linear_{name}", kernel, arguments, known, *how))
+    return found
 
 
 def usage(launch: Launch, capability: int) -> dict[str, int]:
@@ -64,10 +109,8 @@ def compile_for(launch: Launch, capability: int) -> Any:
 
 def main() -> int:
     """Print what each kernel takes on each architecture, for both head dimensions and dtypes."""
-    from derived_attention.linear.triton import launches
-
     for dim, dtype, capability in itertools.product(HEAD_DIMS, DTYPES, ARCHITECTURES):
-        for launch in launches(dim, dtype, capability == 90):
+        for launch in launches(dim, dtype):
             what = {"kernel": launch.name, "D": dim, "dtype": NAMES[dtype], "sm": capability}
             print(json.dumps(what | usage(launch, capability)), flush=True)
     return 0

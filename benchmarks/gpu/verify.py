@@ -19,16 +19,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.problems import design, repeats
 from derived_attention.common import kernels
 from derived_attention.common.files import write_atomically
-from derived_attention.common.kernel_cases import (
-    LIBRARIES,
-    PATTERNS,
-    Trial,
-    compare,
-    design,
-    repeats,
-)
+from derived_attention.common.kernel_cases import LIBRARIES, PATTERNS, Trial, compare
 from derived_attention.common.kernel_selftest import file_of, place_of, usable
 from derived_attention.delta import fla
 

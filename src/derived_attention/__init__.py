@@ -29,6 +29,8 @@ def places() -> Mapping[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted(places())
     if name.startswith("_"):  # no public name, and the registry takes a second to import
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"{__name__}.{_PLACES[name]}" if name in _PLACES else places().get(name)

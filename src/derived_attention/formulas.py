@@ -237,7 +237,7 @@ def mrs(
     return torch.stack(results, -3)
 
 
-# --- chapter 8: coarse heads in fast company --------------------------------------
+# --- chapter 8 and appendix D: coarse heads on Linformer and Luna -----------------
 
 
 def linformer(q, k, v, mask, scale, *, key_projection, value_projection):

@@ -129,6 +129,14 @@ class MultiheadAttention(nn.Module):
     TypeError, ValueError
         For sizes that do not match, a `dropout` outside [0, 1], `batch_first=False`, an
         `attention` that is not callable, or `cross` with a mechanism that mixes queries.
+
+    Examples
+    --------
+    >>> layer = MultiheadAttention(16, 4, attention=linear_attention)
+    >>> x = torch.randn(2, 10, 16)
+    >>> output, _ = layer(x, x, x, need_weights=False, is_causal=True)
+    >>> output.shape
+    torch.Size([2, 10, 16])
     """
 
     # nn.TransformerEncoderLayer reads this name: False keeps it from replacing this forward pass,

@@ -248,12 +248,9 @@ def _without_padding(
 
 
 def register() -> None:
-    """Make all mechanisms known to Transformers, as ``derived:`` and their names.
+    """Make all mechanisms known to Transformers, as ``derived:`` and their names, for `equip`.
 
-    After it, ``attn_implementation="derived:linear"`` is a mechanism with the sample options of the
-    registry for 1024 tokens. One with parameters needs `equip`. Masks are registered too, as
-    without them Transformers makes none, and padding is attended. A model that is trained so is
-    saved with the name, and can be loaded after `register`.
+    Masks are registered too, as without them Transformers makes none, and padding is attended.
     """
     import transformers  # here, as timm below: each takes seconds to import, and is optional
 
@@ -371,7 +368,7 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **arguments: Any) -> 
     register()
     records, states = _read_plugs(Path(folder))
     config = getattr(kind, "config_class", transformers.AutoConfig).from_pretrained(folder)
-    if not records and not str(config._attn_implementation).startswith(PREFIX):
+    if not records:
         raise ValueError(
             f"folder is {folder}, where no model.safetensors has an attention of {CHILD}; expected "
             "one written by save_pretrained of an equipped model"
@@ -383,8 +380,7 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **arguments: Any) -> 
             f"kind is {kind!r}, and {folder} was saved by {config.architectures}; expected a class "
             "of models, such as transformers.LlamaForCausalLM"
         )
-    if records:
-        config._attn_implementation = None
+    config._attn_implementation = None
     ignored = [*(kind._keys_to_ignore_on_load_unexpected or ()), rf"\.{CHILD}\."]
     quiet: Any = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": ignored})
     model = quiet.from_pretrained(folder, config=config, **arguments)
@@ -517,19 +513,6 @@ def _able(can: Callable[[Entry], bool]) -> str:
     return "one of " + ", ".join(name for name, entry in MECHANISMS.items() if can(entry))
 
 
-@functools.lru_cache
-def _shared_layer(name: str, H: int, D: int, causal: bool) -> Any:
-    """Return the layer, without parameters, that all modules that were not equipped share."""
-    layer = make_heads(name, H, D, LENGTH, **_if_taken(name, causal=causal))
-    if layer.state_dict():
-        learned = ", ".join(layer.state_dict())
-        raise ValueError(
-            f"{name} has parameters ({learned}), which this model does not have; expected "
-            f"derived_attention.plugs.equip(model, {name!r}) before its first use"
-        )
-    return layer
-
-
 def _attention_forward(
     name: str, module: Any, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
@@ -547,11 +530,10 @@ def _attention_forward(
     cross = not causal and (N != key.shape[-2] or getattr(layer, "cross", False))
     _check_kind(name, causal, cross)
     if layer is None or layer.plugged != name:
-        _check_family(type(module))  # type: ignore[arg-type]
-        layer = _shared_layer(name, H, D, causal)
-        config: Any = getattr(module, "config", None)
-        if module.training and getattr(config, "_attn_implementation", None) == PREFIX + name:
-            config.attn_implementation = PREFIX + name  # saved with what was trained with it
+        raise ValueError(
+            f"model has attention of the class {type(module).__name__} without {name}; expected "
+            f"derived_attention.plugs.equip(model, {name!r}) before its first use"
+        )
     if getattr(layer, "causal", causal) != causal:
         raise ValueError(
             f"is_causal is {causal}; expected {layer.causal}, as when the model was equipped with "

@@ -7,6 +7,7 @@ about it: the contract tests cover the rest.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import math
@@ -367,5 +368,7 @@ def get_attention(name: str) -> Mechanism:
     'mixture_attention'
     """
     if name not in MECHANISMS:
-        raise ValueError(f"name is {name!r}; expected one of {', '.join(MECHANISMS)}")
+        near = difflib.get_close_matches(str(name), MECHANISMS, 1)
+        nearest = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(MECHANISMS)}{nearest}")
     return MECHANISMS[name].fast

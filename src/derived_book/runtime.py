@@ -17,11 +17,13 @@ import hashlib
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -327,3 +329,18 @@ def _feed(sha: Any, value: Any) -> None:
         sha.update(f"{type(value).__name__} {len(text)};".encode() + text)
     else:
         raise TypeError(f"cannot take the digest of {type(value).__qualname__}")
+
+
+def make_folder(folder: Path, instead: str) -> None:
+    """Create a folder; raise OSError, which says what to do `instead`, if no file can be written.
+
+    Whether one can is tried, since permissions do not say it for every file system and user.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be written ({error.strerror}); expected a folder for new files: "
+            f"{instead}"
+        ) from error

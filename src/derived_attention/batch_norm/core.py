@@ -29,6 +29,7 @@ from derived_attention.common.checks import (
     Mechanism,
     accumulation_dtype,
     check_callable,
+    check_finite,
     check_flag,
     check_parameter,
     check_positive,
@@ -90,6 +91,12 @@ def normalized_attention(
         key j then gets the statistics of the keys up to j, since separate statistics for each query
         would take N copies of the keys. None: False for `softmax_attention`, else True, but the
         causal form requires an explicit value, because the two differ there.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> normalized_attention(q, k, v, eps=0.1).shape
+    torch.Size([2, 4, 10, 8])
     """
     beta, eps = check_normalization(beta, eps, q)
     center_keys = _check_center_keys(attention, center_keys, mask)
@@ -244,12 +251,9 @@ def check_normalization(
         meaning = "one number, or one per head of q"
         check_parameter("beta", beta, q, ((), (1,), heads), meaning, "finite")
         return beta.to(accumulation_dtype(q)).reshape(() if beta.numel() == 1 else (-1, 1, 1)), eps
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-        kind = type(beta).__name__
-        raise TypeError(f"beta is of type {kind}; expected a finite number, or a Tensor")
-    if not -math.inf < beta < math.inf:  # NaN compares false
-        raise ValueError(f"beta is {beta}; expected a finite number")
-    return float(beta), eps
+    if beta.__class__ is not float or not math.isfinite(beta):
+        beta = check_finite("beta", beta)
+    return beta, eps
 
 
 def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mask) -> bool:

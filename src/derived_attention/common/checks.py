@@ -9,6 +9,7 @@ message that names the argument, what it was and what was expected. Two checks m
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 POOLED = "the steps of a pooled key have no scores to which it could be added"
+LARGEST = sys.float_info.max
+POSITIVE = (math.ulp(0.0), LARGEST)  # the smallest number above 0, and the largest
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Mechanism = Callable[..., Any]  # (q, k, v, attn_mask, ...) to H; for a model also a class of layers
 RANGES: dict[str, Callable[[Tensor], Tensor]] = {  # which numbers a parameter may have
@@ -37,8 +40,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = 
     *leading, _, D = q.shape
     M = k.shape[-2] if k.dim() > 1 else "M"
     if components:
-        R = k.shape[-3] if k.dim() > 2 and k.shape[-3] else "R"
-        meaning = "R ≥ 1 keys for each of M tokens, and the rest as in q"
+        R = k.shape[-3] if k.dim() > q.dim() and k.shape[-3] else "R"
+        meaning = "R ≥ 1 keys for each of M tokens, the rest as in q; k.unsqueeze(-3) is one each"
         check_shape("k", k, (*leading, R, M, D), meaning)
     else:
         check_shape("k", k, (*leading, M, D), "the leading dimensions and D of q")
@@ -194,21 +197,30 @@ def check_count(name: str, value: int, least: int) -> int:
     return value
 
 
+def check_number(name: str, value: float, expected: str, low: float, high: float) -> float:
+    """Check for a Python number from `low` to `high`, as `expected` says, and return a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {_kind(value)}; expected {expected}")
+    if not low <= value <= high:  # NaN compares false
+        raise ValueError(f"{name} is {value}; expected {expected}")
+    return float(value)
+
+
 def check_positive(name: str, value: float) -> float:
     """Check that `value` is a finite positive Python number and return it as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {_kind(value)}; expected a finite positive Python number")
-    if not 0 < value < math.inf:  # NaN compares false
-        raise ValueError(f"{name} is {value}; expected a finite positive number")
-    return float(value)
+    if value.__class__ is float and 0 < value < math.inf:
+        return value
+    return check_number(name, value, "a finite positive number", *POSITIVE)
+
+
+def check_finite(name: str, value: float) -> float:
+    """Check for a finite Python number, where a tensor would do too, and return it as a float."""
+    return check_number(name, value, "a finite number or a floating Tensor", -LARGEST, LARGEST)
 
 
 def check_probability(name: str, value: float) -> None:
     """Check for a Python number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {_kind(value)}; expected a probability, from 0 to 1")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; expected a probability, from 0 to 1")
+    check_number(name, value, "a probability, from 0 to 1", 0, 1)
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -264,19 +276,19 @@ def check_shape(name: str, x: Tensor, expected: tuple, meaning: str) -> None:
 
 
 def check_parameter(
-    name: str, value: Any, q: Tensor, shapes: tuple, meaning: str, kind: str = ""
+    name: str, value: Any, q: Tensor, shapes: tuple = (), meaning: str = "", kind: str = ""
 ) -> Tensor:
     """Check for a floating tensor with one of these shapes on the device of `q`, and return it.
 
-    Its numbers are of a `kind` in `RANGES`, if one is given. Matrices and states have none, because
-    a NaN in them makes results NaN, as in `q`.
+    Without `shapes` it may have any. Its numbers are of a `kind` in `RANGES`, if one is given.
+    Matrices and states have none, because a NaN in them makes results NaN, as in `q`.
     """
     if not isinstance(value, Tensor) or value.dtype not in FLOATING:
         kind = f"of dtype {value.dtype}" if isinstance(value, Tensor) else _kind(value)
         raise TypeError(f"{name} is {kind}; expected a floating Tensor")
     if value.device != q.device:
         raise ValueError(f"{name} is on device {value.device}; expected {q.device}, that of q")
-    if tuple(value.shape) not in shapes:
+    if shapes and tuple(value.shape) not in shapes:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; expected one of {shapes}: {meaning}"
         )

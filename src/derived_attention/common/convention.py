@@ -7,11 +7,10 @@ that has the arguments of ``torch.nn.functional.scaled_dot_product_attention`` a
 checks, masks, dropout and shared heads. The decorator's arguments say what else holds of the form,
 and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
 for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
-that a query's result does not depend on other queries, ``placed`` (or None) is a form that
-`depends_on_position`, ``softmax`` that adding a number to all scores of a query changes nothing,
-``shared`` that the form takes heads that share keys as views, ``state`` (or None) computes what the
-form's option `state` tells it of the keys before the first. A formula decorated with `in_full` runs
-in float32 at least.
+that a query's result does not depend on other queries, ``softmax`` that adding a number to all
+scores of a query changes nothing, ``shared`` that the form takes heads that share keys as views,
+``state`` (or None) computes what the form's option `state` tells it of the keys before the first. A
+formula decorated with `in_full` runs in float32 at least.
 """
 
 from __future__ import annotations
@@ -177,8 +176,6 @@ def mechanism(
         return run(q, k, v, mask, scale, **options)
 
     vars(attend).update(properties, form=None if drops else run)
-    if hasattr(form, "placed"):
-        attend.placed = run  # type: ignore[attr-defined]
     attend.__signature__ = _signature(attend, checks or form)  # type: ignore[attr-defined]
     attend.__doc__ = _document(form, components, per_key)
     if formula is not None:
@@ -397,16 +394,6 @@ def share_heads(
     return q.unflatten(-3, (-1, r)), k, v, attn_mask
 
 
-def depends_on_position(form: Mechanism) -> Mechanism:
-    """Declare of a form that a query's result depends on its position, and that it takes any mask.
-
-    For masks that differ between queries, as causal windows of two scales have, it may store (N, M)
-    matrices. It is the attribute ``placed`` of its mechanism.
-    """
-    form.placed = form  # type: ignore[attr-defined]
-    return form
-
-
 def scaled(q: Tensor, scale: float | None, dtype: torch.dtype | None = None) -> Tensor:
     """Return q times the scale, or 1/√D if it is None, in a dtype, or in float32 at least."""
     return (scale or 1 / math.sqrt(q.shape[-1])) * q.to(dtype or accumulation_dtype(q))
@@ -467,6 +454,7 @@ def _signature(attend: Mechanism, form: Mechanism) -> inspect.Signature:
 def _document(form: Mechanism, components: bool, per_key: bool) -> str:
     """Put the common arguments, result and errors into the docstring of a form."""
     text, name = inspect.cleandoc(form.__doc__ or ""), form.__name__
+    text, mark, examples = text.partition("Examples\n--------\n")
     if name.endswith("_reference"):
         fast = name.removesuffix("_reference")
         return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
@@ -480,4 +468,5 @@ def _document(form: Mechanism, components: bool, per_key: bool) -> str:
     replaced = {line.partition(" :")[0] for line in lines if not line.startswith(" ")}
     entries = [entry for key, entry in common.items() if key not in replaced]
     parameters = "\n".join([*entries, options]).rstrip()
-    return f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip() + "\n"
+    text = f"{before.rstrip()}\n\n{title}{parameters}\n{REST}\n{after}".rstrip()
+    return f"{text}\n\n{mark}{examples}".rstrip() + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from pathlib import Path
 
@@ -19,21 +18,6 @@ def cache_dir(kind: str) -> Path:
         return Path(chosen).expanduser()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "derived-attention" / kind
-
-
-def make_folder(folder: Path, instead: str) -> None:
-    """Create a folder; raise OSError, which says what to do `instead`, if no file can be written.
-
-    Whether one can is tried, since permissions do not say it for every file system and user.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be written ({error.strerror}); expected a folder for new files: "
-            f"{instead}"
-        ) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

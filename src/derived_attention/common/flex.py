@@ -51,9 +51,9 @@ def runs(kernel: str, fused: bool | None, q: Tensor, k: Tensor, v: Tensor, mask:
     Raises
     ------
     TypeError, ValueError
-        As `common.kernels.should_run_kernel`; and if `fused` is True for a mask of numbers or one
-        that differs between queries, for a number of features that the kernel does not take, or
-        under autocast to another dtype than that of q.
+        As `common.kernels.should_run_kernel`; and if `fused` is True for a mask of numbers, for a
+        number of features that the kernel does not take, or under autocast to another dtype than
+        that of q.
     """
     if fused is None and q.device.type not in kernels.GPUS:
         return False
@@ -77,8 +77,6 @@ def _obstacle(q: Tensor, v: Tensor, mask: Mask) -> str:
     """Return what FlexAttention does not take, or nothing."""
     if mask.given is not None and mask.given.dtype != torch.bool:
         return f"attn_mask has dtype {mask.given.dtype}; expected torch.bool"
-    if mask.by_query:
-        return "attn_mask differs between queries; expected a mask over keys"
     widths, least = sorted((q.shape[-1], v.shape[-1])), NARROWEST if q.is_cuda else 1
     if widths[0] < least or widths[1] > WIDEST:
         return f"q and v have {widths} features; expected from {least} to {WIDEST}"

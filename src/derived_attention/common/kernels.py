@@ -27,7 +27,6 @@ import functools
 import importlib.metadata
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,40 +37,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from derived_attention.common.checks import has_concrete_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_DIMS = (64, 128)  # what `resources` compiles kernels for; others are padded to a power of two
 TRIED = 300  # tokens of a problem on which a kernel is tried: several of any block
 GPUS = ("cuda",)  # types of devices that may try kernels
 OLDEST = (3, 5)  # Triton: the interpreter of older ones has no products of float64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 Problem = Callable[[], Mapping[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel as it is launched: what its compiler has to know, and no data.
-
-    `arguments` has the type of each argument, as Triton writes it: ``"*bf16"``, ``"i32"``, and
-    ``"constexpr"`` for those of `constants`.
-    """
-
-    name: str  # in a table
-    kernel: Any
-    arguments: Mapping[str, str]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-
-    @classmethod
-    def of(
-        cls, name: str, kernel: Any, types: Mapping[str, str], other: str,
-        constants: Mapping[str, Any],
-    ) -> Launch:  # fmt: skip
-        """Select what a kernel takes of `types` and `constants`; the rest has the type `other`."""
-        known = {x: constants[x] for x in kernel.arg_names if x in constants}
-        kinds = {**types, **dict.fromkeys(known, "constexpr")}
-        arguments = {x: kinds.get(x, other) for x in kernel.arg_names}
-        return cls(name, kernel, arguments, known, constants["num_warps"], constants["num_stages"])
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -195,11 +195,6 @@ class Mask:
         kernel = kernel if factor is None else kernel * factor
         return divide(kernel, kernel.sum(-1, keepdim=True))
 
-    @property
-    def by_query(self) -> bool:
-        """Whether it is given, and may differ between queries."""
-        return self.given is not None and self.given.shape[-2] != 1
-
     def of_head(self, h: int, q: Tensor) -> Mask:
         """Return the mask of one head of q (..., H, N, D)."""
         if self.given is None:

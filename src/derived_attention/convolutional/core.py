@@ -124,6 +124,13 @@ def conv1d_attention(
     attention : callable
         The mechanism for the convolved queries and keys: `softmax_attention` or another one with
         its calling convention.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> weight = torch.tensor([0.2, 0.6, 0.2])
+    >>> conv1d_attention(q, k, v, weight=weight).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_callable("attention", attention)
     w, w_k, q, k = _filters(q, k, mask, 1, weight, key_weight, query_mask)
@@ -161,6 +168,13 @@ def conv2d_attention(
         Whether one more token comes first, N = 1 + N_H N_W, which is not convolved.
     query_mask, attention
         As in `conv1d_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> weight = torch.full((3, 3), 1 / 9)
+    >>> conv2d_attention(q, k, v, weight=weight, grid=(2, 5)).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_callable("attention", attention)
     check_places({"q": q, "k": k}, grid, class_token, mask.is_causal)

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common.checks import (
-    FLOATING,
     accumulation_dtype,
     broadcasts,
     check_flags,
@@ -135,6 +134,12 @@ def delta_attention(
         GPU, in float32, for more than 256 features, or under ``torch.compile``. False: chunks in
         PyTorch. Left out: fla-core on a GPU where it is installed, has been tried and agrees; it
         has one derivative.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> delta_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     fused = fla.runs(fused, q, k, v, mask.is_causal, erase, decay, beta, state)
     writes = prepare_writes(k, v, mask, beta, decay, erase, state, fused)
@@ -191,16 +196,12 @@ def prepare_writes(
 
 def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str) -> Tensor:
     """Return a number for each key of k (..., M, D), checked, and 0 where a key is masked."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
-        kind = f"dtype {x.dtype}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        raise TypeError(f"{name} has {kind}; expected a floating Tensor")
+    check_parameter(name, x, k)
     sizes, shape = tuple(x.shape), tuple(k.shape[:-1])
     if not broadcasts(sizes, shape):
         raise ValueError(
             f"{name} has shape {sizes}; expected one that broadcasts to {shape}, a number a key"
         )
-    if x.device != k.device:
-        raise ValueError(f"{name} is on device {x.device}; expected {k.device}, that of the keys")
     x = x.to(accumulation_dtype(k)).expand(shape)
     x = x if present is None else x.masked_fill(~present, 0)
     check_numbers(name, x, kind)

@@ -155,6 +155,12 @@ def linear_attention(
     state : Tensor, optional
         Σ φ(k_j) [v_j, 1]ᵀ over keys before the first, ``(..., H, F, Dv + 1)``: every query attends
         them too. `linear_state` returns it. With `is_causal` only, and without the kernel.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> linear_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     if fused is not None or state is not None:
         fused = check_fused(fused, mask, state)

@@ -30,7 +30,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from derived_attention.common.kernels import NAMES, Launch
 from derived_attention.common.operators import needed, operator
 from derived_attention.common.triton import (
     dot,
@@ -596,29 +595,4 @@ def _constants(
     }  # fmt: skip
 
 
-# --- what they take ------------------------------------------------------------------------------
-
 BACKWARD = (_query_gradients, _key_gradients)  # with blocks of their own
-KERNELS = (
-    *(_key_states, _accumulate, _outputs),
-    *(_query_gradients, _query_states, _key_gradients),
-)
-TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
-TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
-STRIDE = "i32:16"  # a multiple of 16, as are those of rows
-
-
-def launches(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[Launch]:
-    """Return the kernels as `linear_attention` launches them, everywhere with the same sizes."""
-    options = Options(1.0, True, True, dtype)
-    values = min(head_dim, values_at_once(head_dim, options))
-    sizes = tile_width(head_dim), tile_width(values), options
-    tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-    types = TYPES | dict.fromkeys(tensors, f"*{NAMES[dtype]}")
-    constants = _constants(head_dim, values, 1, options, False) | {"REVERSE": True}
-    return [
-        Launch.of(
-            f"linear{x.__name__}", x, types, STRIDE, constants | blocks(*sizes, x in BACKWARD)
-        )
-        for x in KERNELS
-    ]

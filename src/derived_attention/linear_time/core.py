@@ -33,10 +33,8 @@ from derived_attention.common.checks import (
     has_concrete_values,
 )
 from derived_attention.common.convention import (
-    depends_on_position,
     extend,
     full_precision,
-    in_full,
     mechanism,
     reference,
     reference_of,
@@ -122,6 +120,13 @@ def linformer_attention(
         E ``(kept, n)``, shared by the heads, for up to n keys: M keys meet its first M columns.
     value_projection : Tensor, optional
         F ``(kept, n)``; E if left out.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> E = torch.randn(3, 10)  # (kept, n)
+    >>> linformer_attention(q, k, v, key_projection=E).shape
+    torch.Size([2, 4, 10, 8])
     """
     if mask.given is not None:
         share = mask.share(k).unsqueeze(-1)
@@ -212,6 +217,13 @@ def performer_attention(
     ----------
     projection : Tensor
         W ``(R, D)``, its rows w_r, shared by the heads: see `orthogonal_features`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> W = orthogonal_features(8, 32)
+    >>> performer_attention(q, k, v, projection=W).shape
+    torch.Size([2, 4, 10, 8])
     """
     scale = scale or 1 / math.sqrt(q.shape[-1])
     W = math.sqrt(scale) * projection.to(accumulation_dtype(q))
@@ -349,7 +361,6 @@ def flipped_elu_feature_map(x: Tensor) -> Tensor:
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def fmm_attention(
     q: Tensor,
     k: Tensor,
@@ -377,12 +388,15 @@ def fmm_attention(
         The two weights, ``()`` for all heads or ``(H,)``, one for each.
     feature_maps : sequence of callable
         At least one; each as in `linear_attention`, for one matrix of low rank.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> half = torch.tensor(0.5)
+    >>> fmm_attention(q, k, v, window=2, near=half, far=half).shape
+    torch.Size([2, 4, 10, 8])
     """
     near, far, maps = check_fields(q, near, far, feature_maps)
-    if mask.given is not None and mask.by_query:
-        fields: dict[str, Any] = {"near": near, "far": far, "window": window}
-        fields["feature_maps"] = [functools.partial(apply_feature_map, phi) for phi in maps]
-        return in_full(formulas.fmm)(q, k, v, mask, scale, **fields)
     H = near * window_attention.form(q, k, v, mask, scale, window=window)  # type: ignore
     return (H + far * sum(_far_field(phi, q, k, v, mask, scale) for phi in maps)).to(q.dtype)
 
@@ -460,6 +474,13 @@ def luna_attention(
         False: a packed key depends on the future of all queries but the last.
     packed : Tensor
         P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> P = torch.randn(3, 8)
+    >>> luna_attention(q, k, v, packed=P).shape
+    torch.Size([2, 4, 10, 8])
     """
     dtype = accumulation_dtype(q)
     with full_precision(q.device):

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_count, check_flag
@@ -71,7 +70,7 @@ class PerformerAttention(MultiheadAttention):
     """Performer in H heads, with the interface of `MultiheadAttention`.
 
     Its random features are the buffer ``projection`` (features, D), part of the state, drawn when
-    the layer is made, from PyTorch's generator, and again by `redraw`. All heads share them.
+    the layer is made, from PyTorch's generator. All heads share them.
 
     Parameters
     ----------
@@ -94,17 +93,8 @@ class PerformerAttention(MultiheadAttention):
         super().__init__(*args, attention=attention, **options)
         D = self.head_dim
         self.features = max(1, round(D * math.log(D))) if features is None else features
-        self.register_buffer("projection", self._draw(None))
-
-    def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw new random features, for example between two epochs."""
-        self.projection.copy_(self._draw(generator))
-
-    def _draw(self, generator: torch.Generator | None) -> Tensor:
-        like = self.out_proj.weight
-        return orthogonal_features(
-            self.head_dim, self.features, generator, device=like.device, dtype=like.dtype
-        )
+        like = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
+        self.register_buffer("projection", orthogonal_features(D, self.features, **like))
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Add the random features, the same for all heads."""

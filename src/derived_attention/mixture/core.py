@@ -118,6 +118,13 @@ def mixture_attention(
     hard : bool
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> keys = torch.stack([k, -k], -3)  # (B, H, R, N, D)
+    >>> mixture_attention(q, keys, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     parts = components_of(q, k, scale, hard, priors, variances, distance, normalized)
     if parts.equal and k.shape[-3] > 1 and is_short(q, k, DENSE):
@@ -137,7 +144,15 @@ def mixture_attention(
 def hard_mixture_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
 ) -> Tensor:
-    """`mixture_attention` with ``hard=True``, and the other arguments of that."""
+    """`mixture_attention` with ``hard=True``, and the other arguments of that.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> keys = torch.stack([k, -k], -3)  # (B, H, R, N, D)
+    >>> hard_mixture_attention(q, keys, v).shape
+    torch.Size([2, 4, 10, 8])
+    """
     return mixture_attention.form(q, k, v, mask, scale, hard=True, **mixture)  # type: ignore
 
 
@@ -245,6 +260,13 @@ def linear_mixture_attention(
         As in `mixture_attention`.
     feature_map, fused
         As in `linear_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> keys = torch.stack([k, -k], -3)  # (B, H, R, N, D)
+    >>> linear_mixture_attention(q, keys, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     if fused is not None:
         fused = check_fused(fused, mask, None)

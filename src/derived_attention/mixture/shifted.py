@@ -106,6 +106,13 @@ def shifted_mixture_attention(
         As in `mixture_attention`. Where it is False and the variances are equal, the score is
         scale · q_i·k_j and a term of i alone: shifts and priors cancel, get no gradient, and what
         remains is softmax attention.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> b = torch.randn(2, 8)  # (R, D)
+    >>> shifted_mixture_attention(q, k, v, shifts=b).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_shifts(k, shifts)
     like = k.unsqueeze(-3).expand(*k.shape[:-2], shifts.shape[-2], -1, -1)  # a view: (..., R, M, D)

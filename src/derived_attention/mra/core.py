@@ -152,6 +152,12 @@ def mra_attention(
     query_mask : Tensor, optional
         Boolean, broadcastable to ``(..., H, N)``: False where a query is padding, which is left
         out of the pooled query of its block.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> mra_attention(q, k, v, block=2, kept=2).shape
+    torch.Size([2, 4, 10, 8])
     """
     M = k.shape[-2]
     if q.numel() == 0 or kept * block >= M:

@@ -81,9 +81,9 @@ def multiresolution_attention(
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
-        s ≠ s', a mask of (N / s) (M / s') entries is stored, and scores with an `attention` whose
-        patterns depend on positions; they are those of windows by their numbers. Not with wavelets,
-        whose filters reach into the future, and not with a class token.
+        s ≠ s', a mask of (N / s) (M / s') entries is stored, and `attention` has to take masks
+        that differ between queries. Not with wavelets, whose filters reach into the future, and not
+        with a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
         wavelets.
@@ -97,7 +97,12 @@ def multiresolution_attention(
         left out of its pooled query.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention, which attends windows.
-        If causal with s ≠ s', one that treats each query alone.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> multiresolution_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
     pairs = check_scales(scales, key_scales, q, mask, class_token)
     laid = check_filters(filters, pairs, class_token, mask.is_causal)
@@ -108,14 +113,15 @@ def multiresolution_attention(
     outputs, groups, N = [], head_groups(pairs), q.shape[-2]
     for (s, t), heads in groups.items():
         at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
-        q_h, run = q[..., at, :, :], attention
+        q_h = q[..., at, :, :]
         k_h, v_h, attn_mask = pooled_heads(laid.down, k, v, mask, at, t)
         if s > 1:
             present = None if query_mask is None else query_mask[..., at, :]
             q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
         if s != t and mask.is_causal:
-            run, attn_mask = causal_windows(attention, q_h, k_h, s, t)
-        H = call(run, q_h, k_h, v_h, Mask(attn_mask, mask.is_causal and attn_mask is None), scale)
+            attn_mask = ended(attention, q_h, k_h, s, t)
+        mask_h = Mask(attn_mask, mask.is_causal and attn_mask is None)
+        H = call(attention, q_h, k_h, v_h, mask_h, scale)
         outputs.append(H if s == 1 else laid.up(H, s, N))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
@@ -146,57 +152,16 @@ def _pool_before_groups(down: Pooling, x: Tensor, scale: int, present: Tensor | 
     return lambda y: pool(y[..., :used, :]), kept
 
 
-def causal_windows(
-    base: Mechanism, query: Tensor, key: Tensor, s: int, t: int
-) -> tuple[Mechanism, Tensor | None]:
-    """Let windows of s queries attend windows of t keys that have ended: a function, a mask."""
-    *inner, own = parts_of(base)
-    placed = getattr(own, "placed", None)
-    if is_per_key(base) and not placed:
-        for part in (*inner, own):
-            if getattr(part, "placed", None) or not getattr(part, "alone", True):
-                raise ValueError(
-                    "key_scales differ from scales with is_causal=True, and the attention runs "
-                    f"{part.__name__}; expected the same scales, or an attention that treats each "
-                    "query alone, wherever it is"
-                )
-        return functools.partial(_in_step, base, s, t), None
+def ended(base: Mechanism, query: Tensor, key: Tensor, s: int, t: int) -> Tensor:
+    """Return which windows of t keys have ended where a window of s queries begins, (N', M')."""
+    if is_per_key(base):
+        name = next(part.__name__ for part in parts_of(base) if getattr(part, "per_key", False))
+        raise ValueError(
+            f"key_scales differ from scales with is_causal=True, and the attention runs {name}; "
+            "expected the same scales, or an attention whose masks may differ between queries"
+        )
     i, j = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
-    ended = j * t <= (i * s)[:, None]
-    return (functools.partial(_under, base, ended), None) if placed else (base, ended)
-
-
-def _under(
-    base: Mechanism, ended: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
-    attn_mask: Tensor | None, is_causal: bool, scale: float | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """Attend windows that have ended by the form of a base that depends on positions."""
-    while isinstance(base, functools.partial):
-        options, base = base.keywords | options, base.func
-    return base.placed(q, k, v, Mask(ended), scale, **options)  # type: ignore[attr-defined]
-
-
-def _in_step(
-    base: Mechanism, s: int, t: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
-) -> Tensor:
-    """Attend with query i among the keys j t ≤ i s, by a base that has only j ≤ i.
-
-    Query i takes the place ⌊i s / t⌋, that of its last key; places after all keys attend them all.
-    At most ⌈t / s⌉ queries have the same place: they are put into as many sequences, whose other
-    places repeat the first query.
-    """
-    N, M = q.shape[-2], k.shape[-2]
-    if N == 0:
-        return base(q, k, v, **options)
-    i = torch.arange(N, device=q.device)
-    place = i * s // t
-    lane = i - (place * t + s - 1) // s  # i minus the first query with this place
-    source = i.new_zeros(-(-t // s), max(M, (N - 1) * s // t + 1))
-    source[lane, place] = i
-    lanes = len(source)
-    q = q[..., source, :].movedim(-3, 0)  # (lanes, ..., ·, D), as heads stay the third from last
-    k, v = (x.expand(lanes, *x.shape) for x in (k, v))
-    return base(q, k, v, **options).movedim(0, -3)[..., lane, place, :]
+    return j * t <= (i * s)[:, None]
 
 
 # --- checks --------------------------------------------------------------------------------------

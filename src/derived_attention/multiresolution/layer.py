@@ -15,10 +15,10 @@ from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import Pool, head_groups, to_steps
 from derived_attention.layer import Group, MultiheadAttention, refuse
 from derived_attention.multiresolution.core import (
-    causal_windows,
     check_ends,
     check_filters,
     check_pairs,
+    ended,
     pools,
 )
 
@@ -85,7 +85,7 @@ class MultiresolutionAttention(MultiheadAttention):
                 yield Group(heads, key, value, mask, self.attention, query=query)
                 continue
             pool, kept = laid.down(key, t, present)
-            keys, values, base = pool(key), pool(value), self.attention
+            keys, values = pool(key), pool(value)
             queries, up, kept_queries = query, None, present_queries
             if s > 1:
                 down, kept_queries = laid.down(query, s, present_queries)
@@ -93,13 +93,13 @@ class MultiresolutionAttention(MultiheadAttention):
                 up = functools.partial(_up, laid, s, query.shape[-2])
             attn_mask = None if kept is None else kept[..., None, None, :]
             if mask.causal and s != t:
-                base, attn_mask = causal_windows(base, queries, keys, s, t)
+                attn_mask = ended(self.attention, queries, keys, s, t)
             seen = Mask(attn_mask, mask.causal and attn_mask is None)
             seen.keys, seen.queries = (
                 None if x is None else x.unsqueeze(-2) for x in (kept, kept_queries)
             )
             spread = functools.partial(_to_steps, pool, key, up)
-            yield Group(heads, keys, values, seen, base, spread, queries, up)
+            yield Group(heads, keys, values, seen, self.attention, spread, queries, up)
 
 
 def _up(laid: Filter, s: int, N: int, y: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from derived_attention.common.checks import (
     accumulation_dtype,
     check_flag,
     check_no_bias,
+    check_parameter,
 )
 from derived_attention.common.convention import full_precision, mechanism, prepare, reference
 from derived_attention.common.masks import Mask
@@ -109,6 +110,13 @@ def primal_attention(
     cross : bool
         Whether queries and keys belong to different sequences. Then r, which belongs to keys, is
         added to every query as its mean over the keys that are present; if causal, over j ≤ i.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> W_e, W_r, W_o = torch.randn(5, 3), torch.randn(5, 3), torch.randn(8, 6)
+    >>> primal_attention(q, k, v, W_e=W_e, W_r=W_r, W_o=W_o).shape
+    torch.Size([2, 4, 10, 8])
     """
     projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
     scores = scores_of(q, k, v, mask, scale, projection)
@@ -313,11 +321,8 @@ def check_scores(
 
 def _check_weights(name: str, W: Tensor, q: Tensor, columns: int | None = None) -> None:
     """Check for a floating (rows, columns) or (H, rows, columns), not empty, on the device of q."""
-    if not isinstance(W, Tensor) or W.dtype not in FLOATING:
-        kind = f"dtype {W.dtype}" if isinstance(W, Tensor) else f"type {type(W).__name__}"
-        raise TypeError(f"{name} is of {kind}; expected a floating Tensor")
-    if W.device != q.device:
-        raise ValueError(f"{name} is on device {W.device}; expected {q.device}, that of q")
+    if not isinstance(W, Tensor) or W.dtype not in FLOATING or W.device != q.device:
+        check_parameter(name, W, q)  # raises
     fits = W.dim() == 2 or (W.dim() == 3 and q.shape[-3:-2] == W.shape[:1])
     if not fits or 0 in W.shape[-2:] or W.shape[-1] != (columns or W.shape[-1]):
         size = columns or "s"
@@ -384,10 +389,11 @@ def ksvd_objectives() -> Iterator[list[Tensor]]:
 
     Examples
     --------
+    >>> model, x = PrimalAttention(16, 4, regularised=True), torch.randn(2, 10, 16)
     >>> with ksvd_objectives() as objectives:
-    ...     output = model(x)
-    >>> squares = [J.mean(-1).square().mean() for J in objectives]  # doctest: +SKIP
-    >>> loss = loss + eta * sum(squares) / len(squares)  # doctest: +SKIP
+    ...     output = model(x, x, x)[0]
+    >>> squares = [J.mean(-1).square().mean() for J in objectives]  # one for each layer
+    >>> loss = output.square().mean() + 0.1 * sum(squares) / len(squares)
     """
     collectors.lists.append([])
     try:

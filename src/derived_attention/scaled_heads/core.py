@@ -24,7 +24,7 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.batch_norm.core import check_normalization, normalized_attention
-from derived_attention.common.checks import Mechanism, check_callable, check_flag, check_no_bias
+from derived_attention.common.checks import check_callable, check_flag, check_no_bias
 from derived_attention.common.convention import call, mechanism, plain, reference
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import (
@@ -34,9 +34,7 @@ from derived_attention.common.pooling import (
     check_scale_list,
     head_groups,
     keep_first,
-    kmeans_pooling,
     pooled_heads,
-    windows,
 )
 from derived_attention.layer import in_order
 from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
@@ -56,7 +54,6 @@ def scaled_heads_attention(
     pooling: Any = "average",
     class_token: bool = False,
     attention: Any = softmax_attention,
-    positional: bool = False,
 ) -> Tensor:
     """Attention-SH, eq. 25 of [Nguyen2023]: the heads of one scale are one call of `attention`.
 
@@ -78,14 +75,14 @@ def scaled_heads_attention(
         Whether the first key and value stay as they are, and the windows start after them.
     attention : callable
         `softmax_attention` or another mechanism with its calling convention.
-    positional : bool
-        Whether `attention` depends on the positions of queries and keys, as sparse patterns do. It
-        then runs on the pooled sequence, where query i has the position ⌊i / s_h⌋. Needs N = M and
-        windows of steps: no `class_token`, no k-means.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> scaled_heads_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
-    options = dict(
-        pooling=pooling, class_token=class_token, attention=attention, positional=positional
-    )
+    options = dict(pooling=pooling, class_token=class_token, attention=attention)
     return _by_scale(q, k, v, mask, scale, None, scales=scales, **options)
 
 
@@ -108,9 +105,15 @@ def normalized_scaled_heads_attention(
     Parameters
     ----------
     scales, pooled
-        As in `scaled_heads_attention`: `pooling`, `class_token`, `attention`, `positional`.
+        As in `scaled_heads_attention`: `pooling`, `class_token`, `attention`.
     beta, eps, center_keys
         As in `normalized_attention`; the statistics are those of the pooled keys of each head.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> normalized_scaled_heads_attention(q, k, v, scales=[1, 2, 2, 4]).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_normalization(beta, eps, q)
 
@@ -130,25 +133,23 @@ def _by_scale(
     pooling: Any = "average",
     class_token: bool = False,
     attention: Any = softmax_attention,
-    positional: bool = False,
 ) -> Tensor:
     """Run the heads of each scale on pooled keys and values, with the `statistics` of BN or not."""
     check_scales(scales, q, mask)
     pool_by: Pooling = average_pooling
     if pooling != "average" or class_token is not False:
         pool_by = check_pooling(pooling, class_token)
-    if attention is not softmax_attention or positional is not False:
-        check_positions(attention, positional, q, k, pooling, class_token)
+    if attention is not softmax_attention:
+        check_callable("attention", attention)
     outputs, groups = [], head_groups(scales)
     for s, heads in groups.items():
         at = slice(heads[0], heads[-1] + 1) if heads[-1] - heads[0] < len(heads) else heads
         q_h, (k_h, v_h, attn_mask) = q[..., at, :, :], pooled_heads(pool_by, k, v, mask, at, s)
-        base = align_queries(attention, s) if positional and s > 1 else attention
         mask_h = mask if attn_mask is mask.given else Mask(attn_mask, mask.is_causal)
         if statistics is None:
-            outputs.append(call(base, q_h, k_h, v_h, mask_h, scale))
+            outputs.append(call(attention, q_h, k_h, v_h, mask_h, scale))
         else:
-            own = statistics | {"attention": base}
+            own = statistics | {"attention": attention}
             if isinstance(own["beta"], Tensor):
                 own["beta"] = of_heads(own["beta"], heads)
             outputs.append(call(normalized_attention, q_h, k_h, v_h, mask_h, scale, **own))
@@ -158,28 +159,6 @@ def _by_scale(
 def of_heads(beta: float | Tensor, heads: list[int]) -> float | Tensor:
     """Return the β of these heads."""
     return beta[heads] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
-
-
-def align_queries(base: Mechanism, s: int) -> Mechanism:
-    """Let a mechanism see query i at the position ⌊i / s⌋."""
-    return functools.partial(_attend_aligned, base, s)
-
-
-def _attend_aligned(
-    base: Mechanism, s: int, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any, **options: Any
-) -> Tensor:
-    """Attend with query i at position ⌊i / s⌋ among the pooled keys.
-
-    The queries are split into s sequences: the t-th has step t of every window. Each is as long as
-    the pooled keys, so that the query and the key of a window have the same position.
-    """
-    N = q.shape[-2]
-    s = min(s, N or s)
-    q = windows(q, s).transpose(-3, -2)  # (..., H, s, N_h, D)
-    k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], s, -1, -1) for x in (k, v))
-    mask = None if attn_mask is None else attn_mask.unsqueeze(-3)
-    H = base(q, k, v, attn_mask=mask, **options)  # (..., H, s, N_h, Dv)
-    return H.transpose(-3, -2).flatten(-3, -2)[..., :N, :]
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -210,24 +189,6 @@ def check_pooling(pooling: str | Pooling, class_token: bool) -> Pooling:
         check_callable("pooling", function, "a name or a function")
     check_flag("class_token", class_token)
     return functools.partial(keep_first, function) if class_token else function
-
-
-def check_positions(
-    attention: Mechanism, positional: bool, q: Tensor, k: Tensor, pooling: Any, class_token: bool
-) -> None:
-    """Check `attention`, and that pooled keys have positions if it depends on them."""
-    check_callable("attention", attention)
-    check_flag("positional", positional)
-    if positional and (class_token or pooling in ("k-means", kmeans_pooling)):
-        cause = "class_token=True" if class_token else "k-means"
-        raise ValueError(
-            f"positional is True with {cause}; expected False: not all keys are windows"
-        )
-    if positional and q.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}; expected as many keys as queries, {q.shape[-2]}, with "
-            "positional=True"
-        )
 
 
 # --- the formulas, with the same arguments ---

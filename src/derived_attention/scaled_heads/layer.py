@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from derived_attention.batch_norm.layer import NormalizedAttention
-from derived_attention.common.checks import check_flag, check_no_bias
+from derived_attention.common.checks import check_no_bias
 from derived_attention.common.masks import Mask
 from derived_attention.common.pooling import (
     ConvolutionPooling,
@@ -20,12 +20,7 @@ from derived_attention.common.pooling import (
     to_steps,
 )
 from derived_attention.layer import Group, MultiheadAttention, refuse
-from derived_attention.scaled_heads.core import (
-    HOLDS_LATER,
-    align_queries,
-    check_pooling,
-    check_positions,
-)
+from derived_attention.scaled_heads.core import HOLDS_LATER, check_pooling
 
 
 class ScaledHeadsAttention(MultiheadAttention):
@@ -42,7 +37,7 @@ class ScaledHeadsAttention(MultiheadAttention):
         s_h for each head.
     pooling : str or callable
         As in `scaled_heads_attention`, or ``"convolution"`` for the layer's `ConvolutionPooling`.
-    class_token, positional
+    class_token
         As in `scaled_heads_attention`.
     """
 
@@ -54,7 +49,6 @@ class ScaledHeadsAttention(MultiheadAttention):
         scales: Sequence[int],
         pooling: str | Pooling = "average",
         class_token: bool = False,
-        positional: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -63,15 +57,13 @@ class ScaledHeadsAttention(MultiheadAttention):
             like = self.out_proj.weight
             pooling = ConvolutionPooling(scales, device=like.device, dtype=like.dtype)
         check_pooling(pooling, class_token)
-        check_flag("positional", positional)
         self.scales, self.pooling = tuple(scales), pooling
         self.how = pooling if isinstance(pooling, str) else "of its own"
-        self.class_token, self.positional = class_token, positional
+        self.class_token = class_token
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> None:
         """Refuse masks that cannot be pooled as well."""
         super().check(query, key, value, **masks)
-        check_positions(self.attention, self.positional, query, key, self.pooling, self.class_token)
         if max(self.scales) == 1:
             return
         refuse(masks, ("attn_mask", "is_causal"), f"{HOLDS_LATER}, with scales {self.scales}")
@@ -84,15 +76,14 @@ class ScaledHeadsAttention(MultiheadAttention):
         if max(self.scales) > 1 and mask.given is not None:
             check_no_bias("key_padding_mask", mask.given)
         for s, heads in head_groups(self.scales).items():
-            base = align_queries(self.attention, s) if self.positional and s > 1 else self.attention
             if s == 1:
-                yield Group(heads, key, value, mask, base)
+                yield Group(heads, key, value, mask, self.attention)
                 continue
             present = None if mask.keys is None else mask.keys.squeeze(-2)
             pool, kept = check_pooling(self.pooling, self.class_token)(key, s, present)
             attn_mask = None if kept is None else kept[..., None, None, :]
             spread = functools.partial(to_steps, pool, key)
-            yield Group(heads, pool(key), pool(value), Mask(attn_mask), base, spread)
+            yield Group(heads, pool(key), pool(value), Mask(attn_mask), self.attention, spread)
 
 
 class NormalizedScaledHeadsAttention(NormalizedAttention, ScaledHeadsAttention):

@@ -30,7 +30,6 @@ from derived_attention import formulas
 from derived_attention.common.blocks import by_heads
 from derived_attention.common.checks import accumulation_dtype, check_count, product_dtype
 from derived_attention.common.convention import (
-    depends_on_position,
     extend,
     full_precision,
     in_full,
@@ -57,7 +56,6 @@ def _checked_sizes(
 
 
 @mechanism(formula=formulas.selected, checks=_checked_sizes, per_key=True)
-@depends_on_position
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
 ) -> Tensor:
@@ -77,12 +75,18 @@ def selected_attention(
         there are fewer keys than queries, late queries have no block of their own. A masked key is
         left out of the mean of its block, and a block without keys is not selected; the numbers of
         a floating mask are added to scores, and have no influence on which blocks are selected.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> selected_attention(q, k, v, block=2, kept=1, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     N, M = q.shape[-2], k.shape[-2]
     blocks, rows = -(-M // block), -(-N // block)
     if q.numel() == 0 or k.numel() == 0 or kept >= blocks - (rows <= blocks):
         return sdpa(q, k, v, mask, scale)
-    if mask.by_query or is_short(q, k, 96):
+    if is_short(q, k, 96):
         return in_full(formulas.selected)(q, k, v, mask, scale, block=block, kept=kept)
     with full_precision(q.device):
         dtype, picks = product_dtype(q), _picks(q, k, mask, block, kept)

@@ -16,13 +16,28 @@ from derived_attention.softmax.core import sdpa
 
 @mechanism(shared=True)
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Attend all allowed keys with equal weights; otherwise as `softmax_attention`."""
+    """Attend all allowed keys with equal weights; otherwise as `softmax_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> mean = v.mean(-2, keepdim=True).expand_as(v)
+    >>> torch.allclose(uniform_attention(q, k, v), mean, atol=1e-5)
+    True
+    """
     return sdpa(0 * q, k, v, mask, scale)
 
 
 @mechanism
 def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Attend only the key of the query, whatever the mask: H = V, for M = N."""
+    """Attend only the key of the query, whatever the mask: H = V, for M = N.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> torch.equal(identity_attention(q, k, v), v)
+    True
+    """
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} rows; expected {q.shape[-2]}, as many as q")
     return v

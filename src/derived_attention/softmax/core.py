@@ -49,6 +49,12 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
     - q, k and v have the same leading dimensions, any number of them, except with `enable_gqa`;
       they are not broadcast;
     - `scale` and `enable_gqa` are keywords; `scale` is positive.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> softmax_attention(q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     return sdpa(q, k, v, mask, scale)
 

@@ -25,6 +25,7 @@ from derived_attention.common.checks import (
     Mechanism,
     accumulation_dtype,
     autocasts,
+    check_finite,
     check_parameter,
 )
 from derived_attention.common.convention import (
@@ -84,6 +85,12 @@ def sink_attention(
     bias : float or Tensor
         b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
         rounded to the dtype of `q`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> sink_attention(q, k, v, bias=0.0).shape
+    torch.Size([2, 4, 10, 8])
     """
     if is_short(q, k, SHORT if mask.is_causal else 2 * SHORT):
         return in_full(formulas.sink)(q, k, v, mask, scale, bias=bias)
@@ -121,12 +128,7 @@ def check_sink(bias: float | Tensor, q: Tensor) -> Tensor:
         shapes = ((), (q.shape[-3],)) if q.dim() > 2 else ((),)
         b = check_parameter("bias", bias, q, shapes, "one number, or one for each head", "finite")
         return b[:, None, None] if b.dim() else b
-    if isinstance(bias, bool) or not isinstance(bias, (int, float)):
-        kind = type(bias).__name__
-        raise TypeError(f"bias is of type {kind}; expected a finite number or a floating Tensor")
-    if not math.isfinite(bias):
-        raise ValueError(f"bias is {bias}; expected a finite number")
-    return torch.full((), float(bias), dtype=accumulation_dtype(q), device=q.device)
+    return torch.full((), check_finite("bias", bias), dtype=accumulation_dtype(q), device=q.device)
 
 
 class SinkAttention(MultiheadAttention):

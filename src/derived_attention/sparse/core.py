@@ -36,7 +36,6 @@ from derived_attention.common.checks import (
     has_concrete_values,
 )
 from derived_attention.common.convention import (
-    depends_on_position,
     extend,
     full_precision,
     mechanism,
@@ -187,9 +186,9 @@ _kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB eac
 # --- attention under a mask ---------------------------------------------------------------------
 
 
-def _is_short(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    """Return whether a mask is cheaper than blocks, or is there already."""
-    return q.shape[-2] <= DENSE >= k.shape[-2] or mask.by_query or not q.numel()
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    """Return whether a mask is cheaper than blocks."""
+    return q.shape[-2] <= DENSE >= k.shape[-2] or not q.numel()
 
 
 def _under_mask(
@@ -230,7 +229,6 @@ def _by_blocks(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, window: int,
     fused: Any = None,
@@ -249,12 +247,18 @@ def window_attention(
         True: run FlexAttention, or raise a ValueError where it cannot run, as for a mask of numbers
         or more than 256 features. False: the form above. Left out: FlexAttention on a GPU where it
         can run and where a trial agreed with the form above; it has first derivatives only.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> window_attention(q, k, v, window=2, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_count("window", window, 0)
     if flex.runs("window", fused, q, k, v, mask):
         after = 0 if mask.is_causal else window
         return flex.attend(in_band, (window, after), q, k, v, mask.given, scale)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(in_window, q, k, v, mask, scale, window=window)
     N = q.shape[-2]
     window = min(window, max(N, k.shape[-2]) - 1)
@@ -271,7 +275,6 @@ def window_attention(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def fixed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
     summary: int = 1, fused: Any = None,
@@ -290,11 +293,17 @@ def fixed_attention(
         Keys at the end of each block that every query attends, from 1 to `stride`.
     fused : bool, optional
         As in `window_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> fixed_attention(q, k, v, stride=4, summary=1).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_fixed(stride=stride, summary=summary)
     if flex.runs("fixed", fused, q, k, v, mask):
         return _fixed_by_flex(q, k, v, mask, scale, stride, summary)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(
             is_in_fixed_pattern, q, k, v, mask, scale, stride=stride, summary=summary
         )
@@ -334,7 +343,6 @@ def _fixed_by_flex(
 
 
 @mechanism(per_key=True)
-@depends_on_position
 def strided_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, stride: int,
     fused: Any = None,
@@ -353,11 +361,17 @@ def strided_attention(
         At least 1.
     fused : bool, optional
         As in `window_attention`.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> strided_attention(q, k, v, stride=3).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_stride(stride=stride)
     if flex.runs("strided", fused, q, k, v, mask):
         return _strided_by_flex(q, k, v, mask, scale, stride)
-    if _is_short(q, k, mask):
+    if _is_short(q, k):
         return _under_mask(is_in_strided_pattern, q, k, v, mask, scale, stride=stride)
     N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from derived_attention import formulas
-from derived_attention.common.blocks import Block, stands_for_many
+from derived_attention.common.blocks import Block, needs_whole, to_front
 from derived_attention.common.checks import (
     check_causal_state,
     check_keys,
@@ -138,6 +138,12 @@ def ridge_attention(
         Number of keys that come before the first query's own: all queries have them, if causal too.
     state : RidgeState, optional
         Sums over more keys that come before. `ridge_state` returns it. With `is_causal` only.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> ridge_attention(q, k, v, lam=0.1, is_causal=True).shape
+    torch.Size([2, 4, 10, 8])
     """
     check_causal_state(state, mask.is_causal)
     options, dtype = Options(mask.is_causal, exclude_self, prefix), q.dtype
@@ -261,6 +267,12 @@ def lasso_attention(
     residuals : list, optional
         The norms ‖x − z‖ and ρ‖z − z_before‖ of each query after each step, primal and dual, are
         appended to it: a pair of ``(..., N, iterations)``. It costs another run.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)
+    >>> lasso_attention(q, k, v, lam=0.1, power=5).shape
+    torch.Size([2, 4, 10, 8])
     """
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
     dtype = q.dtype
@@ -389,9 +401,8 @@ class _Coding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and ρ."""
         (grad,), options, tensors = grads, ctx.options, ctx.saved_tensors
-        twice = torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *tensors))
         with full_precision(grad.device):  # autocast may be on again
-            if twice or any(map(stands_for_many, (grad, *tensors))):
+            if needs_whole(grad, *tensors):
                 pull: Any = torch.func.vjp(functools.partial(_whole, options), *tensors)[1]
                 return None, *pull(grad)
             return None, *_gradients(options, grad, *tensors)
@@ -399,10 +410,7 @@ class _Coding(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], options: Options, *tensors: Tensor) -> Any:
         """Let the mapped dimension be one more leading dimension."""
-        moved = [
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
+        moved = [to_front(info, x, dim) for x, dim in zip(tensors, in_dims[1:], strict=True)]
         return _Coding.apply(options, *moved), 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from derived_attention.common.checks import Mechanism, check_count, check_flag, check_positive
+from derived_attention.common.checks import Mechanism, check_count, check_positive
 from derived_attention.common.masks import Mask
 from derived_attention.layer import ALL, KEY, VALUE, Group, Heads, MultiheadAttention
 from derived_attention.sparse_coding.core import lasso_attention, ridge_attention
@@ -35,8 +34,6 @@ class RidgeAttention(MultiheadAttention):
         Number of tokens with independent normal features that come first in `key` and `value`, and
         are coded with and mixed like all others. Drawn anew in training; those of a buffer in
         evaluation. The weights that the layer returns do not include them.
-    learned : bool
-        Whether λ is a parameter, ``log_lam`` (H,), that starts at `lam`.
     """
 
     shown = ("lam", "dictionary", "random_tokens")
@@ -50,7 +47,6 @@ class RidgeAttention(MultiheadAttention):
         lam: float = 0.1,
         dictionary: str = "key",
         random_tokens: int = 0,
-        learned: bool = False,
         attention: Mechanism = ridge_attention,
         **options: Any,
     ) -> None:
@@ -61,20 +57,9 @@ class RidgeAttention(MultiheadAttention):
         self.lam, self.dictionary = check_positive("lam", lam), dictionary
         self.random_tokens = check_count("random_tokens", random_tokens, 0)
         self.decodes = self.decodes and not random_tokens
-        check_flag("learned", learned)
-        self.learned = learned
-        self.factory = {name: options.get(name) for name in ("device", "dtype")}
-        self.log_lam = self.logarithm(self.lam)
+        factory = {name: options.get(name) for name in ("device", "dtype")}
         shape = (random_tokens, max(self.kdim, self.vdim))
-        self.register_buffer(
-            "tokens", torch.randn(shape, **self.factory) if random_tokens else None
-        )
-
-    def logarithm(self, start: float) -> nn.Parameter | None:
-        """Return the parameter (H,) of a penalty, where penalties are learned."""
-        if not self.learned:
-            return None
-        return nn.Parameter(torch.full((self.num_heads,), math.log(start), **self.factory))
+        self.register_buffer("tokens", torch.randn(shape, **factory) if random_tokens else None)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Iterator[Group]:
         """Put random tokens first, and say which key is a query's own."""
@@ -94,8 +79,7 @@ class RidgeAttention(MultiheadAttention):
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Pass λ to the mechanism."""
-        lam = self.lam if self.log_lam is None else self.log_lam[heads].exp()
-        return functools.partial(base, lam=lam)
+        return functools.partial(base, lam=self.lam)
 
 
 class LassoAttention(RidgeAttention):
@@ -107,8 +91,6 @@ class LassoAttention(RidgeAttention):
         As in `lasso_attention`.
     dictionary, random_tokens
         As in `RidgeAttention`.
-    learned : bool
-        Whether λ and ρ are parameters, ``log_lam`` and ``log_rho`` (H,), that start there.
     """
 
     shown = ("rho", "iterations", "power")
@@ -127,12 +109,10 @@ class LassoAttention(RidgeAttention):
         self.rho = check_positive("rho", rho)
         self.iterations = check_count("iterations", iterations, 1)
         self.power = check_power(power)
-        self.log_rho = self.logarithm(self.rho)
 
     def mechanism(self, base: Mechanism, heads: Heads) -> Mechanism:
         """Pass λ, ρ and the other options to the mechanism."""
-        rho = self.rho if self.log_rho is None else self.log_rho[heads].exp()
-        options = {"rho": rho, "iterations": self.iterations, "power": self.power}
+        options = {"rho": self.rho, "iterations": self.iterations, "power": self.power}
         return functools.partial(super().mechanism(base, heads), **options)
 
 

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from derived_attention import __version__
-from derived_attention.common.files import cache_dir, make_folder, write_atomically
+from derived_attention.common.files import cache_dir, write_atomically
 from derived_book import runtime
-from derived_book.runtime import current_profile, device_name, digest
+from derived_book.runtime import current_profile, device_name, digest, make_folder
 from derived_book.training import workers as processes
 from derived_book.training.run_key import full_name, run_key
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from derived_attention.common.files import cache_dir, make_folder
-from derived_book.runtime import check_count, digest
+from derived_attention.common.files import cache_dir
+from derived_book.runtime import check_count, digest, make_folder
 from derived_book.tasks.checks import check_name, system_paths
 from derived_book.tasks.series.data import SeriesSplit
 

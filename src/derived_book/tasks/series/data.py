@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from derived_attention.common.files import cache_dir, make_folder
+from derived_attention.common.files import cache_dir
+from derived_book.runtime import make_folder
 from derived_book.tasks.checks import check_type
 
 # The sets of three tables of [Nguyen2023]. First, ten to classify; also Tables 5, 10 and 12.
