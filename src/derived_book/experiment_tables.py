@@ -1,6 +1,6 @@
 """What an experiment of the protocol shows on a page: its table, its curves, and its power.
 
-The protocol is that of appendix C; `experiments.protocol.deciding` records such experiments.
+The protocol is that of appendix E; `experiments.protocol.deciding` records such experiments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from derived_book.training.recorded import curves, load_experiment
 
 POWER = 0.8
 OLD_RULE = (  # of a record that does not name its rule
-    "This record is older than the rule of appendix C: each learning rate is the best of a fixed "
+    "This record is older than the rule of appendix E: each learning rate is the best of a fixed "
     "grid, and the scores here are means of the tuning seeds"
 )
 Table = tuple[list[str], list[list[str]]]  # header and rows
