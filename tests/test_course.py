@@ -21,7 +21,7 @@ from exercises import SOLUTION
 
 ROOT = Path(__file__).parents[1]
 
-NAMES = [course.assignment(page) for page, _ in course.pages()]
+NAMES = [course.assignment(page) for page in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance
 PROBLEM = """# Problems
 
@@ -94,7 +94,7 @@ def assignments():
     found = course.course()
     return {
         name: (exercises, course.source(title, name, exercises, 7))
-        for name, (_, title, exercises) in found.items()
+        for name, (title, exercises) in found.items()
     }
 
 
@@ -133,7 +133,7 @@ def test_students_get_no_solution(name):
     nbformat.validate(students)
     text = text_of(students)
     given = runs(text)
-    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    page = next(page for page in course.pages() if course.assignment(page) == name)
     written = (course.BOOK / f"{page}.md").read_text("utf8")
     public = runs(SOLUTION.sub("", written)) | runs(
         "\n".join(x for e in exercises for x in (e.text, e.test, *e.needed))
@@ -186,7 +186,7 @@ def test_an_assignment_trains_nothing_and_has_the_chapter_s_words(name):
     for exercise in exercises:
         for statement in exercise.needed:
             assert not re.match(r"(run|model)\b|.*\b(train|start|run_grid|fit)\(", statement)
-    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    page = next(page for page in course.pages() if course.assignment(page) == name)
     notebook = nbformat.read(ROOT / "notebooks" / f"{page}.ipynb", as_version=4)
     text = re.sub(r"\[([^\]]*)\]\([^)\s]*\.ipynb[^)]*\)", r"\1", text_of(notebook))  # no links
     theirs = "".join(words(re.sub("^> ?", "", text, flags=re.M).translate(QUOTES)))
@@ -538,7 +538,7 @@ def nbgrader(folder, *arguments):
     world = os.environ | {"PATH": path}  # it calls alembic
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=world)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
+    return done.stdout + done.stderr
 
 
 def hand_in(folder, student, answers, words=None, renamed="chapter05", copies=()):
