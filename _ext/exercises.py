@@ -98,7 +98,7 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
     boxes, found, prelude = list(EXERCISE.finditer(text)), [], []
     start = re.match(r".*?^# .+?$", text, re.M | re.S)
-    if not start or not 0 < len(boxes) == text.count("{exercise}"):
+    if not start or "```" in start[0] or not 0 < len(boxes) == text.count("{exercise}"):
         raise ValueError(f"{path.name} has no title, or an exercise that cannot be read; {FORM}")
     last = start.end()
     for i, box in enumerate(boxes):

@@ -505,7 +505,9 @@ def _table(rows: list[dict[str, str]]) -> str:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     pairs = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join(text.ljust(width) for text, width in pair) for pair in pairs)
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in pair).rstrip() for pair in pairs
+    )
 
 
 class Grades(CsvExportPlugin):
