@@ -370,13 +370,14 @@ def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
 def write(seed: int, assignments: dict, target: Path = TARGET) -> list[dict]:
     """Write assignments below `target`, where what nbgrader has put stays; return the weeks."""
     rows = []
+    for old in ("student", "nbgrader/source"):
+        shutil.rmtree(target / old, ignore_errors=True)
     for week, (name, (title, exercises)) in enumerate(assignments.items(), 1):
         notebook = source(title, name, exercises, seed)
         _write(target / "nbgrader" / "source" / name / f"{name}.ipynb", notebook)
         _write(target / "student" / f"{name}.ipynb", for_students(notebook))
         by_check, by_hand = (sum(x) for x in zip(*map(points, exercises), strict=True))
-        labels = " ".join(e.label for e in exercises)
-        row = dict(zip(COLUMNS, (name, title, labels), strict=True))
+        row = dict(zip(COLUMNS, (name, title, " ".join(e.label for e in exercises)), strict=True))
         row |= {"week": week, "minutes": sum(e.minutes for e in exercises)}
         rows.append(row | {"points by checks": by_check, "points by hand": by_hand})
     shutil.copy(CONFIG, target / "nbgrader")

@@ -7,7 +7,7 @@ exercise alone. Whoever hands in a file that cannot be read gets a message inste
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
 namespaces, it has no network, sees neither the course's folder nor other processes, and can write
-to an empty folder alone. What it can still do is in the book's page on teaching.
+to an empty folder alone. What it can still do is in the book's page "Running the course".
 """
 
 from __future__ import annotations
