@@ -438,7 +438,8 @@ def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float
 def lock(passphrase: str, salt: bytes) -> Fernet:
     """Return what encrypts and decrypts with a passphrase."""
     if len(passphrase) < 12:
-        raise ValueError(f"the passphrase has {len(passphrase)} characters; expected 12 or more")
+        count = f"{len(passphrase)} characters; expected 12 or more"
+        raise ValueError(f"the passphrase, which is no folder here, has {count}")
     key = Scrypt(salt=salt, length=32, n=2**15, r=8, p=1).derive(passphrase.encode())
     return Fernet(base64.urlsafe_b64encode(key))
 
@@ -453,7 +454,6 @@ def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
         for page in pages:
             tar.add(page, page.name)
     salt = os.urandom(SALT)
-    archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(salt + lock(passphrase, salt).encrypt(data.getvalue()))
 
 
@@ -491,8 +491,8 @@ def main() -> int:
                 problems = Path(folder)
                 unseal(given.key, problems)
             return make(hidden_seed(given.seed), course(problems, given.exercises))
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except (ValueError, SyntaxError) as error:
+        print(error, getattr(error, "text", ""), file=sys.stderr)
         return 1
 
 

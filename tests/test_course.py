@@ -592,7 +592,7 @@ def test_autograde_prints_a_line_on_each_student_and_a_table(school):
     assert not [line for line in warned if not re.search(expected, line)], warned
     assert "SAWarning" not in said
     assert "lost: 0 of 40 points by checks; no answer to causal, needle, common, rms\n" in said
-    assert re.search(r"right: 40 of 40 points by checks; \d answers to mark by hand\n", said)
+    assert re.search(r"right: 40 of 40 points by checks; \d to mark by hand\n", said)
     assert re.search(r"1 of \d \(\d+ min left\), blank: ", said)
     assert re.search(r"wrong: 0 of 40 .*; common: Failed: .*; rms: Failed: ", said)
     assert re.search(r"student +causal +needle +common +rms +of 40 +by hand +notes\n", said)

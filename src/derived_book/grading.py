@@ -468,7 +468,7 @@ class Summary(NbGraderPreprocessor):
         notes = [x[2:] for x in nb.cells[0].source.splitlines() if x.startswith("- ")]
         said = [f"{sum(points.values()):g} of {total:g} points by checks"]
         if not (reason := _ours(nb).get("ungraded")):
-            said += [f"{unread} answers to mark by hand"] * bool(unread)
+            said += [f"{unread} to mark by hand"] * bool(unread)
             said += _zeros(nb)
         said += [note.partition(". ")[0].rstrip(".") for note in notes]
         students = sorted(Path(folder).parent.name for folder in reader.parent.assignments)
