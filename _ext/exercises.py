@@ -91,9 +91,8 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     which is not in the book, all that stands before it, and what that needs of the page whose name
     it has.
     """
-    text, ours = path.read_text("utf8"), path.resolve().parent == BOOK
-    of_book = BOOK / path.name
-    chapter = "" if ours or not of_book.exists() else _no_answers(of_book.read_text("utf8"))
+    text, ours, page = path.read_text("utf8"), path.resolve().parent == BOOK, BOOK / path.name
+    chapter = "" if ours or not page.exists() else _no_answers(page.read_text("utf8"))
     wrong = recorded(path.stem) if ours else {}
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
     boxes, found, prelude = list(EXERCISE.finditer(text)), [], []
@@ -119,7 +118,8 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
         if cells:
             parts |= _check(cells[0], box[4], parts, CELL.findall(_no_answers(text[: box.start()])))
         if not ours:
-            if "⌨" in parts["mark"] and not cells or not MINUTES.search(box[4]):
+            timed = MINUTES.search(box[4]) or LONG.search(box[4]) or OPEN in parts["mark"]
+            if parts["mark"] == "⌨" and not cells or not timed:
                 raise ValueError(f"{path.name}: {label} lacks its minutes or its cell; {FORM}")
             prelude += _prelude(_no_answers(text[last : box.start()]), path)
             prelude += [("code", parts.pop("before"))] if parts.get("before") else []
