@@ -57,9 +57,9 @@ notebooks: book ## bring the committed notebooks, and README's picture, in step 
 pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; needs Chromium
 	@echo "The PDF is ready. Open $(abspath $(PDF))"
 
-course: FORCE ## write the assignments of a course; SEED=… chooses the hidden tests, KEY=… adds problems
+course: FORCE ## write the assignments of a course; SEED=… chooses the hidden tests, KEY=… adds problems, EXERCISES=… chooses exercises
 	@$(ENVIRONMENT) build,course
-	@$(BIN)/python _ext/course.py $(if $(SEED),--seed "$(SEED)") $(if $(KEY),--key "$(KEY)")
+	@$(BIN)/python _ext/course.py $(if $(SEED),--seed "$(SEED)") $(if $(KEY),--key "$(KEY)") $(if $(EXERCISES),--exercises "$(EXERCISES)")
 
 zip: book ## pack the book into one archive, for readers without a network
 	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."

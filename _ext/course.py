@@ -1,9 +1,10 @@
 """Write the assignments of a course: ``python course.py`` makes _build/course from the pages.
 
-For each page with exercises there is a notebook for students, one for the lecturer, and the source
-of an assignment for nbgrader, all three from one list of cells. ``seal FOLDER`` packs problems that
+For each page with exercises there is the source of an assignment for nbgrader, with solutions, and
+the notebook for students that nbgrader makes of it. ``seal FOLDER`` packs problems that
 only lecturers should see into course/problems.enc; ``--key`` takes such a folder, or the archive's
-passphrase, and puts its problems behind those of the book.
+passphrase, and puts its problems behind those of the book. ``--exercises`` takes a syllabus of the
+book or a file like weeks.csv, and writes assignments of the exercises that it names.
 
 A secret decides the draws of the hidden tests. It is in no notebook, and is kept in secret.txt
 beside them, so that the next call writes the same tests.
@@ -28,6 +29,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 
 import nbformat
@@ -44,9 +47,10 @@ TARGET, ARCHIVE = ROOT / "_build" / "course", ROOT / "course" / "problems.enc"
 PASSPHRASE = "COURSE_PASSPHRASE"  # the variable with which `seal` does not ask
 SALT = 16  # bytes
 SECRET = 8  # the least characters of the secret behind hidden tests
-OPEN_POINTS = 20  # of an exercise whose end is not known
+OPEN_POINTS = 20  # of an open exercise
 PREPARED = "# What the exercises need, of the chapter or of their own."
 STUB, TEXT_STUB = "# Your answer, in the place of the three dots.", "*Your answer.*"
+COLUMNS = ("assignment", "title", "exercises")  # of weeks.csv, which a lecturer may change
 MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
 VERBS = "Show|Prove|Derive|Find|Minimise|Write|Compute|Compare|Predict|Measure|Evaluate|Give|Count"
@@ -55,7 +59,7 @@ CONFIG = ROOT / "course" / "nbgrader_config.py"
 INTRODUCTION = """\
 # {title}
 
-{minutes} minutes, {points} points{open}. Read the chapter first: theorems and equations have its
+{minutes} minutes, {points} points. Read the chapter first: theorems and equations have its
 numbers. Write into the cells for answers, run all cells from top to bottom, save, and hand in this
 file under its name, {name}.ipynb. Cells that you add are kept; do not remove the others.
 
@@ -77,29 +81,37 @@ def assignment(page: str) -> str:
 def points(exercise: Exercise) -> tuple[int, int]:
     """Return the points by check and by hand: one a minute, and 20 for an open exercise.
 
-    Where a problem has a rubric of its own, that counts.
+    A question in words beside a check earns a fifth of them. A rubric of a problem's own counts.
     """
     total = OPEN_POINTS if exercise.open else exercise.minutes
-    by_check = 0 if not exercise.name else total // 2 if exercise.by_hand else total
+    words = total // 5 if exercise.mark == "⌨" else total - total // 2
+    by_check = 0 if not exercise.name else total - words if exercise.by_hand else total
     by_hand = exercise.rubric[0] if exercise.rubric else total - by_check
     return by_check, by_hand if exercise.by_hand else 0
 
 
 def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbformat.NotebookNode:
     """Return the notebook that nbgrader makes an assignment from, with solutions and all checks."""
-    cells = [_text(_introduction(title, name, exercises), "introduction")]
-    cells.append(_code(set_up(), "set-up", locked=True))
-    prepared = dict.fromkeys(x for e in exercises if not e.prelude for x in (*e.needed, e.before))
-    text = "\n".join(_tidy([x for x in prepared if x]))
     number = _course_number(seed) if any(e.prelude for e in exercises) else ""
-    cells.append(_code(f"{PREPARED}\n{number}{text}", "from-the-chapter", locked=True))
-    for exercise in exercises:
-        for i, (kind, text) in enumerate(exercise.prelude):
-            name_ = f"{exercise.label}-before-{i}"
-            cells.append(
-                _text(text, name_) if kind == "markdown" else _code(text, name_, locked=True)
-            )
-        cells += _cells(exercise, seed)
+    cells = [_text(_introduction(title, name, exercises), "introduction")]
+    cells.append(_code(f"{set_up()}\n{number}".strip(), "set-up", locked=True))
+    shown = set()
+    for _, group in groupby(exercises, lambda e: e.number.rpartition(".")[0]):  # by page
+        of_page = list(group)
+        prepared = dict.fromkeys(x for e in of_page for x in (*e.needed, e.before) if x)
+        if prepared:
+            text = "\n".join([PREPARED, *_tidy(list(prepared))])
+            cells.append(_code(text, f"{of_page[0].label}-needs", locked=True))
+        for exercise in of_page:
+            for i, (kind, text) in enumerate(exercise.prelude):
+                place = f"{exercise.label}-before-{i}"
+                new = _text(text, place) if kind != "code" else _code(text, place, locked=True)
+                cells += [new] if text not in shown else []
+                shown.add(text)
+            cells += _cells(exercise, seed)
+    ids = [cell.metadata["nbgrader"]["grade_id"] for cell in cells]
+    if twice := {x for x in ids if ids.count(x) > 1}:
+        raise ValueError(f"{name} has {min(twice)!r} twice; expected a label once in an assignment")
     notebook = new_notebook(cells=cells)
     notebook.metadata = {
         "derived_attention": {"assignment": name},
@@ -120,14 +132,11 @@ def _course_number(seed: int) -> str:
 
 
 def _introduction(title: str, name: str, exercises: list[Exercise]) -> str:
-    closed = [e for e in exercises if not e.open]
-    opened = sum(sum(points(e)) for e in exercises if e.open)
     return INTRODUCTION.format(
         title=title,
         name=name,
-        minutes=sum(e.minutes for e in closed),
-        points=sum(sum(points(e)) for e in closed),
-        open=f", and {opened} for the open exercises (🔬) at the end" if opened else "",
+        minutes=sum(e.minutes for e in exercises),
+        points=sum(sum(points(e)) for e in exercises),
         memory=4,
     )
 
@@ -171,12 +180,9 @@ def _cells(exercise: Exercise, seed: int) -> list[nbformat.NotebookNode]:
 def _scheme(exercise: Exercise) -> list[str]:
     """Return what whoever marks should know: points for each demand, solution, known mistakes."""
     _, by_hand = points(exercise)
-    lines = []
+    lines = ["**Solution.**", "", exercise.solution]
     if by_hand:
-        lines = [*_rubric(exercise, by_hand), "", "**Expected answer.**", ""]
-    else:
-        lines = ["**Solution.**", ""]
-    lines += [exercise.solution]
+        lines = [*_rubric(exercise, by_hand), "", "**Expected answer.**", *lines[1:]]
     if exercise.code and not exercise.name:
         lines += ["", "```python", exercise.code, "```"]
     if exercise.mistakes:
@@ -191,7 +197,7 @@ def _scheme(exercise: Exercise) -> list[str]:
 def _rubric(exercise: Exercise, by_hand: int) -> list[str]:
     if exercise.rubric:
         return [f"**Rubric, {by_hand} points.** {exercise.rubric[1]}"]
-    asked = demands(exercise.text)
+    asked = [x for x in demands(exercise.text) if exercise.mark != "⌨" or x.endswith("?")]
     shares = [by_hand // len(asked) + (i < by_hand % len(asked)) for i in range(len(asked))]
     return [
         f"**Rubric, {by_hand} points.** All points of a line for a result with its reason,",
@@ -293,33 +299,19 @@ def _cut(text: str, start: str, end: str, stub: str = "") -> str:
     return re.sub(pattern, lambda _: stub, text, flags=re.M | re.S)
 
 
-def for_lecturers(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Return the notebook with everything, without nbgrader's marks."""
-    copy = nbformat.from_dict(notebook)
-    for cell in copy.cells:
-        lines = [x for x in cell.source.splitlines() if x not in (*MARKS[:2], MARKS[3], *SCHEME)]
-        cell.source = "\n".join("# Hidden tests." if x == MARKS[2] else x for x in lines)
-        del cell.metadata["nbgrader"]
-    return copy
-
-
 # --- the course ----------------------------------------------------------------------------------
 
 
-def pages() -> list[tuple[str, str]]:
-    """Return the pages with assignments in the order of the book, each with its part.
+def pages() -> list[str]:
+    """Return the pages with assignments in the order of the book.
 
     An audit's exercises are questions for a seminar.
     """
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    found = [
-        (Path(page["file"]).name, part["caption"])
-        for part in toc["parts"]
-        for page in part["chapters"]
-    ]
+    found = [Path(page["file"]).name for part in toc["parts"] for page in part["chapters"]]
     return [
-        (name, part)
-        for name, part in found
+        name
+        for name in found
         if not name.startswith("audit") and EXERCISE.search((BOOK / f"{name}.md").read_text("utf8"))
     ]
 
@@ -329,17 +321,17 @@ def title_of(path: Path) -> str:
     return re.search(r"^# (.+)$", path.read_text("utf8"), re.M)[1]
 
 
-def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exercise]]]:
-    """Return by assignment its part, its title and its exercises."""
+def course(problems: Path | None = None, plan: str = "") -> dict[str, tuple[str, list[Exercise]]]:
+    """Return by assignment its title and its exercises: those of a plan, or all but open ones."""
     found = {}
-    for page, part in pages():
+    for page in pages():
         path, extra = BOOK / f"{page}.md", problems and problems / f"{page}.md"
-        exercises = sorted(read_exercises(path), key=lambda e: e.open)
-        if extra and extra.exists():
-            exercises += read_exercises(extra, first=len(exercises) + 1)
-        found[assignment(page)] = (part, title_of(path), exercises)
+        exercises = read_exercises(path)
+        own = read_exercises(extra, len(exercises) + 1) if extra and extra.exists() else []
+        chosen = [e for e in exercises if plan or not e.open]
+        found[assignment(page)] = (title_of(path), chosen + own)
     for path in sorted(problems.glob("*.md")) if problems else []:
-        name, of_book = assignment(path.stem), {assignment(page): page for page, _ in pages()}
+        name, of_book = assignment(path.stem), {assignment(page): page for page in pages()}
         if path.stem in of_book.values():
             continue
         if name.lower() in map(str.lower, found):
@@ -347,21 +339,48 @@ def course(problems: Path | None = None) -> dict[str, tuple[str, str, list[Exerc
                 f"{path.name} would replace the assignment {name}; expected another name, or "
                 f"{of_book.get(name, 'the name of a page')}.md to add problems to it"
             )
-        found[name] = ("", title_of(path), read_exercises(path))
-    return found
+        found[name] = (title_of(path), read_exercises(path))
+    return choose(plan, found) if plan else found
 
 
-def write(seed: int = 1, problems: Path | None = None, target: Path = TARGET) -> list[dict]:
-    """Write everything below `target`, where what nbgrader has put stays; return the weeks."""
+def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
+    """Return the assignments of a syllabus, 12, 6 or 2, or of a file like weeks.csv."""
+    text = (BOOK / "teaching_syllabi.md").read_text("utf8")
+    section = re.search(rf"^\(syllabus-{re.escape(plan)}\)=$(.*?)(?=^\(|\Z)", text, re.M | re.S)
+    if section:
+        head, _, *rows = [x.split("|") for x in section[1].splitlines() if x.startswith("| ")]
+        unit = head[1].strip()
+        weeks = [
+            (f"{unit}{i:02}", f"{unit.title()} {i}", re.findall(r"`(ex-[\w-]+)`", row[3]))
+            for i, row in enumerate(rows, 1)
+        ]
+    elif Path(plan).is_file():
+        with open(plan, encoding="utf-8-sig", newline="") as file:
+            weeks = [[row.get(x) or "" for x in COLUMNS] for row in csv.DictReader(file)]
+        weeks = [(name, title, labels.split()) for name, title, labels in weeks]
+    else:
+        raise ValueError(f"EXERCISES is {plan!r}; expected 12, 6, 2 or a file like weeks.csv")
+    known = {e.label: e for _, exercises in found.values() for e in exercises}
+    for name, label in ((name, x) for name, _, labels in weeks for x in labels if x not in known):
+        near = " or ".join(get_close_matches(label, known)) or "a label, such as ex-05-rms"
+        raise ValueError(f"{name} has the exercise {label!r}; expected {near}")
+    return {name: (title, [known[x] for x in labels]) for name, title, labels in weeks if labels}
+
+
+def write(seed: int, assignments: dict, target: Path = TARGET) -> list[dict]:
+    """Write assignments below `target`, where what nbgrader has put stays; return the weeks."""
     rows = []
-    for week, (name, (part, title, exercises)) in enumerate(course(problems).items(), 1):
+    for old in ("student", "nbgrader/source"):
+        shutil.rmtree(target / old, ignore_errors=True)
+    for week, (name, (title, exercises)) in enumerate(assignments.items(), 1):
         notebook = source(title, name, exercises, seed)
         _write(target / "nbgrader" / "source" / name / f"{name}.ipynb", notebook)
         _write(target / "student" / f"{name}.ipynb", for_students(notebook))
-        _write(target / "instructor" / f"{name}.ipynb", for_lecturers(notebook))
-        rows.append(_row(week, name, part, title, exercises))
+        by_check, by_hand = (sum(x) for x in zip(*map(points, exercises), strict=True))
+        row = dict(zip(COLUMNS, (name, title, " ".join(e.label for e in exercises)), strict=True))
+        row |= {"week": week, "minutes": sum(e.minutes for e in exercises)}
+        rows.append(row | {"points by checks": by_check, "points by hand": by_hand})
     shutil.copy(CONFIG, target / "nbgrader")
-    write_weeks(target, rows)
     return rows
 
 
@@ -377,22 +396,6 @@ def _write(path: Path, notebook: nbformat.NotebookNode) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.validate(notebook)
     path.write_text(nbformat.writes(notebook) + "\n", "utf8")
-
-
-def _row(week: int, name: str, part: str, title: str, exercises: list[Exercise]) -> dict:
-    closed, opened = ([e for e in exercises if e.open == kind] for kind in (False, True))
-    return {
-        "week": week,
-        "assignment": name,
-        "part": part,
-        "title": title,
-        "minutes": sum(e.minutes for e in closed),
-        "points by checks": sum(points(e)[0] for e in closed),
-        "points by hand": sum(points(e)[1] for e in closed),
-        "open exercises": len(opened),
-        "their minutes": sum(e.minutes for e in opened),
-        "their points": sum(sum(points(e)) for e in opened),
-    }
 
 
 PROVE = """
@@ -415,11 +418,11 @@ def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float
 
     Return what does not pass, the seconds of computing, and the largest memory in bytes.
     """
-    todo, prelude = [], []
+    todo = []
     for e in exercises:
-        prelude += [text for kind, text in e.prelude if kind == "code"]
         if e.name:
-            before = [_course_number(seed), *(e.needed or prelude)]
+            prelude = [text for kind, text in e.prelude if kind == "code"]
+            before = [_course_number(seed), *e.needed, *prelude]
             todo.append((e.label, "\n".join([*before, e.before, e.code, _test(e, seed)])))
     done = subprocess.run(
         [sys.executable, "-c", PROVE], input=json.dumps(todo), capture_output=True, text=True
@@ -435,7 +438,8 @@ def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float
 def lock(passphrase: str, salt: bytes) -> Fernet:
     """Return what encrypts and decrypts with a passphrase."""
     if len(passphrase) < 12:
-        raise ValueError(f"the passphrase has {len(passphrase)} characters; expected 12 or more")
+        count = f"{len(passphrase)} characters; expected 12 or more"
+        raise ValueError(f"the passphrase, which is no folder here, has {count}")
     key = Scrypt(salt=salt, length=32, n=2**15, r=8, p=1).derive(passphrase.encode())
     return Fernet(base64.urlsafe_b64encode(key))
 
@@ -450,7 +454,6 @@ def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
         for page in pages:
             tar.add(page, page.name)
     salt = os.urandom(SALT)
-    archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(salt + lock(passphrase, salt).encrypt(data.getvalue()))
 
 
@@ -474,6 +477,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="of the pages to seal")
     parser.add_argument("--seed", default="", help="the secret behind the draws of hidden tests")
     parser.add_argument("--key", default="", help="a folder of problems, or the passphrase")
+    parser.add_argument("--exercises", default="", help="a syllabus: 12, 6, 2, or a file of weeks")
     given = parser.parse_args()
     try:
         if given.what == "seal":
@@ -486,9 +490,9 @@ def main() -> int:
             if given.key and problems is None:
                 problems = Path(folder)
                 unseal(given.key, problems)
-            return make(hidden_seed(given.seed), problems)
-    except ValueError as error:
-        print(error, file=sys.stderr)
+            return make(hidden_seed(given.seed), course(problems, given.exercises))
+    except (ValueError, SyntaxError) as error:
+        print(error, getattr(error, "text", ""), file=sys.stderr)
         return 1
 
 
@@ -506,16 +510,19 @@ def hidden_seed(given: str = "", target: Path = TARGET) -> int:
     return int.from_bytes(hashlib.sha256(secret.encode()).digest()[:5])
 
 
-def make(seed: int, problems: Path | None) -> int:
+def make(seed: int, assignments: dict) -> int:
     """Write the course, and prove that each solution passes with this seed."""
-    rows = write(seed, problems)
+    rows = write(seed, assignments)
     print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
     failed = 0
-    for row, (name, (_, _, exercises)) in zip(rows, course(problems).items(), strict=True):
+    for row, (name, (_, exercises)) in zip(rows, assignments.items(), strict=True):
         wrong, seconds, memory = prove(exercises, seed)
         row |= {"seconds of computing": round(seconds, 1), "memory, GB": round(memory / 1e9, 2)}
+        by = [f"{row[f'points by {x}']} points by {x}" for x in ("checks", "hand")]
+        print(f"  {name}: {len(exercises)} exercises, {', '.join(by)}", flush=True)
         for line in wrong:
-            print(f"  {name}, {line}", file=sys.stderr, flush=True)
+            hint = "; define it in a cell before the exercise" * ("NameError" in line)
+            print(f"  {name}, {line}{hint}", file=sys.stderr, flush=True)
         failed += len(wrong)
     write_weeks(TARGET, rows)
     print("All pass." if not failed else f"{failed} do not pass: mend them, or take another SEED.")

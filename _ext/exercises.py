@@ -41,6 +41,7 @@ RUBRIC = re.compile(r"^(?:Rubric\. )?(\d+) points: (.+)$", re.M)
 LONG = re.compile(r"\s*\((two hours|an hour|an afternoon)\)")
 HOURS = {"an hour": 60, "two hours": 120, "an afternoon": 240}
 UNSAID = 60  # minutes of an open exercise that names none
+FORM = "expected the form of course/own_questions.md"  # of a page of problems
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,24 @@ class Exercise:
     @property
     def by_hand(self) -> bool:
         """Whether somebody must read the answer."""
-        return not self.name or self.mark != "⌨"
+        return not self.name or self.mark != "⌨" or bool(re.search(r"\?(\s|$)", self.text))
 
 
 def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     """Return the exercises of a page, numbered from `first`.
 
     Of a page of the book those statements are taken that an exercise needs; of a page of problems,
-    which is not in the book, all that stands before it.
+    which is not in the book, all that stands before it, and what that needs of the page whose name
+    it has.
     """
-    text, ours = path.read_text("utf8"), path.resolve().parent == BOOK
+    text, ours, page = path.read_text("utf8"), path.resolve().parent == BOOK, BOOK / path.name
+    chapter = "" if ours or not page.exists() else _no_answers(page.read_text("utf8"))
     wrong = recorded(path.stem) if ours else {}
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
-    boxes, found, start = (
-        list(EXERCISE.finditer(text)),
-        [],
-        re.match(r".*?^# .+?$", text, re.M | re.S),
-    )
+    boxes, found, prelude = list(EXERCISE.finditer(text)), [], []
+    start = re.match(r".*?^# .+?$", text, re.M | re.S)
+    if not start or "```" in start[0] or not 0 < len(boxes) == text.count("{exercise}"):
+        raise ValueError(f"{path.name} has no title, or an exercise that cannot be read; {FORM}")
     last = start.end()
     for i, box in enumerate(boxes):
         label = box[3]
@@ -116,8 +118,15 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
         if cells:
             parts |= _check(cells[0], box[4], parts, CELL.findall(_no_answers(text[: box.start()])))
         if not ours:
-            between = _no_answers(text[last : box.start()])
-            parts |= {"prelude": tuple(_prelude(between, path)), "needed": ()}
+            timed = MINUTES.search(box[4]) or LONG.search(box[4]) or OPEN in parts["mark"]
+            if parts["mark"] == "⌨" and not cells or not timed:
+                raise ValueError(f"{path.name}: {label} lacks its minutes or its cell; {FORM}")
+            prelude += _prelude(_no_answers(text[last : box.start()]), path)
+            prelude += [("code", parts.pop("before"))] if parts.get("before") else []
+            run = "\n".join(code for kind, code in prelude if kind == "code")
+            answers = [parts["code"], *(x.code for x in parts["mistakes"])]
+            asked = [f"{run}\n{answer}\n{parts.get('test', '')}" for answer in answers]
+            parts |= {"prelude": (*prelude,), "needed": (*needed(asked, CELL.findall(chapter)),)}
         found.append(Exercise(**parts))
         last = box.end()
     return found

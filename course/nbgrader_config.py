@@ -1,5 +1,6 @@
 """Settings of nbgrader for the assignments of "Derived Attention", written by `make course`."""
 
+import sys
 import warnings
 
 from nbgrader import preprocessors as theirs
@@ -11,6 +12,11 @@ warnings.filterwarnings("ignore", message="Object of type .* not in session")
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "derived-attention"
+# Percent of the marks that each day after the due date costs once it has begun.
+c.Grades.late = 0
+# Of autograde, print a line on each student; --log-level=INFO prints nbgrader's steps as well.
+if "autograde" in sys.argv:
+    c.Application.log_level = "WARN"
 c.ClearSolutions.code_stub = {"python": "# Your answer, in the place of the three dots."}
 c.ClearSolutions.text_stub = "*Your answer.*"
 # The scheme of an answer that is marked by hand stands in the locked cell above it.
@@ -31,8 +37,8 @@ c.Autograde.autograde_preprocessors = [
     theirs.IgnorePattern,
     theirs.LimitOutput,
     theirs.SaveAutoGrades,
-    theirs.AssignLatePenalties,
     theirs.CheckCellMetadata,
+    grading.Summary,
 ]
 # nbgrader gives no points to a cell that warns; a warning is no error here.
 c.IgnorePattern.enabled = True

@@ -8,94 +8,35 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 import nbformat
 import pytest
+from nbgrader.api import Gradebook
 
 import course
 from derived_book import grading
 from derived_book.exercises import ExerciseError, check_properties
-from exercises import SOLUTION
+from exercises import SOLUTION, read_exercises
 
 ROOT = Path(__file__).parents[1]
 
-NAMES = [course.assignment(page) for page, _ in course.pages()]
+NAMES = [course.assignment(page) for page in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance
-PROBLEM = """# Problems
-
-The number of this course is printed:
-
-```{code-cell} ipython3
-from derived_book.exercises import check_properties
-SEED = globals().get("SEED", 0)
-print(SEED)
-```
-
-:::{exercise} On paper
-:label: key-05-paper
-
-✍ Show that one half of *SEED* is a half of {prf:ref}`thm-bnsh-weights`. (5 minutes)
-:::
-
-:::{solution} key-05-paper
-:class: dropdown
-
-An unmistakable argument about halves.
-
-3 points: 2 for the argument, 1 for the half.
-:::
-
-:::{exercise} Twice
-:label: key-05-twice
-
-⌨ Write `twice(x)`. (5 minutes)
-:::
-
-```{code-cell} ipython3
-twice = ...
-
-def doubles(f):
-    "f(x) = 2x"
-    yield "x = 3", f(3) - 6
-
-check_properties(twice, doubles)
-```
-
-:::{solution-start} key-05-twice
-:class: dropdown
-:::
-
-```{code-cell} ipython3
-def twice(unmistakable):
-    return unmistakable + unmistakable
-
-check_properties(twice, doubles)
-```
-
-:::{solution-end}
-:::
-
-```{code-cell} ipython3
----
-tags: [wrong-answer]
----
-# mistake: squared
-# message: f.x. = 2x .x = 3
-twice = lambda x: x * x
-```
-"""
+PROBLEM = (ROOT / "course" / "own_questions.md").read_text("utf8")
 
 
 @cache
 def assignments():
-    """Return, by name, exercises and source of every assignment."""
-    found = course.course()
-    return {
-        name: (exercises, course.source(title, name, exercises, 7))
-        for name, (_, title, exercises) in found.items()
-    }
+    """Return, by name, exercises and source of every page's assignment, with its open exercises."""
+    found = {}
+    for page in course.pages():
+        path, name = course.BOOK / f"{page}.md", course.assignment(page)
+        exercises = sorted(read_exercises(path), key=lambda e: e.open)
+        found[name] = exercises, course.source(course.title_of(path), name, exercises, 7)
+    return found
 
 
 def words(text):
@@ -133,7 +74,7 @@ def test_students_get_no_solution(name):
     nbformat.validate(students)
     text = text_of(students)
     given = runs(text)
-    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    page = next(page for page in course.pages() if course.assignment(page) == name)
     written = (course.BOOK / f"{page}.md").read_text("utf8")
     public = runs(SOLUTION.sub("", written)) | runs(
         "\n".join(x for e in exercises for x in (e.text, e.test, *e.needed))
@@ -145,12 +86,11 @@ def test_students_get_no_solution(name):
             assert not (runs(solution) & given) - public, exercise.label
         assert exercise.name == "" or f"{exercise.name} = ...\n{course.STUB}" in text
     assert not re.search("BEGIN|END (SOLUTION|HIDDEN|MARK)|check_refuses|Rubric", text)
-    # The lecturer's notebook has what the students' has not.
-    lecturers = text_of(course.for_lecturers(source))
+    lecturers = text_of(source)  # has what the students' has not
     assert not re.search(r"\bSEED\b", text)
     assert students == course.for_students(course.source(title_of(source), name, exercises, 8))
     assert all(e.code in lecturers and e.solution in lecturers for e in exercises)
-    assert not re.search("^(###|===) ", lecturers, re.M) and re.search("Rubric|Solution", lecturers)
+    assert re.search("Rubric|Solution", lecturers)
 
 
 def test_the_comparison_sees_a_solution():
@@ -186,7 +126,7 @@ def test_an_assignment_trains_nothing_and_has_the_chapter_s_words(name):
     for exercise in exercises:
         for statement in exercise.needed:
             assert not re.match(r"(run|model)\b|.*\b(train|start|run_grid|fit)\(", statement)
-    page = next(page for page, _ in course.pages() if course.assignment(page) == name)
+    page = next(page for page in course.pages() if course.assignment(page) == name)
     notebook = nbformat.read(ROOT / "notebooks" / f"{page}.ipynb", as_version=4)
     text = re.sub(r"\[([^\]]*)\]\([^)\s]*\.ipynb[^)]*\)", r"\1", text_of(notebook))  # no links
     theirs = "".join(words(re.sub("^> ?", "", text, flags=re.M).translate(QUOTES)))
@@ -200,19 +140,54 @@ QUOTES = {ord(x): None for x in "“”\"’'‘\\"}
 
 
 def test_the_weeks_add_up(tmp_path):
-    course.write(7, target=tmp_path)
+    found = course.course()
+    course.write_weeks(tmp_path, course.write(7, found, tmp_path))
     rows = list(csv.DictReader(open(tmp_path / "weeks.csv", encoding="utf8")))
     assert [row["assignment"] for row in rows] == NAMES
     assert [int(row["week"]) for row in rows] == list(range(1, len(NAMES) + 1))
     fifth = rows[NAMES.index("chapter05")]
-    assert (fifth["minutes"], fifth["points by checks"]) == ("70", "45")
-    for kind in ("student", "instructor"):
-        assert sorted(p.stem for p in (tmp_path / kind).iterdir()) == sorted(NAMES)
+    assert [fifth[x] for x in ("minutes", "points by checks", "points by hand")] == [
+        "70",
+        "40",
+        "30",
+    ]
+    assert "70 minutes, 70 points." in text_of(course.source("", "", found["chapter05"][1], 7))
+    assert not any(e.open for _, exercises in found.values() for e in exercises)
+    assert sorted(p.stem for p in (tmp_path / "student").iterdir()) == sorted(NAMES)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.ipynb")}
     (tmp_path / "nbgrader" / "gradebook.db").write_text("marks")
-    course.write(7, target=tmp_path)
+    course.write(7, course.course(plan=str(tmp_path / "weeks.csv")), tmp_path)
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*.ipynb")}
     assert (tmp_path / "nbgrader" / "gradebook.db").read_text() == "marks"
+
+
+@pytest.mark.parametrize(("syllabus", "weeks"), [("12", 12), ("6", 5), ("2", 6)])
+def test_a_syllabus_makes_an_assignment_of_each_week_s_exercises(syllabus, weeks):
+    found = course.course(plan=syllabus)
+    assert len(found) == weeks
+    for name, (title, exercises) in found.items():
+        source = course.source(title, name, exercises, 7)
+        given = [cell.metadata["nbgrader"].get("points", 0) for cell in source.cells]
+        assert sum(given) == sum(sum(course.points(e)) for e in exercises) > 0
+        if len({e.number.partition(".")[0] for e in exercises}) > 1:  # of two chapters
+            exec("\n".join(c.source for c in source.cells[2:] if c.cell_type == "code"), {})
+
+
+def test_a_plan_that_cannot_be_followed_says_what_is_expected(tmp_path):
+    (tmp_path / "plan.csv").write_text("assignment,title,exercises\nquiz,Quiz,ex-05-comon\n")
+    with pytest.raises(
+        ValueError, match="quiz has the exercise 'ex-05-comon'; expected ex-05-common"
+    ):
+        course.course(plan=str(tmp_path / "plan.csv"))
+    with pytest.raises(ValueError, match="EXERCISES is 'all'; expected 12, 6, 2 or a file like"):
+        course.course(plan="all")
+
+
+def test_a_question_beside_a_check_has_a_cell_and_points():
+    exercise = {e.label: e for e in assignments()["chapter05"][0]}["ex-05-rms"]
+    task, *_, answer = course._cells(exercise, 7)
+    assert course.points(exercise) == (12, 3) and answer.metadata["nbgrader"]["points"] == 3
+    assert "- 3 points: Which keys gain weight, compared with softmax attention?" in task.source
 
 
 # --- hidden tests --------------------------------------------------------------------------------
@@ -431,14 +406,14 @@ def test_a_renamed_notebook_is_found_and_two_of_them_are_not(tmp_path):
     for _ in range(2):  # also when the notebooks are graded again
         given = [str(other)]
         grading.find_renamed("chapter05", "*", given)
-        assert given[1:] == [str(target)]
+        assert given == [str(target)]
         assert grading._ours_in(target)["renamed"] == "chapter05 (1)"
     shutil.copy(other, tmp_path / "chapter05 (2).ipynb")
     grading.find_renamed("chapter05", "*", given)
     assert "chapter05 (2).ipynb were handed in" in grading._ours_in(target)["ungraded"]
     target.write_text("")  # the student's own file stays, whatever is in it
     grading.find_renamed("chapter05", "*", given)
-    assert target.read_text() == "" and len(given) == 2
+    assert target.read_text() == ""
 
 
 def test_a_notebook_without_any_of_the_cells_is_not_graded():
@@ -501,11 +476,9 @@ UNREADABLE = {"cut": b'{"cells": [', "blank": b"", "words": b"A notebook, in wor
 def school(tmp_path_factory):
     """Students hand in chapter 5, and the lecturer's four commands are run."""
     folder = tmp_path_factory.mktemp("Kurs für alle")
-    course.write(7, target=folder / "course")
+    exercises, source = assignments()["chapter05"]
+    course.write(7, {"chapter05": (title_of(source), exercises)}, folder / "course")
     folder = folder / "course" / "nbgrader"
-    for other in (folder / "source").iterdir():
-        if other.name != "chapter05":
-            shutil.rmtree(other)
     with open(folder / "nbgrader_config.py", "a") as config:
         config.write("c.Run.timeout = 20\n")
     said = {"generate_assignment": nbgrader(folder, "generate_assignment", "chapter05")}
@@ -525,7 +498,17 @@ def school(tmp_path_factory):
     hand_in(folder, "hostile", [delete, LEAVE, PATCH])
     if not grading.fence_works():
         shutil.rmtree(folder / "submitted" / "hostile")  # nothing would keep it from deleting
-    said["autograde"] = nbgrader(folder, "autograde", "chapter05")
+    lost = folder / "submitted" / "lost" / "chapter05"  # another copy, in which nothing is done
+    lost.mkdir(parents=True)
+    shutil.copy(folder.parent / "student" / "chapter05.ipynb", lost)
+    for late in ("copies", "greedy"):
+        stamp = folder / "submitted" / late / "chapter05" / "timestamp.txt"
+        stamp.write_text("2026-11-12 20:00:00 UTC")
+    nbgrader(folder, "db", "assignment", "add", "chapter05", "--duedate=2026-11-10 12:00 UTC")
+    groups = ("[a-k]*", "[!a-k]*")
+    with ThreadPoolExecutor() as pool:  # two at once
+        grade = partial(nbgrader, folder, "autograde", "chapter05")
+        said["autograde"] = "".join(pool.map(grade, (f"--student={x}" for x in groups)))
     nbgrader(folder, "generate_feedback", "chapter05", "--student=wrong")
     said["export"] = nbgrader(folder, "export")
     return folder, released, said
@@ -538,7 +521,7 @@ def nbgrader(folder, *arguments):
     world = os.environ | {"PATH": path}  # it calls alembic
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=world)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
+    return done.stdout + done.stderr
 
 
 def hand_in(folder, student, answers, words=None, renamed="chapter05", copies=()):
@@ -587,7 +570,7 @@ def test_marks_are_those_that_the_answers_deserve(school):
     found = marks(folder)
     hostile = {"hostile": "0.0"} if grading.fence_works() else {}
     graded = {name: mark for name, mark in found.items() if name not in UNREADABLE}
-    some = {"right": "45.0", "wrong": "0.0", "greedy": "10.0", "copies": "35.0"}
+    some = {"right": "40.0", "wrong": "0.0", "greedy": "10.0", "copies": "32.0", "lost": "0.0"}
     assert graded == some | hostile
 
 
@@ -596,15 +579,24 @@ def test_who_hands_in_what_cannot_be_read_gets_a_message_and_no_marks(school):
     found = marks(folder)
     assert "JSONDecodeError" in found["cut"] and found["blank"] == "the file is empty"
     assert found["words"] == "there is no notebook among answer.txt"
-    assert "blank, chapter05: It has not been graded: the file is empty" in said["autograde"]
+    assert (
+        "blank: 0 of 40 points by checks; It has not been graded: the file is" in said["autograde"]
+    )
     assert "hand it in again" in outcome(folder, "cut")[1]
 
 
-def test_untouched_notebooks_cause_no_warning(school):
+def test_autograde_prints_a_line_on_each_student_and_a_table(school):
     said = school[2]["autograde"]
     warned = [line for line in said.splitlines() if "WARNING" in line]
-    assert not [line for line in warned if "checksum" in line or "right" in line], warned
+    expected = "namespaces|No notebooks were matched|late"
+    assert not [line for line in warned if not re.search(expected, line)], warned
     assert "SAWarning" not in said
+    assert "lost: 0 of 40 points by checks; no answer to causal, needle, common, rms\n" in said
+    assert re.search(r"right: 40 of 40 points by checks; \d to mark by hand\n", said)
+    assert re.search(r"1 of \d \(\d+ min left\), blank: ", said)
+    assert re.search(r"wrong: 0 of 40 .*; common: Failed: .*; rms: Failed: ", said)
+    assert re.search(r"student +causal +needle +common +rms +of 40 +by hand +notes\n", said)
+    assert re.search(r"copies +10 +0 +10 +12 +32 +0 +\d\n", said)
 
 
 def test_every_zero_has_a_reason(school):
@@ -620,7 +612,7 @@ def test_every_zero_has_a_reason(school):
     greedy, _ = outcome(folder, "greedy")
     assert "longer than 20 s" in greedy["ex-05-common-answer"]
     assert "allocate" in greedy["ex-05-rms-check"] and "ex-05-causal-check" not in greedy
-    assert "cell ex-05-common-answer: the cell took longer" in said["autograde"]
+    assert "common: the cell took longer" in said["autograde"]
 
 
 def test_a_hostile_notebook_deletes_nothing_and_is_listed(school):
@@ -642,6 +634,68 @@ def test_feedback_gives_no_hidden_test_and_no_expected_answer(school):
     assert "Failed: " in page and "check_refuses" not in page and "Expected answer" not in page
 
 
+# --- what happens in a semester ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def later(school, tmp_path_factory):
+    """A copy of the course some weeks later, in which an answer in words has been marked."""
+    folder = tmp_path_factory.mktemp("later") / "course"
+    shutil.copytree(school[0], folder)
+    with Gradebook(f"sqlite:///{folder}/gradebook.db") as gradebook:
+        grade = gradebook.find_grade("ex-05-crowd-words", "chapter05", "chapter05", "right")
+        grade.manual_score, grade.needs_manual_grade = 7, False
+        gradebook.db.commit()
+    return folder
+
+
+def test_a_corrected_hidden_test_counts_after_a_new_release_and_marks_by_hand_stay(later):
+    path = later / "source" / "chapter05" / "chapter05.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    check = next(c for c in notebook.cells if grading.grade_id(c) == "ex-05-common-check")
+    check.source = check.source.replace("### END", "assert False, 'corrected'\n### END")
+    nbformat.write(notebook, path)
+    nbgrader(later, "generate_assignment", "chapter05", "--force")
+    said = nbgrader(later, "autograde", "chapter05", "--force", "--student=right")
+    assert "1 of 1, right: 30 of 40 points by checks;" in said and "common: corrected" in said
+    nbgrader(later, "export")
+    assert marks(later)["right"] == "37.0"
+
+
+def test_late_hand_ins_lose_what_the_policy_says_unless_there_is_an_extension(later):
+    with Gradebook(f"sqlite:///{later}/gradebook.db") as gradebook:
+        gradebook.grant_extension("chapter05", "greedy", days=2)
+    nbgrader(later, "export", "--Grades.late=10")  # two days and eight hours
+    assert float(marks(later)["copies"]) == pytest.approx(0.7 * 32)
+    assert float(marks(later)["greedy"]) == pytest.approx(0.9 * 10)
+
+
+def test_a_question_after_hand_ins_is_an_assignment_of_its_own(later, problems):
+    (problems / "quiz1.md").write_text(PROBLEM.replace("draws(3, 4)", "iter('ab')"), "utf8")
+    found = course.course(problems)
+    path = later / "source" / "chapter05" / "chapter05.ipynb"
+    before = path.read_bytes()
+    for name in ("chapter05", "quiz1"):
+        course.write(7, {name: found[name]}, later.parent)
+        shutil.copytree(later.parent / "nbgrader" / "source", later / "source", dirs_exist_ok=True)
+    with pytest.raises(AssertionError, match="Cannot add or remove cells"):
+        nbgrader(later, "generate_assignment", "chapter05", "--force")
+    path.write_bytes(before)
+    nbgrader(later, "generate_assignment", "quiz1")
+    assert (later / "release" / "quiz1" / "quiz1.ipynb").exists()
+
+
+def test_another_group_gets_the_same_notebook_and_other_hidden_tests(school, tmp_path):
+    folder, released, _ = school
+    exercises, source = assignments()["chapter05"]
+    course.write(8, {"chapter05": (title_of(source), exercises)}, tmp_path)
+    nbgrader(tmp_path / "nbgrader", "generate_assignment", "chapter05")
+    place = Path("chapter05", "chapter05.ipynb")
+    assert nbformat.read(tmp_path / "nbgrader" / "release" / place, as_version=4) == released
+    one, other = (x / "source" / place for x in (folder, tmp_path / "nbgrader"))
+    assert one.read_text("utf8") != other.read_text("utf8")
+
+
 # --- problems for lecturers ----------------------------------------------------------------------
 
 
@@ -650,22 +704,47 @@ def problems(tmp_path):
     folder = tmp_path / "problems"
     folder.mkdir()
     (folder / "05_normalise_and_scale.md").write_text(PROBLEM, "utf8")
-    (folder / "exam.md").write_text(PROBLEM.replace("key-05", "key-exam"), "utf8")
+    exam = PROBLEM.replace("own-05", "own-exam").replace("draws(3, 4)", "iter('ab')")
+    (folder / "exam.md").write_text(exam, "utf8")
     return folder
 
 
-def test_problems_stand_behind_those_of_the_book(problems, capsys):
+def test_problems_stand_behind_those_of_the_book(problems):
     found = course.course(problems)
-    paper, twice = found["chapter05"][2][-2:]
+    paper, twice = found["chapter05"][1][-2:]
     assert [paper.number, twice.number] == ["5.9", "5.10"] and "Theorem 5.4" in paper.text
     assert course.points(paper) == (0, 3) and course.points(twice) == (5, 0)
-    graded(twice, "\n".join([*(x for kind, x in twice.prelude if kind == "code"),
-                             paper.prelude[1][1], twice.code]))  # fmt: skip
-    source = course.source("Five", "chapter05", found["chapter05"][2], 7)
+    source = course.source("Five", "chapter05", found["chapter05"][1], 7)
     text = text_of(course.for_students(source))
-    assert "unmistakable" not in text and "The number of this course" in text
+    assert "unmistakable" not in text and "Everything up to an exercise goes" in text
     assert "SEED = 21\n" in text and "2 for the argument" in text_of(source)
-    assert [e.number for e in found["exam"][2]] == ["1", "2"]
+    assert [e.number for e in found["exam"][1]] == ["1", "2"]
+    # A question may use what the chapter defines, whatever else has been chosen.
+    assert "def draws(" in text_of(course.source("Five", "quiz", [twice], 7))
+    assert course.prove([twice], 7)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ("# Own questions\n", "", "exam.md has no title, or an exercise that cannot be read"),
+        (":label: own-05-paper\n", "", "expected the form of course/own_questions.md"),
+        (" (5 minutes)", "", "own-05-paper lacks its minutes or its cell"),
+        ("twice = ...", "answer = 1", "own-05-twice lacks its minutes or its cell"),
+        (":::{solution-end}", "", "own-05-twice has no solution; expected one"),
+    ],
+)
+def test_a_page_of_problems_that_cannot_be_read_says_why(problems, wrong, right, message):
+    assert wrong in PROBLEM
+    (problems / "exam.md").write_text(PROBLEM.replace(wrong, right), "utf8")
+    with pytest.raises(ValueError, match=message):
+        course.course(problems)
+
+
+def test_a_label_stands_once_in_an_assignment(problems):
+    exercises = course.course(problems)["chapter05"][1]
+    with pytest.raises(ValueError, match="quiz has 'own-05-twice.*' twice; expected a label once"):
+        course.source("Quiz", "quiz", exercises[-1:] * 2, 7)
 
 
 @pytest.mark.parametrize("name", ["chapter05", "Chapter05", "05_else", "appendixD"])

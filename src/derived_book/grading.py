@@ -7,22 +7,26 @@ exercise alone. Whoever hands in a file that cannot be read gets a message inste
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
 namespaces, it has no network, sees neither the course's folder nor other processes, and can write
-to an empty folder alone. What it can still do is in the book's page on teaching.
+to an empty folder alone. What it can still do is in the book's page "Running the course".
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import csv
 import json
 import logging
+import math
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import nbformat
@@ -40,7 +44,7 @@ from nbgrader.preprocessors import (
     Execute,
     NbGraderPreprocessor,
 )
-from traitlets import Integer
+from traitlets import Float, Integer
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +104,7 @@ def find_renamed(assignment: str, student: str, notebooks: list[str]) -> None:
             names = " and ".join(path.name for path in found)
             notebook = _message(f"{names} were handed in; expected one notebook, {target.name}")
         nbformat.write(notebook, target)
-        if str(target) not in notebooks:
-            notebooks.append(str(target))
+        notebooks[:] = [str(target)]
 
 
 def _ours_in(path: Path) -> dict:
@@ -144,7 +147,14 @@ def _read(path: Path) -> NotebookNode:
 
 
 class Reader(NotebookExporter):
-    """Read what was handed in, whatever it is."""
+    """Read what was handed in, whatever it is; print a table of the marks at the end."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.began = time.monotonic()
+        self.rows: list[dict[str, str]] = []
+        nothing = "Nothing new to grade; --force grades again."
+        atexit.register(lambda: print(_table(self.rows) or nothing, flush=True))
 
     def from_file(
         self, file_stream: Any, resources: dict | None = None, **options: Any
@@ -172,8 +182,6 @@ class HandIn(NbGraderPreprocessor):
         if reason := _ours(nb).get("ungraded"):
             changes = [f"It has not been graded: {reason}. Save the notebook and hand it in again."]
         notes += [*changes, *_strange(nb)]
-        for note in notes:
-            self.log.warning("%s, %s: %s", given["student"], given["notebook"], note)
         if notes:
             text = "\n".join(["**Notes on this submission**", "", *(f"- {x}" for x in notes)])
             nb.cells.insert(0, new_markdown_cell(text))
@@ -242,8 +250,12 @@ def _trial(cell: NotebookNode) -> str:
     return cell.metadata.get("derived_attention", {}).get("trial", "")
 
 
+def _errors(cell: NotebookNode) -> list[NotebookNode]:
+    return [output for output in cell.get("outputs", ()) if output.output_type == "error"]
+
+
 def _failed(cell: NotebookNode) -> bool:
-    return any(output.output_type == "error" for output in cell.outputs)
+    return bool(_errors(cell))
 
 
 def _index(nb: NotebookNode, cell: NotebookNode) -> int:
@@ -393,7 +405,6 @@ class Run(Execute):
             reason = f"the cell took longer than {self.timeout} s, and was stopped"
         except DeadKernelError:
             reason = "the cell ended Python: by itself, or for want of memory or time"
-        self.log.warning("cell %s: %s", grade_id(cell) or index + 1, reason)
         _fail(cell, f"{reason}. What it defined is lost to the cells below")
         self._begin_again(index)
         return cell, resources
@@ -439,15 +450,82 @@ def _cut_short(cell: NotebookNode) -> str:
 # --- the marks -----------------------------------------------------------------------------------
 
 
+class Summary(NbGraderPreprocessor):
+    """Print a line on each student: marks, why an exercise has none, and what a human must do."""
+
+    def preprocess(self, nb: NotebookNode, resources: dict) -> tuple[NotebookNode, dict]:
+        """Return the notebook as it is."""
+        given, reader = resources["nbgrader"], self.parent
+        place = given["notebook"], given["assignment"], given["student"]
+        with Gradebook(given["db_url"]) as gradebook:
+            grades = gradebook.find_submission_notebook(*place).grades
+            checks = [g for g in grades if g.name.endswith("-check")]
+            points = {_short(g.name): g.auto_score or 0 for g in checks}
+            total, unread = (
+                sum(g.max_score for g in checks),
+                sum(g.needs_manual_grade for g in grades),
+            )
+        notes = [x[2:] for x in nb.cells[0].source.splitlines() if x.startswith("- ")]
+        said = [f"{sum(points.values()):g} of {total:g} points by checks"]
+        if not (reason := _ours(nb).get("ungraded")):
+            said += [f"{unread} to mark by hand"] * bool(unread)
+            said += _zeros(nb)
+        said += [note.partition(". ")[0].rstrip(".") for note in notes]
+        students = sorted(Path(folder).parent.name for folder in reader.parent.assignments)
+        row = {"student": place[2], **{name: f"{x:g}" for name, x in points.items()}}
+        row |= {f"of {total:g}": "-" if reason else f"{sum(points.values()):g}"}
+        reader.rows.append(row | {"by hand": str(unread), "notes": str(len(notes))})
+        done = students.index(place[2]) + 1
+        left = (time.monotonic() - reader.began) / len(reader.rows) * (len(students) - done) / 60
+        time_left = f" ({math.ceil(left)} min left)" if left else ""
+        print(f"{done} of {len(students)}{time_left}, {place[2]}: {'; '.join(said)}", flush=True)
+        return nb, resources
+
+
+def _zeros(nb: NotebookNode) -> Iterator[str]:
+    """Yield why checks have failed: first those without an answer, then each error."""
+    errors = {grade_id(cell): x.evalue or x.ename for cell in nb.cells for x in _errors(cell)[:1]}
+    failed = {x: errors.get(x.replace("-check", "-answer"), errors[x]) for x in errors if x}
+    failed = {_short(x): reason for x, reason in failed.items() if x.endswith("-check")}
+    empty = [name for name, reason in failed.items() if "there is no answer" in reason]
+    if empty:
+        yield f"no answer to {', '.join(empty)}"
+    yield from (
+        f"{x}: {shorten(y, 90, placeholder=' …')}" for x, y in failed.items() if x not in empty
+    )
+
+
+def _short(name: str) -> str:
+    """Return the last part of the name of an exercise's check: rms for ex-05-rms-check."""
+    return name.removesuffix("-check").split("-", 2)[-1]
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    """Return rows as a table in aligned columns."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pairs = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in pair).rstrip() for pair in pairs
+    )
+
+
 class Grades(CsvExportPlugin):
     """Export the marks; who has not been graded gets no number, and a note that says why."""
 
+    late = Float(0, help="Percent of the marks that each day of delay costs.").tag(config=True)
+
     def export(self, gradebook: Gradebook) -> None:
-        """Write the table of nbgrader, with a column of notes."""
+        """Write the table of nbgrader, with a column of notes; what is late loses what it must."""
         course = Path(self.parent.coursedir.root)
         for assignment in gradebook.assignments:
             for folder in course.glob(f"submitted/*/{assignment.name}"):
                 gradebook.update_or_create_student(folder.parent.name)
+            for submission in assignment.submissions:  # marks by hand and extensions are newer
+                days = math.ceil(submission.total_seconds_late / 86400)
+                for nb in submission.notebooks:
+                    nb.late_submission_penalty = nb.score * min(1, self.late / 100 * days)
+        gradebook.db.commit()
         super().export(gradebook)
         path = Path(self.to or "grades.csv")
         with open(path, newline="") as file:
