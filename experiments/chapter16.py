@@ -71,6 +71,7 @@ EXPERIMENTS = {
             "6 + 6": "r = 12",
             "r = 8": 6 / 12 + POINT,  # what is left if a name takes two numbers, as on a circle
             "r = 12": 10 / 12 + POINT,
+            "r = 14": 1 + POINT,
         },
         experiment="rank",
     ),
