@@ -68,7 +68,7 @@ if derived_attention.__version__ != "$version":
 MODULES = """IPython PIL aeon cvxpy cycler executing filelock joblib matplotlib pandas
     pycocotools pywt scipy sklearn sympy tqdm"""
 # What the extra "plugs" brings; only a notebook that has this import asks for it.
-PLUGS, PLUG = "safetensors timm torchvision transformers", "from derived_attention import plugs"
+PLUGS, PLUG = "safetensors timm torchvision transformers", "plugs.equip("
 NOWHERE = """\
 raise RuntimeError(
             f"{missing[0]} is missing: put $wheel "

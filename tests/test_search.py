@@ -52,7 +52,7 @@ QUERIES = {
     "scaled_dot_product_attention": "glossary#term-SDPA",
     "atention": "glossary#term-attention",
     "why softmax": "01_attention#step-2-why-softmax-uses-the-exponential",
-    "which attention should I use": "17_side_by_side#",
+    "which attention should I use": "17_side_by_side#side-by-side-which-attention-and-when",
     "how to cite": "references#how-to-cite-this-book",
     "EM algorithm": "glossary#term-EM",
     "MQAR": "glossary#term-associative-recall",
