@@ -136,21 +136,6 @@ def test_distribution_is_the_published_one():
         assert np.abs(counts - expected).max() < 5 * expected**0.5
 
 
-def test_long_expressions_are_given_up_and_no_others():
-    """Giving up early throws away exactly those that end up too long."""
-    free = [tokens for tokens, _ in draws(400)]
-    assert max(map(len, free)) > 2000
-    cut = itertools.islice(
-        listops._expressions(min_length=0, max_length=200, max_depth=10, max_args=10, seed=3), 4000
-    )
-    kept = [len(e[0]) for e in cut if e is not None]
-    short = [len(tokens) for tokens in free if len(tokens) < 200]
-    assert max(kept) < 200
-    share, error = len(short) / len(free), 5 * 0.5 / len(free) ** 0.5
-    assert len(kept) / 4000 == pytest.approx(share, abs=error)
-    assert np.mean(kept) == pytest.approx(np.mean(short), abs=5 * np.std(short) / len(short) ** 0.5)
-
-
 def test_a_seed_decides_everything():
     first, again, other = (make_listops(**SMALL, seed=seed) for seed in (0, 0, 1))
     for split in ("train", "validation", "test"):
@@ -197,13 +182,9 @@ def test_prefix_rule_by_hand():
     "change, error, message",
     [
         (dict(train=0), ValueError, "train is 0; expected a whole number, at least 1"),
-        (dict(validation=-1), ValueError, "validation is -1; expected a whole number, at least 0"),
         (dict(test="1"), TypeError, "test is of type str"),
-        (dict(min_length=0), ValueError, "min_length is 0"),
         (dict(max_length=6), ValueError, "max_length is 6; expected a whole number, at least 7"),
-        (dict(max_depth=1), ValueError, "max_depth is 1; expected a whole number, at least 2"),
         (dict(max_args=1), ValueError, "max_args is 1; expected a whole number, at least 2"),
-        (dict(seed=-1), ValueError, "seed is -1"),
     ],
 )
 def test_wrong_arguments(change, error, message):
@@ -216,13 +197,3 @@ def test_not_enough_expressions():
         make_listops(900, 50, 50, min_length=3, max_length=5)  # 4 operators, two digits: 400
     with pytest.raises(ValueError, match="found only 0 different"):
         make_listops(1, 0, 0, min_length=1, max_length=3)
-
-
-def test_wrong_arguments_of_the_rule():
-    data = make_listops(**SMALL)
-    for wrong in (-1, 1.0, True):
-        with pytest.raises((TypeError, ValueError), match="tokens is .*; expected a whole number"):
-            prefix_rule(data.train, data.test, wrong)
-    empty = make_listops(**SMALL | dict(validation=0)).validation
-    with pytest.raises(ValueError, match="test is empty"):
-        prefix_rule(data.train, empty, 1)
