@@ -83,9 +83,11 @@ def shown(article: Tag) -> Iterator[tuple[str, Tag]]:
             continue
         if is_box(element) or is_figure(element):
             taken.add(id(element))
-            # The takeaways are those of the chapter, wherever they stand.
+            # Each takeaway has a slide of its own.
             whole = (title := element.find(class_="admonition-title")) and title.text == "Takeaways"
-            yield "" if whole else heading, element
+            for part in element.find_all("li") if whole else [element]:
+                part.name = "div" if whole else part.name
+                yield "Takeaways" if whole else heading, part
 
 
 def chapter_slides(name: str) -> list[str]:
