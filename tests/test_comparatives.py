@@ -1,6 +1,13 @@
-"""Comparatives that pages use of experiments are found and listed."""
+"""Comparatives that pages use of experiments are found, listed, and guarded by assertions."""
+
+import re
+from itertools import pairwise
 
 import comparatives
+
+GUARD = re.compile(r"^ *assert\b|\bmeasured\(", re.M)
+INTERVAL = re.compile(r"\b(decided|difference|measured)\(")
+ORDER = {"better", "worse", "ahead", "behind", "beat", "beats", "wins", "outperforms"}
 
 PAGE = """# A page
 
@@ -20,6 +27,9 @@ Two arms are trained. Softmax is *ahead* of linear attention by
 more than a point. Nothing else was varied.
 
 ```{code-cell} ipython3
+---
+tags: [hide-input]
+---
 results_table("small_model", "answers", predicted={"softmax": "better"})
 ## a comment, which is no heading
 ```
@@ -35,6 +45,28 @@ $$
 """
 
 
+def unguarded(page):
+    """Return the lines of the sentences with comparatives that no folded result asserts.
+
+    The last such cell before a sentence has to contain an assertion, and one on an interval if the
+    sentence states an order. Before the first result of a section, any of its cells may assert.
+    """
+    blank = comparatives._blank(comparatives.CELL, page)
+    heads = [match.start() for match in re.finditer("^## ", blank, re.M)]
+    lines, found = [page.count("\n", 0, at) + 1 for at in (0, *heads, len(page))], []
+    cells = {page.count("\n", 0, m.start()) + 1: m[0] for m in comparatives.CELL.finditer(page)}
+    for line, _, words in comparatives.comparatives(page):
+        start, end = max(pair for pair in pairwise(lines) if pair[0] <= line)
+        shown = [n for n, x in cells.items() if start <= n < end and "[hide-input]" in x]
+        shown = [n for n in shown if comparatives.RESULTS.search(cells[n])]
+        before = [n for n in shown if n < line][-1:]
+        code = "".join(cells[n] for n in before or shown)
+        order = before and any(word.lower() in ORDER for word in words)
+        if shown and not (GUARD.search(code) and (INTERVAL.search(code) or not order)):
+            found.append(line)
+    return found
+
+
 def test_sentences_with_comparatives_in_sections_with_results_are_found():
     assert list(comparatives.comparatives(PAGE)) == [
         (
@@ -42,7 +74,7 @@ def test_sentences_with_comparatives_in_sections_with_results_are_found():
             "Softmax is *ahead* of linear attention by more than a point.",
             ["ahead", "more than"],
         ),
-        (25, "A window cannot see it.", ["cannot"]),
+        (28, "A window cannot see it.", ["cannot"]),
     ]
 
 
@@ -52,13 +84,21 @@ def test_the_command_prints_lines_or_numbers(tmp_path, capsys):
     assert comparatives.main([str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[::2] == [
         "page.md: 2",
-        "  25: [cannot] A window cannot see it.",
+        "  28: [cannot] A window cannot see it.",
     ]
     comparatives.main(["--count", str(path)])
     assert capsys.readouterr().out == "page.md: 2\n"
 
 
-def test_every_page_with_recorded_experiments_is_read(capsys):
-    comparatives.main(["--count"])
-    pages = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"15_delta_rule.md", "16_what_to_keep.md", "17_side_by_side.md"} <= pages
+def test_a_comparative_needs_an_assertion_and_an_order_needs_an_interval():
+    guarded = PAGE.replace("## a comment", "assert few < many\n## a comment")
+    assert (unguarded(PAGE), unguarded(guarded)) == ([15, 28], [])
+    order = guarded.replace("A window cannot", "It is better, as you")
+    assert (unguarded(order), unguarded(order.replace("few", "difference(a, b)"))) == ([29], [])
+
+
+def test_assertions_guard_what_pages_say_of_their_results():
+    pages = {path.name: path.read_text("utf8") for path in comparatives.BOOK.glob("*.md")}
+    assert {name: lines for name, page in pages.items() if (lines := unguarded(page))} == {}
+    without = [name for name, page in pages.items() if unguarded(GUARD.sub("(", page))]
+    assert len(without) > 20
