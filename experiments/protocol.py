@@ -4,8 +4,8 @@ They train on the CPU, one thread for each run, the models that the chapter's pa
 (`experiments.page_models`).
 
 `deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
-the last number of steps, by the worst of three seeds that are not used again, from a grid that
-grows until the best rate is inside it. Then every arm runs with every seed at each number of steps:
+the last number of steps, by the worst of three seeds that are not used again (and by their mean if
+the worst tie), from a grid that grows until the best rate is inside it. Then every arm runs with every seed at each number of steps:
 the last is twice the budget, the one before it, and doubling the budget may not change the verdict.
 An arm of which a run collapses after it had learned runs again at the next lower rate. An arm that
 the page places below another one, or below a number, also runs for eight times the last number of
@@ -48,7 +48,7 @@ LONGER, LONG_SEEDS = 8, (0, 1, 2)
 POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
 RULE = (
     "Each learning rate is chosen after {steps:,} steps by the worst of the seeds 1000, 1001 and "
-    "1002, from a grid that grows until the best rate is inside it or ties with its neighbour "
+    "1002, and by their mean where the worst tie, from a grid that grows until the best rate is inside it or ties with its neighbour "
     "there; a rate at which one of these runs collapses is not chosen"
 )
 FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
@@ -224,7 +224,7 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     """Choose the rates, make all runs and the longer ones; return what is written of them."""
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
     tuning = [] if fixed else _tuned(plan, results)
-    rates = {arm: fixed or choose_rate(_worst(plan, tuning, arm))[0] for arm in plan["names"]}
+    rates = {arm: fixed or choose_rate(_tried(plan, tuning, arm))[0] for arm in plan["names"]}
     own = {arm: seeds_of(plan, arm) for arm in plan["names"]}
     rows, lost = _steady(plan, results, plan["names"], steps, own, rates)
     long = dict(rates)  # a longer run may need a lower rate than the others of its arm
@@ -262,44 +262,46 @@ def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
             for arm, lr in asked
             for seed in TUNING_SEEDS
         )
-        more = {arm: choose_rate(_worst(plan, rows, arm))[1] for arm in plan["names"]}
+        more = {arm: choose_rate(_tried(plan, rows, arm))[1] for arm in plan["names"]}
         asked = [(arm, lr) for arm, lr in more.items() if lr is not None]
     return sorted(rows, key=lambda row: (plan["names"].index(row["arm"]), row["lr"]))
 
 
-def _worst(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[float, float]:
-    """Return the worst score of an arm at each rate; larger is better, and -inf a collapse."""
+def _tried(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[float, list[float]]:
+    """Return the scores of an arm at each rate; larger is better, and -inf a collapse."""
     metric, sign = plan["columns"][0][0], 1 if plan["best"] is max else -1
-    scores: dict[float, float] = {}
+    scores: dict[float, list[float]] = {}
     for row in rows:
         if row["arm"] == arm:
             failed = row["collapsed"] or math.isnan(row[metric])
-            score = -math.inf if failed else sign * row[metric]
-            scores[row["lr"]] = min(score, scores.get(row["lr"], math.inf))
+            scores.setdefault(row["lr"], []).append(-math.inf if failed else sign * row[metric])
     return scores
 
 
-def choose_rate(scores: Mapping[float, float]) -> tuple[float, float | None]:
+def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float | None]:
     """Return the best of the rates that were tried, and the one to try before that is final.
 
-    There is none to try if the best rate is not at an edge. If it is, but its inner neighbour ties,
-    the neighbour is chosen. Two scores tie if they differ by at most 0.005, or by 1 % of the range
-    of the arm's scores. A rate at the end of `GRID` is final.
+    The best rate is the one whose worst score is best; of those that tie, the one with the best
+    mean. There is no other to try if it is not at an edge. If it is, but its inner neighbour ties
+    in both, the neighbour is chosen. Two scores tie if they differ by at most 0.005, or by 1 % of
+    the range of the arm's worst scores. A rate at the end of `GRID` is final.
 
     Parameters
     ----------
     scores : mapping
-        The score of each rate, larger is better, -inf where a run collapsed; at least two rates of
-        `GRID` without a gap.
+        The scores of each rate, larger is better, -inf where a run collapsed; at least two rates
+        of `GRID` without a gap.
     """
     rates = sorted(scores)
-    finite = [x for x in scores.values() if math.isfinite(x)] or [0.0]
+    worst, mean = ({r: f(scores[r]) for r in rates} for f in (min, lambda x: sum(x) / len(x)))
+    finite = [x for x in worst.values() if math.isfinite(x)] or [0.0]
     tolerance = max(TIE, TIE_SHARE * (max(finite) - min(finite)))
-    best = max(rates, key=lambda rate: scores[rate])
+    near = [rate for rate in rates if worst[rate] >= max(worst.values()) - tolerance]
+    best = max(near, key=lambda rate: mean[rate])
     if rates[0] < best < rates[-1]:
         return best, None
     inner, side = (rates[1], -1) if best == rates[0] else (rates[-2], 1)
-    if scores[best] - scores[inner] <= tolerance:
+    if inner in near and mean[best] - mean[inner] <= tolerance:
         return inner, None
     place = GRID.index(best) + side
     return best, GRID[place] if 0 <= place < len(GRID) else None

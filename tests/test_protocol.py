@@ -56,13 +56,19 @@ def main(monkeypatch, plan, *options):
     ],
 )
 def test_rate_is_inside_the_grid_or_ties_there_or_another_is_tried(scores, chosen):
-    assert choose_rate(dict(zip(GRID[2:5], scores, strict=True))) == chosen
+    assert choose_rate({r: [x] for r, x in zip(GRID[2:5], scores, strict=True)}) == chosen
+
+
+def test_the_mean_chooses_between_rates_whose_worst_seeds_tie():
+    tied = {GRID[3]: [0.33, 0.35], GRID[4]: [0.33, 0.9]}
+    assert choose_rate({GRID[2]: [0.33, 0.33], **tied}) == (GRID[4], GRID[5])
+    assert choose_rate({**tied, GRID[5]: [0.1, 1.0]}) == (GRID[4], None)
 
 
 @pytest.mark.parametrize("best", [min, max])
 def test_a_grid_ends_at_its_bounds(best):
-    rising = {rate: float(i) for i, rate in enumerate(GRID)}
-    falling = {rate: -x for rate, x in rising.items()}
+    rising = {rate: [float(i)] for i, rate in enumerate(GRID)}
+    falling = {rate: [-x] for rate, (x,) in rising.items()}
     scores = rising if best is max else falling
     assert choose_rate(scores) == (best(GRID), None)
 

@@ -228,7 +228,7 @@ def test_committed_experiments_are_whole(name, plan):
             assert {row["arm"] for row in data["eightfold"]} == set(plan["below"])
             assert not changed_orders(data, plan)
             for arm, rate in data["rates"].items() if data["tuning"] else []:
-                chosen, next_one = choose_rate(protocol._worst(plan, data["tuning"], arm))
+                chosen, next_one = choose_rate(protocol._tried(plan, data["tuning"], arm))
                 lowered = any(row["arm"] == arm for row in data["collapses"]) and rate < chosen
                 assert next_one is None and (rate == chosen or lowered)
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
