@@ -5,8 +5,9 @@ They train on the CPU, one thread for each run, the models that the chapter's pa
 
 `deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
 the last number of steps, by the worst of three seeds that are not used again (and by their mean if
-the worst tie), from a grid that grows until the best rate is inside it. Then every arm runs with every seed at each number of steps:
-the last is twice the budget, the one before it, and doubling the budget may not change the verdict.
+the worst tie), from a grid that grows until the best rate is inside it, and up to 0.1 for an arm
+that learns at no lower rate. Then every arm runs with every seed at each number of steps: the last
+is twice the budget, the one before it, and doubling the budget may not change the verdict.
 An arm of which a run collapses after it had learned runs again at the next lower rate. An arm that
 the page places below another one, or below a number, also runs for eight times the last number of
 steps, and the experiment is not written if it is no longer below then.
@@ -42,14 +43,17 @@ from experiments.divergence import has_collapsed, watch_losses
 SEEDS, DECIDING_SEEDS = 3, 8
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be tried
 FIRST_RATES = GRID[2:5]
+HIGHEST = GRID[6]  # an arm that learns at no lower rate is tried up to here
+CONTROLS = ("uniform", "alone", "position only")
 TUNING_SEEDS = (1000, 1001, 1002)
 TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share of their range
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
 POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
 RULE = (
     "Each learning rate is chosen after {steps:,} steps by the worst of the seeds 1000, 1001 and "
-    "1002, and by their mean where the worst tie, from a grid that grows until the best rate is inside it or ties with its neighbour "
-    "there; a rate at which one of these runs collapses is not chosen"
+    "1002, and by their mean where the worst tie, from a grid that grows until the best rate is "
+    "inside it or ties with its neighbour there, and up to 0.1 for an arm whose worst seed is no "
+    "better than a control; a rate at which one of these runs collapses is not chosen"
 )
 FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
 Results = Callable[[Iterable[dict[str, Any]]], list[dict[str, Any]]]
@@ -224,7 +228,7 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     """Choose the rates, make all runs and the longer ones; return what is written of them."""
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
     tuning = [] if fixed else _tuned(plan, results)
-    rates = {arm: fixed or choose_rate(_tried(plan, tuning, arm))[0] for arm in plan["names"]}
+    rates = {arm: fixed or rate_of(plan, tuning, arm)[0] for arm in plan["names"]}
     own = {arm: seeds_of(plan, arm) for arm in plan["names"]}
     rows, lost = _steady(plan, results, plan["names"], steps, own, rates)
     long = dict(rates)  # a longer run may need a lower rate than the others of its arm
@@ -262,9 +266,27 @@ def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
             for arm, lr in asked
             for seed in TUNING_SEEDS
         )
-        more = {arm: choose_rate(_tried(plan, rows, arm))[1] for arm in plan["names"]}
+        more = {arm: rate_of(plan, rows, arm)[1] for arm in plan["names"]}
         asked = [(arm, lr) for arm, lr in more.items() if lr is not None]
     return sorted(rows, key=lambda row: (plan["names"].index(row["arm"]), row["lr"]))
+
+
+def rate_of(
+    plan: dict[str, Any], rows: list[dict[str, Any]], arm: str
+) -> tuple[float, float | None]:
+    """Return the best rate that was tried of an arm, and the one to try before that is final.
+
+    As `choose_rate` does; but an arm of which some seed scores no better than the mean of the best
+    control may learn at a higher rate only, so all rates up to 0.1 are tried.
+    """
+    tried = _tried(plan, rows, arm)
+    best, more = choose_rate(tried)
+    others = [_tried(plan, rows, other) for other in CONTROLS if other in plan["names"]]
+    control = max((sum(x) / len(x) for z in others for x in z.values()), default=-math.inf)
+    learned = max(map(min, tried.values())) > control + TIE
+    if more is None and arm not in CONTROLS and not learned and max(tried) < HIGHEST:
+        more = GRID[GRID.index(max(tried)) + 1]
+    return best, more
 
 
 def _tried(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[float, list[float]]:

@@ -110,6 +110,18 @@ def test_one_bad_seed_makes_a_rate_bad():
     assert data["rates"] == {"a": GRID[2]}
 
 
+def test_an_arm_that_learns_at_a_high_rate_only_is_tried_there():
+    def function(arm, seed, steps, lr):
+        return {"right": 1.0 if arm == "late" and lr == 0.1 else 0.5 + (seed == 1001) * lr}
+
+    plan = deciding("A text", function, ["late", "uniform"], SCORE, steps=(1, 2), seeds=1)
+    data = run(plan)
+    tried = {a: {r["lr"] for r in data["tuning"] if r["arm"] == a} for a in plan["names"]}
+    assert (
+        data["rates"]["late"] == 0.1 and max(tried["late"]) == 0.3 and 0.1 not in tried["uniform"]
+    )
+
+
 def test_a_fixed_rate_is_not_chosen(monkeypatch, store):
     plan = deciding("A text", peaked, ["0.01"], SCORE, steps=(1, 2), seeds=1, rate=0.05)
     assert main(monkeypatch, plan) == 0

@@ -18,9 +18,9 @@ import experiments
 from derived_book import experiment_tables
 from derived_book.training.recorded import load_experiment
 from derived_book.training.run_key import run_key
-from experiments import chapter10, chapter12, chapter14, chapter17, chapter18, protocol
+from experiments import chapter10, chapter12, chapter14, chapter17, chapter18
 from experiments.page_models import chapter, model_code, page_path
-from experiments.protocol import changed_orders, choose_rate, experiment, seeds_of
+from experiments.protocol import changed_orders, experiment, rate_of, seeds_of
 
 ROOT = Path(__file__).parents[1]
 NAMES = [x.name for x in pkgutil.iter_modules(experiments.__path__)]
@@ -228,7 +228,7 @@ def test_committed_experiments_are_whole(name, plan):
             assert {row["arm"] for row in data["eightfold"]} == set(plan["below"])
             assert not changed_orders(data, plan)
             for arm, rate in data["rates"].items() if data["tuning"] else []:
-                chosen, next_one = choose_rate(protocol._tried(plan, data["tuning"], arm))
+                chosen, next_one = rate_of(plan, data["tuning"], arm)
                 lowered = any(row["arm"] == arm for row in data["collapses"]) and rate < chosen
                 assert next_one is None and (rate == chosen or lowered)
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
