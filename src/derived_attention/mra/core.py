@@ -113,8 +113,7 @@ def check_blocks(
         mask.per_key()
     if query_mask is not None:
         check_query_mask(query_mask, q)
-    sizes: dict[str, Any] = {"block": block, "kept": kept, "over": over, "sparse": sparse}
-    return sizes | {"query_mask": query_mask}
+    return dict(block=block, kept=kept, over=over, sparse=sparse, query_mask=query_mask)
 
 
 @mechanism(

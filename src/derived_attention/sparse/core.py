@@ -174,11 +174,13 @@ def _pattern(
     is_causal: bool,
     device: torch.device,
     **options: int,
-) -> Tensor:
+) -> Mask:
     """Return the mask of a pattern, which is outside of inference mode, so that it can be kept."""
     with torch.inference_mode(False):
         i, j = torch.arange(N, device=device)[:, None], torch.arange(M, device=device)
-        return _past(i, j, keep(i, j, **options), is_causal)
+        mask = Mask(_past(i, j, keep(i, j, **options), is_causal))
+    mask.complete = N <= M  # each query attends its own key
+    return mask
 
 
 _kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB each
@@ -199,9 +201,9 @@ def _under_mask(
     """Attend by softmax attention under the mask of a pattern."""
     N, M = q.shape[-2], k.shape[-2]
     make = _kept_pattern if M <= DENSE >= N and has_concrete_values(q) else _pattern
-    keep = make(pattern, N, M, mask.is_causal, q.device, **options)
-    under = Mask(keep if mask.given is None else within(keep, mask.given))
-    under.complete = mask.given is None and N <= M  # each query attends its own key
+    under = make(pattern, N, M, mask.is_causal, q.device, **options)
+    if mask.given is not None and under.given is not None:
+        under = Mask(within(under.given, mask.given))
     return sdpa(q, k, v, under, scale)
 
 
@@ -398,8 +400,7 @@ def strided_attention(
     i = i.view(rows, stride, 1)
     band, column = i[:, :1] - stride + j, i[:, 0].mT + i[0]  # (rows, 1, W), (stride, rows)
     groups = (band, (i - band).abs() < stride), (column, column != i)
-    both = [_past(i, j, x & (0 <= j) & (j < M), mask.is_causal) for j, x in groups]
-    keep = torch.cat(both, -1)  # (rows, stride, W + rows)
+    keep = torch.cat([_past(i, j, x & (0 <= j) & (j < M), mask.is_causal) for j, x in groups], -1)
     complete = mask.given is None and N <= M  # each query attends its own key
 
     def attend(Q: Tensor, K: Tensor, V: Tensor, added: Tensor | None = None) -> Tensor:
