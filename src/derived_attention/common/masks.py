@@ -272,10 +272,9 @@ def anchor(keep: Tensor) -> Tensor:
     return torch.where(common.any(-1, keepdim=True), common, first)
 
 
-def nearest_zero(*points: Tensor) -> Tensor:
-    """Return the number nearest 0 of each set of entries, not NaN, or 0 if their signs differ."""
-    least, most = functools.reduce(torch.fmin, points), functools.reduce(torch.fmax, points)
-    return least.clamp(min=0) + most.clamp(max=0)
+def nearer_zero(a: Tensor, b: Tensor) -> Tensor:
+    """Return the number nearer 0 of each pair of entries, not NaN, or 0 if their signs differ."""
+    return torch.fmin(a, b).clamp(min=0) + torch.fmax(a, b).clamp(max=0)
 
 
 def shared_offset(k: Tensor, mask: Mask) -> Tensor:
@@ -287,7 +286,7 @@ def shared_offset(k: Tensor, mask: Mask) -> Tensor:
     """
     k = k.detach()
     if mask.is_causal:
-        return nearest_zero(k[..., :1, :], k[..., 1:2, :]) if k.shape[-2] > 1 else k[..., :1, :]
+        return nearer_zero(k[..., :1, :], k[..., 1:2, :]) if k.shape[-2] > 1 else k[..., :1, :]
     if mask.given is None:
         return k.mean(-2, keepdim=True)
     chosen = anchor(allowed(mask.given).expand(*mask.given.shape[:-1], k.shape[-2]))

@@ -22,7 +22,7 @@ from derived_attention.common.checks import (
     check_parameter,
     check_positive,
 )
-from derived_attention.common.masks import Mask, nearest_zero, shared_offset
+from derived_attention.common.masks import Mask, nearer_zero, shared_offset
 
 # The feature of a query in float16, in place of 1, so that −‖k‖²/2 over it is within the dtype: the
 # largest number is 65504, and a key of length 362 has that for ‖k‖²/2.
@@ -109,17 +109,15 @@ def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor
     q, k = q.to(parts.precisions), k.to(parts.precisions)
     if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
         return q, k
-    queries, keys = q.detach(), k.detach()
+    queries, keys = q.detach(), (k[..., :2, :] if mask.is_causal else k).detach()
+    whole = mask.given is None and not mask.is_causal  # one mean is faster than two
+    offset = keys.mean((-3, -2)).unsqueeze(-2) if whole else shared_offset(keys.mean(-3), mask)
     if mask.is_causal:
-        keys = keys[..., :2, :].mean(-3)
-        points = [keys[..., :1, :], keys[..., -1:, :], queries[..., :2, :][..., -1:, :]]
-    elif mask.given is None:
-        points = [keys.mean((-3, -2)).unsqueeze(-2), queries.mean(-2, keepdim=True)]
+        query = queries[..., :2, :][..., -1:, :]
     else:
-        per_key = mask.given.shape[-2] == 1
+        per_key = mask.given is None or mask.given.shape[-2] == 1
         query = queries.mean(-2, keepdim=True) if per_key else queries[..., :1, :]
-        points = [shared_offset(keys.mean(-3), mask), query]
-    offset = nearest_zero(*points)  # (..., H, 1, D)
+    offset = nearer_zero(offset, query)
     return q - offset, k - offset.unsqueeze(-3)
 
 

@@ -49,7 +49,10 @@ FEW = 8  # picks, for which repeated maxima are cheaper on a GPU than sorting
 def _checked_sizes(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int, kept: int
 ) -> dict[str, Any]:
-    return {"block": check_count("block", block, 1), "kept": check_count("kept", kept, 1)}
+    for name, value in (("block", block), ("kept", kept)):
+        if value.__class__ is not int or value < 1:
+            check_count(name, value, 1)
+    return {"block": block, "kept": kept}
 
 
 @mechanism(formula=formulas.selected, checks=_checked_sizes, per_key=True)
