@@ -39,7 +39,7 @@ OF_FORMULAS = [name.strip() for name in OF_FORMULAS.split(",")]
 OF_LONG_FORMS = """values, gradients, scale, dtypes, masks over keys, dead rows, causality, spread,
     large scores, further derivatives, vmap, empty inputs, one key"""
 OF_LONG_FORMS = [name.strip() for name in OF_LONG_FORMS.split(",")]
-WITH_SHORT_FORMS = ["linear", "conv1d", "conv2d", "mgk", "hard_mgk", "smgk", "sink", "selected"]
+WITH_SHORT_FORMS = "linear conv1d conv2d mra mgk hard_mgk smgk ridge sink selected".split()
 # Neither do weights of sums add up to 1, nor is Primal-Attention A V.
 SUMS = ("ridge", "lasso", "primal", "delta", "sink")
 UNTRIED = {("one key", name) for name in SUMS} | {("dropout", "primal")}

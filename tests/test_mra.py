@@ -23,6 +23,7 @@ from derived_attention.softmax.core import softmax_attention
 N, M, BLOCK = 21, 23, 4
 qkv = functools.partial(any_qkv, n=N, m=M)
 FORMS = mra_attention, mra_attention_reference
+pytestmark = pytest.mark.usefixtures("no_short_forms")
 
 
 def kept_of(mass, kept, over):

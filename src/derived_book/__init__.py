@@ -31,7 +31,7 @@ _MODULES = {
     "tasks.language.model": "ByteLM",
     "tasks.language.sessions": "Sessions draw_sessions right_answers",
     "tasks.language.run": "small_model",
-    "tasks.listops.data": "LRA SHORT make_listops prefix_rule",
+    "tasks.listops.data": "make_listops prefix_rule",
     "tasks.model": "Config PreNormLayer make_attention",
     "tasks.recall.data": "draw_recall",
     "tasks.recall.loss": "Questions answer_loss",

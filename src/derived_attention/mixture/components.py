@@ -109,14 +109,15 @@ def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor
     q, k = q.to(parts.precisions), k.to(parts.precisions)
     if not parts.distance or 0 in (q.shape[-2], k.shape[-2]):
         return q, k
-    keys = k[..., :2, :] if mask.is_causal else k
-    offset = shared_offset(keys.detach().mean(-3), mask)  # (..., H, 1, D)
-    per_key = mask.given is None or mask.given.shape[-2] == 1
+    queries, keys = q.detach(), (k[..., :2, :] if mask.is_causal else k).detach()
+    whole = mask.given is None and not mask.is_causal  # one mean is faster than two
+    offset = keys.mean((-3, -2)).unsqueeze(-2) if whole else shared_offset(keys.mean(-3), mask)
     if mask.is_causal:
-        query = q[..., :2, :][..., -1:, :]
+        query = queries[..., :2, :][..., -1:, :]
     else:
-        query = q.mean(-2, keepdim=True) if per_key else q[..., :1, :]
-    offset = nearer_zero(offset, query.detach())
+        per_key = mask.given is None or mask.given.shape[-2] == 1
+        query = queries.mean(-2, keepdim=True) if per_key else queries[..., :1, :]
+    offset = nearer_zero(offset, query)
     return q - offset, k - offset.unsqueeze(-3)
 
 

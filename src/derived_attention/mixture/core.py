@@ -160,12 +160,12 @@ def attend_densely(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, parts: Components, hard: bool
 ) -> Tensor:
     """Attend to R M keys, whose components have one variance, by the matrix of their scores."""
-    (N, D), (R, M) = q.shape[-2:], k.shape[-3:-1]
+    (N, D), (R, M), heads = q.shape[-2:], k.shape[-3:-1], math.prod(q.shape[:-2])
     with full_precision(q.device):
         Q, K = centred(q, k, parts, mask)
         bias = parts.log_weights
         if parts.distance:
-            bias = bias - parts.scale / 2 * (K * K).sum(-1, keepdim=True)
+            bias = torch.sub(bias, K.square().sum(-1, keepdim=True), alpha=parts.scale / 2)
         bias = bias.expand(*K.shape[:-1], 1).flatten(-3).unsqueeze(-2)  # (..., 1, R M)
         attn_mask = alive = None
         if mask.is_causal:
@@ -173,20 +173,22 @@ def attend_densely(
         elif mask.given is not None:
             attn_mask, alive = open_dead_rows(mask.given, Q.dtype)
         if attn_mask is not None:
-            attn_mask = torch.cat([attn_mask.expand(*attn_mask.shape[:-1], M)] * R, -1)
-            is_bool = attn_mask.dtype == torch.bool
-            bias = bias.masked_fill(~attn_mask, -math.inf) if is_bool else bias + attn_mask
-        heads, bias = math.prod(q.shape[:-2]), bias.expand(*q.shape[:-2], -1, -1)
+            if attn_mask.dtype == torch.bool:  # to add is faster than to fill
+                attn_mask = bias.new_zeros(attn_mask.shape).masked_fill(~attn_mask, -math.inf)
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-1], M)
+            bias = bias + torch.cat([attn_mask] * R, -1)
+        bias = bias.expand(*q.shape[:-2], -1, -1).reshape(heads, bias.shape[-2], R * M)
         Q, K = Q.reshape(heads, N, D), K.reshape(heads, R * M, D)
-        bias = bias.reshape(heads, bias.shape[-2], R * M)
         S = torch.baddbmm(bias, Q, K.mT, alpha=parts.scale)  # (heads, N, R M)
         if hard:
             A = S.unflatten(-1, (R, M)).max(-2).values.softmax(-1)
         else:
-            A = S.softmax(-1).unflatten(-1, (R, M)).sum(-2)
+            first, *others = S.softmax(-1).chunk(R, -1)
+            A = sum(others, first)
             if mask.is_causal:  # the first query has one token: no later one may change a bit
-                A[..., :1, :1] = 1
-        H = A.view(*q.shape[:-1], M) @ v.to(A.dtype)
+                A.detach()[:, :1, :1] = 1
+        H = torch.bmm(A, v.reshape(heads, M, v.shape[-1]).to(A.dtype))
+        H = H.view(*q.shape[:-1], v.shape[-1])
     H = H if alive is None else H.masked_fill(~alive, 0)
     return H.to(q.dtype)
 

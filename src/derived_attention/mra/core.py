@@ -41,6 +41,7 @@ from derived_attention.common.checks import (
 from derived_attention.common.convention import (
     full_precision,
     in_full,
+    is_short,
     mechanism,
     prepare,
     reference_of,
@@ -51,10 +52,12 @@ from derived_attention.common.masks import (
     masked_softmax,
     open_dead_rows,
     take,
+    within,
 )
 from derived_attention.common.pooling import block_logs, windows
 from derived_attention.softmax.core import sdpa
 
+DENSE = 64  # queries and keys up to which the matrix of all scores is faster
 OVER = ("rows", "map")  # what the best blocks are chosen over
 LATER = (
     "the pooled query of a block depends on its later queries, and so do its coarse scores and the "
@@ -91,24 +94,30 @@ def mra_attention_weights(
     Arguments and errors are those of `mra_attention`.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
-    check_blocks(mask, q, block, kept, over, sparse, query_mask)
+    sizes: dict[str, Any] = dict(block=block, kept=kept, over=over, sparse=sparse)
+    own = check_blocks(q, k, None, mask, scale, **sizes, query_mask=query_mask)
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     identity = identity.expand(*q.shape[:-2], -1, -1)
-    options: dict[str, Any] = dict(block=block, kept=kept, over=over, sparse=sparse)
-    return in_full(formulas.mra)(q, k, identity, mask, scale, query_mask=query_mask, **options)
+    return in_full(formulas.mra)(q, k, identity, mask, scale, **own)
 
 
-def _checked_options(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, block: int = 32,
+def check_blocks(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, scale: float | None, *, block: int = 32,
     kept: int = 4, over: str = "rows", sparse: bool = False, query_mask: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    check_blocks(mask, q, block, kept, over, sparse, query_mask)
-    sizes: dict[str, Any] = {"block": block, "kept": kept, "over": over, "sparse": sparse}
-    return sizes | {"query_mask": query_mask}
+    """Check the options of MRA, and the mask; return the options."""
+    check_sizes(block, kept, over, sparse)
+    if mask.is_causal:
+        raise ValueError(f"is_causal is True; expected False: {LATER}")
+    if mask.given is not None:
+        mask.per_key()
+    if query_mask is not None:
+        check_query_mask(query_mask, q)
+    return dict(block=block, kept=kept, over=over, sparse=sparse, query_mask=query_mask)
 
 
 @mechanism(
-    formula=formulas.mra, checks=_checked_options, weights=mra_attention_weights, per_key=True,
+    formula=formulas.mra, checks=check_blocks, weights=mra_attention_weights, per_key=True,
     alone=False,
 )  # fmt: skip
 def mra_attention(
@@ -166,6 +175,8 @@ def mra_attention(
         dtype = product_dtype(q) if over == "rows" else accumulation_dtype(q)
         Q, K, V = scaled(q, scale, dtype), k.to(dtype), v.to(dtype)
         coarse = _coarse(Q, K, mask, query_mask, block, kept, over)
+        if is_short(q, k, DENSE):
+            return _attend_densely(Q, K, V, coarse, block, sparse).to(q.dtype)
         far, u = _far(coarse, _block_means(V, coarse.logs, block), sparse)
         parts = [*(windows(x, block) for x in (Q, K, V)), coarse.picks, far, u]
         if coarse.logs is not None:
@@ -177,6 +188,23 @@ def mra_attention(
 
 
 mra_attention_reference = reference_of(mra_attention)
+
+
+def _attend_densely(
+    Q: Tensor, K: Tensor, V: Tensor, coarse: Coarse, block: int, sparse: bool
+) -> Tensor:
+    """Attend by the matrix of all scores, which outside of the picked blocks are pooled ones."""
+    N, (n, m), picks, pooled = Q.shape[-2], coarse.mass.shape[-2:], coarse.picks, coarse.scores
+    index = picks.flatten(-2) if picks.dim() == pooled.dim() else picks
+    near = coarse.mass.new_zeros(*index.shape[:-1], n * m + 1).scatter(-1, index, 1.0)
+    near = near[..., :-1].unflatten(-1, (n, m))  # 1 for the picked blocks
+    for dim in (-1, -2):
+        near, pooled = (x.repeat_interleave(block, dim) for x in (near, pooled))
+    Q, K, V = (windows(x, block).flatten(-3, -2).to(pooled.dtype) for x in (Q, K, V))  # padded
+    S = torch.lerp(pooled, Q @ K.mT, near)
+    mask = None if coarse.logs is None else coarse.logs.flatten(-2).unsqueeze(-2)
+    A = masked_softmax(S, within(near > 0, mask) if sparse else mask)
+    return (A @ V)[..., :N, :]
 
 
 def _attend(
@@ -282,19 +310,6 @@ def _log_sum(logs: Tensor) -> Tensor:
     """Return the log of the sum of exponentials over the last dimension; -inf if all are."""
     opened, alive = open_dead_rows(logs, logs.dtype)
     return opened.logsumexp(-1).masked_fill(~alive[..., 0], -math.inf)
-
-
-def check_blocks(
-    mask: Mask, q: Tensor, block: int, kept: int, over: str, sparse: bool, query_mask: Tensor | None
-) -> None:
-    """Check the options of MRA, and the mask."""
-    check_sizes(block, kept, over, sparse)
-    if mask.is_causal:
-        raise ValueError(f"is_causal is True; expected False: {LATER}")
-    if mask.given is not None:
-        mask.per_key()
-    if query_mask is not None:
-        check_query_mask(query_mask, q)
 
 
 def check_sizes(block: int, kept: int, over: str, sparse: bool) -> None:

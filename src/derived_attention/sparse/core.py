@@ -29,6 +29,7 @@ from torch import Tensor
 
 from derived_attention import formulas
 from derived_attention.common import flex
+from derived_attention.common.blocks import by_heads
 from derived_attention.common.checks import (
     accumulation_dtype,
     check_count,
@@ -173,11 +174,13 @@ def _pattern(
     is_causal: bool,
     device: torch.device,
     **options: int,
-) -> Tensor:
+) -> Mask:
     """Return the mask of a pattern, which is outside of inference mode, so that it can be kept."""
     with torch.inference_mode(False):
         i, j = torch.arange(N, device=device)[:, None], torch.arange(M, device=device)
-        return _past(i, j, keep(i, j, **options), is_causal)
+        mask = Mask(_past(i, j, keep(i, j, **options), is_causal))
+    mask.complete = N <= M  # each query attends its own key
+    return mask
 
 
 _kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB each
@@ -198,9 +201,9 @@ def _under_mask(
     """Attend by softmax attention under the mask of a pattern."""
     N, M = q.shape[-2], k.shape[-2]
     make = _kept_pattern if M <= DENSE >= N and has_concrete_values(q) else _pattern
-    keep = make(pattern, N, M, mask.is_causal, q.device, **options)
-    under = Mask(keep if mask.given is None else within(keep, mask.given))
-    under.complete = mask.given is None and N <= M  # each query attends its own key
+    under = make(pattern, N, M, mask.is_causal, q.device, **options)
+    if mask.given is not None and under.given is not None:
+        under = Mask(within(under.given, mask.given))
     return sdpa(q, k, v, under, scale)
 
 
@@ -351,9 +354,10 @@ def strided_attention(
 
     In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
     neighbours, in the rows before, of and after it, and its column. A stride near √M is the
-    cheapest. One softmax runs over both groups, and a key in both is left out of the second. These
-    sums are in float32 at least, under autocast too. Up to `DENSE` tokens it is softmax attention
-    under the mask, which is faster.
+    cheapest. One softmax runs over both groups, and a key in both is left out of the second; on a
+    CPU for so many heads at a time that their scores fit in its cache. These sums are in float32
+    at least, under autocast too. Up to `DENSE` tokens it is softmax attention under the mask, which
+    is faster.
 
     Parameters
     ----------
@@ -391,24 +395,28 @@ def strided_attention(
         far = columns(product(columns(x), columns(y).mT))
         return torch.cat([product(x, near(y).mT), far], -1)  # (..., rows, stride, W + rows)
 
-    i, j = (torch.arange(1, n + 1, device=q.device)[:, None] for n in (rows * stride, M))
-    i, j = table(i), table(j)  # where there is no key, j is 0
     W = stride * (3 - mask.is_causal)
-    gap = pairs(i, j, torch.sub)
-    keep = torch.cat([gap[..., :W].abs() < stride, gap[..., W:] != 0], -1) & (gap < i)
-    if mask.is_causal:
-        keep = keep & (gap >= 0)
-    with full_precision(q.device):
-        Q, K, V = (table(x.to(accumulation_dtype(q))) for x in (scaled(q, scale), k, v))
-        if mask.given is not None:
-            added = table(_key_column(mask, K, M))
-            keep = within(keep, pairs(torch.ones_like(added), added, torch.mul))
-        S = pairs(Q, K, torch.matmul)
-        complete = mask.given is None and N <= M  # each query attends its own key
-        A = S.masked_fill_(~keep, -torch.inf).softmax(-1) if complete else masked_softmax(S, keep)
+    i, j = (torch.arange(n, dtype=torch.int32, device=q.device) for n in (rows * stride, W))
+    i = i.view(rows, stride, 1)
+    band, column = i[:, :1] - stride + j, i[:, 0].mT + i[0]  # (rows, 1, W), (stride, rows)
+    groups = (band, (i - band).abs() < stride), (column, column != i)
+    keep = torch.cat([_past(i, j, x & (0 <= j) & (j < M), mask.is_causal) for j, x in groups], -1)
+    complete = mask.given is None and N <= M  # each query attends its own key
+
+    def attend(Q: Tensor, K: Tensor, V: Tensor, added: Tensor | None = None) -> Tensor:
+        S, own = pairs(Q, K, torch.matmul), keep
+        if added is not None:
+            own = within(keep, pairs(torch.ones_like(added), added, torch.mul))
+        A = S.masked_fill_(~own, -torch.inf).softmax(-1) if complete else masked_softmax(S, own)
         A_near, A_far = A.split([W, rows], -1)
-        H = A_near @ near(V) + columns(columns(A_far) @ columns(V))
-    return H.flatten(-3, -2)[..., :N, :].to(q.dtype)
+        return A_near @ near(V) + columns(columns(A_far) @ columns(V))
+
+    with full_precision(q.device):
+        parts = [table(x.to(accumulation_dtype(q))) for x in (scaled(q, scale), k, v)]
+        if mask.given is not None:
+            parts.append(table(_key_column(mask, parts[1], M).expand(*k.shape[:-1], 1)))
+        H = by_heads(attend, q, W + rows, parts)
+    return H.flatten(-3, -2)[..., :N, :].reshape(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
 
 def _strided_by_flex(

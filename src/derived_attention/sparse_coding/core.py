@@ -46,6 +46,7 @@ from derived_attention.formulas import signed_power
 from derived_attention.linear.core import in_chunks
 from derived_attention.sparse_coding.solver import (
     CHUNK,
+    NOISE,
     Options,
     Past,
     Solve,
@@ -151,6 +152,8 @@ def ridge_attention(
     lam = penalty("lam", lam, k)  # heads that share keys share λ
     k = k if mask.given is None else k * present.unsqueeze(-1)
     with full_precision(q.device):
+        if mask.is_causal and state is None and is_short(q, k, RIDGE):
+            return _ridge_in_few_keys(options, q, k, v, lam).to(dtype)
         if mask.is_causal:
             return _by_heads(options, q, k, v, lam, _earlier(state, k, v)).to(dtype)
         return _ridge(options, q, k, v, lam).to(dtype)
@@ -172,6 +175,20 @@ def _ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Te
     white = keys @ M.mT
     share = ((q @ M.mT) * white).sum(-1, keepdim=True) / (1 - white.square().sum(-1, keepdim=True))
     return q @ W - share * (values - keys @ W)
+
+
+def _ridge_in_few_keys(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """o_i = Σ_{j ≤ i} (q_i·e_j) r_j, with L Lᵀ = K Kᵀ + λ I, E = L⁻¹ K and R = L⁻¹ V.
+
+    The leading part of L belongs to the leading keys. Long keys are treated as in `Past.factor`.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    S = k @ k.mT
+    floor = torch.maximum(lam[..., None].double(), NOISE * S.detach().diagonal(0, -2, -1))
+    L = torch.linalg.cholesky_ex(S + floor.diag_embed()).L
+    solved = torch.linalg.solve_triangular(L, torch.cat([k, v], -1), upper=False)
+    E, R = solved.split([k.shape[-1], v.shape[-1]], -1)
+    return options.hide(q @ E.mT, 0) @ R
 
 
 def _by_heads(
