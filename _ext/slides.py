@@ -103,8 +103,7 @@ def chapter_slides(name: str) -> list[str]:
     slides = [f'<h1>{heading}</h1><p class="da-promise">{promise}</p>']
     slides += [f"<h2>{heading}</h2>{clean(x)}" for x in article.select(".sd-card-body")[:1]]
     for above, elements in list(shown(article)):
-        content = "".join(map(clean, elements))
-        slides.append(f"<h2>{html.escape(above) or heading}</h2>{content}")
+        slides.append(f"<h2>{html.escape(above) or heading}</h2>{''.join(map(clean, elements))}")
     return [SLIDE.format(slide) for slide in slides]
 
 
