@@ -1,8 +1,8 @@
 """Begin an attention of your own: ``make new NAME=huber``, or ``python _ext/new.py huber``.
 
 Writes what a mechanism consists of: a page, a folder of the library with the fast form, and tests;
-and adds the formula to `formulas.py` and an entry to `registry.py`. All of them say "not written
-yet" until you have filled them in; chapter 18 goes through the steps.
+and adds the formula to `formulas.py`, an entry to `registry.py` and types to `__init__.pyi`. They
+say "not written yet" until you have filled them in; chapter 18 goes through the steps.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ assert check_mechanism("{name}").passed
 *Not written yet: what is decided, what is open, what went against you.*
 """,
 }
+TYPES = "{name}_attention: _Attention\n{name}_attention_reference: _Attention\n"
 # What is added to a file that exists, in front of a line of it (or at its end).
 ADDED = {
+    "src/derived_attention/__init__.pyi": ("", TYPES),
     "src/derived_attention/formulas.py": (
         "",
         '''
@@ -166,12 +168,11 @@ def main(arguments: list[str]) -> int:
         print("Which name? make new NAME=huber", file=sys.stderr)
         return 2
     try:
-        paths = begin(arguments[0])
+        names = [f"  {path.relative_to(ROOT)}" for path in begin(arguments[0])]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print("Fill these in, in the order of chapter 18:")
-    print("\n".join(f"  {path.relative_to(ROOT)}" for path in paths))
+    print("Fill these in, in the order of chapter 18:", *names, sep="\n")
     print(f"Then: python -m pytest tests/test_{arguments[0]}.py, until it says nothing but dots.")
     print(f"To have the page in the book, add book/{arguments[0]} to _toc.yml.")
     return 0

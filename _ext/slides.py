@@ -1,9 +1,10 @@
 """Make a deck of slides for each part, from the pages as they were built.
 
-A chapter gives its promise, what one will be able to do, its figures and sliders, boxed statements,
-predictions and takeaways, in the order of the page. Everything is taken from the HTML, formulas and
-figures included, so that a slide says what the page says. reveal.js shows the slides; nothing is
-loaded from elsewhere, and `?print-pdf` behind a deck's address makes it ready for the printer.
+A chapter gives its promise, what one will be able to do, its figures and sliders, boxed statements
+with the formulas that they cite, predictions and takeaways, in the order of the page. Everything is
+taken from the HTML, formulas and figures included, so that a slide says what the page says.
+reveal.js shows the slides; nothing is loaded from elsewhere, and `?print-pdf` behind a deck's
+address makes it ready for the printer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build" / "html"
 SLIDES = ROOT / "_build" / "slides"
 REVEAL = ROOT / "node_modules" / "reveal.js" / "dist"
-# What is shown: figures, figures that move, and boxes with one of these titles or of these kinds.
-TITLES = re.compile(r"^(Predict|Prediction|Takeaways)$")
-KINDS = {"theorem", "proposition", "definition", "lemma", "corollary", "algorithm"}
+# What is shown: figures, figures that move, and boxes of these kinds or with one of these titles.
+KINDS = ".theorem, .proposition, .definition, .lemma, .corollary, .algorithm"
+TITLES = ':has(> .admonition-title:-soup-contains("Predict", "Takeaways"))'
+SHOWN = f"figure, .da-slider, div.admonition:is({KINDS}, {TITLES})"
+HIDDEN = ["solution", "exercise"]
 GONE = "a.headerlink, .toggle-button, details, script[src], .copybtn"
 PAGE = Template(Path(__file__).with_name("slides.html").read_text("utf8"))
 SLIDE = '<section><div class="da-content">{}</div></section>'
@@ -57,37 +60,38 @@ def clean(element: Tag) -> str:
     return str(element)
 
 
-def is_box(element: Tag) -> bool:
-    """Return whether an element is a boxed statement, a prediction or the takeaways."""
-    classes = set(element.get("class", []))
-    if element.name != "div" or "admonition" not in classes:
-        return False
-    title = element.find(class_="admonition-title")
-    return bool(classes & KINDS or (title and TITLES.match(title.get_text(strip=True))))
-
-
-def is_figure(element: Tag) -> bool:
-    """Return whether an element is a figure with a caption, or a figure that moves without one."""
-    return element.name == "figure" or "da-slider" in element.get("class", [])
-
-
-def shown(article: Tag) -> Iterator[tuple[str, Tag]]:
-    """Yield the heading above, and the element, of everything that makes a slide; none twice."""
+def shown(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
+    """Yield the heading above, and the elements, of everything that makes a slide; none twice."""
     heading, taken = "", set()
-    for element in article.find_all(True):
+    for element in article.select(f"h2, {SHOWN}"):
+        # Within what is shown already, in an exercise, or folded away: no slide of its own.
+        hidden = element.find_parent("details") or element.find_parent(class_=HIDDEN)
         if element.name == "h2":
             heading = element.get_text().strip().rstrip("#")
-        # Within what is shown already, in an exercise, or folded away: no slide of its own.
-        hidden = element.find_parent(["details"]) or element.find_parent(class_="solution")
-        if hidden or any(id(parent) in taken for parent in element.parents):
-            continue
-        if is_box(element) or is_figure(element):
+        elif not hidden and not any(id(parent) in taken for parent in element.parents):
             taken.add(id(element))
             # Each takeaway has a slide of its own.
-            whole = (title := element.find(class_="admonition-title")) and title.text == "Takeaways"
-            for part in element.find_all("li") if whole else [element]:
-                part.name = "div" if whole else part.name
-                yield "Takeaways" if whole else heading, part
+            if (title := element.find(class_="admonition-title")) and title.text == "Takeaways":
+                for part in element.find_all("li"):
+                    part.name = "div"
+                    yield "Takeaways", [part]
+            else:
+                yield heading, [*cited(article, element), element, *explained(element)]
+
+
+def cited(article: Tag, element: Tag) -> Iterator[Tag]:
+    """Take out of the text the formulas that an element is the first to cite, and yield them."""
+    for link in element.select('a[href^="#equation-"]'):
+        formula = article.find(id=link["href"].removeprefix("#"))
+        if formula and not formula.find_parent(class_="admonition"):
+            yield formula.extract()
+
+
+def explained(element: Tag) -> list[Tag]:
+    """Return the paragraph above a slider that has no caption."""
+    cell = element.find_parent(class_="cell") if element.name != "figure" else None
+    above = cell and cell.find_previous_sibling()
+    return [above] if above and above.name == "p" else []
 
 
 def chapter_slides(name: str) -> list[str]:
@@ -95,17 +99,11 @@ def chapter_slides(name: str) -> list[str]:
     page = BeautifulSoup((HTML / f"{name}.html").read_text("utf8"), "html.parser")
     article = page.find("article")
     title = article.find("h1")
-    for gone in title.select("a.headerlink"):
-        gone.decompose()
-    heading = title.decode_contents()
-    promise = title.find_next("p")
-    first = f'<h1>{heading}</h1><p class="da-promise">{clean_inner(promise)}</p>'
-    slides = [first]
-    card = article.find(class_="sd-card-body")
-    if card is not None:
-        slides.append(f"<h2>{heading}</h2>{clean(card)}")
-    for above, element in list(shown(article)):
-        slides.append(f"<h2>{html.escape(above) or heading}</h2>{clean(element)}")
+    heading, promise = clean_inner(title), clean_inner(title.find_next("p"))
+    slides = [f'<h1>{heading}</h1><p class="da-promise">{promise}</p>']
+    slides += [f"<h2>{heading}</h2>{clean(x)}" for x in article.select(".sd-card-body")[:1]]
+    for above, elements in list(shown(article)):
+        slides.append(f"<h2>{html.escape(above) or heading}</h2>{''.join(map(clean, elements))}")
     return [SLIDE.format(slide) for slide in slides]
 
 
@@ -117,10 +115,11 @@ def clean_inner(element: Tag) -> str:
 
 def deck(caption: str, pages: list[str]) -> str:
     """Return the HTML of a part's deck: a column for each chapter."""
-    columns = [f"<section>\n{SLIDE.format(f'<h1>{html.escape(caption)}</h1>')}\n</section>"]
-    for name in pages:
-        columns.append("<section>\n{}\n</section>".format("\n".join(chapter_slides(name))))
-    return PAGE.substitute(title=html.escape(caption), slides="\n".join(columns))
+    chapters, title = [chapter_slides(name) for name in pages], html.escape(caption)
+    names = "".join(f"<li>{re.search('<h1>(.*?)</h1>', x[0], re.S)[1]}</li>" for x in chapters)
+    columns = [[SLIDE.format(f"<h1>{title}</h1><ul>{names}</ul>")], *chapters]
+    slides = "".join("<section>\n{}\n</section>\n".format("\n".join(x)) for x in columns)
+    return PAGE.substitute(title=title, slides=slides)
 
 
 def file_name(caption: str) -> str:
@@ -151,7 +150,7 @@ def main() -> int:
     copy_assets(decks)
     for name, text in decks.items():
         (SLIDES / name).write_text(text, "utf8")
-        print(f"{(SLIDES / name).relative_to(ROOT)}: {text.count('da-content')} slides")
+        print(f"{(SLIDES / name).relative_to(ROOT)}: {text.count('<section><div')} slides")
     return 0
 
 

@@ -65,7 +65,8 @@ def test_a_chapter_s_statements_predictions_figures_and_takeaways_are_there(tree
     for title in ("Predict", "Takeaways", "You will be able to"):
         assert text.count(title) >= 2, title
     assert tree.select(".katex") and "math-error" not in str(tree)
-    assert tree.select(".da-slider input[type=range]")
+    assert tree.select(".da-slider input[type=range]") and tree.select(".da-slider + p")
+    assert tree.select("#equation-eq-keep-sink + .admonition")  # a formula that a box cites
     assert all(script.string for script in tree.select(".da-slider script"))
     assert "Proof" not in [x.get_text(strip=True) for x in tree.select("summary")]
 
@@ -75,6 +76,7 @@ def test_the_number_of_slides_is_plausible(tree):
     assert 12 * len(pages) <= len(sheets(tree)) <= 40 * len(pages)
     assert all(sheet.get_text(strip=True) for sheet in sheets(tree))
     assert len(tree.select(".slides > section")) == 1 + len(pages)
+    assert len(tree.select("h1 + ul li")) == len(pages)
 
 
 def test_a_deck_loads_nothing_from_outside_and_all_that_it_loads_is_there(folder, tree):
@@ -105,15 +107,10 @@ def test_clips_and_ids_of_several_pages_do_not_meet(tree):
         ('<h2>A<a class="headerlink">#</a></h2><figure><img src="../_images/x.png"></figure>', 1),
         ('<div class="admonition"><p class="admonition-title">Note</p></div>', 0),
         ('<div class="admonition"><p class="admonition-title">Predict</p><svg></svg></div>', 1),
-        (
-            '<div class="proof theorem admonition"><p class="admonition-title">Theorem 1</p></div>',
-            1,
-        ),
+        ('<div class="theorem admonition"><p class="admonition-title">Theorem 1</p></div>', 1),
         ('<details><figure></figure></details><div class="solution"><figure></figure></div>', 0),
-        (
-            '<figure><div class="da-figure da-slider"></div></figure><div class="da-slider"></div>',
-            2,
-        ),
+        ('<div class="exercise"><div class="theorem admonition"></div></div>', 0),
+        ('<figure><div class="da-slider"></div></figure><div class="da-slider"></div>', 2),
     ],
 )
 def test_what_makes_a_slide(source, expected):

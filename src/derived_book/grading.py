@@ -532,6 +532,8 @@ class Grades(CsvExportPlugin):
             header, *rows = csv.reader(file)
         numbers = [header.index(x) for x in ("raw_score", "late_submission_penalty", "score")]
         student, assignment = map(header.index, ("student_id", "assignment"))
+        order = [x.name for x in gradebook.assignments]
+        rows.sort(key=lambda row: (order.index(row[assignment]), row[student]))
         for row in rows:
             row.append(_why_ungraded(course, row[student], row[assignment]))
             for i in numbers if row[-1] else ():
