@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 # The public names that belong to no mechanism. `registry` lists those that do.
 _PLACES = {
     "MECHANISMS": "registry",
