@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 import notebooks
 from execute import code_of, read_page
 
+packages_distributions = cache(packages_distributions)  # reads the list of files of every package
 ROOT = Path(__file__).parents[1]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
