@@ -22,6 +22,18 @@ ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disabl
     --disable-background-networking --disable-component-update""".split()
 
 
+# Longest first: no worker ends alone with one of them, nor steals half of a file from another, for
+# which it would make the file's fixtures again.
+LONGEST = """course book standin ledger_page notebooks workers pdf references new protocol execute
+    set_up slides versions kernels_compiled""".split()
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest or share what takes long to make."""
+    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_collection_finish():
     """Spare the garbage collector and keys of stored runs what the tests are made of.
 

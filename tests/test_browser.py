@@ -6,7 +6,6 @@ a page on purpose and expects each of them to notice.
 
 from __future__ import annotations
 
-import re
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -641,9 +640,8 @@ def test_contents_follow_the_reader(page, web, width):
     }"""
     for link in links if width == 1280 else links[1::4]:  # one script for every width
         page.evaluate("link => document.querySelector(link).scrollIntoView()", link)
-        page.wait_for_timeout(150)
-        at_end = page.evaluate("scrollY + innerHeight > document.body.scrollHeight - 3")
-        assert page.evaluate(active) == [link] or at_end, link
+        at_end = "scrollY + innerHeight > document.body.scrollHeight - 3"
+        page.wait_for_function(f"String({active}) === {link!r} || {at_end}", timeout=2000)
     for link in [links[-1], links[len(links) // 2]]:
         page.goto(page.url.partition("#")[0] + link)
         for _ in range(2):
