@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from derived_attention.common import convention  # noqa: E402
+from derived_attention.common import blocks, convention  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
@@ -50,6 +50,13 @@ def pytest_collection_finish():
 def no_short_forms(monkeypatch):
     """Let short sequences run the forms of long ones."""
     monkeypatch.setattr(convention, "HAS_SHORT_FORMS", False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch, no_short_forms):
+    """Let 9 keys need several blocks of queries, one of them not whole, and two heads at a time."""
+    monkeypatch.setattr(blocks, "CHUNK", 4)
+    monkeypatch.setattr(blocks, "SCORES", 4 * 9 * 2)
 
 
 @pytest.fixture(scope="session")

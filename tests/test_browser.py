@@ -15,25 +15,14 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
-import yaml
+from places import HTML, PAGES, ROOT
 
 import pdf
 from pdf import find_browser
 
-ROOT = Path(__file__).resolve().parents[1]
-
-HTML = ROOT / "_build" / "html"
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 
 
-def toc_pages() -> list[str]:
-    """Return all pages of the table of contents, such as ``book/01_attention``."""
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    chapters = [chapter for part in toc["parts"] for chapter in part["chapters"]]
-    return [toc["root"], *(x["file"] for c in chapters for x in (c, *c.get("sections", [])))]
-
-
-PAGES = toc_pages()
 SOLUTION = 'class="solution dropdown'
 WIDEST = "01_attention 17_side_by_side ledger speed api_attention audit_mixtures".split()
 every_page = pytest.mark.parametrize("name", PAGES)

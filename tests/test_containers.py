@@ -5,18 +5,16 @@ import re
 import shutil
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from packaging.specifiers import SpecifierSet
+from places import ROOT
 
 import environment
 from derived_attention import __version__
-
-ROOT = Path(__file__).parents[1]
 
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
 KNOWN = set("ARG CMD COPY ENV EXPOSE FROM RUN USER WORKDIR".split())

@@ -2,14 +2,13 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
 from derived_attention import __version__
 
-ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
 # GitHub's schema for issue forms: what a field's attributes and an element may have.

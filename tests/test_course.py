@@ -15,13 +15,12 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbgrader.api import Gradebook
+from places import ROOT
 
 import course
 from derived_book import grading
 from derived_book.exercises import ExerciseError, check_properties
 from exercises import SOLUTION, read_exercises
-
-ROOT = Path(__file__).parents[1]
 
 NAMES = [course.assignment(page) for page in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from places import ROOT
 
 import notebooks
 from execute import code_of, read_page
 
 packages_distributions = cache(packages_distributions)  # reads the list of files of every package
-ROOT = Path(__file__).parents[1]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import notebooks
 from derived_attention import __version__
-
-ROOT = Path(__file__).parents[1]
 
 FIND = "\nprint('found in', derived_attention.__file__)"
 USE = """
