@@ -28,6 +28,11 @@ LONGEST = """course book standin ledger_page notebooks workers pdf references ne
     set_up slides versions kernels_compiled""".split()
 
 
+def pytest_xdist_auto_num_workers():
+    """On two cores let a third worker compute while others wait for a kernel or for a browser."""
+    return 3 if os.cpu_count() == 2 else None
+
+
 def pytest_collection_modifyitems(items):
     """Begin with the files that take longest or share what takes long to make."""
     rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}

@@ -50,6 +50,7 @@ UNDECLARED = {"datasets"}
 SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # a name of many projects: the one we use
 
 
+@cache
 def imports(source: str) -> set[str]:
     """Return the modules of other projects that `source` imports, or looks for, anywhere in it."""
     names = set()
