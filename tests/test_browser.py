@@ -6,6 +6,7 @@ a page on purpose and expects each of them to notice.
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import contextmanager
 from functools import cache, partial
@@ -343,12 +344,16 @@ def barriers(page) -> list[str]:
 class Links(HTMLParser):
     """The anchors that a page offers, and the addresses that it refers to."""
 
+    CDATA_CONTENT_ELEMENTS = ()
+
     def __init__(self, text: str):
         super().__init__()
         self.ids: list[str] = []
         self.links: list[str] = []
         self.resources: list[str] = []
-        self.feed(text)
+        text = re.sub(r"(<script\b[^>]*>).*?</script>|<!--.*?-->", r"\1", text, flags=re.DOTALL)
+        tags = re.findall(r"""<\w(?:[^<>"']|"[^"]*"|'[^']*')*>""", text)  # few have one of these:
+        self.feed("".join(tag for tag in tags if re.search(r"\s(?:id|name|href|src)=", tag)))
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
