@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# Only jsonschema looks for it, and importing it takes longer than PyTorch.
+sys.modules.setdefault("rfc3987_syntax", None)
 # Without a GPU, kernels run in Triton's interpreter, which has to be known before they are defined.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
