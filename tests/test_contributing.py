@@ -1,11 +1,10 @@
 """What strangers meet first: forms for issues, what to type, how to cite, and the changes."""
 
 import re
-import tomllib
 
 import pytest
 import yaml
-from places import ROOT
+from places import PROJECT, ROOT
 
 from derived_attention import __version__
 
@@ -122,8 +121,7 @@ def test_the_citation_is_one_of_this_version():
     assert {"cff-version", "message", "title", "authors"} <= cff.keys()
     assert cff["cff-version"] == "1.2.0" and cff["version"] == __version__
     assert all(person.keys() & {"name", "family-names"} for person in cff["authors"])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
-    assert cff["license"] == project["license"]
+    assert cff["license"] == PROJECT["license"]
     dates = re.findall(rf"^## {re.escape(__version__)} \((.+)\)$",
                        (ROOT / "CHANGELOG.md").read_text("utf8"), flags=re.M)  # fmt: skip
     assert dates == [str(cff["date-released"])]
