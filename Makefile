@@ -50,7 +50,8 @@ lab: $(VENV)/.ready ## open the chapters as notebooks in JupyterLab
 	@$(BIN)/python -m jupyterlab notebooks $(LAB)
 
 notebooks: book ## bring the committed notebooks, and README's picture, in step with the pages
-	@PYTHONPATH=src $(BIN)/python _ext/picture.py
+	@PYTHONPATH=src $(BIN)/python _ext/picture.py >_build/recall.svg
+	@cmp -s _build/recall.svg assets/recall.svg || cp _build/recall.svg assets/
 	@rm -f notebooks/*.ipynb
 	@cp _build/notebooks/*.ipynb notebooks/
 

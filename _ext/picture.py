@@ -66,4 +66,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(draw(), "utf8")
+    print(draw(), end="")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
+from pybtex.backends.plaintext import Backend
 from pybtex.plugin import register_plugin
 from pybtex.style.formatting.unsrt import Style
 from pybtex.style.labels import BaseLabelStyle
@@ -25,7 +26,7 @@ def label(entry) -> str:
     """Return what ``{cite}`` shows of an entry between its brackets: author and year."""
     author = CITATION.person.author_or_editor_or_title(full=False)
     parts = join(sep=CITATION.author_year_sep)[author, year]
-    return parts.format_data({"entry": entry, "style": CITATION}).render_as("text")
+    return parts.format_data({"entry": entry, "style": CITATION}).render(Backend())
 
 
 class Labels(BaseLabelStyle):

@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from benchmarks import __main__ as command
 from benchmarks import beside, report, run, small_sizes
@@ -24,9 +24,6 @@ from derived_attention.linear.core import linear_attention
 from derived_attention.registry import grid_of, near_root
 from derived_book import experiment_tables
 from derived_book.training.run_key import PACKAGE
-
-ROOT = Path(__file__).parents[1]
-
 
 FORMS = ("fast", "reference")
 HERE = report.slug(run.processor())

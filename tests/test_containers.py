@@ -4,19 +4,16 @@ import json
 import re
 import shutil
 import subprocess
-import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from packaging.specifiers import SpecifierSet
+from places import PROJECT, ROOT
 
 import environment
 from derived_attention import __version__
-
-ROOT = Path(__file__).parents[1]
 
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
 KNOWN = set("ARG CMD COPY ENV EXPOSE FROM RUN USER WORKDIR".split())
@@ -105,9 +102,8 @@ def test_all_name_the_same_python_and_it_is_a_tested_one():
     versions = {place: python_of((ROOT / place).read_text("utf8")) for place in places}
     assert len(set(versions.values())) == 1, versions
     version = versions["Dockerfile"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
-    assert version in SpecifierSet(project["requires-python"])
-    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    assert version in SpecifierSet(PROJECT["requires-python"])
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
     head = (ROOT / "constraints.txt").read_text("utf8")
     assert "torch==" in head, "the image installs the versions of the lock"
 

@@ -103,7 +103,11 @@ def test_meaning_depends_on_no_object(name):
 @every_mechanism
 @pytest.mark.filterwarnings("ignore")
 def test_meaning_depends_on_no_compiler_and_no_transform(name):
-    """Of a padded batch, causal where the mechanism is; exported by `test_contract_transforms`."""
+    """Of a padded batch, causal where the mechanism is.
+
+    `test_contract` has the gradients of compiled functions, `test_contract_transforms` those of
+    exported layers.
+    """
     x, gone, causal = sequences(), PADDED["anywhere"], MECHANISMS[name].causal
     layers = [make_layer(name, **causal_of.get(name, {}))]
     if layers[0].paired and name not in MIXING:
@@ -113,7 +117,7 @@ def test_meaning_depends_on_no_compiler_and_no_transform(name):
         expected = output(layer, x, gone, **how)[~gone]
         torch.compiler.reset()
         views = OnViews(layer, CHANGES["views"], key_padding_mask=gone, **how)
-        compiled = torch.compile(views, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(views, fullgraph=True, backend="eager")
         assert_all_close([compiled(x)[~gone]], [expected], 1e-10, f"{name}, {layer.cross=}")
         one = lambda x, gone: output(layer, x, gone, **how)  # noqa: B023, E731
         assert_all_close([torch.func.vmap(one)(x, gone)[~gone]], [expected], 1e-10, name)

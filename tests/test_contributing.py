@@ -1,15 +1,13 @@
 """What strangers meet first: forms for issues, what to type, how to cite, and the changes."""
 
 import re
-import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
+from places import PROJECT, ROOT
 
 from derived_attention import __version__
 
-ROOT = Path(__file__).parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
 # GitHub's schema for issue forms: what a field's attributes and an element may have.
@@ -123,8 +121,7 @@ def test_the_citation_is_one_of_this_version():
     assert {"cff-version", "message", "title", "authors"} <= cff.keys()
     assert cff["cff-version"] == "1.2.0" and cff["version"] == __version__
     assert all(person.keys() & {"name", "family-names"} for person in cff["authors"])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
-    assert cff["license"] == project["license"]
+    assert cff["license"] == PROJECT["license"]
     dates = re.findall(rf"^## {re.escape(__version__)} \((.+)\)$",
                        (ROOT / "CHANGELOG.md").read_text("utf8"), flags=re.M)  # fmt: skip
     assert dates == [str(cff["date-released"])]

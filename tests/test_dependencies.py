@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from places import PROJECT, ROOT
 
 import notebooks
 from execute import code_of, read_page
 
-ROOT = Path(__file__).parents[1]
+packages_distributions = cache(packages_distributions)  # reads the list of files of every package
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
     "benchmarks",
@@ -49,6 +48,7 @@ UNDECLARED = {"datasets"}
 SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # a name of many projects: the one we use
 
 
+@cache
 def imports(source: str) -> set[str]:
     """Return the modules of other projects that `source` imports, or looks for, anywhere in it."""
     names = set()

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import environment
 
-ROOT = Path(__file__).parents[1]
 HEALTHY = "#!/bin/sh\necho 3.11\n"
 
 

@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
-
-ROOT = Path(__file__).resolve().parents[1]
+from places import ROOT
 
 END = "this call has ended"
 SCRIPT = """

@@ -194,6 +194,7 @@ def test_a_gpu_that_has_work_left_in_half_of_the_samples_is_busy_half_of_the_tim
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_stream", Stream)
+    monkeypatch.setattr(busy.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(busy, "EVERY", 1e-3)
     with pytest.raises(EndError):
         busy._sample(tmp_path / "busy")

@@ -4,9 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 PAGE = (ROOT / "book" / "C_claims.md").read_text("utf8")
 BLOCK = re.compile(r"^(`{3,})\{code-block\} (\w+)\n:caption: `(\S+)`\n(.*?)^\1$", re.S | re.M)
 HEAD = "---\nfile_format: mystnb\nkernelspec: {name: python3}\n---\n\n# A page\n\n"

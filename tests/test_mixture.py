@@ -85,7 +85,7 @@ def masks(n=N, m=M, heads=H, batch=B):
         "full": {"attn_mask": full},
         "additive": {"attn_mask": additive(full, torch.linspace(-1, 1, m))},
         "padding": {"attn_mask": keep(batch, 1, 1, m)},
-        "rows": {"attn_mask": keep(n, 1)},
+        "rows": {"attn_mask": keep(heads, n, 1)},
         "keys": {"attn_mask": keep(m)},
         "one": {"attn_mask": torch.tensor(False)},
     }
@@ -96,13 +96,6 @@ def assert_forms_agree(forms, what, inputs=None, tol=1e-10, **options):
     results = [with_gradients(f, inputs, **options) for f in forms]
     assert all(bool(x.isfinite().all()) for x in results[0]), what
     assert_all_close(*results, tol, what)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch, no_short_forms):
-    """Several blocks of queries, one of them not whole, and two heads at a time."""
-    monkeypatch.setattr(blocks, "CHUNK", 4)
-    monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)
 
 
 # --- the formula -------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import new
-
-ROOT = Path(__file__).parents[1]
 
 FORMULA = """    return mask.softmax(scores(q, k, scale) / 2) @ v
 """

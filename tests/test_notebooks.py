@@ -11,11 +11,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from places import ROOT
 
 from execute import RUNS, read_page
 from notebooks import name_cells
-
-ROOT = Path(__file__).parents[1]
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
 KINDS = ("[A-Z]_*", "audit_*", "positions")  # pages with code that are not chapters

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from places import HTML
 from pypdf import PdfReader
 
 import pdf
-
-ROOT = Path(__file__).parents[1]
-HTML = ROOT / "_build" / "html"
 
 CHAPTER = "book/05_normalise_and_scale"
 PARTS = [("", ["book/index"]), ("A & B", [CHAPTER]), ("Back matter", ["book/references"])]

@@ -1,15 +1,12 @@
 """Times to read: what is open counts, at the rates that the status page states."""
 
-from pathlib import Path
-
 from docutils import nodes
 from docutils.utils import new_document
+from places import ROOT
 from sphinx_exercise.nodes import exercise_node
 from sphinx_proof.nodes import proof_node
 
 import status_page
-
-ROOT = Path(__file__).parents[1]
 
 
 def page(*parts):

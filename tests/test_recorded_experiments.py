@@ -9,10 +9,10 @@ import importlib.machinery
 import math
 import pkgutil
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import experiments
 from derived_book import experiment_tables
@@ -22,7 +22,6 @@ from experiments import chapter10, chapter12, chapter14, chapter17, chapter18
 from experiments.page_models import chapter, model_code, page_path
 from experiments.protocol import changed_orders, experiment, rate_of, seeds_of
 
-ROOT = Path(__file__).parents[1]
 NAMES = [x.name for x in pkgutil.iter_modules(experiments.__path__)]
 MODULES = [importlib.import_module(f"experiments.{name}") for name in NAMES]
 RECORDED = [

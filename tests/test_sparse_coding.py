@@ -51,7 +51,7 @@ def codes(Q, K, **options):
 
 def converged_codes(Q, K, lam, **own):
     """Codes after as many steps as it takes: nearly parallel keys need many."""
-    steps, left = 3000, 1.0
+    steps, left = 1000, 1.0
     while left > 1e-9:
         residuals: list = []
         X = codes(Q, K, lam=lam, rho=1.0, iterations=steps, residuals=residuals, **own)

@@ -1,14 +1,13 @@
 """What lecturers get: a plan for every chapter, syllabi, and a graph that agrees with the cards."""
 
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import book
 import prerequisites
 
-ROOT = Path(__file__).parents[1]
 BOOK = ROOT / "book"
 
 CHAPTERS = [x.removeprefix("book/") for x in book.parts() if not x.startswith("book/audit_")]

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
 import environment
 import notebooks
 import versions
 from derived_attention import __version__
-
-ROOT = Path(__file__).parents[1]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 WORKFLOWS = {

@@ -14,8 +14,6 @@ from derived_book.training import workers
 from derived_book.training.grids import run_grid
 from experiments import protocol as recorded
 
-ROOT = Path(__file__).parents[1]
-
 # A program without `if __name__ == "__main__"`, as a notebook is: its functions are in no module.
 PROGRAM = """
 import json, os, signal, sys, time

@@ -59,12 +59,19 @@ def own_modules() -> list[types.ModuleType]:
     """
     own = []
     for name, module in sorted(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        installed = INSTALLED & set(path.parts) or any(map(path.is_relative_to, LIBRARIES))
+        path = getattr(module, "__file__", None) or ""
         ours = name.partition(".")[0] in (*ROOTS, "__main__", "__mp_main__")
-        if path.suffix == ".py" and path.is_file() and not installed and not ours:
-            own.append(module)
+        if path.endswith(".py") and not ours and not _is_installed(path, LIBRARIES):
+            if Path(path).is_file():
+                own.append(module)
     return own
+
+
+@functools.cache  # there are thousands of modules, and each call of `run_grid` looks at all
+def _is_installed(file: str, libraries: tuple[Path, ...]) -> bool:
+    """Return whether a file lies in a folder of installed packages."""
+    path = Path(file)
+    return bool(INSTALLED & set(path.parts)) or any(map(path.is_relative_to, libraries))
 
 
 def _state(module: types.ModuleType) -> dict[str, Any]:
