@@ -103,12 +103,8 @@ class Endless(Batches):
     def epoch(self, seed: int, number: int) -> Iterator[tuple]:
         """Yield the next `steps` batches."""
         for step in range(number * self.steps, (number + 1) * self.steps):
-            yield self.at(seed, step)
-
-    def at(self, seed: int, step: int) -> tuple:
-        """Return the batch of one step of training, so that a run can begin in its middle."""
-        torch.manual_seed(mix_seed(seed, step))
-        return self.draw()
+            torch.manual_seed(mix_seed(seed, step))
+            yield self.draw()
 
     @abc.abstractmethod
     def draw(self) -> tuple:

@@ -18,7 +18,7 @@ from derived_book.runtime import digest
 from derived_book.tasks.checks import check_name
 
 LEAST = 2048  # bytes of a document; shorter ones are left out
-MOST_HELD = 2**14  # bytes that are kept of a document that is held out
+MOST_HELD = 2**13  # bytes that are kept of a document that is held out
 TEST, VALIDATION = 40, 20  # documents at least, and a twentieth or a fortieth of all
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 TABLES = {"encodings", "pydoc_data"}  # which repeat each other, or are no code
@@ -35,7 +35,7 @@ class Documents:
     ----------
     name : str
     train, validation, test : dict of str to Tensor
-        A document of `validation` or `test` is cut to its first 16,384 bytes, so that no single one
+        A document of `validation` or `test` is cut to its first 8,192 bytes, so that no single one
         decides a mean.
     """
 

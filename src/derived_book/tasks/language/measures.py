@@ -1,4 +1,4 @@
-"""How well a language model predicts documents: bits, also of what a text repeats, and intervals.
+"""How well a language model predicts documents: bits per byte, also of what a text repeats.
 
 Bits are counted in windows that overlap by half, and only in the second half of each. So every
 counted byte has at least half a window of context, and all models have the same. A byte is
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from derived_book.runtime import check_count, evaluating
+from derived_book.runtime import evaluating
 
 N_GRAM = 8  # bytes: as long as a rare word, and one integer of 64 bits
 KINDS = ("all", "repeated", "recalled")  # of bytes
@@ -29,7 +29,6 @@ def cut_windows(text: Tensor, length: int) -> Tensor:
 
 def n_grams(text: np.ndarray, n: int = N_GRAM) -> np.ndarray:
     """Return the n-grams of bytes (..., T), n ≤ 8, as uint64 (..., T - n + 1)."""
-    check_count("n", n)
     last = text.shape[-1] - n + 1
     shifted = [text[..., i : last + i].astype(np.uint64) << np.uint64(8 * i) for i in range(n)]
     return np.bitwise_or.reduce(shifted)
@@ -93,31 +92,8 @@ def document_bits(
             nats = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
             bits.append(nats.view_as(y).double().cpu() / math.log(2))
     each = torch.cat(bits).numpy()
-    kinds = [x[:, -half:] for x in find_repeats(rows.numpy(), known)]
-    kinds = np.stack([np.ones_like(kinds[0]), *kinds])  # (3, windows, T // 2)
+    found = find_repeats(rows.numpy(), known)
+    kinds = np.stack([np.ones_like(found[0]), *found])[..., -half:]  # (3, windows, T // 2)
     sums = np.stack([(each * kinds).sum(-1), kinds.sum(-1)], -1).swapaxes(0, 1)  # (windows, 3, 2)
     ends = np.cumsum([len(x) for x in windows])[:-1]
     return np.stack([part.sum(0) for part in np.split(sums, ends)])
-
-
-def bootstrap(bits: np.ndarray, counts: np.ndarray, draws: int = 2000) -> tuple[float, float]:
-    """Return the ends of the 95 % interval of the mean bits per byte, by bootstrap.
-
-    Documents are drawn with replacement, the same for all seeds, and so are seeds, if there are
-    several. For a difference of two models, pass the differences of their bits.
-
-    Parameters
-    ----------
-    bits : ndarray
-        (documents,), or (seeds, documents).
-    counts : ndarray
-        (documents,): the bytes of each.
-    draws : int
-    """
-    bits, rng = np.atleast_2d(bits), np.random.default_rng(0)
-    seeds, documents = bits.shape
-    drawn = rng.multinomial(documents, np.full(documents, 1 / documents), draws)  # (draws, ·)
-    runs = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-    means = np.einsum("bs,sd,bd->b", runs, bits, drawn) / (drawn @ counts)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
