@@ -64,7 +64,7 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     tested = document_bits(model, data.test, known, model.length)
     bits, counts = tested.sum(0).T
     other = document_bits(model, data.validation, known, model.length).sum(0)
-    parts = np.array_split(np.array(losses) / np.log(2), PARTS)
+    parts = np.array_split(np.array(losses) / np.log(2), min(PARTS, steps))
     return {
         "validation": float(other[0, 0] / other[0, 1]),
         **dict(zip(KINDS, (bits / counts).tolist(), strict=True)),
