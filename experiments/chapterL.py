@@ -11,7 +11,6 @@ nothing else.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
@@ -23,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from torch import nn
 
 from derived_attention.common.files import cache_dir, write_atomically
 from derived_book.runtime import digest, seed_everything
-from derived_book.tasks.language.documents import Documents, load_documents
+from derived_book.tasks.language.documents import load_documents
 from derived_book.tasks.language.loss import Windows, byte_loss, generate
 from derived_book.tasks.language.measures import KINDS, document_bits, n_grams
 from derived_book.training import measure
@@ -43,31 +41,24 @@ PROMPT = "def read("
 CONTEXTS = 1024, 4096, 16384  # bytes, at which decoding is measured
 
 
-@functools.cache
-def documents(name: str) -> tuple[Documents, np.ndarray]:
-    """Return documents, and the n-grams of those for training, as `document_bits` wants them."""
-    data = load_documents(name)
-    return data, np.unique(n_grams(data.text.numpy()))
-
-
 def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) -> dict[str, Any]:
     """Train one arm; return its bits per byte of held-out documents, a curve and a text.
 
     ``"documents"`` has for each test document its bits and bytes of each kind, see `document_bits`.
     """
-    data, known = documents(how["data"])
+    data = load_documents(how["data"])
     seed_everything(seed)
     model = page.LanguageModel(arm, size).to(how["device"])
-    name = digest(run_key(train), data.digest, arm, seed, steps, lr, size, *how.values())
+    name = digest(run_key(train_on), data.digest, arm, seed, steps, lr, size, *how.values())
     windows = Windows(data.text, model.length, how["batch"], steps=1)
-    losses = train(model, windows, seed, steps, lr, cache_dir("runs") / f"{name}.safetensors")
+    losses = train_on(model, windows, seed, steps, lr, cache_dir("runs") / f"{name}.safetensors")
+    known = np.unique(n_grams(data.text.numpy()))
     tested = document_bits(model, data.test, known, model.length)
-    bits, counts = tested.sum(0).T
-    other = document_bits(model, data.validation, known, model.length).sum(0)
+    other = document_bits(model, data.validation, known, model.length)
+    bits, counts = np.concatenate([other.sum(0)[:1], tested.sum(0)]).T
     parts = np.array_split(np.array(losses) / np.log(2), min(PARTS, steps))
     return {
-        "validation": float(other[0, 0] / other[0, 1]),
-        **dict(zip(KINDS, (bits / counts).tolist(), strict=True)),
+        **dict(zip(("validation", *KINDS), (bits / counts).tolist(), strict=True)),
         "documents": tested.round(2).tolist(),
         "curve": [float(part.mean()) for part in parts],
         "text": generate(model, PROMPT, 400, temperature=0.7),
@@ -75,14 +66,14 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     }
 
 
-def train(
-    model: nn.Module, windows: Windows, seed: int, steps: int, lr: float, path: Path
+def train_on(
+    model: torch.nn.Module, batches: Windows, seed: int, steps: int, lr: float, path: Path
 ) -> list[float]:
     """Train as `fit` does, and return all losses; go on from the checkpoint at `path`."""
     device = next(model.parameters()).device
     trainer = Trainer(model, byte_loss, chosen_precision(None, model, device), device)
     losses, saved = resume(trainer, path), time.monotonic()
-    for loss in page.train(trainer, windows, seed, range(len(losses), steps), lr):
+    for loss in page.train(trainer, batches, seed, range(len(losses), steps), lr):
         losses.append(loss)
         if time.monotonic() - saved > MINUTE:
             store(trainer, losses, path)
@@ -117,72 +108,49 @@ def resume(trainer: Trainer, path: Path) -> list[float]:
 
 def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     """Describe the runs of a size, for `steps` steps and for half of them."""
-    kinds = {"all": "test", "repeated": "repeated", "recalled": "recalled"}
-    return deciding(
-        f"one model with nine kinds of attention, size {size}",
-        scores,
-        page.ARMS,
-        [("validation", "bits per byte, validation", 1, 3)]
-        + [(kind, f"bits per byte, {name}", 1, 3) for kind, name in kinds.items()],
-        steps=(steps // 2, steps),
-        seeds=3,
-        tuning_seeds=(1000,),
-        best=min,
-        size=size,
-        data="code",
-        **how,
-    )
+    title = f"one model with nine kinds of attention, size {size}"
+    columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
+    how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), best=min, size=size)
+    return deciding(title, scores, page.ARMS, columns, data="code", **how)
 
 
-PLANS = {
-    "laptop": plan("laptop", 2000, batch=16, device="cpu"),
-    "gpu": plan("gpu", 1000, batch=32, device="cuda"),
-}
-EXPERIMENTS = {  # those that are recorded
-    size: plan for size, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_{size}_*.json")]
-}
+PLANS = {"laptop": plan("laptop", 2000, batch=16, device="cpu")}
+PLANS["gpu"] = plan("gpu", 1000, batch=32, device="cuda")
+# Those that are recorded:
+EXPERIMENTS = {x: plan for x, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_{x}_*.json")]}
 
 
 # --- what training and decoding take --------------------------------------------------------------
-
-
-def timed(task: str, length: int, calls: Any, sizes: dict[str, int], rounds: int) -> list[Any]:
-    """Return a row for each arm with its time, its time beside softmax's, and its memory."""
-    times = measure.compare(calls, repeats=rounds, device="cpu")
-    same = {"seed": 0, "task": task, "length": length}
-    return [
-        {"arm": arm, **same, "seconds": x.median, "ratio": x.ratio, "bytes": sizes.get(arm)}
-        for arm, x in times.items()
-    ]
 
 
 def cost(size: str = "laptop", batch: int = 16, rounds: int = 15) -> dict[str, Any]:
     """Measure a step of training, and decoding after contexts, side by side, on one thread."""
     models = {arm: page.LanguageModel(arm, size) for arm in page.ARMS}
     x = torch.randint(256, (batch, page.SIZES[size]["length"] + 1))
+    rows: list[dict[str, Any]] = []
 
-    def step(model: nn.Module) -> None:
+    def step(model: torch.nn.Module) -> None:
         byte_loss(model, (x,))[0].backward()
 
-    steps = {arm: partial(step, model) for arm, model in models.items()}
-    rows = timed("training", x[:, 1:].numel(), steps, {}, rounds)
+    def add(task: str, length: int, calls: dict[str, Any], past: dict[str, Any]) -> None:
+        sizes = {arm: page.bytes_kept(kept) for arm, kept in past.items()}
+        for arm, (seconds, ratio) in measure.compare(calls, repeats=rounds, device="cpu").items():
+            own = {"seconds": seconds, "ratio": ratio, "bytes": sizes.get(arm)}
+            rows.append({"arm": arm, "seed": 0, "task": task, "length": length} | own)
+
+    add("training", x[:, 1:].numel(), {a: partial(step, m) for a, m in models.items()}, {})
     for n in CONTEXTS:
         past, calls = {}, {}
         for arm in page.DECODED:
             for part in torch.randint(256, (1, n)).split(256, 1):
                 past[arm] = page.read(models[arm], part, past.get(arm))[1]
             calls[arm] = partial(page.read, models[arm], x[:1, :1], past[arm])
-        sizes = {arm: page.bytes_kept(kept) for arm, kept in past.items()}
-        rows += timed("decoding", n, calls, sizes, rounds)
-    return {
-        "schema": SCHEMA,
-        "title": "Time of a training step, and time and memory of decoding a byte",
-        "device": "cpu",
-        "machine": measure.machine(),
-        "settings": {"size": size, "batch": batch, "rounds": rounds},
-        "columns": [("ratio", "time, softmax = 1", 1, 2)],
-        "rows": rows,
-    }
+        add("decoding", n, calls, past)
+    title = "Time of a training step, and time and memory of decoding a byte"
+    settings = {"size": size, "batch": batch, "rounds": rounds}
+    columns = [("ratio", "time, softmax = 1", 1, 2)]
+    found = {"machine": measure.machine(), "settings": settings, "columns": columns, "rows": rows}
+    return {"schema": SCHEMA, "title": title, "device": "cpu"} | found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,9 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["cost"]:
         torch.set_num_threads(1)
-        write_atomically(
-            FOLDER / "chapterL_cost_cpu.json", (json.dumps(cost(), indent=1) + "\n").encode()
-        )
+        written = json.dumps(cost(), indent=1) + "\n"
+        write_atomically(FOLDER / "chapterL_cost_cpu.json", written.encode())
         return 0
     named = {size: plan for size, plan in PLANS.items() if size in given}
     return command("chapterL", named or {"laptop": PLANS["laptop"]}, FOLDER, __doc__, given)

@@ -47,8 +47,8 @@ TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share 
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
 POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
 RULE = (
-    "Each learning rate is chosen after {steps:,} steps by the worst of the seeds for tuning "
-    "({seeds}), from a grid that grows until the best rate is inside it or ties with its neighbour "
+    "Each learning rate is chosen after {steps:,} steps by the {seeds}, "
+    "from a grid that grows until the best rate is inside it or ties with its neighbour "
     "there; a rate at which one of these runs collapses is not chosen"
 )
 FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
@@ -226,7 +226,8 @@ def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     """Choose the rates, make all runs and the longer ones; return what is written of them."""
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
-    seeds = ", ".join(map(str, plan["tuning_seeds"]))
+    first, *more = plan["tuning_seeds"]
+    seeds = f"worst of the seeds {', '.join(map(str, (first, *more)))}" if more else f"seed {first}"
     rule = FIXED.format(rate=fixed) if fixed else RULE.format(steps=steps[-1], seeds=seeds)
     tuning = [] if fixed else _tuned(plan, results)
     rates = {arm: fixed or choose_rate(_worst(plan, tuning, arm))[0] for arm in plan["names"]}

@@ -143,7 +143,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, ar
         torch.manual_seed(0)
         model = page.LanguageModel(arm, "small")
         with protocol.watch_losses() as watched:
-            losses = chapterL.train(model, kind(text, 32, 4, steps=1), 5, 20, 1e-2, path)
+            losses = chapterL.train_on(model, kind(text, 32, 4, steps=1), 5, 20, 1e-2, path)
         assert watched == losses
         return losses, model.state_dict()
 

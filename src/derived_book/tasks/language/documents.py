@@ -52,8 +52,7 @@ class Documents:
     @property
     def digest(self) -> str:
         """A short text that differs if any byte of any part does."""
-        parts = [self.text, *self.validation.values(), *self.test.values()]
-        return digest(*(x.numpy() for x in parts))[:16]
+        return digest(self.train, self.validation, self.test)[:16]
 
 
 def load_documents(name: str) -> Documents:
@@ -84,10 +83,8 @@ def load_documents(name: str) -> Documents:
     loaders: dict[str, Callable[[], Iterable[Text]]] = {"code": _code, "addresses": _addresses}
     check_name("name", name, loaders)
     texts = dict(loaders[name]())
-    names = sorted(
-        (x for x, text in texts.items() if len(text) >= LEAST),
-        key=lambda x: hashlib.sha256(x.encode()).digest(),
-    )
+    names = [x for x, text in texts.items() if len(text) >= LEAST]
+    names.sort(key=lambda x: hashlib.sha256(x.encode()).digest())
     test = max(TEST, len(names) // 20)
     held = test + max(VALIDATION, len(names) // 40)
 
