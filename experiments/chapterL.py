@@ -108,10 +108,9 @@ def resume(trainer: Trainer, path: Path) -> list[float]:
 
 def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     """Describe the runs of a size, for `steps` steps and for half of them."""
-    title = f"one model with nine kinds of attention, size {size}"
     columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
     how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), best=min, size=size)
-    return deciding(title, scores, page.ARMS, columns, data="code", **how)
+    return deciding(f"nine attentions, {size}", scores, page.ARMS, columns, data="code", **how)
 
 
 PLANS = {"laptop": plan("laptop", 2000, batch=16, device="cpu")}
