@@ -113,8 +113,8 @@ def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     return deciding(f"nine attentions, {size}", scores, page.ARMS, columns, data="code", **how)
 
 
-PLANS = {"laptop": plan("laptop", 2000, batch=16, device="cpu")}
-PLANS["gpu"] = plan("gpu", 1000, batch=32, device="cuda")
+PLANS = {"laptop": plan("laptop", 4000, batch=8, device="cpu")}
+PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
 # Those that are recorded:
 EXPERIMENTS = {x: plan for x, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_{x}_*.json")]}
 
@@ -122,7 +122,7 @@ EXPERIMENTS = {x: plan for x, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_
 # --- what training and decoding take --------------------------------------------------------------
 
 
-def cost(size: str = "laptop", batch: int = 16, rounds: int = 15) -> dict[str, Any]:
+def cost(size: str = "laptop", batch: int = 8, rounds: int = 15) -> dict[str, Any]:
     """Measure a step of training, and decoding after contexts, side by side, on one thread."""
     models = {arm: page.LanguageModel(arm, size) for arm in page.ARMS}
     x = torch.randint(256, (batch, page.SIZES[size]["length"] + 1))
