@@ -37,7 +37,6 @@ from experiments.protocol import command, deciding
 
 page = chapter("L")
 MINUTE, PARTS = 60.0, 50  # between two checkpoints in seconds; points of a curve
-PROMPT = "def read("
 CONTEXTS = 1024, 4096, 16384  # bytes, at which decoding is measured
 
 
@@ -61,7 +60,7 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
         **dict(zip(("validation", *KINDS), (bits / counts).tolist(), strict=True)),
         "documents": tested.round(2).tolist(),
         "curve": [float(part.mean()) for part in parts],
-        "text": generate(model, PROMPT, 400, temperature=0.7),
+        "text": generate(model, "def read(", 400, temperature=0.7),
         "digest": data.digest,
     }
 

@@ -171,4 +171,4 @@ def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch,
     tested = np.array(row["documents"])
     assert tested.shape == (5, 3, 2)
     assert tested.sum(0)[0, 0] / tested.sum(0)[0, 1] == pytest.approx(row["all"], abs=1e-3)
-    assert row["text"].startswith(chapterL.PROMPT) and len(row["curve"]) == row["steps"]
+    assert row["text"].startswith("def read(") and len(row["curve"]) == row["steps"]
