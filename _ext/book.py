@@ -50,7 +50,7 @@ EXTERNAL = {
 WORDS = {"callable", "optional"}  # what descriptions of types say and is no class
 
 # Letters of the pages between chapters; appendices have A to E, and audits the numbers of parts.
-LETTERS = {"book/positions": "P"}
+LETTERS = {"book/positions": "P", "book/language_model": "L"}
 AUDITS = {
     "book/audit_support_vectors": "II",
     "book/audit_wavelets": "III",

@@ -23,7 +23,7 @@ from derived_attention.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?:---\n(.*?)^---\n)?(.*?)^```$", re.DOTALL | re.M)
-LETTERS = {"P": "positions"}  # the pages of chapters that have no number
+LETTERS = {"P": "positions", "L": "language_model"}  # the pages of chapters that have no number
 TAGS = re.compile(r"^tags: \[(.*)\]$", re.M)
 
 

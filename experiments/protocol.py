@@ -50,10 +50,10 @@ TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share 
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
 POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
 RULE = (
-    "Each learning rate is chosen after {steps:,} steps by the worst of the seeds 1000, 1001 and "
-    "1002, and by their mean where the worst tie, from a grid that grows until the best rate is "
-    "inside it or ties with its neighbour there, and up to 0.1 for an arm whose worst seed is no "
-    "better than a control; a rate at which one of these runs collapses is not chosen"
+    "Each learning rate is chosen after {steps:,} steps by the {seeds}, from a grid that grows "
+    "until the best rate is inside it or ties with its neighbour there, and up to 0.1 for an arm "
+    "whose worst seed is no better than a control; a rate at which one of these runs collapses is "
+    "not chosen"
 )
 FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
 Results = Callable[[Iterable[dict[str, Any]]], list[dict[str, Any]]]
@@ -86,6 +86,7 @@ def deciding(
     *,
     steps: Sequence[int],
     seeds: int | Mapping[str, int] = DECIDING_SEEDS,
+    tuning_seeds: Sequence[int] = TUNING_SEEDS,
     rate: float | None = None,
     best: Callable[..., float] = max,
     below: Mapping[str, str | float] | None = None,
@@ -97,7 +98,8 @@ def deciding(
     twice the one before it, the budget. The metric of the first column chooses learning rates, and
     decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
     A mapping `seeds` has the number of seeds of some arms, and all others have eight: an arm of
-    which the page computes that it cannot do a job shows it with one.
+    which the page computes that it cannot do a job shows it with one. `tuning_seeds` choose the
+    learning rates: one is enough where scores differ little between seeds.
 
     `below` has the arms that the page's verdict places below another arm or below a number, which
     means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
@@ -117,7 +119,8 @@ def deciding(
     if fewest < len(LONG_SEEDS):
         raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
     plan = experiment(title, function, names, columns, **settings) | {"seeds": seeds}
-    return plan | {"steps": list(steps), "rate": rate, "best": best, "below": below}
+    plan |= {"steps": list(steps), "rate": rate, "best": best, "below": below}
+    return plan | {"tuning_seeds": tuning_seeds}
 
 
 def seeds_of(plan: Mapping[str, Any], arm: str) -> range:
@@ -155,7 +158,7 @@ def run(
     return {
         "schema": SCHEMA,
         "title": plan["title"],
-        "device": "cpu",
+        "device": settings.get("device", "cpu"),
         "machine": machine(),
         "settings": settings,
         "columns": plan["columns"],
@@ -227,6 +230,10 @@ def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     """Choose the rates, make all runs and the longer ones; return what is written of them."""
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
+    first, *more = map(str, plan["tuning_seeds"])
+    seeds = f"worst of the seeds {', '.join((first, *more))}, and by their mean where the worst tie"
+    seeds = seeds if more else f"seed {first}"
+    rule = FIXED.format(rate=fixed) if fixed else RULE.format(steps=steps[-1], seeds=seeds)
     tuning = [] if fixed else _tuned(plan, results)
     rates = {arm: fixed or rate_of(plan, tuning, arm)[0] for arm in plan["names"]}
     own = {arm: seeds_of(plan, arm) for arm in plan["names"]}
@@ -245,7 +252,7 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     return {
         "budget": steps[-2],
         "steps": steps,
-        "rule": FIXED.format(rate=fixed) if fixed else RULE.format(steps=steps[-1]),
+        "rule": rule,
         "best": plan["best"].__name__,
         "rates": rates,
         "at_bound": [] if fixed else [a for a, lr in rates.items() if lr in (GRID[0], GRID[-1])],
@@ -264,7 +271,7 @@ def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         rows += results(
             {"arm": arm, "seed": seed, "steps": steps, "lr": lr}
             for arm, lr in asked
-            for seed in TUNING_SEEDS
+            for seed in plan["tuning_seeds"]
         )
         more = {arm: rate_of(plan, rows, arm)[1] for arm in plan["names"]}
         asked = [(arm, lr) for arm, lr in more.items() if lr is not None]
@@ -417,7 +424,8 @@ def command(
     torch.set_num_threads(1)
     refused = False
     for name in names:
-        path, plan = folder / f"{prefix}_{name}_cpu.json", experiments[name]
+        plan = experiments[name]
+        path = folder / f"{prefix}_{name}_{plan['settings'].get('device', 'cpu')}.json"
         data = run(plan, asked.workers, kept_rows(path, plan) if asked.keep else [])
         changed = changed_orders(data, plan)
         if not changed:

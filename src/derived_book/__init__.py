@@ -27,6 +27,7 @@ _MODULES = {
     "tasks.images.model": "VisionTransformer",
     "tasks.images.run": "train_images",
     "tasks.language.data": "encode load_text",
+    "tasks.language.documents": "load_documents",
     "tasks.language.loss": "Windows byte_loss generate",
     "tasks.language.model": "ByteLM",
     "tasks.language.sessions": "Sessions draw_sessions right_answers",

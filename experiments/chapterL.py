@@ -1,0 +1,167 @@
+"""Train one model with nine kinds of attention: ``python -m experiments.chapterL``.
+
+Twenty hours on one thread of a CPU for the size `laptop`, which is trained if none is named; `gpu`
+needs one. A run that is interrupted goes on from its last minute. Each learning rate is chosen by
+one seed, at the last number of steps: on documents of 8 MB, bits per byte differ between seeds by
+far less than between neighbouring rates. What chooses it are other documents than the test's.
+
+``python -m experiments.chapterL cost`` measures training and decoding: on a machine that does
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+
+from derived_attention.common.files import cache_dir, write_atomically
+from derived_book.runtime import digest, seed_everything
+from derived_book.tasks.language.documents import load_documents
+from derived_book.tasks.language.loss import Windows, byte_loss, generate
+from derived_book.tasks.language.measures import KINDS, document_bits, n_grams
+from derived_book.training import measure
+from derived_book.training.fit import Trainer, chosen_precision
+from derived_book.training.recorded import FOLDER, SCHEMA
+from derived_book.training.run_key import run_key
+from experiments.page_models import chapter
+from experiments.protocol import command, deciding
+
+page = chapter("L")
+MINUTE, PARTS = 60.0, 50  # between two checkpoints in seconds; points of a curve
+CONTEXTS = 1024, 4096, 16384  # bytes, at which decoding is measured
+
+
+def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) -> dict[str, Any]:
+    """Train one arm; return its bits per byte of held-out documents, a curve and a text.
+
+    ``"documents"`` has for each test document its bits and bytes of each kind, see `document_bits`.
+    """
+    data = load_documents(how["data"])
+    seed_everything(seed)
+    model = page.LanguageModel(arm, size).to(how["device"])
+    name = digest(run_key(train_on), data.digest, arm, seed, steps, lr, size, *how.values())
+    windows = Windows(data.text, model.length, how["batch"], steps=1)
+    losses = train_on(model, windows, seed, steps, lr, cache_dir("runs") / f"{name}.safetensors")
+    known = np.unique(n_grams(data.text.numpy()))
+    tested = document_bits(model, data.test, known, model.length)
+    other = document_bits(model, data.validation, known, model.length)
+    bits, counts = np.concatenate([other.sum(0)[:1], tested.sum(0)]).T
+    parts = np.array_split(np.array(losses) / np.log(2), min(PARTS, steps))
+    return {
+        **dict(zip(("validation", *KINDS), (bits / counts).tolist(), strict=True)),
+        "documents": tested.round(2).tolist(),
+        "curve": [float(part.mean()) for part in parts],
+        "text": generate(model, "def read(", 400, temperature=0.7),
+        "digest": data.digest,
+    }
+
+
+def train_on(
+    model: torch.nn.Module, batches: Windows, seed: int, steps: int, lr: float, path: Path
+) -> list[float]:
+    """Train as `fit` does, and return all losses; go on from the checkpoint at `path`."""
+    device = next(model.parameters()).device
+    trainer = Trainer(model, byte_loss, chosen_precision(None, model, device), device)
+    losses, saved = resume(trainer, path), time.monotonic()
+    for loss in page.train(trainer, batches, seed, range(len(losses), steps), lr):
+        losses.append(loss)
+        if time.monotonic() - saved > MINUTE:
+            store(trainer, losses, path)
+            saved = time.monotonic()
+    path.unlink(missing_ok=True)
+    return losses
+
+
+def store(trainer: Trainer, losses: list[float], path: Path) -> None:
+    """Write a checkpoint of weights, optimiser and losses."""
+    tensors = {"losses": torch.tensor(losses, dtype=torch.float64)}
+    for i, p in enumerate(trainer.model.parameters()):
+        state = {"weight": p.detach(), **trainer.optimiser.state[p]}
+        tensors |= {f"{i} {key}": x.contiguous() for key, x in state.items()}
+    write_atomically(path, save(tensors))
+
+
+def resume(trainer: Trainer, path: Path) -> list[float]:
+    """Read the checkpoint at `path`, if there is one, and return the losses so far."""
+    if not path.exists():
+        return []
+    found = load(path.read_bytes())
+    for i, p in enumerate(trainer.model.parameters()):
+        p.data.copy_(found[f"{i} weight"])
+        state = {key: found[f"{i} {key}"].to(p.device) for key in ("exp_avg", "exp_avg_sq")}
+        trainer.optimiser.state[p] = {"step": found[f"{i} step"], **state}
+    losses: list[float] = found["losses"].tolist()
+    for loss in losses:  # so that `watch_losses` has those before the interruption
+        torch.tensor(loss, requires_grad=True).backward()
+    return losses
+
+
+def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
+    """Describe the runs of a size, for `steps` steps and for half of them."""
+    columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
+    how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), best=min, size=size)
+    return deciding(f"nine attentions, {size}", scores, page.ARMS, columns, data="code", **how)
+
+
+PLANS = {"laptop": plan("laptop", 4000, batch=8, device="cpu")}
+PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
+# Those that are recorded:
+EXPERIMENTS = {x: plan for x, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_{x}_*.json")]}
+
+
+# --- what training and decoding take --------------------------------------------------------------
+
+
+def cost(size: str = "laptop", batch: int = 8, rounds: int = 15) -> dict[str, Any]:
+    """Measure a step of training, and decoding after contexts, side by side, on one thread."""
+    models = {arm: page.LanguageModel(arm, size) for arm in page.ARMS}
+    x = torch.randint(256, (batch, page.SIZES[size]["length"] + 1))
+    rows: list[dict[str, Any]] = []
+
+    def step(model: torch.nn.Module) -> None:
+        byte_loss(model, (x,))[0].backward()
+
+    def add(task: str, length: int, calls: dict[str, Any], past: dict[str, Any]) -> None:
+        sizes = {arm: page.bytes_kept(kept) for arm, kept in past.items()}
+        for arm, (seconds, ratio) in measure.compare(calls, repeats=rounds, device="cpu").items():
+            own = {"seconds": seconds, "ratio": ratio, "bytes": sizes.get(arm)}
+            rows.append({"arm": arm, "seed": 0, "task": task, "length": length} | own)
+
+    add("training", x[:, 1:].numel(), {a: partial(step, m) for a, m in models.items()}, {})
+    for n in CONTEXTS:
+        past, calls = {}, {}
+        for arm in page.DECODED:
+            for part in torch.randint(256, (1, n)).split(256, 1):
+                past[arm] = page.read(models[arm], part, past.get(arm))[1]
+            calls[arm] = partial(page.read, models[arm], x[:1, :1], past[arm])
+        add("decoding", n, calls, past)
+    title = "Time of a training step, and time and memory of decoding a byte"
+    settings = {"size": size, "batch": batch, "rounds": rounds}
+    columns = [("ratio", "time, softmax = 1", 1, 2)]
+    found = {"machine": measure.machine(), "settings": settings, "columns": columns, "rows": rows}
+    return {"schema": SCHEMA, "title": title, "device": "cpu"} | found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train the size that the command line names, or measure the costs."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["cost"]:
+        torch.set_num_threads(1)
+        written = json.dumps(cost(), indent=1) + "\n"
+        write_atomically(FOLDER / "chapterL_cost_cpu.json", written.encode())
+        return 0
+    named = {size: plan for size, plan in PLANS.items() if size in given}
+    return command("chapterL", named or {"laptop": PLANS["laptop"]}, FOLDER, __doc__, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

