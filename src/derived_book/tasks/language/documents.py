@@ -34,7 +34,7 @@ class Documents:
     Attributes
     ----------
     name : str
-    train, validation, test : dict of str to Tensor
+    train, validation, test : dict
         A document of `validation` or `test` is cut to its first 8,192 bytes, so that no single one
         decides a mean.
     """
@@ -46,12 +46,12 @@ class Documents:
 
     @property
     def text(self) -> Tensor:
-        """The training documents, one after another: (n,) uint8."""
+        """Return the training documents one after another, (n,) uint8."""
         return torch.cat(list(self.train.values()))
 
     @property
     def digest(self) -> str:
-        """A short text that differs if any byte of any part does."""
+        """Return a short text that differs if any byte of any part does."""
         return digest(self.train, self.validation, self.test)[:16]
 
 
