@@ -3,21 +3,18 @@
 import dataclasses
 import functools
 import itertools
-import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from kinds import detector, scenes, writer
-from PIL import Image
 from torch import nn
 
 from derived_attention import PrimalAttention, linear_attention, softmax_attention
 from derived_attention.layer import MultiheadAttention
 from derived_book.runtime import digest
 from derived_book.tasks.detection import data
-from derived_book.tasks.detection.data import SHAPES, Scenes, load_coco, make_scenes
+from derived_book.tasks.detection.data import SHAPES, Scenes, make_scenes
 from derived_book.tasks.detection.loss import (
     Detections,
     SceneBatches,
@@ -131,70 +128,6 @@ def test_wrong_scenes():
     ):
         with pytest.raises(ValueError, match=f"{field} {message}"):
             dataclasses.replace(good, **{field: wrong})
-
-
-# --- MSCOCO: a folder that has its format ---------------------------------------------------------
-
-
-@pytest.fixture
-def coco(tmp_path):
-    """Three photographs, one of them grey; the categories' numbers have gaps, as there."""
-    sizes = {7: (40, 20), 3: (20, 60), 5: (32, 32)}
-    (tmp_path / "val2017").mkdir()
-    for number, size in sizes.items():
-        image = Image.new("RGB", size, (255, 0, 0)).convert("L" if number == 3 else "RGB")
-        image.save(tmp_path / "val2017" / f"{number:012}.png")
-    found = [(7, 44, [10, 5, 20, 10], 0), (7, 2, [0, 0, 40, 20], 0), (7, 2, [0, 0, 9, 9], 1),
-             (5, 2, [8, 0, 16, 32], 0)]  # fmt: skip
-    content = {
-        "images": [
-            {"id": i, "file_name": f"{i:012}.png", "width": w, "height": h}
-            for i, (w, h) in sizes.items()
-        ],
-        "categories": [{"id": 44, "name": "bottle"}, {"id": 2, "name": "bicycle"}],
-        "annotations": [
-            {"id": i, "image_id": image, "category_id": c, "bbox": box, "iscrowd": crowd, "area": 1}
-            for i, (image, c, box, crowd) in enumerate(found, start=1)
-        ],
-    }
-    (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations" / "instances_val2017.json").write_text(json.dumps(content))
-    return tmp_path
-
-
-def test_photographs_of_coco(coco, capsys):
-    found = load_coco(coco, size=16)
-    assert not capsys.readouterr().out
-    assert found.names == ("bicycle", "bottle") and found.images.shape == (3, 3, 16, 16)
-    assert found.sizes.tolist() == [[20, 60], [32, 32], [40, 20]]  # images 3, 5 and 7
-    assert found.labels.tolist() == [[-1, -1], [0, -1], [1, 0]]  # nothing for the crowd
-    expected = [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 1, 1]]
-    torch.testing.assert_close(found.boxes[2], torch.tensor(expected))
-    torch.testing.assert_close(found.boxes[1, 0], torch.tensor([0.5, 0.5, 0.5, 1]))
-    colour = torch.tensor([1.0, 0, 0])
-    torch.testing.assert_close(found.images[1:].mean((2, 3)), colour.expand(2, 3))
-    assert (found.images[0, 0] == found.images[0, 1]).all()  # grey
-    few = load_coco(coco, size=16, limit=2)
-    assert torch.equal(few.images, found.images[:2]) and few.boxes.shape == (2, 1, 4)
-    assert average_precision(perfect(found), found)["AP"] == 1
-
-
-def test_coco_that_is_not_there(coco, monkeypatch):
-    advice = "instances_train2017.json does not exist. Get .*cocodataset.org"
-    with pytest.raises(FileNotFoundError, match=advice):
-        load_coco(coco, "train2017")
-    (coco / "val2017" / f"{3:012}.png").unlink()
-    advice = "000000000003.png does not exist. Get the annotations and the im"
-    with pytest.raises(FileNotFoundError, match=advice):
-        load_coco(coco)
-    with pytest.raises(TypeError, match="split is int; expected a string"):
-        load_coco(coco, 3)
-    for name in ("size", "limit"):
-        with pytest.raises(ValueError, match=f"{name} is 0; expected a whole number, at least 1"):
-            load_coco(coco, **{name: 0})
-    monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install \"derived-attention\[data\]\""):
-        load_coco(coco)
 
 
 # --- The model ------------------------------------------------------------------------------------

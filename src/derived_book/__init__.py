@@ -19,7 +19,7 @@ _MODULES = {
     "sliders": "Bars Heat Line Panel Points slider",
     "svr": "fit_svr gram_features",
     "runtime": "seed_everything start",
-    "tasks.detection.data": "load_coco make_scenes",
+    "tasks.detection.data": "make_scenes",
     "tasks.detection.loss": "SceneBatches average_precision detect detection_loss",
     "tasks.detection.model": "DetectionTransformer",
     "tasks.detection.run": "train_detection",

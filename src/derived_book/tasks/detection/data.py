@@ -1,11 +1,10 @@
-"""Images with objects to detect: drawn scenes, and photographs of MSCOCO (chapter 14)."""
+"""Images with objects to detect, drawn as scenes of shapes (chapter 14)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from derived_attention.common.checks import check_count
 from derived_book.runtime import check_seed
-from derived_book.tasks.checks import check_range, check_tensor, check_type, needs
+from derived_book.tasks.checks import check_range, check_tensor, needs
 
 SHAPES = ("disc", "rectangle", "triangle", "cross", "ring")
 PLACES = 20  # attempts to place an object
@@ -39,7 +38,7 @@ class Scenes:
     labels : Tensor
         (n, K) int64: the class of each object; -1 where there is none.
     sizes : Tensor
-        (n, 2) int64: width and height in pixels, of the original photograph if it was scaled.
+        (n, 2) int64: width and height in pixels.
     names : tuple of str
         The names of the classes.
     """
@@ -200,66 +199,7 @@ def _inside(shape: str, u: np.ndarray, v: np.ndarray, width: np.ndarray) -> np.n
     return box & ((abs(u) < 0.4) | (abs(v) < 0.4)) if shape == "cross" else box
 
 
-# --- MSCOCO ---------------------------------------------------------------------------------------
-
-
-def load_coco(
-    folder: str | Path, split: str = "val2017", *, size: int = 128, limit: int | None = None
-) -> Scenes:
-    """Read photographs of MSCOCO [Lin2014] and their boxes from a folder.
-
-    Get ``annotations_trainval2017.zip`` and ``val2017.zip`` (or ``train2017.zip``) from
-    https://cocodataset.org and unpack them there. `pycocotools` reads the annotations. Images are
-    scaled to squares, and boxes with them. Annotations of crowds are left out. The classes are the
-    categories of the file, in its order; K is the most objects of an image.
-
-    Parameters
-    ----------
-    folder : path
-        Has ``annotations/instances_<split>.json`` and a folder ``<split>`` of images.
-    split : str
-    size : int
-        S, the pixels on the side of an image.
-    limit : int, optional
-        Read only so many images, those with the lowest numbers.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For an invalid argument.
-    FileNotFoundError
-        If a file is missing.
-    ModuleNotFoundError
-        If pycocotools is not installed.
-    """
-    check_count("size", size, 1)
-    if limit is not None:
-        check_count("limit", limit, 1)
-    check_type("split", split, str, "a string")
-    annotations = Path(folder) / "annotations" / f"instances_{split}.json"
-    _check_exists(annotations)
-    with silence():
-        coco = coco_api().COCO(str(annotations))
-    photographs = coco.loadImgs(sorted(coco.getImgIds())[:limit])
-    label_of = {number: label for label, number in enumerate(sorted(coco.getCatIds()))}
-    names = tuple(category["name"] for category in coco.loadCats(list(label_of)))
-    objects = [
-        [x for x in coco.imgToAnns[photograph["id"]] if not x.get("iscrowd", 0)]
-        for photograph in photographs
-    ]
-    boxes = torch.zeros(len(photographs), max(map(len, objects), default=0), 4)
-    labels = torch.full(boxes.shape[:2], -1)
-    images = torch.empty(len(photographs), 3, size, size)
-    for i, photograph in enumerate(photographs):
-        w, h = photograph["width"], photograph["height"]
-        for k, annotation in enumerate(objects[i]):
-            left, top, *sides = annotation["bbox"]
-            centre = left + sides[0] / 2, top + sides[1] / 2
-            boxes[i, k] = torch.tensor((centre[0] / w, centre[1] / h, sides[0] / w, sides[1] / h))
-            labels[i, k] = label_of[annotation["category_id"]]
-        images[i] = _read_image(Path(folder) / split / photograph["file_name"], size)
-    sizes = torch.tensor([[x["width"], x["height"]] for x in photographs]).view(-1, 2)
-    return Scenes(images, boxes, labels, sizes, names)
+# --- pycocotools, which computes the average precision -------------------------------------------
 
 
 def coco_api() -> Any:
@@ -273,21 +213,3 @@ def coco_api() -> Any:
 def silence() -> contextlib.AbstractContextManager[Any]:
     """Return a context that hides the output of pycocotools."""
     return contextlib.redirect_stdout(io.StringIO())
-
-
-def _check_exists(file: Path) -> None:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} does not exist. Get the annotations and the images of MSCOCO 2017 from "
-            "https://cocodataset.org and unpack them in one folder; without them, use make_scenes."
-        )
-
-
-def _read_image(file: Path, size: int) -> Tensor:
-    """Return the pixels (3, S, S), in [0, 1], of a grey or colour image."""
-    from PIL import Image
-
-    _check_exists(file)
-    with Image.open(file) as image:
-        pixels = np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
-    return torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)
