@@ -30,6 +30,7 @@ LONGEST = """course book standin ledger_page notebooks workers pdf references ne
     set_up slides versions kernels_compiled""".split()
 
 
+@pytest.hookimpl(optionalhook=True)  # xdist may be off
 def pytest_xdist_auto_num_workers():
     """On two cores let a third worker compute while others wait for a kernel or for a browser."""
     return 3 if os.cpu_count() == 2 else None

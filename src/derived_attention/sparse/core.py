@@ -392,8 +392,7 @@ def strided_attention(
         return x.transpose(-3, -2)
 
     def pairs(x: Tensor, y: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        far = columns(product(columns(x), columns(y).mT))
-        return torch.cat([product(x, near(y).mT), far], -1)  # (..., rows, stride, W + rows)
+        return torch.cat([product(x, near(y).mT), columns(product(columns(x), columns(y).mT))], -1)
 
     W = stride * (3 - mask.is_causal)
     i, j = (torch.arange(n, dtype=torch.int32, device=q.device) for n in (rows * stride, W))
@@ -404,7 +403,7 @@ def strided_attention(
     complete = mask.given is None and N <= M  # each query attends its own key
 
     def attend(Q: Tensor, K: Tensor, V: Tensor, added: Tensor | None = None) -> Tensor:
-        S, own = pairs(Q, K, torch.matmul), keep
+        S, own = pairs(Q, K, torch.matmul), keep  # (..., rows, stride, W + rows)
         if added is not None:
             own = within(keep, pairs(torch.ones_like(added), added, torch.mul))
         A = S.masked_fill_(~own, -torch.inf).softmax(-1) if complete else masked_softmax(S, own)
