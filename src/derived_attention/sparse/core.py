@@ -380,6 +380,7 @@ def strided_attention(
     N, M = q.shape[-2], k.shape[-2]
     stride = min(stride, max(N, M))
     rows = max(-(-N // stride), -(-M // stride))
+    columns = functools.partial(torch.transpose, dim0=-3, dim1=-2)  # (..., stride, rows, ·), back
 
     def table(x: Tensor) -> Tensor:  # (..., rows, stride, ·)
         return extend(x, rows * stride - x.shape[-2]).unflatten(-2, (rows, stride))
@@ -388,25 +389,21 @@ def strided_attention(
         x = extend(x, int(not mask.is_causal), -3, before=1)
         return torch.cat([x.narrow(-3, r, rows) for r in range(3 - mask.is_causal)], -2)
 
-    def columns(x: Tensor) -> Tensor:  # (..., stride, rows, ·), and back
-        return x.transpose(-3, -2)
-
     def pairs(x: Tensor, y: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return torch.cat([product(x, near(y).mT), columns(product(columns(x), columns(y).mT))], -1)
+        far = columns(product(columns(x), columns(y).mT))
+        return torch.cat([product(x, near(y).mT), far], -1)  # (..., rows, stride, W + rows)
 
-    W = stride * (3 - mask.is_causal)
+    W, has_own_key = stride * (3 - mask.is_causal), mask.given is None and N <= M
     i, j = (torch.arange(n, dtype=torch.int32, device=q.device) for n in (rows * stride, W))
     i = i.view(rows, stride, 1)
     band, column = i[:, :1] - stride + j, i[:, 0].mT + i[0]  # (rows, 1, W), (stride, rows)
     groups = (band, (i - band).abs() < stride), (column, column != i)
     keep = torch.cat([_past(i, j, x & (0 <= j) & (j < M), mask.is_causal) for j, x in groups], -1)
-    complete = mask.given is None and N <= M  # each query attends its own key
 
-    def attend(Q: Tensor, K: Tensor, V: Tensor, added: Tensor | None = None) -> Tensor:
-        S, own = pairs(Q, K, torch.matmul), keep  # (..., rows, stride, W + rows)
-        if added is not None:
-            own = within(keep, pairs(torch.ones_like(added), added, torch.mul))
-        A = S.masked_fill_(~own, -torch.inf).softmax(-1) if complete else masked_softmax(S, own)
+    def attend(Q: Tensor, K: Tensor, V: Tensor, m: Tensor | None = None) -> Tensor:
+        S = pairs(Q, K, torch.matmul)
+        own = keep if m is None else within(keep, pairs(torch.ones_like(m), m, torch.mul))
+        A = S.masked_fill_(~own, -torch.inf).softmax(-1) if has_own_key else masked_softmax(S, own)
         A_near, A_far = A.split([W, rows], -1)
         return A_near @ near(V) + columns(columns(A_far) @ columns(V))
 
