@@ -45,6 +45,7 @@ GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be
 FIRST_RATES = GRID[2:5]
 HIGHEST = GRID[6]  # an arm that learns at no lower rate is tried up to here
 CONTROLS = ("uniform", "alone", "position only")
+BLIND = CONTROLS[:2]  # which choose nothing; a layer that sees positions can be as good as any arm
 TUNING_SEEDS = (1000, 1001, 1002)
 TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share of their range
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
@@ -52,8 +53,8 @@ POINT = 0.01  # allowed above a computed limit that an arm reaches, since its sc
 RULE = (
     "Each learning rate is chosen after {steps:,} steps by the {seeds}, from a grid that grows "
     "until the best rate is inside it or ties with its neighbour there, and up to 0.1 for an arm "
-    "whose worst seed is no better than a control; a rate at which one of these runs collapses is "
-    "not chosen"
+    "whose worst seed is no better than a layer that chooses nothing; a rate at which one of these "
+    "runs collapses is not chosen"
 )
 FIXED = "All arms have the learning rate {rate:g}, and none is chosen"
 Results = Callable[[Iterable[dict[str, Any]]], list[dict[str, Any]]]
@@ -283,12 +284,12 @@ def rate_of(
 ) -> tuple[float, float | None]:
     """Return the best rate that was tried of an arm, and the one to try before that is final.
 
-    As `choose_rate` does; but an arm of which some seed scores no better than the mean of the best
-    control may learn at a higher rate only, so all rates up to 0.1 are tried.
+    As `choose_rate` does; but an arm of which some seed scores no better than the mean of a layer
+    that chooses nothing may learn at a higher rate only, so all rates up to 0.1 are tried.
     """
     tried = _tried(plan, rows, arm)
     best, more = choose_rate(tried)
-    others = [_tried(plan, rows, other) for other in CONTROLS if other in plan["names"]]
+    others = [_tried(plan, rows, other) for other in BLIND if other in plan["names"]]
     control = max((sum(x) / len(x) for z in others for x in z.values()), default=-math.inf)
     learned = max(map(min, tried.values())) > control + TIE
     if more is None and arm not in CONTROLS and not learned and max(tried) < HIGHEST:
