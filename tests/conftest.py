@@ -45,8 +45,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Spare the garbage collector and keys of stored runs what the tests are made of.
 
-    Measuring memory collects garbage, and a key contains all modules of the user's: of this
-    process, those of every test file.
+    A key contains all modules of the user's: of this process, those of every test file.
     """
     gc.collect()
     gc.freeze()

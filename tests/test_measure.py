@@ -1,5 +1,6 @@
 """Costs against independent counts, memory against growth, diagnostics against known answers."""
 
+import gc
 import json
 import math
 import platform
@@ -159,6 +160,12 @@ def test_peak_counts_what_lives_at_once():
     assert peak_bytes(fn, device="cpu") == 12_000
     assert peak_bytes(lambda: kept, device="cpu") == 0
     assert peak_bytes(lambda: kept + 1, device="cpu") in range(40_000, 40_100)
+
+
+def test_no_garbage_is_freed_while_a_peak_is_measured():
+    seen = []
+    peak_bytes(lambda: seen.append(gc.isenabled()), device="cpu")
+    assert seen == [True, False] and gc.isenabled()
 
 
 def test_peak_leaves_the_first_call_out():

@@ -169,7 +169,7 @@ def test_another_version_that_is_installed_is_said(machine):
 def test_beside_a_checkout_that_is_installed_before_a_wheel(machine, wheels, index, tmp_path):
     root = checkout(tmp_path / "the repository")
     shutil.copy(wheels / notebooks.WHEEL, root / "notebooks")
-    module = found(machine.run(index.url, folder=root / "notebooks"))
+    module = found(machine.run(index.url, folder=root / "notebooks", use=""))
     assert module == root / "src" / "derived_attention" / "__init__.py"
     assert machine.installed() == {"derived_attention", "tqdm"} and index.asked == {"tqdm"}
     assert not (root / "build").exists()
@@ -209,7 +209,7 @@ def test_the_repository_where_it_is_set(machine, index, tmp_path, monkeypatch):
         subprocess.run(["git", *command], cwd=root, check=True)
     url = f"file://localhost{root}"  # an older pip wants a host
     monkeypatch.setattr(notebooks, "repository", lambda committed: (url, "main"))
-    module = found(machine.run(index.url))
+    module = found(machine.run(index.url, use=""))
     assert module == machine.site / "derived_attention" / "__init__.py"
     assert index.asked == {"tqdm"}
 

@@ -282,14 +282,14 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device) -> int:
     """
     device = torch.device(device)
     fn()
-    gc.collect()
     if device.type != "cuda":
         with (
-            _quiet_stderr(),
+            _undisturbed(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log,
         ):
             result = fn()
         return _highest(log)
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -309,13 +309,17 @@ def _highest(log: profile) -> int:
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Silence the profiler, which writes to the file descriptor of standard error."""
+def _undisturbed() -> Iterator[None]:
+    """Keep older garbage until the end, and standard error clear of what the profiler writes."""
     saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    collects = gc.isenabled()
     os.dup2(devnull, 2)
+    gc.disable()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         os.dup2(saved, 2)
         os.close(saved)
         os.close(devnull)
