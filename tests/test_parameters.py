@@ -149,6 +149,13 @@ def test_flags_are_true_or_false(name):
         assert_flags_are_checked(functools.partial(case.run, form), flags_of(getattr(entry, form)))
 
 
+@every_mechanism
+def test_an_unknown_option_is_reported_by_the_function_that_was_called(name):
+    called = MECHANISMS[name].fast.__name__
+    with pytest.raises(TypeError, match=rf"^{called}\(\) got an unexpected .* 'other'"):
+        Case(name).run(other=1)
+
+
 def test_flags_of_other_functions_are_true_or_false():
     q, k = torch.zeros(H, N, D), torch.zeros(H, 2, N, D)
     for mask in ("window_mask", "strided_mask", "fixed_mask"):

@@ -206,7 +206,7 @@ def tuning_table(name: str) -> Any:
     data = load_experiment(name)[0]
     if not data.get("tuning"):
         raise ValueError(f"name is {name!r}; expected an experiment that has chosen learning rates")
-    summary = "<details><summary>How the learning rates were chosen</summary>"
+    summary = f"<details><summary>How the learning rates were chosen: {data['title']}</summary>"
     rule = data.get("rule", OLD_RULE)
     return Markdown(f"{summary}\n\n{markdown(rates_table(data))}\n\n{rule}.\n\n</details>")
 

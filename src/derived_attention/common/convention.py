@@ -187,7 +187,8 @@ def mechanism(
 
 
 def _checked(form: Mechanism, checks: Mechanism) -> Mechanism:
-    """Return a form that gets its options from `checks`."""
+    """Return a form that gets its options from `checks`, which Python's errors call by its name."""
+    checks.__qualname__ = form.__name__
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **options: Any
