@@ -82,8 +82,7 @@ def scaled_heads_attention(
     >>> scaled_heads_attention(q, k, v, scales=[1, 2, 2, 4]).shape
     torch.Size([2, 4, 10, 8])
     """
-    options = dict(pooling=pooling, class_token=class_token, attention=attention)
-    return _by_scale(q, k, v, mask, scale, None, scales=scales, **options)
+    return _by_scale(q, k, v, mask, scale, scales, pooling, class_token, attention)
 
 
 @mechanism
@@ -98,14 +97,16 @@ def normalized_scaled_heads_attention(
     beta: float = 1.0,
     eps: Any = None,
     center_keys: Any = None,
-    **pooled: Any,
+    pooling: Any = "average",
+    class_token: bool = False,
+    attention: Any = softmax_attention,
 ) -> Tensor:
     """Attention-BN+SH, eqs. 49 and 51 of [Nguyen2023]: Attention-BN on pooled keys and values.
 
     Parameters
     ----------
-    scales, pooled
-        As in `scaled_heads_attention`: `pooling`, `class_token`, `attention`.
+    scales, pooling, class_token, attention
+        As in `scaled_heads_attention`.
     beta, eps, center_keys
         As in `normalized_attention`; the statistics are those of the pooled keys of each head.
 
@@ -116,9 +117,8 @@ def normalized_scaled_heads_attention(
     torch.Size([2, 4, 10, 8])
     """
     check_normalization(beta, eps, q)
-
     options = {"beta": beta, "eps": eps, "center_keys": center_keys}
-    return _by_scale(q, k, v, mask, scale, options, scales=scales, **pooled)
+    return _by_scale(q, k, v, mask, scale, scales, pooling, class_token, attention, options)
 
 
 def _by_scale(
@@ -127,12 +127,11 @@ def _by_scale(
     v: Tensor,
     mask: Mask,
     scale: float | None,
-    statistics: dict[str, Any] | None,
-    *,
     scales: Any,
-    pooling: Any = "average",
-    class_token: bool = False,
-    attention: Any = softmax_attention,
+    pooling: Any,
+    class_token: bool,
+    attention: Any,
+    statistics: dict[str, Any] | None = None,
 ) -> Tensor:
     """Run the heads of each scale on pooled keys and values, with the `statistics` of BN or not."""
     check_scales(scales, q, mask)
