@@ -52,7 +52,7 @@ EXPERIMENTS = {
         look_up,
         ABSENT,
         EXPLAINED,
-        steps=(250, 500, 1000, 2000),
+        steps=(250, 500, 1000, 2000, 4000),
         below={
             "softmax": "differential",
             "differential": AVERAGES + POINT,
