@@ -6,8 +6,9 @@ They train on the CPU, one thread for each run, the models that the chapter's pa
 `deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
 the last number of steps, by the worst of three seeds that are not used again (and by their mean if
 the worst tie), from a grid that grows until the best rate is inside it, and up to 0.1 for an arm
-that learns at no lower rate. Then every arm runs with every seed at each number of steps: the last
-is twice the budget, the one before it, and doubling the budget may not change the verdict.
+that learns at no lower rate. A rate that one seed rules out is not tried with the others. Then
+every arm runs with every seed at each number of steps: the last is twice the budget, the one before
+it, and doubling the budget may not change the verdict.
 An arm of which a run collapses after it had learned runs again at the next lower rate. An arm that
 the page places below another one, or below a number, also runs for eight times the last number of
 steps, and the experiment is not written if it is no longer below then.
@@ -266,17 +267,34 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
 
 def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
     """Return the runs that choose learning rates: for each arm until its rate is chosen."""
-    steps, rows = plan["steps"][-1], []
-    asked = [(arm, lr) for arm in plan["names"] for lr in FIRST_RATES]
-    while asked:
-        rows += results(
-            {"arm": arm, "seed": seed, "steps": steps, "lr": lr}
-            for arm, lr in asked
-            for seed in plan["tuning_seeds"]
-        )
-        more = {arm: rate_of(plan, rows, arm)[1] for arm in plan["names"]}
-        asked = [(arm, lr) for arm, lr in more.items() if lr is not None]
-    return sorted(rows, key=lambda row: (plan["names"].index(row["arm"]), row["lr"]))
+    rows: list[dict[str, Any]] = []
+    while asked := [run for arm in plan["names"] for run in _next_runs(plan, rows, arm)]:
+        rows += results(asked)
+    return sorted(rows, key=lambda row: (plan["names"].index(row["arm"]), row["lr"], row["seed"]))
+
+
+def _next_runs(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
+    """Return the runs that an arm needs next to choose its rate: none if it is chosen.
+
+    Each rate is tried with the first seed, and the most promising one with all. As the worst seed
+    decides, a rate of which one seed is worse than that of another rate needs no further runs.
+    """
+    seeds, tried = plan["tuning_seeds"], _tried(plan, rows, arm)
+    asked = [(lr, seeds[:1]) for lr in FIRST_RATES if lr not in tried]
+    if not asked:
+        worst = {lr: min(scores) for lr, scores in tried.items()}
+        whole = [x for lr, x in worst.items() if len(tried[lr]) == len(seeds)]
+        bar = max(whole, default=-math.inf) - _tolerance(worst.values())
+        left = [lr for lr in tried if len(tried[lr]) < len(seeds) and -math.inf < worst[lr] >= bar]
+        if left:
+            lr = max(left, key=lambda rate: worst[rate])
+            asked = [(lr, seeds[len(tried[lr]) :])]
+        elif more := rate_of(plan, rows, arm)[1]:
+            asked = [(more, seeds[:1])]
+    steps = plan["steps"][-1]
+    return [
+        {"arm": arm, "seed": seed, "steps": steps, "lr": lr} for lr, own in asked for seed in own
+    ]
 
 
 def rate_of(
@@ -324,8 +342,7 @@ def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float |
     """
     rates = sorted(scores)
     worst, mean = ({r: f(scores[r]) for r in rates} for f in (min, lambda x: sum(x) / len(x)))
-    finite = [x for x in worst.values() if math.isfinite(x)] or [0.0]
-    tolerance = max(TIE, TIE_SHARE * (max(finite) - min(finite)))
+    tolerance = _tolerance(worst.values())
     near = [rate for rate in rates if worst[rate] >= max(worst.values()) - tolerance]
     best = max(near, key=lambda rate: mean[rate])
     if rates[0] < best < rates[-1]:
@@ -335,6 +352,12 @@ def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float |
         return inner, None
     place = GRID.index(best) + side
     return best, GRID[place] if 0 <= place < len(GRID) else None
+
+
+def _tolerance(scores: Iterable[float]) -> float:
+    """Return by how much two of an arm's scores may differ that tie."""
+    finite = [x for x in scores if math.isfinite(x)] or [0.0]
+    return max(TIE, TIE_SHARE * (max(finite) - min(finite)))
 
 
 def _steady(

@@ -214,8 +214,9 @@ def tuning_table(name: str) -> Any:
 def rates_table(data: dict[str, Any]) -> Table:
     """Return each arm's learning rate, its score and those of its neighbours, and its collapses.
 
-    Scores are the worst of the tuning seeds at the last number of steps, or, in a record without
-    ``"rule"``, their mean. The last column is the score after eight times as many steps.
+    Scores are the worst of the tuning seeds at the last number of steps (of a rate that was not
+    tried with all of them, a bound), or, in a record without ``"rule"``, their mean. The last
+    column is the score after eight times as many steps.
 
     Returns
     -------
@@ -235,7 +236,12 @@ def rates_table(data: dict[str, Any]) -> Table:
         order = sorted(tried)
         place = order.index(rate)
         near = [tried[order[i]] if 0 <= i < len(order) else [] for i in range(place - 1, place + 2)]
-        texts = [f"{combine(values):.{digits}f}" if values else "–" for values in near]
+        seeds, bound = max(map(len, tried.values())), "≥ " if combine is max else "≤ "
+        marks = ["" if len(values) == seeds else bound for values in near]
+        texts = [
+            f"{mark}{combine(values):.{digits}f}" if values else "–"
+            for mark, values in zip(marks, near, strict=True)
+        ]
         fallen = [row["lr"] for row in data.get("collapses", []) if row["arm"] == arm]
         lost = ", ".join(f"{fallen.count(lr)} at {lr:g}" for lr in sorted(set(fallen)))
         lost = lost or ("none" if "collapses" in data else "–")
