@@ -275,7 +275,7 @@ MECHANISMS: dict[str, Entry] = {
         layer_options=primal_sizes,
         sample="30 directions", square=True, linear=True, biased=False, weights=False,
         averages=False, goals={"full": (0.05, 0.05)}, ordered=True),
-    "ridge": Entry("Ridge", "#3c82aa", 13, "sparse_coding.core.ridge_attention",
+    "ridge": Entry("Ridge", "#d214c8", 13, "sparse_coding.core.ridge_attention",
         layer="sparse_coding.layer.RidgeAttention", linear=True, biased=False, averages=False,
         goals={"full": (0.10, 0.10)}, reference_length=128),
     "lasso": Entry("Lasso, by ADMM", "#147878", 13, "sparse_coding.core.lasso_attention",
