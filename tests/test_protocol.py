@@ -480,7 +480,7 @@ def test_new_records_are_read_as_old_ones(monkeypatch, store):
 
 
 def test_tuning_table_of_an_older_record(monkeypatch):
-    text = tuning_table("chapter16_absent").data
+    text = tuning_table("chapter17_look_up").data
     assert "| alone | 0.003 |" in text and "older than the rule of appendix E" in text
     with pytest.raises(ValueError, match="expected an experiment that has chosen learning rates"):
         tuning_table("small_documentation_longer")
