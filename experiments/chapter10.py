@@ -90,7 +90,7 @@ BUDGETS = {"both": (300, 600), "either": (300, 600, 1200), "widths": (200, 400)}
 CHANCE = 1 / page.N + (1 - 1 / page.N) / page.S  # that both answers are the same value
 ONE_PLACE = (1 + (1 + CHANCE) / 2) / 2  # most that a layer with one place answers of both
 PLACES = ["one head, D = 32", "one head, D = 64", page.HAND, "two keys, D = 32"]
-OTHERS = ["softmax, D = 4", "two softmax heads, D = 2", "one Gaussian, D = 2"]
+OTHERS = ["two softmax heads, D = 2", "one Gaussian, D = 2"]
 BELOW: dict[str, dict[str, str | float]] = {
     "both": dict.fromkeys(PLACES, ONE_PLACE),
     "either": dict.fromkeys(OTHERS, "two keys, D = 2"),
@@ -109,6 +109,7 @@ EXPERIMENTS = {
         COLUMNS,
         steps=BUDGETS[name],
         below=BELOW[name],
+        longer=["softmax, D = 4", "two keys, D = 2", "two keys, D = 1"] if name == "either" else (),
         experiment=name,
     )
     for name, title in TITLES.items()

@@ -92,6 +92,7 @@ def deciding(
     rate: float | None = None,
     best: Callable[..., float] = max,
     below: Mapping[str, str | float] | None = None,
+    longer: Sequence[str] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """Describe an experiment of the protocol.
@@ -105,15 +106,15 @@ def deciding(
 
     `below` has the arms that the page's verdict places below another arm or below a number, which
     means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
-    Each of them also runs for eight times the last number of steps. Further arguments are those of
-    `experiment`.
+    Each of them also runs for eight times the last number of steps, and so do the arms `longer`, of
+    which nothing is checked. Further arguments are those of `experiment`.
     """
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
         raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
     below = dict(below or {})
-    arms = {*below, *(x for x in below.values() if isinstance(x, str))}
+    arms = {*longer, *below, *(x for x in below.values() if isinstance(x, str))}
     if unknown := sorted(arms - set(names)):
-        raise ValueError(f"below has {unknown}; expected arms of {list(names)}")
+        raise ValueError(f"below or longer has {unknown}; expected arms of {list(names)}")
     counts = dict.fromkeys(names, seeds) if isinstance(seeds, int) else dict(seeds)
     if unknown := sorted(counts.keys() - set(names)):
         raise ValueError(f"seeds has {unknown}; expected arms of {list(names)}")
@@ -122,6 +123,7 @@ def deciding(
         raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
     plan = experiment(title, function, names, columns, **settings) | {"seeds": seeds}
     plan |= {"steps": list(steps), "rate": rate, "best": best, "below": below}
+    plan["longer"] = [arm for arm in names if arm in below or arm in longer]
     return plan | {"tuning_seeds": tuning_seeds}
 
 
@@ -244,9 +246,9 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
     eightfold, more = _steady(
         plan,
         results,
-        list(plan["below"]),
+        plan["longer"],
         [LONGER * steps[-1]],
-        dict.fromkeys(plan["below"], LONG_SEEDS),
+        dict.fromkeys(plan["longer"], LONG_SEEDS),
         long,
     )
     fallen = [*(row for row in tuning if row["collapsed"]), *lost, *more]

@@ -319,11 +319,12 @@ def slow(arm, seed, steps, lr):
 
 def test_an_order_that_longer_runs_support_is_written(monkeypatch, store, capsys):
     below = {"low": "high", "late": 1.0}
-    plan = deciding("A text", slow, ["high", "late", "low"], SCORE, steps=(1, 2), below=below)
+    how = {"steps": (1, 2), "below": below, "longer": ["high"]}
+    plan = deciding("A text", slow, ["high", "late", "low"], SCORE, **how)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
     assert [(r["arm"], r["seed"], r["steps"]) for r in data["eightfold"]] == [
-        (arm, seed, 16) for seed in (0, 1, 2) for arm in ("low", "late")
+        (arm, seed, 16) for seed in (0, 1, 2) for arm in ("high", "late", "low")
     ]
     assert "| low | 0.003 | ≤ 38.0 | 40.0 | ≤ 33.0 | none | 40.2 ± 0.2 |" in capsys.readouterr().out
 
@@ -358,7 +359,14 @@ def test_below_means_worse_where_the_smallest_value_is_the_best():
     errors = lambda arm, seed, steps, lr: {"error": 1 - slow(arm, seed, steps, lr)["right"]}  # noqa: E731
     columns = [("error", "error", 1, 2)]
     plan = deciding(
-        "A", errors, ["high", "low"], columns, steps=(1, 2), best=min, below={"low": "high"}
+        "A",
+        errors,
+        ["high", "low"],
+        columns,
+        steps=(1, 2),
+        best=min,
+        below={"low": "high"},
+        longer=["high"],
     )
     assert not protocol.changed_orders(run(plan), plan)
     plan["below"] = {"high": "low"}
@@ -380,8 +388,9 @@ def test_a_longer_run_that_collapses_has_a_lower_rate():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"below": {"c": "a"}}, r"below has \['c'\]; expected arms of \['a', 'b'\]"),
-        ({"below": {"a": "c"}}, r"below has \['c'\]"),
+        ({"below": {"c": "a"}}, r"below or longer has \['c'\]; expected arms of \['a', 'b'\]"),
+        ({"below": {"a": "c"}}, r"below or longer has \['c'\]"),
+        ({"longer": ["c"]}, r"below or longer has \['c'\]"),
         ({"below": {"a": "b"}, "seeds": 2}, "seeds is 2; expected at least 3 with below"),
     ],
 )
