@@ -63,7 +63,7 @@ def objective(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     layer = partial(PrimalAttention, directions=4, landmarks=40, regularised=True)
     config = Config(dim=64, heads=8, attention=layer)
     model = SeriesClassifier(data.channels, data.classes, data.length, config)
-    cost = attention_cost(model, torch.zeros(1, data.length, data.channels))
+    cost = attention_cost(model, data.train.x[:1])
     before = inside(model, data.test.x)
     train, epochs = Examples(data.train, BATCH), steps // math.ceil(len(data.train) / BATCH)
     fit(model, train, with_objective(class_loss, WEIGHTS[arm]), epochs=epochs, lr=lr, seed=seed)

@@ -1,6 +1,6 @@
 """Train one model with nine kinds of attention: ``python -m experiments.chapterL``.
 
-Twenty hours on one thread of a CPU for the size `laptop`, which is trained if none is named; `gpu`
+Sixteen hours on one thread of a CPU for the size `laptop`, which is trained if none is named; `gpu`
 needs one. A run that is interrupted goes on from its last minute. Each learning rate is chosen by
 one seed, at the last number of steps: on documents of 8 MB, bits per byte differ between seeds by
 far less than between neighbouring rates. What chooses it are other documents than the test's.
@@ -112,7 +112,7 @@ def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     return deciding(f"nine attentions, {size}", scores, page.ARMS, columns, data="code", **how)
 
 
-PLANS = {"laptop": plan("laptop", 4000, batch=8, device="cpu")}
+PLANS = {"laptop": plan("laptop", 3000, batch=8, device="cpu")}
 PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
 # Those that are recorded:
 EXPERIMENTS = {x: plan for x, plan in PLANS.items() if [*FOLDER.glob(f"chapterL_{x}_*.json")]}
