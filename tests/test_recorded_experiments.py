@@ -224,7 +224,7 @@ def test_committed_experiments_are_whole(name, plan):
         for row in data["rows"] if "steps" in plan else []:
             assert row["lr"] == data["rates"][row["arm"]]
         if "rule" in data:  # older records follow no rule of this version
-            assert {row["arm"] for row in data["eightfold"]} == set(plan["below"])
+            assert {row["arm"] for row in data["eightfold"]} == set(plan["longer"])
             assert not changed_orders(data, plan)
             for arm, rate in data["rates"].items() if data["tuning"] else []:
                 chosen, next_one = rate_of(plan, data["tuning"], arm)
