@@ -724,15 +724,13 @@ def test_paper_is_light_and_has_sliders_at_their_start(page, web):
     visit(page, f"{web}{first_with('da-slider')}.html")
     knob = page.locator(".da-slider input").first
     start = knob.input_value()
-    knob.focus()
-    page.keyboard.press("End" if start == "0" else "Home")
-    moved = knob.input_value()
+    moved = "1" if start == "0" else "0"
+    knob.fill(moved)
     state = "() => [document.documentElement.dataset.theme, "
     state += "document.querySelector('.da-slider input').value]"
     for event, seen in (("beforeprint", ["light", start]), ("afterprint", ["dark", moved])):
         page.evaluate(f"window.dispatchEvent(new Event('{event}'))")
         assert page.evaluate(state) == seen
-    assert moved != start
 
 
 @pytest.mark.parametrize("width", [412, 1350])
