@@ -41,7 +41,7 @@ def importance(rule: str, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor:
     """Return a number for each key (…, N); those with the largest are kept."""
     if rule == "attention mass":
         return page.weights(q, k).sum(-2)
-    if rule == "largest prices":  # h(k_j)·‖v_j‖, of keys whose mean is subtracted
+    if rule == "largest multipliers":  # h(k_j)·‖v_j‖, of keys whose mean is subtracted
         k = k - k.mean(-2, keepdim=True)
         log_h = torch.logsumexp(k @ k.mT / k.shape[-1] ** 0.5, -1)
         return log_h + v.norm(dim=-1).log()

@@ -37,7 +37,7 @@ EXPERIMENTS = {
         sums,
         list(page.ARMS["bare"]),
         COLUMNS,
-        steps=(200, 400),
+        steps=(400, 800),
         below={"ρ = 10": "ρ = 1"},
     ),
     "sums": deciding(

@@ -1,4 +1,4 @@
-"""What is special about the delta rule: prices, sweeps, states, gates, and its layer."""
+"""What is special about the delta rule: multipliers, sweeps, states, gates, and its layer."""
 
 import inspect
 import math
@@ -104,12 +104,12 @@ def test_a_chunk_takes_two_operations_at_most(device_way):
     assert sizes[1] <= 2 * sizes[0] <= 2 * 1024 * B * H * 64
 
 
-def test_the_state_is_prices_times_keys():
+def test_the_state_is_multipliers_times_keys():
     """S = Cᵀ K, where (B⁻¹ + tril(K Kᵀ, −1)) C = V."""
     _, k, v, beta, _, _ = draw(1, 9)
     lower = (k @ k.mT).tril(-1) + torch.diag_embed(1 / beta)
     C = torch.linalg.solve_triangular(lower, v, upper=False)
-    assert_all_close([delta_state(k, v, beta=beta)], [C.mT @ k], 1e-10, "prices")
+    assert_all_close([delta_state(k, v, beta=beta)], [C.mT @ k], 1e-10, "multipliers")
 
 
 def test_it_is_one_sweep_and_sweeps_end_in_ridge():

@@ -109,7 +109,7 @@ def plot_curves(ax: Any, name: str, metric: str, *, factor: float = 100, **style
             [statistics.mean(x) for x in values],
             [_half(x) for x in values],
             color=COLORS.get(style, style),
-            label=LABELS.get(arm, arm),
+            label=LABELS.get(arm, arm[0].upper() + arm[1:]),
             marker="o",
             markersize=3,
             capsize=2,
