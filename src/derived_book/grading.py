@@ -7,7 +7,8 @@ exercise alone. Whoever hands in a file that cannot be read gets a message inste
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
 namespaces, it has no network, sees neither the course's folder nor other processes, and can write
-to an empty folder alone. What it can still do is in the book's page "Running the course".
+to an empty folder alone. What it can still do is in the book's page "Running a course with
+nbgrader".
 """
 
 from __future__ import annotations
