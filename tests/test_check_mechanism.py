@@ -399,7 +399,7 @@ def test_it_says_the_same_each_time_and_leaves_random_numbers_as_they_were():
         ((by_hand,), {"quick": True}, ValueError, "'quick' is unknown; expected one of causal"),
         ((by_hand,), {"causal": "no"}, TypeError, "causal is 'no'; expected True or False"),
         ((by_hand,), {"verbose": 1}, TypeError, "verbose is 1; expected True or False"),
-        (("softmax", by_hand), {}, ValueError, "formula or options are given"),
+        (("softmax", by_hand), {}, ValueError, "formula, options or keys are given"),
     ],
 )
 def test_what_it_cannot_check_is_named(arguments, options, error, match):

@@ -264,7 +264,7 @@ def test_the_layer_s_strengths(kind, least, most):
     "own, error, words",
     [
         ({"beta": 0.5}, TypeError, "beta is of type float; expected a floating Tensor"),
-        ({"beta": torch.ones(7)}, ValueError, r"beta has shape \(7,\); .*a number a key"),
+        ({"beta": torch.ones(7)}, ValueError, r"beta has shape \(7,\); .*one number per key"),
         ({"erase": 1}, TypeError, "erase"),
         ({"state": torch.ones(2, 2)}, ValueError, r"state has shape \(2, 2\)"),
         ({"decay": -torch.ones(9, device="meta")}, ValueError, "decay is on device meta; expected"),

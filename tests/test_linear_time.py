@@ -381,7 +381,7 @@ WRONG = [
     (linformer_attention, {"key_projection": None}, "key_projection is of type NoneType"),
     (performer_attention, {"projection": W.long()}, "projection is of dtype torch.int64"),
     (fmm_attention, NEAR | {"near": 0.5}, "near is of type float"),
-    (fmm_attention, NEAR | {"feature_maps": ("elu",)}, "feature_map is 'elu'"),
+    (fmm_attention, NEAR | {"feature_maps": ("elu",)}, r"feature_maps\[0\] is 'elu'"),
     (fmm_attention, NEAR | {"feature_maps": "elu"}, "feature_maps is 'elu'; expected a sequence"),
     (luna_attention, {"packed": [0.0]}, "packed is of type list"),
 ]

@@ -447,34 +447,18 @@ def test_em_never_lowers_the_likelihood_and_stops_at_its_maximum(name):
     assert gradient.abs().max() < 0.05  # of the 60 queries
 
 
-def test_the_printed_update_can_lower_the_likelihood():
-    """One query at a key of component 1, and many keys that would rather be of component 2."""
-    q = torch.zeros(1, 1, D).double()
-    near, far = torch.zeros(1, 1, D).double(), torch.full((1, 20, D), 9.0).double()
-    k = torch.stack([torch.cat([near, far], 1), torch.cat([near + 3, far - 1], 1)], 1)  # (1,2,21,D)
-    fixed = {"variances": torch.ones(1, 2).double()}
-    priors = torch.full((1, 2), 0.5).double()
-    before = log_likelihood(q[None], k[None], priors, **fixed)
-    good, printed = (em_priors(q, k, priors=priors, weighted=w, **fixed) for w in (True, False))
-    assert log_likelihood(q[None], k[None], good, **fixed) > before + 0.5
-    assert log_likelihood(q[None], k[None], printed, **fixed) < before - 0.5
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-def test_em_priors_are_their_formula(weighted, small_blocks):
+def test_em_priors_are_their_formula(small_blocks):
     q, k, _ = (x.detach() for x in qkv())
     priors, some = positive(H, R).detach(), keep(B, H, N, seed=8)
     eye = torch.eye(M).double().expand(B, H, M, M)
     for name, options in {**masks(), "scale": {"scale": 0.7}}.items():
         gamma = responsibilities(q, k, priors=priors, scale=options.get("scale"))
         A = mixture_attention_reference(q, k, eye, priors=priors, **options)
-        if not weighted:
-            A = (A != 0) / (A != 0).sum(-1, keepdim=True).clamp(min=1)
         for chosen in (None, some):
             weights = A if chosen is None else A * chosen[..., None]
             counts = (weights.unsqueeze(-3) * gamma).sum((0, 3, 4))
             expected = counts / weights.sum((0, 2, 3))[:, None] if name != "one" else counts + 1 / R
-            out = em_priors(q, k, priors=priors, weighted=weighted, query_mask=chosen, **options)
+            out = em_priors(q, k, priors=priors, query_mask=chosen, **options)
             torch.testing.assert_close(out, expected, msg=lambda m, name=name: f"{name}: {m}")
             assert not out.requires_grad
 

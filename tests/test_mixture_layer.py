@@ -27,7 +27,7 @@ LAYERS = {
     "three": {"components": 3, "priors": "learned"},
     "shifted": {"shifted": True, "priors": "em"},
     "hard": {"hard": True, "variances": [2.0, 3.0]},
-    "variances": {"variances": 2.0, "learn_variances": True, "mixture": {"normalized": False}},
+    "variances": {"variances": 2.0, "mixture": {"normalized": False}},
     "linear": {"linear": True, "priors": "learned"},
     "linear, shifted": {"linear": True, "shifted": True},
     "no bias": {"bias": False},
@@ -150,7 +150,7 @@ KINDS = {
     "linear, shifted": {"linear": True, "shifted": True},
     "three, learned": {"components": 3, "priors": "learned"},
     "em": {"priors": "em", "shifted": True},
-    "variances": {"hard": True, "variances": [1.0, 2.0], "learn_variances": True},
+    "variances": {"hard": True, "variances": [1.0, 2.0]},
 }
 
 

@@ -356,7 +356,7 @@ def test_position_only_attention_starts_as_uniform_attention_and_has_a_longest_s
     layer = PositionOnlyAttention(8, 2, length=6)
     x = torch.randn(1, 6, 8)
     assert_all_close([layer(x, x, x)[1]], [torch.full((1, 6, 6), 1 / 6)], 1e-6)
-    with pytest.raises(ValueError, match="length is 6; expected 7 or more, as of keys"):
+    with pytest.raises(ValueError, match="length is 6; expected at least 7, the tokens given"):
         layer(*[torch.randn(1, 7, 8)] * 3)
     with pytest.raises(ValueError, match="length is 0"):
         PositionOnlyAttention(8, 2, length=0)

@@ -2,9 +2,9 @@
 
 Queries q are (..., N, D), keys k (..., M, D), values v (..., M, Dv); where heads
 differ, they are the dimension before N. `mask` says which keys a query may attend,
-`scale` what stands in the place of 1/√D, and is None where nothing was said. Each
-function forms the (N, M) matrix, and all between, in memory. The fast forms, in the
-folders of the chapters, add checks, dtypes and defaults.
+and `scale` replaces 1/√D; it is None if the caller gave none. Each function stores
+the (N, M) matrix and all intermediate results. The fast forms, in the folders of the
+chapters, add checks, dtypes and defaults.
 
 An `attention` that a formula is given has the arguments of `softmax` here.
 """
@@ -38,7 +38,7 @@ def softmax(q, k, v, mask, scale):
 
 
 def scaled(q, scale):
-    """Multiply q by the scale, if there is one: only softmax asks for 1/√D."""
+    """Multiply q by the scale, if there is one: only softmax has the factor 1/√D."""
     return q if scale is None else scale * q
 
 
@@ -48,7 +48,7 @@ def linear(q, k, v, mask, scale, *, feature_map):
 
 
 def places(q, k):
-    """Return i as a column, and j as a row."""
+    """Return the positions of queries, (N, 1), and of keys, (M,)."""
     i = torch.arange(q.shape[-2], device=q.device)
     return i[:, None], torch.arange(k.shape[-2], device=k.device)
 
@@ -241,7 +241,7 @@ def mrs(
 
 
 def linformer(q, k, v, mask, scale, *, key_projection, value_projection):
-    """H = softmax(Q (E K)ᵀ / √D) F V; a mask takes from E and F."""
+    """H = softmax(Q (E K)ᵀ / √D) F V; a mask scales columns of E and F."""
     share = mask.share(k).unsqueeze(-2)  # (..., 1, M)
     E, F = (share * x[:, : k.shape[-2]] for x in (key_projection, value_projection))
     return scores(q, E @ k, scale).softmax(-1) @ F @ v
@@ -276,9 +276,9 @@ def mra(
 ):
     """s_ij = q_i·k_j/√D in blocks kept; elsewhere that of the blocks' means, or −∞.
 
-    Kept are the blocks with the largest weight by their pooled score, `kept` of
-    each row of blocks, or as many of the whole map, where rows count relative to
-    their best.
+    For each row of blocks, the kept blocks are the `kept` ones with the largest
+    pooled weight; over the whole map, as many on average, with weights relative to
+    the best of their row.
     """
     W_q, W_k = (
         windows(x.shape[-2], block, device=q.device).to(q.dtype) for x in (q, k))
@@ -447,7 +447,7 @@ def delta(q, k, v, mask, scale, *, beta, decay, state, erase=True):
     i = torch.arange(1, N + 1) if mask.is_causal else torch.full((N,), M)
     i = i.to(q.device).clamp(max=M)  # how many keys a query comes after
     S = torch.stack(states, -3)[..., i, :, :]  # (..., N, Dv, D)
-    return (S @ (q if scale is None else scale * q).unsqueeze(-1)).squeeze(-1)
+    return (S @ scaled(q, scale).unsqueeze(-1)).squeeze(-1)
 
 
 # --- chapter 16: what must be kept of the past ------------------------------------

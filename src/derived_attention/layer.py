@@ -52,7 +52,7 @@ from derived_attention.softmax.core import softmax_attention
 QUERY, KEY, VALUE = range(3)
 Heads = slice | list[int]
 ALL = slice(None)
-AS_PROJECTED: Any = None  # in the place of heads: keys and values as few as they are projected
+AS_PROJECTED: Any = None  # instead of heads: the kv_heads of the projection, not repeated
 
 
 class Group(NamedTuple):
@@ -65,7 +65,7 @@ class Group(NamedTuple):
     base: Mechanism  # their function, without the parameters that `mechanism` adds
     spread: Callable[[Tensor], Tensor] | None = None  # weights (..., N, M') to those of M steps
     query: Tensor | None = None  # (B, N', embed_dim), if these heads have fewer queries
-    restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·); of 1 is 1
+    restore: Callable[[Tensor], Tensor] | None = None  # (..., N', ·) to (..., N, ·), and 1 to 1
 
 
 class MultiheadAttention(nn.Module):
@@ -195,8 +195,8 @@ class MultiheadAttention(nn.Module):
         self._check_projected(projected, (kdim, vdim, D * num_heads, D * G), embed_dim)
         super().__init__()
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim = embed_dim if kdim is None else check_count("kdim", kdim, 1)
+        self.vdim = embed_dim if vdim is None else check_count("vdim", vdim, 1)
         self.batch_first = batch_first
         self.head_dim, self.kv_heads = D, G
         self._declare(cross, attention)
@@ -293,15 +293,16 @@ class MultiheadAttention(nn.Module):
             ``(B, M)``. Boolean: True where a key is padding, not to be attended. Floating: added,
             and padding where it is -8192 or below: -inf, or ``torch.finfo(dtype).min``.
             With `is_causal` the result is that of the sequence without its padding, on whichever
-            side that is, and W_O of zeros at padding; but with `attn_mask`, or if masks may differ
-            between queries, padding is only not attended.
+            side that is, and padded positions get the bias of W_O. With `attn_mask`, or a
+            mechanism with any mask, padded keys are only excluded.
         need_weights, average_attn_weights : bool
             Whether to return the weights as well, and their mean over the heads. True, PyTorch's
             default, stores (N, M) matrices. A mechanism without a shorter way computes A with the
             identity for V, as A I = A, in O(N M²); that is exact if it is linear in V.
         attn_mask : Tensor, optional
             ``(N, M)``, or ``(B·H, N, M)``. Boolean: True where a query may **not** attend, the
-            opposite of `softmax_attention`. Floating: added to the scores.
+            opposite of `softmax_attention`. Floating: added to the scores. Refused by mechanisms
+            with masks over keys only, such as linear attention. Without B: ``(H, N, M)``.
         is_causal : bool
             Query i attends keys j ≤ i only.
         query_padding_mask : Tensor, optional
@@ -314,7 +315,8 @@ class MultiheadAttention(nn.Module):
         output : Tensor
             ``(B, N, embed_dim)``, nested where `query` is.
         weights : Tensor or None
-            ``(B, N, M)`` if averaged, else ``(B, H, N, M)``; after dropout, as in PyTorch.
+            ``(B, N, M)`` if averaged, else ``(B, H, N, M)``; after dropout, as in PyTorch. None
+            without `need_weights`, and for a mechanism without weights (Primal-Attention).
 
         Raises
         ------
@@ -488,7 +490,7 @@ class MultiheadAttention(nn.Module):
         return torch.nested.as_nested_tensor(rows), A
 
     def extra_repr(self) -> str:
-        """Return the options as text; a checkpoint is compared with its model by it."""
+        """Return the options as text, for the layer's `repr`; it is the same in every process."""
         kinds = reversed(type(self).__mro__)
         names = [name for kind in kinds for name in vars(kind).get("shown", ())]
         names += ["dropout"] if self.projected and self.dropout else []
@@ -576,6 +578,8 @@ class MultiheadAttention(nn.Module):
         if mask.queries is not None:
             run = self.with_query_mask(run, mask)
         if v is None:
+            if not self.any_mask:
+                mask.per_key()  # raises for a mask that differs between queries, as without weights
             return weights_of(run, q, k, **mask.keywords)
         shared = {"enable_gqa": True} if q.dim() > 2 and q.shape[-3] != v.shape[-3] else {}
         return run(q, k, v, attn_mask=mask.given, is_causal=mask.is_causal, **shared)
@@ -644,11 +648,10 @@ class MultiheadAttention(nn.Module):
 
 def _head_sizes(E: int, H: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
     """Check the sizes of a layer; return the features of a head, and the heads of keys."""
-    if E < 1 or H < 1 or (head_dim is None and E % H):
-        raise ValueError(
-            f"embed_dim is {E} and num_heads {H}; "
-            "expected positive numbers, embed_dim a multiple of num_heads"
-        )
+    check_count("embed_dim", E, 1)
+    check_count("num_heads", H, 1)
+    if head_dim is None and E % H:
+        raise ValueError(f"embed_dim is {E} and num_heads {H}; expected a multiple of num_heads")
     D = E // H if head_dim is None else check_count("head_dim", head_dim, 1)
     G = H if kv_heads is None else check_count("kv_heads", kv_heads, 1)
     if H % G:

@@ -105,7 +105,7 @@ def one_sink(N: int, H: int, D: int) -> dict[str, Any]:
 
 
 def few_blocks(N: int, H: int, D: int) -> dict[str, Any]:
-    """Return blocks of near √N tokens, at most 32, of which 4 are kept, but never all others."""
+    """Return blocks of about √N tokens, at most 32, and how many others are kept, at most 4."""
     block = min(32, near_root(N))
     return {"block": block, "kept": max(1, min(4, -(-N // block) - 2))}
 
@@ -127,7 +127,7 @@ class Entry:
 
     label: str  # in tables and legends
     color: str  # in figures: a contrast of 3:1 on white and on dark pages
-    chapter: int  # where it is derived
+    chapter: int  # the chapter that uses it first
     # The fast form: a function, or ``"module.name"`` in derived_attention, imported when used.
     function: Mechanism | str
     # The layer, as ``"module.name"``. MultiheadAttention is given the function.
@@ -306,6 +306,9 @@ _OTHERS = {
     ),
     "common.filters": ("downsample", "upsample"),
     "common.pooling": ("ConvolutionPooling",),
+    "registry": ("MECHANISMS", "get_attention", "list_attentions"),
+    "sparse_coding.admm": ("admm", "printed_admm"),
+    "testing.contract": ("check_mechanism",),
     "formulas": ("signed_power", "soft_threshold"),
     "layer": ("MultiheadAttention",),
     "common.masks": ("causal_mask",),
@@ -344,7 +347,7 @@ PUBLIC = _public()
 
 
 def list_attentions() -> list[str]:
-    """Return the names that `get_attention` knows, in the order of the chapters.
+    """Return the names that `get_attention` accepts, in the order of the chapters.
 
     Examples
     --------

@@ -16,7 +16,6 @@ the formula as printed, `normalized_attention` makes that call.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -40,6 +39,7 @@ from derived_attention.common.convention import (
     mechanism,
     plain,
     reference,
+    unwrap,
 )
 from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
 from derived_attention.common.running import running_sums
@@ -68,9 +68,9 @@ def normalized_attention(
     key where it is -inf. A mask that is the same for all queries (padding) costs nothing; another
     one costs two products with it. The causal form uses running sums, as with the printed μ, over
     all keys, a query would depend on its future. For half precision, statistics are computed in
-    float32. With `eps` and statistics that differ between queries everything is, because those of
-    two or three keys make numbers out of the range of half precision and autocast; in the causal
-    form of a softmax of q·k only the first 64 queries are. In float16,
+    float32. With `eps` and statistics that differ between queries, all steps are in float32,
+    because the variance of two or three keys may be too small for half precision and autocast. In
+    the causal form of a softmax of q·k this holds for the first 64 queries only. In float16,
     gradients overflow if keys are so similar that 1/(σ² + ε) nears 10⁵: take an `eps` of at least
     10⁻³.
 
@@ -262,8 +262,7 @@ def _check_center_keys(attention: Mechanism, center_keys: bool | None, mask: Mas
         return False
     check_callable("attention", attention)
     if center_keys is None:
-        target = attention.func if isinstance(attention, functools.partial) else attention
-        center_keys = not getattr(target, "softmax", False)
+        center_keys = unwrap(attention)[0] is not softmax_attention
         if center_keys and mask.is_causal:
             raise ValueError(
                 "center_keys is None with is_causal=True and an attention that is not "

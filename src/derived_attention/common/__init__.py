@@ -1,1 +1,1 @@
-"""What all mechanisms share: calling convention, masks, checks, and the layer."""
+"""What all mechanisms share: calling convention, masks, checks, blocks, poolings and kernels."""

@@ -1,6 +1,6 @@
 """Attention block by block, for weights that no fused kernel computes, such as those of mixtures.
 
-A form, such as that of `mixture.fast`, computes the weights of a block of queries from its tensors,
+A form, such as that of `mixture.core`, computes the weights of a block of queries from its tensors,
 and propagates their gradient. This module runs over the blocks, forward and, with the weights
 computed again, backward: so no (N, M) matrix is stored.
 """

@@ -2,8 +2,8 @@
 
 A check runs before any work, reads shapes, dtypes and devices only, and raises ``TypeError``
 (wrong kind: not a tensor, wrong dtype) or ``ValueError`` (wrong shape, device or value) with a
-message that names the argument, what it was and what was expected. Two checks must read data,
-`check_mask_values` and `check_numbers`, and say what that costs.
+message that names the argument, what it was and what was expected. Three checks must read data:
+`check_mask_values`, `check_no_bias` and `check_numbers`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = 
         meaning = "R ≥ 1 keys for each of M tokens, the rest as in q; k.unsqueeze(-3) is one each"
         check_shape("k", k, (*leading, R, M, D), meaning)
     else:
-        check_shape("k", k, (*leading, M, D), "the leading dimensions and D of q")
+        meaning = "the leading dimensions and D of q; enable_gqa=True allows fewer heads"
+        check_shape("k", k, (*leading, M, D), meaning)
     if v is not None:
         Dv = v.shape[-1] if v.dim() > 0 else "Dv"
         check_shape("v", v, (*leading, M, Dv), "the leading dimensions of q and the M of k")
@@ -152,7 +153,10 @@ def check_mask_values(name: str, mask: Tensor) -> None:
 
 
 def check_no_bias(name: str, mask: Tensor, because: str = POOLED) -> None:
-    """Refuse a floating mask with numbers other than 0 and -inf, if it has concrete values."""
+    """Refuse a floating mask with numbers other than 0 and -inf, if it has concrete values.
+
+    On a GPU it waits for the device.
+    """
     if mask.dtype == torch.bool or not has_concrete_values(mask):
         return
     if not bool(((mask == 0) | (mask == -math.inf)).all()):
@@ -289,9 +293,8 @@ def check_parameter(
     if value.device != q.device:
         raise ValueError(f"{name} is on device {value.device}; expected {q.device}, that of q")
     if shapes and tuple(value.shape) not in shapes:
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; expected one of {shapes}: {meaning}"
-        )
+        wanted = ("one of " if len(shapes) > 1 else "") + ", ".join(str((*x,)) for x in shapes)
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {wanted}: {meaning}")
     if kind:
         check_numbers(name, value, kind)
     return value

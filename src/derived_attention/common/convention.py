@@ -4,12 +4,11 @@ A family writes its mathematics as a function ``form(q, k, v, mask, scale, *, ..
 and v checked, a `Mask`, the scale as a float or None, and after the star the options of the
 mechanism, which it checks itself; it returns H ``(..., N, Dv)``. `mechanism` makes a function of it
 that has the arguments of ``torch.nn.functional.scaled_dot_product_attention`` and takes care of
-checks, masks, dropout and shared heads. The decorator's arguments say what else holds of the form,
-and others read that as attributes of the function: ``weights`` (or None) computes A for dropout and
-for a layer's `need_weights`; ``per_key`` says that masks may not differ between queries, ``alone``
-that a query's result does not depend on other queries, ``softmax`` that adding a number to all
-scores of a query changes nothing, ``shared`` that the form takes heads that share keys as views,
-``state`` (or None) computes what the form's option `state` tells it of the keys before the first. A
+checks, masks, dropout and shared heads. The decorator's arguments declare further properties, which
+become attributes of the function: ``weights`` (or None) computes A for dropout and for a layer's
+`need_weights`; ``per_key`` says that masks may not differ between queries, ``alone`` that a query's
+result does not depend on other queries, ``shared`` that the form takes heads that share keys as
+views; ``state`` (or None) computes the form's option `state` from the keys before the first. A
 formula decorated with `in_full` runs in float32 at least.
 """
 
@@ -98,7 +97,6 @@ def mechanism(
     per_key: bool = False,
     drops: bool = False,
     alone: bool = True,
-    softmax: bool = False,
     state: Mechanism | None = None,
     shared: bool = False,
 ) -> Mechanism:
@@ -124,17 +122,20 @@ def mechanism(
         Whether the form takes ``dropout_p`` itself, as it has no weights to drop.
     alone : bool
         Whether the result of a query depends on no other query.
-    softmax : bool
-        Whether it is a softmax of q·k, which does not change with a vector added to all keys.
     state : callable, optional
         ``state(k, v, *, state=None, ...)`` returns what a causal form with the option `state` needs
         of keys and values that came before, of a size that does not depend on their number.
     shared : bool
         Whether the form takes heads in groups, q ``(..., G, r, N, D)``, whose keys and values are
         views of one head. Otherwise ``enable_gqa`` copies the keys and values of shared heads.
+
+    Returns
+    -------
+    callable
+        The mechanism; without `form`, a decorator.
     """
     properties: dict[str, Any] = dict(weights=weights, per_key=per_key, alone=alone)
-    properties |= dict(softmax=softmax, state=state, shared=shared)
+    properties |= dict(state=state, shared=shared)
     if form is None:
         settings: dict[str, Any] = dict(formula=formula, checks=checks)
         settings |= dict(components=components, drops=drops)
@@ -211,8 +212,6 @@ def _add_reference(
             options = checks(q, k, v, mask, scale, **options)
         return in_full(formula)(q, k, v, mask, scale, **options)
 
-    if checks is None:
-        del form.__wrapped__
     form.__doc__ = formula.__doc__
     form.__name__ = form.__qualname__ = f"{attend.__name__}_reference"
     attend.reference = mechanism(form, **properties)  # type: ignore[attr-defined]
@@ -458,7 +457,7 @@ def _document(form: Mechanism, components: bool, per_key: bool) -> str:
     text, mark, examples = text.partition("Examples\n--------\n")
     if name.endswith("_reference"):
         fast = name.removesuffix("_reference")
-        return f"{text}\n\nArguments, result and errors are those of `{fast}`.\n"
+        return f"{text}\n\nIts arguments, result and errors are described in `{fast}`.\n"
     title = "Parameters\n----------\n"
     before, _, options = text.partition(title)
     options, _, after = options.partition("\n\n")

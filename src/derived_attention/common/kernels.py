@@ -11,8 +11,8 @@ call has tried it before, in this process or, where the user's cache folder can 
 So call a model once, forward, before you compile it; what was compiled stays as it is.
 
 GPUs of compute capability 8.0 and above have kernels. Older ones, such as the T4 of free notebooks,
-get PyTorch's form: they have no products of bfloat16, 64 KiB of shared memory in place of 99 at
-least, which would want tiles of their own, and nobody has tried one. Without a GPU,
+get PyTorch's form: they have no products of bfloat16, 64 KiB of shared memory instead of at
+least 99, for which other tiles are necessary, and they are untested. Without a GPU,
 ``TRITON_INTERPRET=1`` runs kernels on the CPU, one program at a time, where a caller asks for them,
 as the tests do; `benchmarks.gpu.resources` compiles them ahead of time.
 

@@ -229,8 +229,9 @@ class Mask:
             return self.given
         raise ValueError(
             f"attn_mask has shape {tuple(self.given.shape)}; expected the size 1 in place of N, as "
-            "in (B, 1, 1, M): this mechanism takes a mask over keys, the same for every query; for "
-            "causality pass is_causal=True, if the mechanism has it, and no mask"
+            "in (B, 1, 1, M): this mechanism takes a mask over keys, the same for every query; in "
+            "a layer pass key_padding_mask (B, M) instead; for causality pass is_causal=True, if "
+            "the mechanism has it, and no mask"
         )
 
     def present(self, M: int) -> Tensor | None:

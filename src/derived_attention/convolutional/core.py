@@ -311,10 +311,10 @@ def _per_head(name: str, weight: Tensor, q: Tensor, sides: int) -> Tensor:
     check_floating({"q": q, name: weight})
     _check_sides(name, weight, sides)
     if weight.dim() > sides and tuple(weight.shape[:-sides]) != (heads,):
-        size = ("s", "s1, s2")[sides - 1]
+        size = ("s,", "s1, s2")[sides - 1]
         raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}; expected ({size}), or ({heads}, {size}) with "
-            "a filter for each head of q"
+            f"{name} has shape {tuple(weight.shape)}; expected ({size}), or "
+            f"({heads}, {size.rstrip(',')}) with a filter for each head of q"
         )
     return weight if weight.dim() > sides else weight.unsqueeze(0)
 

@@ -1,6 +1,6 @@
 """The delta rule: a state that is corrected by each key and value, in turn (chapter 15).
 
-The equation of this module, for a state S (Dv, D) that starts at 0, is ::
+The equation of this module [Schlag2021, Yang2025], for a state S (Dv, D) that starts at 0, is ::
 
     S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,    h_i = S_i q_i
 
@@ -45,7 +45,7 @@ from derived_attention.common.masks import Mask
 from derived_attention.delta import fla
 from derived_attention.linear.core import in_chunks
 
-FEW = {"cpu": math.inf, "cuda": 8}  # chunks up to which arithmetic counts, not operations
+FEW = {"cpu": math.inf, "cuda": 8}  # chunks up to which a step for each is the fastest
 SMALL = 16  # rows of a block that is inverted without being cut in two
 UNWEIGHTED = "a key is written or not, and has no score to which a number could be added"
 
@@ -112,8 +112,8 @@ def delta_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean,
-        or floating with no numbers but 0 and -inf. A masked key is not written, and makes nothing
-        else be forgotten.
+        or floating with no numbers but 0 and -inf. A masked key is not written, and its decay
+        is not applied.
     scale : float, optional
         Finite and positive; multiplies q. Left out, nothing is multiplied, so that S_t k_t = v_t at
         β_t = 1/‖k_t‖².
@@ -200,7 +200,7 @@ def _per_key(name: str, x: Tensor, k: Tensor, present: Tensor | None, kind: str)
     sizes, shape = tuple(x.shape), tuple(k.shape[:-1])
     if not broadcasts(sizes, shape):
         raise ValueError(
-            f"{name} has shape {sizes}; expected one that broadcasts to {shape}, a number a key"
+            f"{name} has shape {sizes}; expected one that broadcasts to {shape}, one number per key"
         )
     x = x.to(accumulation_dtype(k)).expand(shape)
     x = x if present is None else x.masked_fill(~present, 0)

@@ -1,4 +1,4 @@
-"""The layer of the delta rule (chapter 15): what is learned of `delta.fast`."""
+"""The layer of the delta rule (chapter 15): the learned parameters of `delta_attention`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeltaAttention(MultiheadAttention):
     Parameters
     ----------
     beta : {"sigmoid", "double", "clamped"}
-        How β is made of a number: into (0, 1), into (0, 2), or into [0, 2] with both ends reached.
+        The range of β: (0, 1), (0, 2), or [0, 2] with both ends reached.
     gated : bool
         Whether the state decays, by a factor that depends on the token.
     erase : bool

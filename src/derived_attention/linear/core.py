@@ -1,6 +1,6 @@
-"""Linear attention: a feature map in the place of the exponential (chapter 4).
+"""Linear attention: a feature map instead of the exponential (chapter 4).
 
-The equation of this module, with φ: ℝᴰ → ℝᶠ, φ ≥ 0, is (Katharopoulos et al. 2020) ::
+The equation of this module, with φ: ℝᴰ → ℝᶠ, φ ≥ 0, is [Katharopoulos2020] ::
 
     h_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)),    H = diag(φ(Q) φ(K)ᵀ 1)⁻¹ φ(Q) φ(K)ᵀ V
 
@@ -73,8 +73,8 @@ def linear_attention_weights(
     """Attention matrix a_ij = φ(q_i)ᵀφ(k_j) / Σ_l φ(q_i)ᵀφ(k_l), the weights of linear attention.
 
     Arguments and errors are those of `linear_attention`, but for the mask, which may be any that
-    broadcasts to ``(..., H, N, M)``. So is the result; a row whose kernel is all zeros, or too
-    small for normal numbers of its dtype, is zeros.
+    broadcasts to ``(..., H, N, M)``, the shape of the result; a row whose kernel is all zeros, or
+    too small for normal numbers of its dtype, is zeros.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
@@ -91,7 +91,7 @@ def linear_state(
 ) -> Tensor:
     """S = Σ_j φ(k_j) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``, all that `linear_attention` needs of keys.
 
-    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    With it a sequence is decoded one or several tokens at a time, and the results are those of one
     call, at a cost that does not depend on how many came before ::
 
         h = linear_attention(q_t, k_t, v_t, is_causal=True, state=S)
@@ -138,8 +138,8 @@ def linear_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating, finite or -inf, as which -8192 and below
         count: e to its power multiplies the kernel φ(q_i)ᵀφ(k_j), as adding it to the scores
-        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. Where
-        padding comes last, ``is_causal`` alone keeps it from all that is not.
+        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. If
+        padding comes last, ``is_causal`` is enough: no token before it attends it.
     scale : float, optional
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
         softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.

@@ -28,6 +28,7 @@ from torch import Tensor
 from derived_attention import formulas
 from derived_attention.common.checks import (
     accumulation_dtype,
+    check_callable,
     check_count,
     check_parameter,
     has_concrete_values,
@@ -112,12 +113,12 @@ def linformer_attention(
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: finite, or -inf; -8192 and below count as -inf.
-        As there are no scores of single keys, its exponential, divided by the largest one,
-        multiplies the key and its value. So 0 and -inf act as True and False do.
+        A single key has no score to which a number m could be added. So the key and its value are
+        multiplied by exp(m), divided by the largest exp(m): 0 acts like True, -inf like False.
     is_causal : bool
-        False: a sum of keys holds the future of all of them but one.
+        Has to be False: a projected key depends on later tokens, and is the same for every query.
     key_projection : Tensor
-        E ``(kept, n)``, shared by the heads, for up to n keys: M keys meet its first M columns.
+        E ``(kept, n)``, shared by the heads, with n at least M. Its first M columns are used.
     value_projection : Tensor, optional
         F ``(kept, n)``; E if left out.
 
@@ -175,11 +176,12 @@ def orthogonal_features(
 
 
 def positive_features(x: Tensor, projection: Tensor) -> Tensor:
-    """Return φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R, ``(..., R)``, for R rows w_r of `projection`.
+    """Return φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R, ``(..., R)``, for the rows w_r of `projection`.
 
-    The mean of φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
+    x is ``(..., D)`` and `projection` is ``(R, D)``; another width is a ValueError. The mean of
+    φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
     """
-    W = projection.to(accumulation_dtype(x))
+    W = _rows_of("projection", projection, x, x.shape[-1]).to(accumulation_dtype(x))
     with full_precision(x.device):
         return (_keys(x, _rows(W, W.new_zeros(1, len(W))), 1.0) - math.log(len(W)) / 2).exp()
 
@@ -207,11 +209,12 @@ def performer_attention(
     exp(q·k/√D), softmax's kernel. O((N + M) R Dv) operations, causal as in `linear_attention`;
     sums in float32 at least.
 
-    A factor of each query divides out. So does a factor of each feature, which is moved from the
-    keys to the queries: the largest feature of any key, so that no sum of weights is below 1; with
-    `is_causal` the largest one before a segment of 256 positions, on a GPU of up to 2048. Keys may
-    grow by any factor: if features grow by e⁴⁴ within a segment, about four times as much work is
-    done for it, and for all of them if data cannot be read, as under ``torch.compile``.
+    A factor common to all features of a query divides out. One feature of all keys may be divided
+    by a number, if the same feature of all queries is multiplied by it. This number is the largest
+    value of the feature for any key; with `is_causal`, the largest one before a segment of 256
+    positions (on a GPU up to 2048). If a feature grows by more than e⁴⁴ within a segment (e³⁵⁵ in
+    float64), that segment takes about four times as much work. Where data cannot be read, as under
+    ``torch.compile``, all segments do.
 
     Parameters
     ----------
@@ -418,6 +421,9 @@ def check_maps(feature_maps: Any) -> tuple[FeatureMap, ...]:
     maps = tuple(feature_maps)
     if not maps:
         raise ValueError("feature_maps is empty; expected at least one function from (..., D)")
+    for i, phi in enumerate(maps):
+        if not callable(phi):
+            check_callable(f"feature_maps[{i}]", phi, "a function from (..., D)")
     return maps
 
 
@@ -471,7 +477,7 @@ def luna_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: added to the scores P Kᵀ/√D.
     is_causal : bool
-        False: a packed key depends on the future of all queries but the last.
+        Has to be False: a packed key depends on later tokens, and is the same for every query.
     packed : Tensor
         P ``(l, D)`` for all heads or ``(H, l, D)`` for each, l at least 1.
 

@@ -26,7 +26,8 @@ class LinformerAttention(MultiheadAttention):
     """Linformer in H heads, with the interface of `MultiheadAttention`.
 
     It adds the parameters ``key_projection`` and ``value_projection`` (kept, length), which all
-    heads share. They weight a token by its position.
+    heads share. They weight a token by its position. The forward pass takes neither `attn_mask` nor
+    `is_causal`; padding goes into `key_padding_mask`.
 
     Parameters
     ----------

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from derived_attention.common.checks import (
+    POSITIVE,
     autocasts,
     check_flags,
+    check_number,
     check_parameter,
-    check_positive,
+    has_concrete_values,
 )
 from derived_attention.common.masks import Mask, nearer_zero, shared_offset
 
@@ -58,7 +60,10 @@ def components_of(
     normalized = distance if normalized is None else normalized
     check_flags(hard=hard, distance=distance, normalized=normalized)
     if normalized and not distance:
-        raise ValueError("normalized is True and distance False; expected a Gaussian to normalise")
+        raise ValueError(
+            "normalized is True and distance False; expected normalized=False or None: dot "
+            "products are not the exponents of a density"
+        )
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
@@ -75,7 +80,9 @@ def components_of(
             1.0,
         )
     else:
-        variance = math.sqrt(D) if variances is None else check_positive("variances", variances)
+        variance, expected = math.sqrt(D), "a finite positive number or a floating Tensor"
+        if variances is not None:
+            variance = check_number("variances", variances, expected, *POSITIVE)
         precisions, scale = log_weights.new_ones(k.shape[-3], 1, 1), scale or 1 / variance
     if normalized and learned:
         log_weights = log_weights + D / 2 * precisions.log()
@@ -96,6 +103,9 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
     meaning = "one number a component, or for each head"
     kind = "finite and positive" if name == "variances" else "finite and at least 0"
     check_parameter(name, value, k, ((R,), (*heads, R)), meaning, kind)
+    if name == "priors" and value.device.type == "cpu" and has_concrete_values(value):
+        if not bool((value > 0).any(-1).all()):
+            raise ValueError("priors are all 0; expected a positive one for some component")
     return value[..., None, None]
 
 

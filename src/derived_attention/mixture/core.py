@@ -5,8 +5,9 @@ The equation of this module, for keys k_jr with r = 1..R at token j, is ::
     h_i = Σ_j a_ij v_j,    a_ij = Σ_r exp(s_ijr) / Σ_j' Σ_r exp(s_ij'r)
     s_ijr = log π_r − D log σ_r − ‖q_i − k_jr‖² / 2σ_r²
 
-a_ij is the probability that token j explains query i, if all tokens are as probable beforehand: the
-posterior of eq. 5 of [Nguyen2022]. Eq. 7 has no D log σ_r, which only matters where the σ_r differ:
+a_ij is the probability that token j explains query i, if all tokens are equally probable a priori:
+the posterior of eq. 5 of [Nguyen2022]. Eq. 7 has no D log σ_r, which only matters where the σ_r
+differ:
 ``normalized=False``. The hard form has max_r where this has Σ_r. The linear form replaces
 exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
 
@@ -38,8 +39,7 @@ from derived_attention.common.blocks import (
     spread_product,
 )
 from derived_attention.common.checks import (
-    check_flag,
-    check_mask_kind,
+    check_query_mask,
     check_shape,
 )
 from derived_attention.common.convention import (
@@ -53,7 +53,6 @@ from derived_attention.common.kernels import should_run_kernel
 from derived_attention.common.masks import (
     BlockMask,
     Mask,
-    allowed,
     causal_mask,
     masked_softmax,
     open_dead_rows,
@@ -95,26 +94,27 @@ def mixture_attention(
 ) -> Tensor:
     """Attention with a mixture of R Gaussian keys at each token, without an (N, M) matrix.
 
-    One softmax over R M keys, by one flash attention for each component. The hard form computes
-    some rows of scores at a time, and again in the backward pass.
+    One softmax over R M keys: by one flash attention for each component, with an `attn_mask` by one
+    call for all of them, and up to 64 queries and keys of one variance by the matrix of scores. The
+    hard form computes some rows of scores at a time, and again in the backward pass.
 
     Parameters
     ----------
     scale : float, optional
         1/σ² of all components, 1/√D where left out. Excludes `variances`.
     priors : Tensor, optional
-        π, ``(R,)`` or ``(H, R)``, not negative; all equal where left out. A factor common to all
-        divides out. Values are not read. A component whose prior is 0 takes no part.
+        π, ``(R,)`` or ``(H, R)``, not negative and not all 0; all equal where left out. A factor
+        common to all divides out. A component whose prior is 0 takes no part.
     variances : float or Tensor, optional
-        σ², positive: a number for all components, or a tensor ``(R,)`` or ``(H, R)``, whose values
-        are not read.
+        σ², positive: a number for all components, or a tensor ``(R,)`` or ``(H, R)``. The numbers
+        of both tensors are checked on a CPU only.
     distance : bool
         True: the Gaussian kernel of eq. 7. False: s_ijr = log π_r + q_i·k_jr/σ_r², eq. 6.
     normalized : bool, optional
         True: eq. 5, of densities π_r 𝒩(q | k_r, σ_r² I), with their factor σ_r⁻ᴰ. False: eq. 7 as
         printed, a sum of π_r exp(−‖q − k_r‖²/2σ_r²). The two differ where variances do, and each
-        is the other with π_r σ_rᴰ in place of π_r, or π_r σ_r⁻ᴰ. True where left out, but with dot
-        products, ``distance=False``, which have nothing to normalise.
+        is the other with π_r σ_rᴰ in place of π_r, or π_r σ_r⁻ᴰ. If it is left out, it is
+        `distance`: dot products are not the exponents of a density.
     hard : bool
         True: max_r in place of Σ_r, the hard E-step of [Nguyen2022] with the priors left in; where
         they are equal they drop out. Where two components tie, the first one gets the gradient.
@@ -144,7 +144,14 @@ def mixture_attention(
 def hard_mixture_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, **mixture: Any
 ) -> Tensor:
-    """`mixture_attention` with ``hard=True``, and the other arguments of that.
+    """Attend by the hard form of `mixture_attention`, where only the best component counts.
+
+    Parameters
+    ----------
+    scale : float, optional
+        As in `mixture_attention`.
+    mixture
+        The keywords `priors`, `variances`, `distance` and `normalized` of `mixture_attention`.
 
     Examples
     --------
@@ -258,6 +265,12 @@ def linear_mixture_attention(
 
     Parameters
     ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: finite, or -inf; -8192 and below count as -inf.
+        Its exponential multiplies the kernel Σ_r π_r φ(q_i)ᵀφ(k_jr).
+    scale : float, optional
+        Finite and positive; multiplies q before φ. If it is left out, nothing is multiplied.
     priors : Tensor, optional
         As in `mixture_attention`.
     feature_map, fused
@@ -300,9 +313,10 @@ def responsibilities(q: Tensor, k: Tensor, *, scale: float | None = None, **mixt
     """γ_ijr = exp(s_ijr) / Σ_r' exp(s_ijr'): how probable component r is, if token j explains i.
 
     Eq. 8 of [Nguyen2022], with the index j that γ lacks there, and j for j' in its denominator.
-    Arguments and errors are those of `mixture_attention` without `hard`. The result is
-    ``(..., H, R, N, M)``, float32 at least, and sums to 1 over R. Queries do not depend on each
-    other: for a long sequence, call it on parts of them.
+    The arguments `q`, `k`, `scale`, `priors`, `variances`, `distance` and `normalized`, and the
+    errors, are those of `mixture_attention`. The result is ``(..., H, R, N, M)``, float32 at least,
+    and sums to 1 over R. Queries do not depend on each other: for a long sequence, call it on
+    parts of them.
     """
     _, scale = prepare(q, k, None, None, False, scale, components=True)
     parts = components_of(q, k, scale, False, **mixture)
@@ -319,7 +333,6 @@ def em_priors(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    weighted: bool = True,
     query_mask: Tensor | None = None,
     **mixture: Any,
 ) -> Tensor:
@@ -332,14 +345,12 @@ def em_priors(
 
     The update printed in [Nguyen2022], π_jr = Σ_i γ_ijr / N, has no a_ij. It is the step for one
     token j that had to explain all queries, those that attend elsewhere too. It can lower the
-    likelihood above.
+    likelihood above, and is not computed here.
 
     Parameters
     ----------
     q, k, attn_mask, is_causal, scale, mixture
         As in `mixture_attention`, without `hard`.
-    weighted : bool
-        False: the printed update, averaged over the tokens j that each query may attend.
     query_mask : Tensor, optional
         Boolean ``(..., H, N)``: False where a query is padding and does not count.
 
@@ -350,18 +361,15 @@ def em_priors(
         sums to 1 over R, and is uniform where no query counts.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale, components=True)
-    check_flag("weighted", weighted)
     parts = components_of(q, k, scale, False, **mixture)
+    check_query_mask(query_mask, q)
     if query_mask is not None:
-        check_mask_kind("query_mask", query_mask, q.device)
         check_shape("query_mask", query_mask, tuple(q.shape[:-1]), "one for each query")
     counts = parts.precisions.new_zeros(*q.shape[-3:-2], k.shape[-3])
     with full_precision(q.device):
         q, k = features(q, k, parts, mask, parts.precisions.dtype)
         for rows, m in chunks(q, k, is_causal) if k.shape[-2] else []:
-            shares = _shares(
-                q[..., rows, :], k[..., :m, :], parts, mask.part(rows, m, q.device), weighted
-            )
+            shares = _shares(q[..., rows, :], k[..., :m, :], parts, mask.part(rows, m, q.device))
             if query_mask is not None:
                 shares = shares.masked_fill(~query_mask[..., None, rows], 0)
             counts += shares.sum(-1).sum_to_size(counts.shape)
@@ -369,14 +377,10 @@ def em_priors(
     return torch.where(total == 0, 1 / k.shape[-3], counts / total)
 
 
-def _shares(q: Tensor, k: Tensor, parts: Components, mask: Tensor | None, weighted: bool) -> Tensor:
-    """Return Σ_j a_ij γ_ijr (..., H, R, C) of some queries; 1/m for a_ij unless `weighted`."""
+def _shares(q: Tensor, k: Tensor, parts: Components, mask: Tensor | None) -> Tensor:
+    """Return Σ_j a_ij γ_ijr (..., H, R, C) of some queries."""
     scores = parts.scale * (q.unsqueeze(-3) @ k.mT)  # (..., H, R, C, m)
-    if weighted:
-        A = masked_softmax(scores.logsumexp(-3), mask)
-    else:
-        even = torch.zeros_like(scores[..., 0, :, :])
-        A = masked_softmax(even, None if mask is None else allowed(mask))
+    A = masked_softmax(scores.logsumexp(-3), mask)
     return (A.unsqueeze(-3) * scores.softmax(-3)).sum(-1)
 
 

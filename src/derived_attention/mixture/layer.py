@@ -27,7 +27,8 @@ class MixtureAttention(MultiheadAttention):
     (R − 1, G D, kdim) and ``key_bias`` (R − 1, G D) make the others, for G = `kv_heads` heads of
     keys. Half the heads at the same width of a head are ``MixtureAttention(embed_dim, H // 2,
     head_dim=embed_dim // H)``; with ``kv_heads=1`` all heads share one mixture of keys for each
-    token, and one value.
+    token, and one value. `shifted`, `hard` and `linear` choose the function, so `attention` cannot
+    be given.
 
     Parameters
     ----------
@@ -41,12 +42,10 @@ class MixtureAttention(MultiheadAttention):
     priors : {"fixed", "learned", "em"}
         π is 1/R; or the softmax of the parameter ``prior_logits`` (H, R); or the buffer
         ``priors`` (H, R), and each forward pass in training mode ends with a step of `em_priors`
-        on its queries, without padded ones. All start at 1/R. Not under activation checkpointing,
-        which runs a forward pass twice.
+        on its queries, without padded ones. All start at 1/R. Activation checkpointing, which runs
+        a forward pass twice, excludes "em".
     variances : float or sequence of float, optional
         σ², one for all components or one for each; √D where left out.
-    learn_variances : bool
-        Whether log σ² is a parameter, ``log_variances`` (H, R), that starts there.
     mixture : dict, optional
         Other keywords of the function: `distance`, `normalized`, `feature_map`, `fused`.
 
@@ -55,6 +54,8 @@ class MixtureAttention(MultiheadAttention):
     TypeError, ValueError
         For a size, a variance or a name that is not as above; for `hard`, variances or "em" with
         `linear`, which has no Gaussians.
+    RuntimeError
+        For a forward pass with "em" under activation checkpointing.
     """
 
     shown = ("kind", "components", "fixed_variances", "mixture")
@@ -69,15 +70,14 @@ class MixtureAttention(MultiheadAttention):
         linear: bool = False,
         priors: str = "fixed",
         variances: float | Sequence[float] | None = None,
-        learn_variances: bool = False,
         mixture: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         R = check_count("components", components, 1)
-        check_flags(shifted=shifted, hard=hard, linear=linear, learn_variances=learn_variances)
+        check_flags(shifted=shifted, hard=hard, linear=linear)
         if priors not in ("fixed", "learned", "em"):
             raise ValueError(f"priors is {priors!r}; expected 'fixed', 'learned' or 'em'")
-        if linear and (hard or variances is not None or learn_variances or priors == "em"):
+        if linear and (hard or variances is not None or priors == "em"):
             raise ValueError(
                 f"linear is True with hard={hard}, variances={variances}, priors={priors!r}; "
                 "expected neither hard, nor variances, nor 'em': a linear kernel has no Gaussians"
@@ -92,8 +92,6 @@ class MixtureAttention(MultiheadAttention):
         width = math.sqrt(self.head_dim) if variances is None else variances
         self.fixed_variances = _variances(width, R)
         even = self.out_proj.weight.new_ones(self.num_heads, R)
-        start = even * even.new_tensor(self.fixed_variances)
-        self.log_variances = nn.Parameter(start.log()) if learn_variances else None
         learned = priors == "learned"
         self.prior_logits = nn.Parameter(torch.zeros_like(even)) if learned else None
         self.register_buffer("priors", torch.full_like(even, 1 / R) if priors == "em" else None)
@@ -121,9 +119,7 @@ class MixtureAttention(MultiheadAttention):
             keywords["priors"] = self.prior_logits.softmax(-1)
         elif self.priors is not None:
             keywords["priors"] = self.priors
-        if self.log_variances is not None:
-            keywords["variances"] = self.log_variances.exp()
-        elif not self.linear:
+        if not self.linear:
             first, *others = self.fixed_variances
             same = all(x == first for x in others)  # a number spares a feature, see `features`
             like = self.out_proj.weight
@@ -131,7 +127,7 @@ class MixtureAttention(MultiheadAttention):
         return keywords
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, H, N, D), k (B, H, R, M, D) and v (B, H, M, D), as `responsibilities` wants.
+        """Return q (B, H, N, D), k (B, H, R, M, D) and v (B, H, M, D), for `responsibilities`.
 
         Arguments and errors are those of `forward`.
         """

@@ -84,9 +84,9 @@ def shifted_mixture_attention(
 ) -> Tensor:
     """Attention with the keys k_jr = k_j + b_r, by one product Q Kᵀ and without an (N, M) matrix.
 
-    The scores of some queries at a time, in float32 at least, and again in the backward pass. The
-    weights are exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where n_i is
-    max_r u_ir and m_j is max_r w_jr, so that no exponential overflows. The sum is at least
+    It computes the scores of some queries at a time, in float32 at least, and again in the backward
+    pass. The weights are exp(scale · q_i·k_j + m_j) Σ_r exp(u_ir − n_i) exp(w_jr − m_j), where n_i
+    is max_r u_ir and m_j is max_r w_jr, so that no exponential overflows. The sum is at least
     exp(−g_i), with the gap g_i = n_i − min_r u_ir. For queries where that could cost precision (a
     gap of more than 43 in float32, 354 in float64), and where values cannot be read
     (``torch.compile``, capture of a CUDA graph), log Σ_r exp(u_ir + w_jr) is added to the scores
@@ -100,7 +100,7 @@ def shifted_mixture_attention(
     priors, normalized, hard
         As in `mixture_attention`.
     variances : float or Tensor, optional
-        As in `mixture_attention`. A tensor, unless R = 1, is taken for variances that differ. Then
+        As in `mixture_attention`. If it is a tensor and R > 1, the variances may differ. Then
         q·k_j/σ_r² is no common term, and the result is `mixture_attention` of `shifted_keys`.
     distance : bool
         As in `mixture_attention`. Where it is False and the variances are equal, the score is

@@ -133,8 +133,9 @@ def mra_attention(
     sparse: bool = False,
     query_mask: Any = None,
 ) -> Tensor:
-    """MRA-2 [Zeng2022]: O(N kept b) exact scores, and the (N/b, M/b) pooled ones.
+    """MRA-2 attention [Zeng2022]: exact scores in some blocks, and scores of block means elsewhere.
 
+    It computes O(N kept b) exact scores, and (N/b) (M/b) pooled ones.
     Every block of queries attends some blocks of keys exactly. All other blocks act as one more
     key, with the sum of their weights and the mean of their values; MRA-2-s, ``sparse=True``,
     leaves them out. If `kept` is the number of blocks or more, this is `softmax_attention`. The
@@ -143,19 +144,23 @@ def mra_attention(
 
     Parameters
     ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: added to the scores, finite or -inf; -8192 and
+        below count as -inf. Key j counts exp(m_j) times in its pooled key and in the weight of its
+        block, and a masked key in neither.
     is_causal : bool
-        False: the pooled query of a block depends on its later queries.
+        Has to be False: the pooled query of a block depends on its later queries.
     block : int
         b, the length of a block, at least 1. The last block may be shorter.
     kept : int
         Blocks of keys that each block of queries attends exactly, at least 1; the mean number of
-        them with ``over="map"``. A masked key is left out of its pooled key and of the weight of
-        its block; with a floating mask m, key j counts exp(m_j) times.
+        them with ``over="map"``.
     over : str
         ``"rows"``: each block of queries has its own `kept` best blocks. ``"map"``, as in the code
         of [Zeng2022]: for n blocks of queries, the n `kept` pairs of blocks whose pooled score is
-        nearest to the largest of its row, at least one in each row. As many exact scores, but rows
-        of different length take half as much time again.
+        nearest to the largest of its row, at least one in each row. It computes as many exact
+        scores, and takes about 1.5 times as long.
     sparse : bool
         Whether to leave out all other blocks.
     query_mask : Tensor, optional

@@ -68,22 +68,22 @@ def multiresolution_attention(
 ) -> Tensor:
     """MrsHA, eq. 16 of [MrsFormer]: heads of the same scales are one call of `attention`.
 
-    O(N M / s s') operations for a head with softmax. A window of queries that ends the sequence may
-    be shorter than s, as one of keys may.
+    It takes O(N M / (s s')) operations for a head with softmax. The last window of queries, and the
+    last one of keys, may be shorter.
 
     Parameters
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
-        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
-        mask if all scales are 1.
+        masked key is left out of its pooled key, and a pooled key with none left is masked. If all
+        scales are 1, any mask is allowed.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
         t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
         s ≠ s', a mask of (N / s) (M / s') entries is stored, and `attention` has to take masks
-        that differ between queries. Not with wavelets, whose filters reach into the future, and not
-        with a class token.
+        that differ between queries. It excludes wavelets, whose filters reach into the future, and
+        a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
         wavelets.

@@ -26,8 +26,9 @@ from derived_attention.multiresolution.core import (
 class MultiresolutionAttention(MultiheadAttention):
     """MrsHA in H heads, with the interface and the parameters of `MultiheadAttention`.
 
-    It pools `query`, `key` and `value` before it projects them (remark 4), once for each scale, and
-    repeats the heads' results before it joins them, or after it where all have one scale. Padded
+    It pools `query`, `key` and `value` before it projects them (remark 4 of [MrsFormer]), once for
+    each scale. It repeats the results of heads before it joins them; if all heads have one scale,
+    it repeats the joined result. Padded
     keys and queries are left out of the windows. The attention weights it returns are those of the
     steps. If a scale is above 1 the forward pass takes no `attn_mask`; padding goes into
     `key_padding_mask`. With ``cross=True`` the scales of queries have to be 1.
@@ -123,7 +124,10 @@ def _reduce(kind: _Generated) -> Any:
 
 @functools.cache
 def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAttention]:
-    """Make "Mrs" + a layer, whose heads attend at scales: MrsPerformer of `PerformerAttention`.
+    """Return a subclass of a layer, whose heads attend at several scales.
+
+    For `PerformerAttention` it is ``MrsPerformerAttention``, and for `MultiheadAttention` it is
+    `MultiresolutionAttention`.
 
     Parameters
     ----------
@@ -134,6 +138,11 @@ def multiresolution_layer(layer: type[MultiheadAttention]) -> type[MultiheadAtte
     -------
     type
         A layer with the arguments of both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `layer` is no kind of `MultiheadAttention`, or mixes along the length itself.
     """
     if not (isinstance(layer, type) and issubclass(layer, MultiheadAttention)):
         raise TypeError(f"layer is {layer!r}; expected a class of MultiheadAttention")

@@ -89,9 +89,11 @@ def primal_attention(
     dropout_p : float
         Probability of dropping a score; there are no weights to drop.
     is_causal : bool
-        Position i depends on positions j ≤ i only. Data-dependent: f is a sum over these, token j
-        in row j mod n, divided by i // n + 1; while i < n each token has a row of its own. Not
-        data-dependent: q and k become running means before g, as in Listing 1.
+        Position i depends on positions j ≤ i only. If `data_dependent`, row m of f for position i
+        is the sum of the tokens j ≤ i with j mod n = m, divided by i // n + 1, for ``"even"`` and
+        ``"random"`` alike; while i < n a row has at most one token. For a sketch S, row m is
+        Σ_{j ≤ i} S_mj x_j. If not `data_dependent`, q and k become running means before g, as in
+        Listing 1.
     scale : float, optional
         Finite and positive; multiplies q before g. No influence if g is the cosine map.
     W_e, W_r : Tensor

@@ -36,6 +36,7 @@ class PrimalAttention(MultiheadAttention):
     as in the paper. It adds the parameters ``W_e`` and ``W_r`` (H, n, s), which start with
     orthonormal directions in each head, and ``W_o`` (H, D, 2 s).
 
+    If it is not data-dependent, ``W_e`` and ``W_r`` are (H, p, s), for the p features of g.
     It has no attention weights: with `need_weights` they are None. `dropout` drops scores. With
     ``cross=True`` it is cross-attention, as in `primal_attention`.
 
@@ -44,9 +45,9 @@ class PrimalAttention(MultiheadAttention):
     directions : int, optional
         s; if left out, half of D, rounded up. No more than min(n, D) are independent.
     landmarks : int, optional
-        n, rows of f(X); 10 s if left out. Like the next two only if data-dependent.
+        n, rows of f(X); 10 s if left out. Only if data-dependent, as `sampling` and `length`.
     sampling : str
-        ``"even"``; ``"random"``, drawn again in each training step, and even in evaluation; or
+        ``"even"``; ``"random"``, drawn again in each training step, in evaluation as "even"; or
         ``"gaussian"``, a random sketch that is drawn when the layer is made, and part of its state.
     length : int, optional
         The longest sequence for a Gaussian sketch; required with it, and only with it.
@@ -54,8 +55,9 @@ class PrimalAttention(MultiheadAttention):
         As in `primal_attention`; a module's parameters become the layer's.
     regularised : bool
         Whether it has the parameter ``Lambda`` (H, s) as well, and gives its objective J to
-        `ksvd_objectives`, so that `Regularised` can add it to a loss. As in the authors' code,
-        entries of ``Lambda`` start between 0 and 1, and their squares are the Λ of J.
+        `ksvd_objectives`, so that `derived_book.training.fit.Regularised` can add it to a loss. As
+        in the authors' code, entries of ``Lambda`` start between 0 and 1, and their squares are
+        the Λ of J.
     """
 
     shown = ("directions", "landmarks", "data_dependent", "sampling", "feature_map")
@@ -84,7 +86,7 @@ class PrimalAttention(MultiheadAttention):
             expected = ", ".join((*SAMPLINGS, "gaussian"))
             raise ValueError(f"sampling is {sampling!r}; expected one of {expected}")
         if (length is None) == (sampling == "gaussian"):
-            expected = "the longest sequence's" if length is None else "None"
+            expected = "the length of the longest sequence" if length is None else "None"
             raise ValueError(f"length is {length} with {sampling} sampling; expected {expected}")
         if not data_dependent and (landmarks, length, sampling) != (None, None, "even"):
             raise ValueError(

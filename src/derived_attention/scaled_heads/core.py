@@ -5,13 +5,13 @@ The equation of this module, for head h with the scale s_h and N_h = ⌈M / s_h�
     K_h, V_h = pool(K, s_h), pool(V, s_h)     (N_h, D), (N_h, Dv)
     H_h = softmax(Q_h K_hᵀ / √D) V_h          (N, Dv)
 
-with all queries, and fewer keys and values: eq. 25. In Attention-BN+SH the softmax attention of a
-head is Attention-BN with the mean and the variances of its pooled keys: eqs. 49 to 51. A pooling
-turns each window of s_h steps into one, by their average, their maximum, or a convolution with
-stride s_h; or it clusters the steps by k-means.
+with all queries, and fewer keys and values: eq. 25 of [Nguyen2023]. In Attention-BN+SH the softmax
+attention of a head is Attention-BN with the mean and the variances of its pooled keys: eqs. 49 to
+51. A pooling turns each window of s_h steps into one, by their average, their maximum, or a
+convolution with stride s_h; or it clusters the steps by k-means.
 
-The functions pool keys and values. The layers pool X before they project it (remark 5): the same
-for averages, which commute with an affine projection, and less work.
+The functions pool keys and values. The layers pool X before they project it (remark 5
+there): the same for averages, which commute with an affine projection, and less work.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def scaled_heads_attention(
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True where a key may be attended. Floating: 0, or -inf; -8192 and below count as -inf. A
-        masked key is left out of its pooled key, and a pooled key with none left is masked. Any
-        mask if all scales are 1.
+        masked key is left out of its pooled key, and a pooled key with none left is masked. If all
+        scales are 1, any mask is allowed.
     is_causal : bool
-        True only if all scales are 1: a pooled key holds the future of all its steps but one.
+        True only if all scales are 1: a pooled key depends on later steps, and is the same for
+        every query.
     scales : sequence of int
         s_h for each head, at least 1. Keys and values of head h become ⌈M / s_h⌉.
     pooling : str or callable
@@ -105,6 +106,10 @@ def normalized_scaled_heads_attention(
 
     Parameters
     ----------
+    attn_mask : Tensor, optional
+        As in `scaled_heads_attention`.
+    is_causal : bool
+        As in `scaled_heads_attention`: True only if all scales are 1.
     scales, pooling, class_token, attention
         As in `scaled_heads_attention`.
     beta, eps, center_keys

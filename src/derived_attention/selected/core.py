@@ -68,13 +68,16 @@ def selected_attention(
 
     Parameters
     ----------
+    attn_mask : Tensor, optional
+        A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
+        True where a key may be attended. Floating: added to the scores, finite or -inf; -8192 and
+        below count as -inf; other numbers have no influence on the selection. A masked key is left
+        out of the mean of its block, and a block without keys is not selected.
     block : int
         Length of a block of keys, at least 1; the last one may be shorter.
     kept : int
         Blocks that a query reads beside its own, at least 1. Query i is in block ``i // block``; if
-        there are fewer keys than queries, late queries have no block of their own. A masked key is
-        left out of the mean of its block, and a block without keys is not selected; the numbers of
-        a floating mask are added to scores, and have no influence on which blocks are selected.
+        there are fewer keys than queries, late queries have no block of their own.
 
     Examples
     --------

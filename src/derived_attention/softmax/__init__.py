@@ -1,1 +1,1 @@
-"""Softmax attention, and two controls without a choice (chapters 1 and 2)."""
+"""Softmax attention, with a sink (chapter 16), and three controls (chapter 1)."""

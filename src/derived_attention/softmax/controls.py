@@ -30,7 +30,9 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
 
 @mechanism
 def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Attend only the key of the query, whatever the mask: H = V, for M = N.
+    """Return V: each query attends its own key only, so M = N.
+
+    No mask has an effect, so no query gets zeros. ValueError if k has not as many rows as q.
 
     Examples
     --------
@@ -46,10 +48,10 @@ def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 class PositionOnlyAttention(MultiheadAttention):
     """Softmax attention whose scores are a learned bias for each head and offset, and nothing else.
 
-    ``a_ij = softmax_j(b[j - i])``: what this layer can do, no content has to be looked at for. It
-    has the interface and the parameters of `MultiheadAttention`, of which the projections of
-    queries and keys have no effect (their gradient is 0), and ``bias`` (H, 2·length - 1), which
-    starts at 0, as uniform attention.
+    ``a_ij = softmax_j(b[j - i])``: a score that this layer reaches is no evidence of attention to
+    content. It has the interface and the parameters of `MultiheadAttention`, of which the
+    projections of queries and keys have no effect (their gradient is 0), and ``bias``
+    (H, 2·length - 1), at entry ``j - i + length - 1``, which starts at 0, as uniform attention.
 
     Parameters
     ----------
@@ -69,7 +71,8 @@ class PositionOnlyAttention(MultiheadAttention):
         """Put the bias of their offset in the place of all scores."""
         N, M = q.shape[-2], k.shape[-2]
         if max(N, M) > self.length:
-            raise ValueError(f"length is {self.length}; expected {max(N, M)} or more, as of keys")
+            expected = f"at least {max(N, M)}, the tokens given"
+            raise ValueError(f"length is {self.length}; expected {expected}")
         offset = torch.arange(M, device=q.device) - torch.arange(N, device=q.device)[:, None]
         scores = self.bias[:, offset + self.length - 1].to(q.dtype).expand(*q.shape[:-1], M)
         if v is None:

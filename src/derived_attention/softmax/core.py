@@ -37,7 +37,7 @@ def attention_weights(
     return mask.softmax((scale or 1 / math.sqrt(q.shape[-1])) * q @ k.mT)
 
 
-@mechanism(formula=formulas.softmax, weights=attention_weights, softmax=True, shared=True)
+@mechanism(formula=formulas.softmax, weights=attention_weights, shared=True)
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """H = softmax(Q Kᵀ / √D) V without the (N, M) matrix in memory.
 

@@ -6,8 +6,9 @@ The equation of this module is ::
 
 with s_ij = q_i·k_j/√D and the logistic function σ: the weights of a query sum to less than 1, and
 to nearly 0 where no score is near b. For b → −∞ it is softmax attention; b = 0 is called "off by
-one". `sink_attention` multiplies what PyTorch's fused softmax returns by that σ. Under a mask it
-adds the sink as one more key and, as its score may depend on no query, one more feature.
+one". `sink_attention` multiplies what PyTorch's fused softmax returns by that σ. Under a mask
+the sink is one more key; its score must not depend on the query, so queries and keys get one more
+feature.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def sink_attention(
     Parameters
     ----------
     bias : float or Tensor
-        b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled, and is
-        rounded to the dtype of `q`.
+        b, a finite number, or a tensor () or (H,), with one for each head. It is not scaled.
+        With an `attn_mask`, it is rounded to about the precision of `q`.
 
     Examples
     --------

@@ -71,14 +71,14 @@ def check_fixed(*_: Any, stride: int, summary: int = 1) -> Options:
 
 
 def in_band(i: Tensor, j: Tensor, before: Any, after: Any) -> Tensor:
-    """Return whether key j is at most `before` places before query i and `after` behind it."""
+    """Return whether key j is at most `before` places before query i or `after` places after it."""
     return (i - j <= before) & (j - i <= after)
 
 
 def in_same_column(i: Tensor, j: Tensor, rows: Any, stride: Any, M: Any, after: Any) -> Tensor:
     """Return whether key j is another one of the column of query i, in a table by columns.
 
-    The table has so many `rows`, and `stride` columns; token r stride + c is in row r and column c,
+    The table has `rows` rows and `stride` columns; token r stride + c is in row r and column c,
     and at the place c rows + r. There are M keys. `after` is the largest distance of a later key.
     """
     same = (i // rows == j // rows) & (i != j) & (j - i <= after)
@@ -183,7 +183,7 @@ def _pattern(
     return mask
 
 
-_kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 256 KiB each
+_kept_pattern = functools.lru_cache(maxsize=32)(_pattern)  # at most 64 KiB each
 
 
 # --- attention under a mask ---------------------------------------------------------------------
@@ -239,8 +239,8 @@ def window_attention(
     """Softmax attention of query i to the keys ``|i − j| ≤ window``, in O(N window) time.
 
     Memory is O(N window), too. Queries are cut into blocks; each block attends the stretch of keys
-    that its windows cover. All blocks are one fused call, under a banded mask. Up to `DENSE` tokens
-    it is softmax attention under `window_mask`, which is faster.
+    that its windows cover. All blocks are one fused call, under a banded mask. Up to 256 queries
+    and keys it is softmax attention under `window_mask`, which is faster.
 
     Parameters
     ----------
@@ -356,8 +356,8 @@ def strided_attention(
     neighbours, in the rows before, of and after it, and its column. A stride near √M is the
     cheapest. One softmax runs over both groups, and a key in both is left out of the second; on a
     CPU for so many heads at a time that their scores fit in its cache. These sums are in float32
-    at least, under autocast too. Up to `DENSE` tokens it is softmax attention under the mask, which
-    is faster.
+    at least, under autocast too. Up to 256 queries and keys it is softmax attention under the
+    mask, which is faster.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 
 Each function is an endless generator of the iterates ``(x, z, u)``, all (N, M), of a method that
 codes queries Q (N, D) in keys K (M, D), starting from zeros. `admm` is the known method
-[Boyd2011], with its (M, M) inverse; `printed_admm` has the paper's equations (4a) to (4c), in each
-of their readings. Models use `derived_attention.lasso_attention`.
+[Boyd2011], with its (M, M) inverse; `printed_admm` has equations (4a) to (4c) of
+[OptimizingAttention], in each of their readings. Models use `derived_attention.lasso_attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def admm(Q: Tensor, K: Tensor, lam: float, rho: float, exclude_self: bool = Fals
     """
     atoms = 1 - torch.eye(len(Q), len(K), dtype=K.dtype) if exclude_self else torch.ones(1, len(K))
     keys = K * atoms.to(K).unsqueeze(-1)  # (N or 1, M, D)
-    inverse = torch.linalg.inv(keys @ keys.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    eye = torch.eye(len(K), dtype=K.dtype, device=K.device)
+    inverse = torch.linalg.inv(keys @ keys.mT + rho * eye)
     z = u = Q.new_zeros(len(Q), len(K))
     while True:
         right = (keys @ Q.unsqueeze(-1)).squeeze(-1) + rho * (z - u)  # (N, M)
@@ -44,7 +45,8 @@ def printed_admm(
     of the step before; and +u in (4b), which has −u.
     """
     bracket, new_x, plus = changed
-    inverse = torch.linalg.inv(K @ K.mT + rho * torch.eye(len(K), dtype=K.dtype))
+    eye = torch.eye(len(K), dtype=K.dtype, device=K.device)
+    inverse = torch.linalg.inv(K @ K.mT + rho * eye)
     x = z = u = Q.new_zeros(len(Q), len(K))
     while True:
         x_next = (Q @ K.mT + rho * (z - u if bracket else x - z)) @ inverse

@@ -77,7 +77,7 @@ class RidgeState(NamedTuple):
 def ridge_state(k: Tensor, v: Tensor, *, state: RidgeState | None = None) -> RidgeState:
     """KᵀK and KᵀV, in double precision: all that `ridge_attention` needs of keys, whatever λ is.
 
-    With it a sequence is decoded one token at a time, or some, and the results are those of one
+    With it a sequence is decoded one or several tokens at a time, and the results are those of one
     call, at a cost that does not depend on how many came before ::
 
         o = ridge_attention(q_t, k_t, v_t, is_causal=True, state=S)
@@ -121,8 +121,8 @@ def ridge_attention(
     It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
     a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
     regression of each query is that on the keys up to its own. W is computed in double precision,
-    and so is everything if causal or with `exclude_self`. A query gets NaN where its keys are still
-    so long, about 10⁷ √λ, that λ is lost beside them.
+    and so is everything if causal or with `exclude_self`. A query may get NaN if its keys are
+    longer than about 10⁷ √λ, because double precision then loses λ.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def ridge_attention(
     lam : float or Tensor
         λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not read.
     exclude_self : bool
-        Query i has every key but the i-th; there are as many of them.
+        Whether query i leaves out key i; then as many keys as queries are needed.
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     state : RidgeState, optional
@@ -276,9 +276,9 @@ def lasso_attention(
     iterations : int
         Steps, at least 1.
     exclude_self : bool
-        Query i has every key but the i-th, so that z_ii = 0; there are as many keys.
+        Whether query i leaves out key i, so that z_ii = 0; then as many keys as queries are needed.
     power : int, optional
-        The odd p of α(z) = zᵖ, 5 in the paper, divided by ‖zᵖ‖₁. Left out: the code z itself.
+        The odd p of α(z) = zᵖ, 5 in [OptimizingAttention], divided by ‖zᵖ‖₁. Left out: the code z.
     prefix : int
         Number of keys that come before the first query's own: all queries have them, if causal too.
     residuals : list, optional
@@ -291,6 +291,8 @@ def lasso_attention(
     >>> lasso_attention(q, k, v, lam=0.1, power=5).shape
     torch.Size([2, 4, 10, 8])
     """
+    if residuals is not None and not isinstance(residuals, list):
+        raise TypeError(f"residuals is of type {type(residuals).__name__}; expected a list or None")
     options = Options(mask.is_causal, exclude_self, prefix, iterations, power)
     dtype = q.dtype
     q, k, v, present, lam, rho = check_lasso(q, k, v, mask, scale, options, lam, rho)

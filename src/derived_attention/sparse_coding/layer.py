@@ -19,17 +19,17 @@ from derived_attention.sparse_coding.solver import check_power
 class RidgeAttention(MultiheadAttention):
     """Ridge attention in H heads, with the interface and the parameters of `MultiheadAttention`.
 
-    With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in the paper: heads are slices of
-    the features. A query of self-attention would then explain itself, so its own key is left out;
-    with ``cross=True`` it is not.
+    With ``projected=False`` it has no W_Q, W_K, W_V and W_O, as in [OptimizingAttention]: heads are
+    slices of the features. A query of self-attention would then explain itself, so its own key is
+    left out; with ``cross=True`` it is not.
 
     Parameters
     ----------
     lam : float
         λ, as in `ridge_attention`.
     dictionary : {"key", "value"}
-        What the queries are coded in. ``"value"`` is what is printed; keys, and their projection,
-        then have no influence.
+        What the queries are coded in. ``"value"`` is the dictionary in [OptimizingAttention]; then
+        keys and their projection have no influence.
     random_tokens : int
         Number of tokens with independent normal features that come first in `key` and `value`, and
         are coded with and mixed like all others. Drawn anew in training; those of a buffer in

@@ -217,8 +217,8 @@ def _diagonal(rho: Tensor, D: int) -> Tensor:
 def _inverse_factor(G: Tensor) -> tuple[Tensor, Tensor]:
     """Return L⁻¹ where L Lᵀ = G, and where there is none (..., 1, 1), with finite numbers there.
 
-    The caller puts NaN there and raises no error: so one sequence does not end a batch, and nobody
-    waits for a GPU. Gradients of the others stay as they are.
+    The caller puts NaN there and raises no error: so one sequence does not stop a batch, and
+    the CPU does not wait for a GPU. Gradients of the others stay as they are.
     """
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     lost = torch.linalg.cholesky_ex(G.detach()).info.ne(0)[..., None, None]

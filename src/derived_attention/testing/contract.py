@@ -731,7 +731,7 @@ def one_key(subject: Subject) -> str:
     case = Case(subject, n=1, m=1)
     ones = torch.ones_like(case.tensors["v"])
     if not (subject.weights and torch.allclose(case.run(subject.exact, v=ones), ones)):
-        raise Untried("it is no A V with weights that sum to 1")
+        raise Untried("it is not A V with weights that sum to 1")
     worst = Worst()
     for options in variants(subject, {}, {"attn_mask": torch.ones(1).bool()}):
         for dtype in subject.dtypes:
@@ -997,7 +997,8 @@ def check_mechanism(
     Returns
     -------
     Report
-        `passed`, `failed` and `results`; printed, it is one line per promise.
+        `passed`, `failed` and `results`. Printed, it has a line for each promise, a second one for
+        each that is broken, and a last line that counts the verdicts.
 
     Raises
     ------
@@ -1012,6 +1013,8 @@ def check_mechanism(
     ['calling convention']
     """
     chosen = list(PROMISES if promises is None else promises)
+    if isinstance(promises, str):
+        raise TypeError(f"promises is {promises!r}; expected a list of names")
     for name, known in [*((x, [*PROMISES]) for x in chosen), *((x, FLAGS) for x in flags)]:
         if name not in known:
             raise ValueError(f"{name!r} is unknown; expected one of {', '.join(known)}")
@@ -1037,10 +1040,12 @@ def subject_for(mechanism: Any, formula: Any, options: Any, keys: Any) -> Subjec
     if isinstance(mechanism, (str, Entry)):
         if isinstance(mechanism, str):
             get_attention(mechanism)  # raises for another name
-        if formula is not None or options is not None:
-            raise ValueError("formula or options are given; expected neither for the registry")
+        if formula is not None or options is not None or keys is not plain_keys:
+            raise ValueError("formula, options or keys are given; expected none for the registry")
         return Subject.of(mechanism)
     check_callable("mechanism", mechanism, "a name, an Entry or a function of (q, k, v)")
+    if formula is not None:
+        check_callable("formula", formula)
     sample = options if callable(options) else lambda N, H, D: dict(options or {})
     return Subject.of_function(mechanism, formula and count_as_untried(formula), keys, sample)
 
