@@ -28,7 +28,7 @@ STYLE = """
 def draw() -> str:
     """Return the picture as SVG: the limit of each layer, its runs and their mean."""
     scores = curves("chapter04_recall", "recalled")
-    budget = load_experiment("chapter04_recall")[0]["budget"]
+    longest = load_experiment("chapter04_recall")[0]["steps"][-1]
     parts, said = [], []
 
     def height(share: float) -> float:
@@ -45,7 +45,7 @@ def draw() -> str:
         write(LEFT - 8, height(share) + 5, f"{100 * share:.0f} %", style="text-anchor: end")
     step = (WIDTH - 8 - LEFT) / len(ARMS)
     for i, (arm, features) in enumerate(ARMS.items()):
-        x, runs, kind = LEFT + (i + 0.5) * step, scores[arm][budget], arm.partition(",")[0]
+        x, runs, kind = LEFT + (i + 0.5) * step, scores[arm][longest], arm.partition(",")[0]
         limit = 1.0 if features is None else features / PAIRS
         parts.append(f'<path class="limit" d="M{x - 46:.1f} {height(limit):.1f}h92"/>')
         for n, run in enumerate(runs):
