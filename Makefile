@@ -69,7 +69,7 @@ zip: book ## pack the book into one archive, for readers without a network
 slides: book ## make a deck of slides for each part, to show or to print, in _build/slides
 	@$(BIN)/python _ext/slides.py
 
-versions: ## try the package with the lowest, the locked and the latest versions, on each Python that is here
+versions: ## try the package with the lowest, the locked and the latest versions, on Python 3.11, 3.12 and 3.13
 	@$(PYTHON) _ext/versions.py $(or $(ONLY),lowest locked latest)
 
 coverage: tools book ## run every test and say which lines of the package none of them reaches

@@ -7,7 +7,6 @@ filled in when pages are written, so that they report this very build, cached pa
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 import status_page
 from derived_attention import __version__, registry
 from derived_book.ledger import claims_of, link, paragraph, table
-from execute import RECORD
+from execute import load_record
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for benchmarks, which no wheel contains
@@ -145,8 +144,8 @@ class Benchmarks(SphinxDirective):
         except ValueError as error:
             raise self.error(str(error)) from error
         captions = [paragraph(report.caption(found)) for found in results.values()]
-        memory = map(report.memory_table, report.of_each_kind(results))
-        first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, *memory))
+        memory = report.memory_table(max(results.values(), key=len))
+        first, *others = (table(*rows, ["da-benchmarks"]) for rows in (times, memory))
         return [*captions, first, paragraph(report.NOTE), *others]
 
 
@@ -225,7 +224,8 @@ class Chapter(SphinxRole):
         """Leave a placeholder."""
         doc = f"book/{self.text}"
         if not (ROOT / f"{doc}.md").exists() or number(doc) is None:
-            message = self.inliner.reporter.error(f"chapter: {self.text!r} has no number")
+            text = f"chapter is {self.text!r}; expected a numbered page, such as 02_duality"
+            message = self.inliner.reporter.error(text)
             return [], [message]
         return [ChapterLink(doc=doc)], []
 
@@ -263,7 +263,9 @@ class Measured(SphinxRole):
         kind, _, page = self.text.partition(" ")
         doc = f"book/{page}" if page else self.env.docname
         if kind not in status_page.KINDS or not (ROOT / f"{doc}.md").exists():
-            message = self.inliner.reporter.error(f"measured: unknown quantity {self.text!r}")
+            kinds = ", ".join(status_page.KINDS)
+            text = f"measured is {self.text!r}; expected one of {kinds}, then a page or nothing"
+            message = self.inliner.reporter.error(text)
             return [], [message]
         if page:
             self.env.metadata[self.env.docname]["always_write"] = True
@@ -302,13 +304,9 @@ def status_table(app, doc: str):
 # --- what must be read or written again ----------------------------------------------------------
 
 
-def _record() -> dict:
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
-
-
 def _outdated(app, env, added, changed, removed):
     """Name pages whose outputs changed while their text did not, and the reporting pages."""
-    record, seen = _record(), getattr(env, "da_executed", {})
+    record, seen = load_record(), getattr(env, "da_executed", {})
     stale = [d for d in env.found_docs if record.get(d[5:]) != seen.get(d)]
     env.da_executed = {d: record.get(d[5:]) for d in env.found_docs}
     always = [d for d in env.found_docs if env.metadata.get(d, {}).get("always_write")]

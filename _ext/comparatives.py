@@ -1,17 +1,15 @@
-"""List what pages say of experiments in comparatives: ``python _ext/comparatives.py [PAGE ...]``.
+"""List what pages say of experiments in comparatives.
 
 Each such sentence needs an assertion on an interval that guards its words, as
 `derived_book.decided` and `claims.measured` decide it, or has to go. The list has the sentences of
-the sections that show results of training, by page and line; ``--count`` prints their numbers
-alone. It does not know which of them are guarded; a test requires an assertion in the cell that
-shows the result, but cannot compare its arms with the words.
+the sections that show results of training. It does not know which of them are guarded; a test
+requires an assertion in the cell that shows the result, but cannot compare its arms with the words.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 BOOK = Path(__file__).resolve().parents[1] / "book"
@@ -53,22 +51,3 @@ def comparatives(page: str) -> Iterator[tuple[int, str, list[str]]]:
 def _blank(pattern: re.Pattern[str], text: str) -> str:
     """Return a text in which all matches are blank; its lines and offsets stay."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the sentences of the pages that the command line names, or of all pages."""
-    parser = argparse.ArgumentParser(prog="comparatives.py", description=__doc__)
-    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="such as book/16_….md")
-    parser.add_argument("--count", action="store_true", help="print a number for each page")
-    asked = parser.parse_args(arguments)
-    for path in asked.pages or sorted(BOOK.glob("*.md")):
-        found = list(comparatives(path.read_text("utf8")))
-        if found:
-            print(f"{path.name}: {len(found)}")
-        for line, sentence, words in [] if asked.count else found:
-            print(f"  {line}: [{', '.join(words)}] {sentence}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

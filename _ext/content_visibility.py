@@ -1,4 +1,4 @@
-"""How tall a section of a page will be, said before a browser lays it out.
+"""Estimate the height of each section, so that a browser knows it before it lays the section out.
 
 Sections out of sight wait for their layout (see ``book.css``). Until then a browser takes them for
 as tall as their style says, and with that it draws the scroll bar and finds where a link leads. The

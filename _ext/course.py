@@ -1,4 +1,4 @@
-"""Write the assignments of a course: ``python course.py`` makes _build/course from the pages.
+"""Write the assignments of a course: ``python _ext/course.py`` makes _build/course from the pages.
 
 For each page with exercises there is the source of an assignment for nbgrader, with solutions, and
 the notebook for students that nbgrader makes of it. ``seal FOLDER`` packs problems that
@@ -364,6 +364,12 @@ def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
     for name, label in ((name, x) for name, _, labels in weeks for x in labels if x not in known):
         near = " or ".join(get_close_matches(label, known)) or "a label, such as ex-05-rms"
         raise ValueError(f"{name} has the exercise {label!r}; expected {near}")
+    names = [name for name, _, labels in weeks if labels]
+    if not names or len({*names}) < len(names):
+        raise ValueError(
+            f"{plan} has the assignments {', '.join(names) or '(none)'}; expected each name once, "
+            f"and the columns {', '.join(COLUMNS)}, separated by commas"
+        )
     return {name: (title, [known[x] for x in labels]) for name, title, labels in weeks if labels}
 
 
@@ -439,7 +445,7 @@ def lock(passphrase: str, salt: bytes) -> Fernet:
     """Return what encrypts and decrypts with a passphrase."""
     if len(passphrase) < 12:
         count = f"{len(passphrase)} characters; expected 12 or more"
-        raise ValueError(f"the passphrase, which is no folder here, has {count}")
+        raise ValueError(f"the passphrase has {count}")
     key = Scrypt(salt=salt, length=32, n=2**15, r=8, p=1).derive(passphrase.encode())
     return Fernet(base64.urlsafe_b64encode(key))
 
@@ -479,15 +485,18 @@ def main() -> int:
     parser.add_argument("--key", default="", help="a folder of problems, or the passphrase")
     parser.add_argument("--exercises", default="", help="a syllabus: 12, 6, 2, or a file of weeks")
     given = parser.parse_args()
+    if (given.what == "seal") != (given.folder is not None):
+        parser.error("`seal` needs a FOLDER of pages, and `write` takes none")
     try:
         if given.what == "seal":
             passphrase = os.environ.get(PASSPHRASE) or getpass.getpass("Passphrase: ")
-            seal(given.folder or Path(), passphrase)
+            seal(given.folder, passphrase)
             print(f"Sealed: {ARCHIVE.relative_to(ROOT)}")
             return 0
         with tempfile.TemporaryDirectory() as folder:
             problems = Path(given.key) if given.key and Path(given.key).is_dir() else None
             if given.key and problems is None:
+                print("KEY is no folder here: it is tried as the passphrase.", file=sys.stderr)
                 problems = Path(folder)
                 unseal(given.key, problems)
             return make(hidden_seed(given.seed), course(problems, given.exercises))

@@ -52,7 +52,7 @@ MARK = "$ "  # before each command in the log
 TOGETHER = (
     "These versions do not go together, or are not to be had for this Python and system. A pip "
     "configuration of yours (`pip config list`) can be why; without it: "
-    "PIP_CONFIG_FILE=/dev/null make book. README.md says what has been tested."
+    "PIP_CONFIG_FILE=/dev/null make book. book/running.md says what has been tested."
 )
 ADVICE = {  # the first that is found in what the failed command said
     r"ResolutionImpossible": TOGETHER,

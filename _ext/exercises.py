@@ -334,6 +334,11 @@ def _role(role: str, target: str, path: Path) -> str:
         if target not in numbers():
             raise ValueError(f"{path.name} refers to {target!r}; expected a label of the book")
         return numbers()[target]
+    page = (BOOK / f"{target}.md").exists()
+    if role == "doc" and not page or role == "chapter" and not (page and number(f"book/{target}")):
+        raise ValueError(f"{path.name} refers to {target!r}; expected a page of the book")
+    if role in ("cite", "cite:t", "cite:p") and target not in _references():
+        raise ValueError(f"{path.name} cites {target!r}; expected an entry of references.bib")
     if role == "chapter":
         return chapter_name(f"book/{target}")
     if role == "doc":

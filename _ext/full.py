@@ -1,8 +1,8 @@
 """Run one chapter with the papers' settings, unattended: ``python _ext/full.py 05``.
 
-What its cells say, and how far they are, appears as it comes. Every finished run is stored: stop,
-lose the machine, start again, and it goes on where it was. The executed notebook lies in
-_build/full/.
+The output and the progress of the cells are printed while they run. Every finished run is stored:
+if you stop the command or lose the machine, the same command resumes. The executed notebook is
+written into _build/full/.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
     chapter = arguments[0] if len(arguments) == 1 else ""
     found = sorted((ROOT / "notebooks").glob(f"{chapter.zfill(2)}_*.ipynb")) if chapter else []
     if len(found) != 1:
-        known = ", ".join(sorted(p.name[:2] for p in (ROOT / "notebooks").glob("*.ipynb")))
+        chapters = (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")
+        known = ", ".join(sorted(p.name[:2] for p in chapters))
         print(f"{chapter!r} is no chapter; expected one of {known}", file=sys.stderr)
         return 2
     return run(found[0])

@@ -319,7 +319,7 @@ class Writer:
 
 
 def set_up(plugs: bool = False) -> str:
-    """Return the set-up cell: how it ends depends on where the package can be had for sure."""
+    """Return the set-up cell; without checkout or wheel it installs from Git or PyPI, or fails."""
     url, _ = repository(committed=True)
     extras, modules = ("book,plugs", f"{MODULES} {PLUGS}") if plugs else ("book", MODULES)
     otherwise = Template(NOWHERE).substitute(wheel=WHEEL)

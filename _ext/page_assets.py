@@ -70,7 +70,7 @@ def draw_marks(body: str) -> str:
 
 
 def put_aside(body: str, static: Path, place: str) -> str:
-    """Write the steps of large sliders to files, which a page asks for when all else is there.
+    """Move the steps of large sliders into files; return the HTML, which loads them last.
 
     Parameters
     ----------

@@ -90,8 +90,7 @@ def toc() -> list[tuple[str, list[str]]]:
     found = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
     parts = [("", [found["root"]])]
     for part in found["parts"]:
-        pages = [page for c in part["chapters"] for page in (c, *c.get("sections", []))]
-        parts.append((part["caption"], [page["file"] for page in pages]))
+        parts.append((part["caption"], [page["file"] for page in part["chapters"]]))
     return parts
 
 

@@ -52,7 +52,7 @@ def arrows(graph: dict[str, list[str]]) -> list[tuple[str, str]]:
 
 
 def rows(graph: dict[str, list[str]]) -> tuple[list[list], list[list]]:
-    """Return rows of pages, by the longest way to them, and the ways of the arrows through these.
+    """Return pages by row (their longest path from the start), and the path of each arrow.
 
     An arrow that passes a row has a place of its own in it, which is a tuple, and meets no box.
     """
@@ -101,7 +101,7 @@ def label(name: str) -> list[str]:
 
 
 def sentence(graph: dict[str, list[str]]) -> str:
-    """Return the same for those who cannot see it."""
+    """Return the graph in words, for the `aria-label` of the picture."""
     lines = [f"{x} needs {', '.join(direct)}" for x, direct in graph.items() if direct]
     return f"Which chapter needs which: {'; '.join(lines)}."
 

@@ -1,7 +1,7 @@
 /* What pages do; tests/test_browser.py needs each part.
 
-   The theme's own scripts, and the libraries that they load, are not: they are ten times as long,
-   and ask every box of a page for its size before anything can be clicked. */
+   The theme's own scripts and their libraries are not loaded: they are ten times as long, and
+   measure every box of a page before anything can be clicked. */
 
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const one = (selector, root = document) => root.querySelector(selector);

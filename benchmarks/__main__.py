@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if libraries:
         again = options.all or trial or only
         done |= beside.main(libraries, options.lengths, dims, options.rounds, folder, again)
-    if not done:
+    if not done and not only:
         print(f"All cases have results in {results / here}; --all measures them again.")
     return 0
 

@@ -146,6 +146,7 @@ def main(
     """
     lengths = sorted(set(lengths or LENGTHS))
     peers, missing = load(libraries)
+    peers = {name: peer for name, peer in peers.items() if reached(peer, lengths)}
     for line in missing:
         run.progress(line)
     if folder is not None and not again:

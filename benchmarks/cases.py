@@ -59,7 +59,7 @@ class Case:
 def dense_mixture(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, hard: bool = False
 ) -> Tensor:
-    """Eq. 7 with an (N, M) matrix for each step, as it is mostly programmed, but safely."""
+    """Return MGK attention (eq. 7 of [Nguyen2022]) with an (N, M) matrix for each component."""
     logarithms = []
     for key in k.unbind(-3):
         lengths = q.square().sum(-1, keepdim=True) + key.square().sum(-1).unsqueeze(-2)
@@ -76,14 +76,14 @@ def dense_mixture(
 def dense_shifted_mixture(
     q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **options: Any
 ) -> Tensor:
-    """Make R keys of each one first."""
+    """Return MGK attention on R shifted copies of each key."""
     return dense_mixture(q, shifted_keys(k, shifts), v, **options)
 
 
 def lasso_by_large_inverse(
     q: Tensor, k: Tensor, v: Tensor, *, lam: float = 0.1, rho: float = 10.0, iterations: int = 5
 ) -> Tensor:
-    """ADMM as it is printed but for its slips: with the inverse of an (M, M) matrix."""
+    """Return lasso attention by the printed ADMM, corrected, with an inverse (M, M)."""
     inverse = torch.linalg.inv(k @ k.mT + rho * torch.eye(k.shape[-2]).to(k))
     b = q @ k.mT
     z = u = torch.zeros_like(b)

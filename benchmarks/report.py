@@ -17,7 +17,7 @@ MODES = ("forward", "forward + backward")
 GOAL: dict[str, Any] = {
     "length": 4096,
     "dtype": "float32",
-}  # of what rows goals are, on CPUs, for each mode
+}  # of the rows that the goals on CPUs are for, in each mode
 NOTE = (
     "Operations are those of the matrix products, as a share of the operations that SDPA needs "
     "without a mask. The two goals are for forward and forward + backward on one thread of a CPU. "
@@ -78,7 +78,7 @@ def time_table(
     length: int = GOAL["length"],
     dim: int = DIM,
 ) -> Table:
-    """Time as a share of the baseline's: median over the rounds, and the quartiles beside it.
+    """Return each time as a share of the baseline's: median over the rounds, with quartiles.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def time_table(
 
 
 def memory_table(files: Files) -> Table:
-    """Extra memory at its peak, and its growth from half that length: mechanisms and formulas.
+    """Return the peak of the extra memory, and its growth from half that length.
 
     The last column is how many times as much the formula needs, where both are of one length.
 
@@ -157,7 +157,7 @@ def memory_table(files: Files) -> Table:
 
 
 def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Table:
-    """Time and memory of other libraries, as multiples of ours: forward / forward + backward.
+    """Return time and memory of other libraries as multiples of ours, in both modes.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def load_gpu(folder: Path = RESULTS) -> dict[str, Any] | None:
 
 
 def gpu_table(data: dict[str, Any], lengths: Sequence[int] | None = None) -> Table:
-    """Time of every mechanism on a GPU as a share of SDPA's, and its extra memory in training.
+    """Return each mechanism's time on a GPU as a share of SDPA's, and its extra memory in training.
 
     Parameters
     ----------
@@ -226,17 +226,6 @@ def _gpu_share(cell: dict[str, Any] | None, mode: str) -> str:
         times.get(x, {}).get(mode, {}).get("ms") for x in ("ours", cell["beside"] if cell else "")
     ]
     return f"{pair[0] / pair[1]:.2f}" if all(pair) else "–"
-
-
-def of_each_kind(results: dict[str, Files]) -> list[Files]:
-    """Return the results of one CPU and of one GPU: memory is counted, not timed.
-
-    Of several of a kind it is the one that has most cases.
-    """
-    kinds: dict[str, Files] = {}
-    for files in sorted(results.values(), key=len, reverse=True):
-        kinds.setdefault(_first(files)["device"], files)
-    return [kinds[kind] for kind in sorted(kinds)]
 
 
 def caption(files: Files) -> str:
@@ -399,7 +388,7 @@ def growth(files: Files) -> Any:
 
 
 def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[float]:
-    """Return the median ratio to SDPA's time, if there is one."""
+    """Return the median ratio to the baseline's time, if there is one."""
     wanted = (length, dim, mode)
     return [
         row["ratio"]["median"]
@@ -425,7 +414,7 @@ def _label(ax: Any, ends: dict[str, tuple[float, str]], right: int) -> None:
 
 
 def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
-    """Draw the time of every case as a share of SDPA's, forward and forward + backward.
+    """Draw the time of every case as a share of its baseline's, forward and forward + backward.
 
     Parameters
     ----------
@@ -447,7 +436,7 @@ def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
                 ratio = _ratio_at(files[case], length, dim, mode) if case in files else []
                 ax.plot(ratio, [i] * len(ratio), marker, color=COLORS[name], ms=6)
         ax.axvline(1, color=COLORS["reference"], lw=1)
-        ax.set(xscale="log", title=mode, xlabel="time, SDPA = 1")
+        ax.set(xscale="log", title=mode, xlabel="time, baseline = 1")
         ax.set_xticks(ticks := [0.03, 0.1, 0.3, 1, 3, 10], [f"{x:g}" for x in ticks])
         ax.minorticks_off()
         ax.grid(axis="y")

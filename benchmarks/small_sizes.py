@@ -115,6 +115,8 @@ def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, A
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the mechanisms that are named, or all; write the file, and print the ratios."""
     names = list(arguments if arguments is not None else sys.argv[1:]) or list(MECHANISMS)
+    if unknown := [name for name in names if name not in MECHANISMS]:
+        sys.exit(f"{unknown[0]!r} is no mechanism; expected some of {', '.join(MECHANISMS)}")
     torch.set_num_threads(1)
     rows = []
     for name in names:

@@ -7,14 +7,14 @@ from nbgrader import preprocessors as theirs
 
 from derived_book import grading
 
-# What nbgrader's way of using its database makes SQLAlchemy say of every student.
+# Silences SQLAlchemy, which warns once a student because of how nbgrader uses its database.
 warnings.filterwarnings("ignore", message="Object of type .* not in session")
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "derived-attention"
 # Percent of the marks that each day after the due date costs once it has begun.
 c.Grades.late = 0
-# Of autograde, print a line on each student; --log-level=INFO prints nbgrader's steps as well.
+# `autograde` prints one line for each student; --log-level=INFO prints nbgrader's steps as well.
 if "autograde" in sys.argv:
     c.Application.log_level = "WARN"
 c.ClearSolutions.code_stub = {"python": "# Your answer, in the place of the three dots."}

@@ -439,7 +439,6 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     assert re.fullmatch(r"1 = \d+ ms to 1.50 s", baseline[6])
     gpu = report.time_table({"nvidia-h200": cuda}, ["linear_causal"])
     assert gpu[1][1][3] == "", "no goal for a GPU"
-    assert report.of_each_kind(results) == [amd, cuda], "memory once for each kind"
     rounds = amd["bn_causal"]["rounds"]
     assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in report.caption(amd)
     assert report.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")

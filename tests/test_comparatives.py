@@ -78,18 +78,6 @@ def test_sentences_with_comparatives_in_sections_with_results_are_found():
     ]
 
 
-def test_the_command_prints_lines_or_numbers(tmp_path, capsys):
-    path = tmp_path / "page.md"
-    path.write_text(PAGE)
-    assert comparatives.main([str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[::2] == [
-        "page.md: 2",
-        "  28: [cannot] A window cannot see it.",
-    ]
-    comparatives.main(["--count", str(path)])
-    assert capsys.readouterr().out == "page.md: 2\n"
-
-
 def test_a_comparative_needs_an_assertion_and_an_order_needs_an_interval():
     guarded = PAGE.replace("## a comment", "assert few < many\n## a comment")
     assert (unguarded(PAGE), unguarded(guarded)) == ([15, 28], [])

@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in steps(options.output, options.rehearse)
         if step.name.startswith(tuple(options.only))
     ]
+    if not wanted:
+        parser.error(f"--only is {options.only}; expected first letters of table, verify, chapters")
     if options.rehearse:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     end, shares = time.monotonic(), sum(step.share for step in wanted)

@@ -24,7 +24,7 @@ def repeats(trial: Trial, times: int, device: Any = "cpu") -> bool:
 
 
 def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield choices of a value for each factor, such that any two values meet at least once.
+    """Yield choices of a value for each factor, so that any two values meet at least once.
 
     The first choice that is left decides two factors, and each other one takes the value that meets
     most of those decided for the first time.

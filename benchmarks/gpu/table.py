@@ -5,7 +5,8 @@
 - Sizes: B·H·N = 2¹⁸, with 16 heads up to N = 16,384 and 4 at 65,536; bfloat16.
 - A cell is a mechanism, causal or not, at one N and D. Its calls take turns, so that each ratio is
   of the same second; each turn begins with a write of 128 MiB, which empties the L2 cache, as the
-  rest of a model does. A time is the median over at most 20 turns, or those of 0.2 s, but two.
+  rest of a model does. A time is the median over the turns: at most
+  20 of them, no more after 0.2 s, but at least two.
 - Two calls come before: the first compiles and tunes, the second counts the memory.
 - Before anything is measured, processes side by side compile what the cells need, so that the one
   that measures finds it on the disk.
@@ -181,7 +182,7 @@ def reason(error: BaseException) -> str:
 
 
 def free(sizes: Sizes) -> None:
-    """Return what PyTorch keeps of the GPU's memory."""
+    """Release the GPU memory that PyTorch caches."""
     if sizes.device == "cuda":
         torch.cuda.empty_cache()
 
@@ -256,7 +257,7 @@ ENGINES = {  # by what the names of kernels contain
 
 
 def engine(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return which kernels a call launches, and how many: the engine that takes most time."""
+    """Return engine and name of a call's longest kernel, its share of time, and all launches."""
     from torch.profiler import ProfilerActivity, profile
 
     with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as log:

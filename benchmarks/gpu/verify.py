@@ -1,7 +1,7 @@
 """Try the kernels on the GPU at hand: ``python -m benchmarks.gpu.verify``.
 
-First every kernel is held against PyTorch's form on problems in which any two of their properties
-meet, and run ten times, as its bits are to repeat. What is found is stored after each problem, for
+Every kernel is compared with PyTorch's form on problems in which any two of their properties meet,
+and run ten times, because its bits must repeat. What is found is stored after each problem, for
 this GPU, these compilers and these kernels: stop it, start it again, and it goes on.
 
 Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter.
@@ -123,7 +123,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare what has not been; return 1 if a kernel disagrees, 3 if time ended."""
+    """Compare what has not been; return 1 if a kernel disagrees, 3 to be called again."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.verify", description=__doc__.split("\n\n")[0]
     )
