@@ -5,8 +5,8 @@ Environment variables that a reader may set:
 - ``DERIVED_ATTENTION_PROFILE``: ``quick``, ``medium`` or ``full``;
 - ``DERIVED_ATTENTION_PROGRESS``: ``0`` for no progress bars, ``1`` for bars everywhere;
 - ``OMP_NUM_THREADS``: the number of CPU threads of PyTorch;
-- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``,
-  ``DERIVED_ATTENTION_TEXT``: the folders of stored runs and of downloads.
+- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_TEXT``: the folders
+  of stored runs and of downloads.
 """
 
 from __future__ import annotations
