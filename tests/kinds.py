@@ -84,7 +84,7 @@ def writer(seed=0, length=6, **changes):
 
 def detector(seed=0, **changes):
     seed_everything(seed)
-    own = {name: changes.pop(name) for name in ("cross", "path_dropout") if name in changes}
+    own = {"cross": changes.pop("cross", None)}
     return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
 
 
