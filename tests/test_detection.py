@@ -234,8 +234,8 @@ def test_maps_are_those_of_the_forward_pass():
 
 def test_wrong_models_and_images():
     for arguments, error, message in (
-        (dict(classes=0), ValueError, "classes is 0; expected at least 1"),
-        (dict(queries=2.0), TypeError, "queries is 2.0; expected an integer"),
+        (dict(classes=0), ValueError, "classes is 0; expected a whole number"),
+        (dict(queries=2.0), TypeError, "queries is of type float; expected a whole"),
         (dict(config=8), TypeError, "config is 8; expected a Config"),
         (dict(cross="softmax"), TypeError, "cross is 'softmax'; expected a function, or a class"),
     ):
@@ -378,7 +378,7 @@ def test_wrong_batches():
         SceneBatches(scenes().images)
     with pytest.raises(ValueError, match="scenes has no images; expected at least one"):
         SceneBatches(scenes()[:0])
-    with pytest.raises(ValueError, match="steps is 0; expected at least 1"):
+    with pytest.raises(ValueError, match="steps is 0; expected a whole number, at least 1"):
         SceneBatches(scenes(), steps=0)
     with pytest.raises(TypeError, match="model is ByteLM; expected a DetectionTransformer"):
         evaluate(writer(), SceneBatches(scenes()), detection_loss)

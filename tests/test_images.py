@@ -52,8 +52,8 @@ def test_patches_are_row_by_row():
     [
         (None, 2, TypeError, "name is None; expected a string"),
         ("cifar", 2, ValueError, "name is 'cifar'; expected 'digits'"),
-        ("digits", 0, ValueError, "patch is 0; expected at least 1"),
-        ("digits", 2.0, TypeError, "patch is 2.0; expected an integer"),
+        ("digits", 0, ValueError, "patch is 0; expected a whole number, at least 1"),
+        ("digits", 2.0, TypeError, "patch is of type float; expected a whole number"),
         ("digits", 3, ValueError, "patch is 3; expected a divisor of 8, the side of an image"),
     ],
 )

@@ -98,7 +98,7 @@ def test_wrong_windows():
         (dict(text=text().long()), ValueError, "text is torch.int64 .*; expected uint8 of shape"),
         (dict(text=text()[None]), ValueError, r"text is torch.uint8 of shape \(1, 500\)"),
         (dict(text=text(6)), ValueError, "text has 6 bytes; expected at least 7"),
-        (dict(steps=0), ValueError, "steps is 0; expected at least 1"),
+        (dict(steps=0), ValueError, "steps is 0; expected a whole number, at least 1"),
     ):
         with pytest.raises(error, match=message):
             Windows(**dict(text=text(), length=6) | arguments)
@@ -176,7 +176,7 @@ def test_writing_leaves_mode_and_generator_alone(mode):
     [
         (dict(prompt=b"x"), TypeError, "prompt is bytes; expected a string"),
         (dict(prompt=""), ValueError, "prompt is empty; expected at least one character"),
-        (dict(n=0), ValueError, "n is 0; expected at least 1"),
+        (dict(n=0), ValueError, "n is 0; expected a whole number, at least 1"),
         (dict(temperature="hot"), TypeError, "temperature is 'hot'; expected a number"),
         (dict(temperature=-1), ValueError, "temperature is -1; expected a finite number, at least"),
         (dict(temperature=math.nan), ValueError, "temperature is nan"),

@@ -157,7 +157,7 @@ def test_wrong_sizes():
         (Config, ("dim", "heads", "layers", "hidden")),
     ):
         for name in names:
-            with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+            with pytest.raises(ValueError, match=f"{name} is 0; expected a whole number"):
                 make(**{name: 0})
     for grid in (6, "23", (2, 3, 4)):
         with pytest.raises(TypeError, match=r"grid is .*; expected \(rows, columns\)"):

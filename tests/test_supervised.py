@@ -96,6 +96,10 @@ def test_splits_that_nothing_can_be_learned_from(split, error, message):
 
 
 def test_wrong_batch_size():
-    for size, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match=f"batch_size is {size}"):
+    for size, error, given in (
+        (0, ValueError, "0"),
+        (2.0, TypeError, "of type float"),
+        (True, TypeError, "of type bool"),
+    ):
+        with pytest.raises(error, match=f"batch_size is {given}; expected a whole number"):
             Examples(series(), size)

@@ -177,7 +177,7 @@ def test_evaluating_restores_the_mode_of_every_module():
 # --- Wrong input ----------------------------------------------------------------------------------
 
 WRONG = [
-    (dict(epochs=0), ValueError, "epochs is 0; expected at least 1"),
+    (dict(epochs=0), ValueError, "epochs is 0; expected a whole number, at least 1"),
     (dict(precision=16), TypeError, "precision is 16; expected a string or None"),
     (dict(precision="half"), ValueError, "precision is 'half'; expected one of auto, float32, b"),
     (

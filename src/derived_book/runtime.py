@@ -138,14 +138,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
-def check_count(name: str, count: int) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless `count` is an integer >= 1."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} is {count!r}; expected an integer")
-    if count < 1:
-        raise ValueError(f"{name} is {count}; expected at least 1")
-
-
 def check_seed(seed: int) -> None:
     """Raise TypeError or ValueError unless `seed` is an integer in [0, 2³²)."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):

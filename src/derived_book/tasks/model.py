@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import Mechanism
+from derived_attention.common.checks import Mechanism, check_count
 from derived_attention.common.convention import takes
 from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import softmax_attention
-from derived_book.runtime import check_count, evaluating
+from derived_book.runtime import evaluating
 from derived_book.tasks.checks import check_number
 
 WEIGHTS = "the model's weights"  # in an error, where an input has another type
@@ -63,7 +63,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("dim", "heads", "layers", "hidden"):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), 1)
         check_number("dropout", self.dropout, least=0, below=1)
         is_layer(self.attention)
 
@@ -223,6 +223,6 @@ def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
 def check_sizes(config: Config, **sizes: int) -> None:
     """Raise TypeError or ValueError unless all sizes are at least 1 and `config` is a Config."""
     for name, size in sizes.items():
-        check_count(name, size)
+        check_count(name, size, 1)
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; expected a Config, such as Config(dim=64)")

@@ -12,7 +12,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from derived_book.runtime import check_count, evaluating
+from derived_attention.common.checks import check_count
+from derived_book.runtime import evaluating
 from derived_book.tasks.checks import check_range, check_shape, check_type
 from derived_book.tasks.detection.data import Scenes, coco_api, silence
 from derived_book.tasks.detection.model import DetectionTransformer
@@ -202,7 +203,7 @@ def detect(model: nn.Module, images: Tensor, *, batch_size: int = 250) -> Detect
         Changes the result by rounding only.
     """
     model = check_type("model", model, DetectionTransformer, "a DetectionTransformer")
-    check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size, 1)
     device, parts = check_device(model, None), []
     with evaluating(model):
         for batch in images.split(batch_size):

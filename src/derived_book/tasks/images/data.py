@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from derived_book.runtime import check_count
+from derived_attention.common.checks import check_count
 from derived_book.tasks.checks import check_name
 from derived_book.tasks.series.data import SeriesSplit
 
@@ -72,7 +72,7 @@ def load_images(name: str, patch: int) -> ImageData:
     (torch.Size([1197, 16, 4]), (4, 4))
     """
     check_name("name", name, ["digits"])
-    check_count("patch", patch)
+    check_count("patch", patch, 1)
     if DIGITS_SIDE % patch:
         raise ValueError(
             f"patch is {patch}; expected a divisor of {DIGITS_SIDE}, the side of an image"
