@@ -256,3 +256,5 @@ def test_what_cannot_be_a_session_is_refused():
         draw_sessions(2, 0)
     with pytest.raises(ValueError, match="sessions of 16 bytes"):
         fit(writer(), Sessions(16, 2, 1), byte_loss, epochs=1, lr=1e-2)
+    with pytest.raises(TypeError, match="model.length is None; expected a language model"):
+        evaluate(nn.Linear(2, 2), Sessions(16, 2, 1), byte_loss)

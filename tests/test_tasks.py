@@ -65,6 +65,8 @@ def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     other = da.small_model(MixtureAttention, steps=1)
     assert [type(layer.attention) for layer in other.layers] == [MixtureAttention] * 2
     assert other.length == 64 and other.config.heads == 4
+    with pytest.raises(ValueError, match="text is 'session'; expected one of 'sessions', 'python'"):
+        da.small_model(text="session")
 
 
 @pytest.mark.parametrize("name", ["series", "images"])

@@ -101,6 +101,7 @@ class Sessions(Endless):
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` reads as many bytes at a time."""
+        check_reader(model)
         check_length(name, f"sessions of {self.length} bytes", self.length, model)
 
 
