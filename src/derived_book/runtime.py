@@ -1,4 +1,4 @@
-"""The set-up of a page (seed, device, profile), progress bars, cache folders and atomic writes.
+"""The set-up of a page (seed, device, profile), progress bars, digests, and checks of arguments.
 
 Environment variables that a reader may set:
 
@@ -286,8 +286,8 @@ def _report_steps(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
 def digest(*values: Any) -> str:
     """Return the SHA-256 of tensors, arrays, numbers, text, and containers or dataclasses of them.
 
-    Equal values have equal digests in every process and on every device. A value of any other type
-    raises TypeError.
+    It is the same in every process and on every device. It depends on types (1 and 1.0 differ) and
+    on the order of a dict. A value of any other type raises TypeError.
     """
     sha = hashlib.sha256()
     for value in values:

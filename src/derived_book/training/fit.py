@@ -237,7 +237,8 @@ def fit(
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
     clipped to norm 4. The weights after the last epoch are the result; there is no early stopping.
     Training runs on the model's device. A step does not wait for a GPU: its numbers are read at the
-    end of an epoch, and whether all losses were finite every 100 steps.
+    end of an epoch, and whether all losses were finite every 100 steps. Only `detection_loss` waits
+    in each step, because it matches objects with queries on the CPU.
 
     Parameters
     ----------
@@ -416,7 +417,8 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]
     model : nn.Module
         The module that `loss` calls, on its device. Its mode is restored.
     batches : Batches
-        Their size has no influence on the result, except by rounding.
+        Their size has no influence on the result, except by rounding. But an evaluation with
+        `Sessions` or `Questions` has ``batch_size * steps`` sequences.
     loss : callable
         As in `fit`.
 
