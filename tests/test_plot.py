@@ -344,8 +344,8 @@ def test_no_text_can_end_the_script_or_open_an_element(outputs):
 
 
 BAD = [
-    ({"values": [1]}, "values has 1 steps and readout 1; expected the same number, at least 2"),
-    ({"readout": ["one"]}, "values has 5 steps and readout 1; expected"),
+    ({"values": [1]}, "values has 1 steps, readout 1; expected as many, at least 2"),
+    ({"readout": ["one"]}, "values has 5 steps, readout 1; expected as many"),
     ({"start": 5}, "start is 5; expected a step from 0 to 4"),
     ({"panels": []}, "panels has length 0; expected 1, 2 or 3 panels"),
     ({"panels": [Panel([Line([0, 1], [[0, 1]] * 4)])]}, r"panels\[0\].marks\[0\].y has .* 1 axes"),

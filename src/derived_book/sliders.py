@@ -155,8 +155,7 @@ def slider(
     lines = [f"{label} = {name}" for name in names] if readout is None else list(readout)
     if len(names) < 2 or len(lines) != len(names):
         raise ValueError(
-            f"values has {len(names)} steps and readout {len(lines)}; expected the same number, "
-            "at least 2"
+            f"values has {len(names)} steps, readout {len(lines)}; expected as many, at least 2"
         )
     if not 0 <= start < len(names):
         raise ValueError(f"start is {start}; expected a step from 0 to {len(names) - 1}")
