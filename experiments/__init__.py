@@ -1,1 +1,1 @@
-"""Longer runs, recorded for the chapters: one file a chapter, `protocol` runs them."""
+"""Longer experiments, whose results the chapters show: a module for each chapter."""

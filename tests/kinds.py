@@ -34,14 +34,6 @@ def series(n=24, seed=0):
     return SeriesSplit(x.masked_fill(padding[..., None], 0), padding, y)
 
 
-def numbers(n=24, seed=0):
-    """The mean of a channel over the real steps, in large units far from 0."""
-    split = series(n, seed)
-    real = ~split.padding
-    y = 1000 + 50 * (split.x[..., 0] * real).sum(1) / real.sum(1)
-    return SeriesSplit(split.x, split.padding, y)
-
-
 def images(n=24, seed=0):
     """Two classes that differ in one patch of six; no padding."""
     y = torch.arange(n) % 2
@@ -92,7 +84,7 @@ def writer(seed=0, length=6, **changes):
 
 def detector(seed=0, **changes):
     seed_everything(seed)
-    own = {name: changes.pop(name) for name in ("cross", "path_dropout") if name in changes}
+    own = {"cross": changes.pop("cross", None)}
     return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
 
 

@@ -130,6 +130,14 @@ def test_refuted_needs_a_violation_and_a_correction_that_survives():
         error(printed=1, actual=two, corrected=3, relation="<")
     with pytest.raises(ValueError, match="correction"):
         error(printed=1, actual=two, corrected=3, correction=" ")
+    for check, message in (
+        (lambda: error(printed=1, actual=two, corrected=[], relation="=="), "corrected is empty"),
+        (lambda: error(printed=1j, actual=two, corrected=3), "printed is complex; expected real"),
+        (lambda: error(printed=1, actual=pair, corrected=A), "corrected has shape .3, 3.; expect"),
+        (lambda: error(printed=A, actual=pair, corrected=3, relation="=="), "actual, .2,.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check()
 
 
 def test_what_is_refuted_has_an_item_and_a_grade_and_may_repeat_another():
@@ -166,7 +174,7 @@ def test_complex_numbers_are_compared_as_such():
     claims.equal(None, torch.tensor(left).conj(), torch.tensor(wrong), mutant=right)
     with pytest.raises(ClaimError, match="exceeds tol"):
         claims.equal(None, one + 2j * one, one + 9j * one, mutant=two)
-    with pytest.raises(ValueError, match="must be real"):
+    with pytest.raises(ValueError, match="smaller is complex; expected real numbers"):
         claims.inequality(None, left, pair, mutant=pair**0.5)
 
 
@@ -473,7 +481,8 @@ def test_an_inventory_of_one_s_own(five):
     claims.definition("p.def1", "f", W=(root(pair), (2,)))
     with pytest.raises(ValueError, match="see use_inventory"):
         claims.equal("000.eq1", two, 2.0, mutant=one)
-    for text in ("id,topic\n", "id,kind,topic\na.b,text,x\na.b,text,y\n", "id,kind,topic\n,,\n"):
+    repeated, unnamed = "id,kind,topic\na.b,text,x\na.b,text,y\n", "id,kind,topic\n,,\n"
+    for text in ("id,topic\n", "id,topic\na.b,x\n", repeated, unnamed):
         (bad := five.with_name("bad.csv")).write_text(text)
         with pytest.raises(ValueError, match="must have columns"):
             claims.use_inventory(bad)

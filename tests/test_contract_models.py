@@ -41,11 +41,6 @@ SCENES = (numbers(B, 3, 32, 24),)  # 12 tokens
 PLACES = {  # how many tokens attention sees, a model of it, what the model reads
     "series": (N, lambda a: SeriesClassifier(3, 2, N, config(a)), (numbers(B, N, 3), GONE)),
     "patches": (N, lambda a: VisionTransformer((3, 4), 4, 2, config(a)), (numbers(B, N, 4),)),
-    "patches and a class token": (
-        N + 1,
-        lambda a: VisionTransformer((3, 4), 4, 2, config(a), class_token=True),
-        (numbers(B, N, 4),),
-    ),
     "bytes": (N, lambda a: ByteLM(N, config(a)), (integers(0, 256, B, N),)),
     "memory": (N, lambda a: detector(encoder=a), SCENES),
     "object queries": (5, lambda a: detector(decoder=a), SCENES),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from derived_book.tasks.series.data import TABLE_1, TABLE_8, TABLE_9, load_series
+from derived_book.tasks.series.data import load_series
 
 SHIPPED = Path(aeon.datasets.__file__).parent / "data"
 FACTS = {  # train, test, channels, length, classes, clipped
@@ -106,84 +106,29 @@ def test_missing_values_are_refused(monkeypatch):
 def test_a_name_is_text_and_an_unknown_one_gives_a_near_one():
     with pytest.raises(TypeError, match="name is"):
         load_series(None)
-    for name, near in (("Covid3Months", "Covid3Month"), ("", "JapaneseVowels")):
-        message = f"name is '{name}'; expected a classification or .* {near}"
+    for name, near in (("BasicMotion", "BasicMotions"), ("", "JapaneseVowels")):
+        message = f"name is '{name}'; expected a classification set .* {near}"
         with pytest.raises(ValueError, match=message):
             load_series(name)
 
 
-NUMBERS = {  # train, test, channels, length
-    "Covid3Month": (140, 61, 1, 84),
-    "CardanoSentiment": (74, 33, 2, 24),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_sets_with_numbers(name):
-    data = load_series(name)
-    train, test, channels, length = NUMBERS[name]
-    assert (len(data.train), len(data.test)) == (train, test)
-    assert (data.channels, data.length, data.classes, data.labels) == (channels, length, 0, ())
-    for split in (data.train, data.test):
-        assert split.y.shape == (len(split),) and split.y.dtype == torch.float32
-        assert torch.isfinite(split.y).all() and torch.isfinite(split.x).all()
-    real = data.train.x[~data.train.padding].double()
-    assert torch.allclose(real.std(0, correction=0), torch.ones(channels).double(), atol=1e-5)
-    mean, sd = data.target
-    assert mean == pytest.approx(float(data.train.y.double().mean()), rel=1e-5)
-    assert sd == pytest.approx(float(data.train.y.double().std(correction=0)), rel=1e-5)
-    text = (SHIPPED / name / f"{name}_TRAIN.ts").read_text().split("@data")[1].split()
-    in_file = [float(line.rsplit(":", 1)[1]) for line in text]
-    torch.testing.assert_close(data.train.y, torch.tensor(in_file))
-    assert load_series("BasicMotions").target is None
-
-
-def test_numbers_without_spread_or_finite_value(monkeypatch):
-    case = np.array([[1.0, 2.0]])
-    same = fake([case, case], [case], [2.5, 2.5], [1.0])
-    monkeypatch.setattr(aeon.datasets, "load_regression", same)
-    assert load_series("Covid3Month").target == (2.5, 1.0)
-    missing = fake([case], [case], [2.5], [np.nan])
-    monkeypatch.setattr(aeon.datasets, "load_regression", missing)
-    with pytest.raises(ValueError, match="'Covid3Month'; this set has missing values"):
-        load_series("Covid3Month")
-
-
-def test_tables_of_the_paper_are_in_the_archives():
-    from aeon.datasets import tsc_datasets, tser_datasets
-
-    assert (len(TABLE_1), len(TABLE_9), len(TABLE_8)) == (10, 15, 6)
-    classification = [*TABLE_1, *TABLE_9]
-    assert len(set(classification)) == 25 and set(classification) <= set(tsc_datasets.multivariate)
-    assert set(TABLE_8) <= set(tser_datasets.tser_soton)
-    missing = set(TABLE_8) & set(tser_datasets.tser_soton_missing_values)
-    assert missing == {"BeijingPM10Quality", "BeijingPM25Quality", "BenzeneConcentration"}
-
-
-def test_no_network_for_numbers(monkeypatch):
-    def load(*_, **__):
-        raise URLError("no route")
-
-    monkeypatch.setattr(aeon.datasets, "load_regression", load)
-    with pytest.raises(ConnectionError, match="IEEEPPG is not .* CardanoSentiment, Covid3Month[.]"):
-        load_series("IEEEPPG")
-
-
 def test_variant_without_missing_values_is_read(tmp_path):
     """As aeon leaves it after a download: both variants in one folder."""
-    folder = tmp_path / "series" / "BenzeneConcentration"
+    folder = tmp_path / "series" / "DodgerLoopDay"
     folder.mkdir(parents=True)
     for part in ("TRAIN", "TEST"):
-        text = (SHIPPED / "Covid3Month" / f"Covid3Month_{part}.ts").read_text()
-        (folder / f"BenzeneConcentration_nmv_{part}.ts").write_text(text)
-        text = text.replace("@missing false", "@missing true").replace("\n0.0,", "\n?,")
-        (folder / f"BenzeneConcentration_{part}.ts").write_text(text)
-    data = load_series("BenzeneConcentration")
-    torch.testing.assert_close(data.train.x, load_series("Covid3Month").train.x)
+        text = (SHIPPED / "BasicMotions" / f"BasicMotions_{part}.ts").read_text()
+        (folder / f"DodgerLoopDay_nmv_{part}.ts").write_text(text)
+        head, values = text.split("@data\n")
+        head = head.replace("@missing false", "@missing true")
+        text = f"{head}@data\n?,{values.partition(',')[2]}"
+        (folder / f"DodgerLoopDay_{part}.ts").write_text(text)
+    data = load_series("DodgerLoopDay")
+    torch.testing.assert_close(data.train.x, load_series("BasicMotions").train.x)
     for path in folder.glob("*_nmv_*"):
         path.unlink()
-    with pytest.raises(ValueError, match="'BenzeneConcentration'; this set has missing values"):
-        load_series("BenzeneConcentration")
+    with pytest.raises(ValueError, match="'DodgerLoopDay'; this set has missing values"):
+        load_series("DodgerLoopDay")
 
 
 @pytest.mark.parametrize("error", [URLError("no route"), ValueError("could not"), OSError("x")])

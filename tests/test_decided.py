@@ -65,6 +65,8 @@ def test_a_table_shows_prediction_budget_and_its_double(experiment):
         ValueError, match=r"predicted has \['mean'\]; expected arms of tiny: softmax"
     ):
         results_table("tiny", "accuracy", predicted={"mean": ""})
+    with pytest.raises(ValueError, match="predicted is empty; expected at least one arm"):
+        results_table("tiny", "accuracy", predicted={})
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,8 @@ def test_a_table_says_how_the_rate_was_chosen(experiment, monkeypatch, tuning, w
 
 def test_curves_are_drawn_over_steps(experiment):
     _, ax = plt.subplots()
+    with pytest.raises(ValueError, match=r"styles has \['mean'\]; expected arms of tiny: softmax"):
+        plot_curves(ax, "tiny", "accuracy", mean="bn")
     plot_curves(ax, "tiny", "accuracy", linear="C3")
     (line,) = ax.containers
     assert line.get_label() == "Linear"

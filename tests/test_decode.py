@@ -279,9 +279,10 @@ def test_a_token_of_a_model_costs_the_same_anywhere():
 
 
 def test_models_without_a_state_say_so():
-    config = Config(dim=8, heads=2, attention=linear_attention, last=get_attention("softmax"))
-    model = ByteLM(8, config)
-    assert not model.has_state and writer("linear").has_state
+    model = writer("linear")
+    assert model.has_state
+    model.layers[-1] = writer("softmax").layers[-1]
+    assert not model.has_state
     with pytest.raises(ValueError, match="MultiheadAttention with softmax_attention has no state"):
         model.step(torch.zeros(1, 2, dtype=torch.int64))
     model, x = writer("linear", taps=3), torch.zeros(2, 2, dtype=torch.int64)

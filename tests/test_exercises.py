@@ -39,7 +39,10 @@ def test_functions_are_compared_on_all_cases(capsys):
         ("column", "row", "is not right"),
         (1.0, (1.0, 2.0), "expected a tuple of 2"),
         ((1.0, 3.0), (1.0, 2.0), "part 2"),
-        ("text", 1.0, "expected a number"),
+        ("0.5", 0.5, "your answer is '0.5'; expected a number or an array"),
+        ([0.5, None], np.ones(2), "expected a number or an array"),
+        (np.array([1 + 5j]), np.array([1.0]), "expected a number or an array"),
+        (np.array([1, 2]), True, "is not right"),
     ],
 )
 def test_wrong_answers_are_explained(answer, expected, message):
@@ -50,6 +53,8 @@ def test_wrong_answers_are_explained(answer, expected, message):
 def test_a_value_where_a_function_is_expected_is_explained():
     with pytest.raises(ExerciseError, match="expected a function"):
         check(3.0, lambda a: a, on=[(1.0,)])
+    with pytest.raises(ExerciseError, match="case 1 of 1 is None; expected a number or an array"):
+        check(lambda a: None, lambda a: a, on=[(1.0,)])
 
 
 # --- properties ----------------------------------------------------------------------------------

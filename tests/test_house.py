@@ -159,7 +159,7 @@ def test_imports_go_down():
     ("source", "target", "expected"),
     [
         (f"{LIBRARY}.mixture.core", f"{BOOK}.training.fit", True),
-        (f"{BOOK}.training.fit", f"{BOOK}.tasks.recall.data", True),
+        (f"{BOOK}.training.fit", f"{BOOK}.tasks.recall.loss", True),
         (f"{BOOK}.training.fit", f"{BOOK}.runtime", False),
         (f"{BOOK}.tasks.run", f"{BOOK}.plot", True),
         (f"{BOOK}.plot", f"{BOOK}.tasks.run", False),

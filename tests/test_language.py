@@ -98,7 +98,7 @@ def test_wrong_windows():
         (dict(text=text().long()), ValueError, "text is torch.int64 .*; expected uint8 of shape"),
         (dict(text=text()[None]), ValueError, r"text is torch.uint8 of shape \(1, 500\)"),
         (dict(text=text(6)), ValueError, "text has 6 bytes; expected at least 7"),
-        (dict(steps=0), ValueError, "steps is 0; expected at least 1"),
+        (dict(steps=0), ValueError, "steps is 0; expected a whole number, at least 1"),
     ):
         with pytest.raises(error, match=message):
             Windows(**dict(text=text(), length=6) | arguments)
@@ -176,7 +176,7 @@ def test_writing_leaves_mode_and_generator_alone(mode):
     [
         (dict(prompt=b"x"), TypeError, "prompt is bytes; expected a string"),
         (dict(prompt=""), ValueError, "prompt is empty; expected at least one character"),
-        (dict(n=0), ValueError, "n is 0; expected at least 1"),
+        (dict(n=0), ValueError, "n is 0; expected a whole number, at least 1"),
         (dict(temperature="hot"), TypeError, "temperature is 'hot'; expected a number"),
         (dict(temperature=-1), ValueError, "temperature is -1; expected a finite number, at least"),
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
@@ -256,3 +256,5 @@ def test_what_cannot_be_a_session_is_refused():
         draw_sessions(2, 0)
     with pytest.raises(ValueError, match="sessions of 16 bytes"):
         fit(writer(), Sessions(16, 2, 1), byte_loss, epochs=1, lr=1e-2)
+    with pytest.raises(TypeError, match="model.length is None; expected a language model"):
+        evaluate(nn.Linear(2, 2), Sessions(16, 2, 1), byte_loss)

@@ -51,17 +51,18 @@ def test_the_archive_of_the_addresses_is_asked_for(monkeypatch, tmp_path):
 
 
 def test_repeats_are_those_of_a_loop():
-    windows = np.random.default_rng(0).integers(0, 3, (5, 40)).astype(np.uint8)
-    known = np.unique(n_grams(windows[4], 3))
-    repeated, recalled = find_repeats(windows, known, 3)
+    windows = np.random.default_rng(0).integers(0, 2, (5, 150)).astype(np.uint8)
+    known = np.unique(n_grams(windows[4]))
+    repeated, recalled = find_repeats(windows, known)
     for row, again, new in zip(windows.tolist(), repeated, recalled, strict=True):
-        grams = [tuple(row[t - 2 : t + 1]) if t > 1 else t for t in range(40)]
-        old = {tuple(windows[4][t - 2 : t + 1]) for t in range(2, 40)}
+        grams = [tuple(row[t - 7 : t + 1]) if t > 6 else t for t in range(150)]
+        old = {tuple(windows[4][t - 7 : t + 1]) for t in range(7, 150)}
         assert again.tolist() == [gram in grams[:t] for t, gram in enumerate(grams)]
         assert new.tolist() == [x and grams[t] not in old for t, x in enumerate(again)]
-    text, known = (np.frombuffer(x, np.uint8) for x in (b"k=71 k=71 k=72", b"k=71"))
-    by_hand = find_repeats(text[None], n_grams(known, 4), 4)
-    assert [np.flatnonzero(x).tolist() for x in by_hand] == [[8, 9, 10, 11, 12], [9, 10, 11, 12]]
+    assert 0 < recalled[:4].sum() < repeated[:4].sum() and not recalled[4].any()
+    text, known = (np.frombuffer(x, np.uint8) for x in (b"key=7171 key=7171 key=72", b"key=7171"))
+    by_hand = find_repeats(text[None], n_grams(known))
+    assert [np.flatnonzero(x).tolist() for x in by_hand] == [[*range(16, 23)], [*range(17, 23)]]
 
 
 def test_bits_are_those_of_the_second_half_of_each_window():

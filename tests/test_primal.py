@@ -30,7 +30,6 @@ from derived_attention.primal.core import (
     primal_scores,
 )
 from derived_attention.primal.layer import PrimalAttention, orthogonal_directions
-from derived_book.tasks.model import Config
 from derived_book.tasks.supervised import class_loss
 from derived_book.training.fit import Regularised, evaluate, fit
 
@@ -445,17 +444,9 @@ def test_a_loss_that_adds_the_objective():
         Regularised(3, 0.1)
 
 
-# --- models with another last layer ---------------------------------------------------------------
-
-
-def test_the_last_layer_may_differ():
-    model = classifier(layers=3, last=PrimalAttention)
-    kinds = [type(layer.attention).__name__ for layer in model.layers]
-    assert kinds == ["MultiheadAttention", "MultiheadAttention", "PrimalAttention"]
+def test_a_model_names_the_attention_that_has_no_weights():
     with pytest.raises(ValueError, match="PrimalAttention has no attention weights"):
-        model.attention_maps(*next(iter(KINDS["series"][1](8)))[:2])
-    with pytest.raises(TypeError, match="last is 3; expected a function"):
-        Config(last=3)
+        classifier(attention=PrimalAttention).attention_maps(*next(iter(KINDS["series"][1](8)))[:2])
 
 
 # --- what is wrong is named -----------------------------------------------------------------------

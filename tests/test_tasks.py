@@ -26,9 +26,7 @@ from derived_book.training.fit import Regularised
 TINY = Config(dim=8, heads=2, layers=1, hidden=8)
 SMALL = {
     "series": functools.partial(da.train_series, name="BasicMotions", epochs=2, batch_size=10),
-    "images": functools.partial(
-        da.train_images, name="digits", patch=4, class_token=True, epochs=2
-    ),
+    "images": functools.partial(da.train_images, name="digits", patch=4, epochs=2),
     "detection": functools.partial(da.train_detection, train=20, test=10, steps=2, batch_size=4),
 }
 
@@ -49,7 +47,7 @@ def test_a_seed_decides_the_result(name):
 def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
     """As `run_grid` asks: it binds them before a run, and sends the function to other processes."""
     parameters = inspect.signature(da.train_images).parameters
-    own, shared = ["config", "name", "patch", "class_token"], ["seed", "epochs", "batch_size", "lr"]
+    own, shared = ["config", "name", "patch"], ["seed", "epochs", "batch_size", "lr"]
     assert list(parameters) == [*own, *shared, "eta", "device"]
     assert [parameters[name].default for name in shared] == [0, 20, 32, 2e-3]
     assert "steps" in inspect.signature(da.train_detection).parameters
@@ -67,6 +65,8 @@ def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     other = da.small_model(MixtureAttention, steps=1)
     assert [type(layer.attention) for layer in other.layers] == [MixtureAttention] * 2
     assert other.length == 64 and other.config.heads == 4
+    with pytest.raises(ValueError, match="text is 'session'; expected one of 'sessions', 'python'"):
+        da.small_model(text="session")
 
 
 @pytest.mark.parametrize("name", ["series", "images"])
@@ -93,7 +93,7 @@ def test_a_detector_learns_and_what_it_learns_by_heart_is_in_the_gap():
     before, after, by_heart = (train(train=n, steps=k) for n, k in ((8, 1), (400, 60), (8, 60)))
     assert after["loss"] < before["loss"] - 0.5
     assert by_heart["gap"] > 1 > abs(before["gap"]) and by_heart["gap"] > after["gap"] + 1
-    others = train(train=8, steps=1, cross=linear_attention, path_dropout="soft")
+    others = train(train=8, steps=1, cross=linear_attention)
     assert others["flops"] != before["flops"] and others["loss"] != before["loss"]
 
 

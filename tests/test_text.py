@@ -1,8 +1,6 @@
-"""Text: what is kept of Python's documentation, how it is divided, WikiText's files, n-grams."""
+"""Text: what is kept of Python's documentation, and how it is divided."""
 
 import collections
-import sys
-import types
 from pydoc_data.topics import topics
 
 import pytest
@@ -19,12 +17,6 @@ from derived_book.tasks.language.data import (
     without_repeats,
 )
 
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("DERIVED_ATTENTION_TEXT", str(tmp_path / "text"))
-
-
 # --- Python's documentation -----------------------------------------------------------------------
 
 
@@ -36,14 +28,13 @@ def paragraphs(document):
     return {words(paragraph) for paragraph in document.split("\n\n")} - {""}
 
 
-def test_python(tmp_path):
+def test_python():
     data = load_text("python")
     parts = (data.train, data.validation, data.test)
     assert data.name == "python" and all(x.dtype == torch.uint8 and x.ndim == 1 for x in parts)
     total = sum(map(len, parts))
     assert 300_000 < total < 0.85 * sum(map(len, topics.values()))
     assert all(0.08 * total < len(part) <= 0.1005 * total for part in parts[1:])
-    assert not list(tmp_path.iterdir())
     again = load_text("python")
     for part, same in zip(parts, (again.train, again.validation, again.test), strict=True):
         assert torch.equal(part, same)
@@ -113,44 +104,8 @@ def test_bytes():
     assert encode("").shape == (0,)
 
 
-# --- WikiText-103 ---------------------------------------------------------------------------------
-
-
-def test_wikitext(tmp_path, monkeypatch):
-    def load_dataset(name, config, *, cache_dir):
-        assert (name, config) == ("Salesforce/wikitext", "wikitext-103-raw-v1")
-        assert cache_dir == str(tmp_path / "text")
-        return {
-            part: {"text": ["", f" = {part} = \n", "", " Größe .\n"]}
-            for part in ("train", "validation", "test")
-        }
-
-    package = types.ModuleType("datasets")
-    package.load_dataset = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    data = load_text("wikitext-103")
-    assert decode(data.validation) == " = validation = \n Größe .\n"
-    assert (len(data.train), len(data.test)) == (23, 22)
-
-
-def no_network(*_, **__):
-    raise OSError("no route")
-
-
-@pytest.mark.parametrize(
-    "package, cause",
-    [(None, ImportError), (types.SimpleNamespace(load_dataset=no_network), OSError)],
-)
-def test_no_package_or_no_network(monkeypatch, package, cause):
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    message = "pip install datasets.*a network.*'python'"
-    with pytest.raises(ConnectionError, match=message) as caught:
-        load_text("wikitext-103")
-    assert isinstance(caught.value.__cause__, cause)
-
-
 def test_wrong_name():
     with pytest.raises(TypeError, match="name is None; expected a string"):
         load_text(None)
-    with pytest.raises(ValueError, match="name is 'books'; expected one of 'python', 'wikitext-1"):
+    with pytest.raises(ValueError, match="name is 'books'; expected 'python'"):
         load_text("books")

@@ -138,9 +138,9 @@ def test_wrong_workers(tmp_path):
         return {"value": seed}
 
     for wrong, error, message in (
-        (0, ValueError, "workers is 0; expected at least 1"),
-        (True, TypeError, "workers is True; expected an integer"),
-        ("ray", TypeError, "workers is 'ray'; expected an integer"),
+        (0, ValueError, "workers is 0; expected a whole number, at least 1"),
+        (True, TypeError, "workers is of type bool; expected a whole number"),
+        ("ray", TypeError, "workers is of type str; expected a whole number"),
     ):
         with pytest.raises(error, match=message):
             run_grid(function, [{"seed": 0}], tmp_path, workers=wrong)

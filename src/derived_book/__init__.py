@@ -34,7 +34,6 @@ _MODULES = {
     "tasks.language.run": "small_model",
     "tasks.listops.data": "make_listops prefix_rule",
     "tasks.model": "Config PreNormLayer make_attention",
-    "tasks.recall.data": "draw_recall",
     "tasks.recall.loss": "Questions answer_loss",
     "tasks.run": "attention_cost",
     "tasks.series.data": "SeriesSplit load_series",

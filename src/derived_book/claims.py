@@ -179,7 +179,8 @@ def _load(path: Path) -> dict[str, dict[str, str]]:
     rows = list(csv.DictReader(path.read_text("utf8").splitlines()))
     fields = ("kind", "topic", "role")
     items = {row.get("id", ""): {f: row.get(f) or "" for f in fields} for row in rows}
-    if not rows or len(items) != len(rows) or not all(i and r["topic"] for i, r in items.items()):
+    complete = all(i and r["kind"] and r["topic"] for i, r in items.items())
+    if not rows or len(items) != len(rows) or not complete:
         raise ValueError(f"{path} must have columns id, kind and topic, and unique ids")
     return items
 
@@ -306,7 +307,7 @@ def inequality(
     """
     _check_call(item, inequality, ("smaller", "larger"), wrong="mutant")
     _check_distinct(item, smaller=smaller, larger=larger)
-    slack, wrong = _slack(smaller, larger, "larger"), _slack(smaller, mutant, "mutant")
+    slack, wrong = _slack(smaller=smaller, larger=larger), _slack(smaller=smaller, mutant=mutant)
     if not slack >= -_rounding(smaller, larger):
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
     if not wrong < -_rounding(smaller, mutant):
@@ -428,8 +429,9 @@ def refuted(
     _check_call(item, refuted, ("actual", "corrected"))
     _check_tol(item, tol)
     _check_distinct(item, actual=actual, corrected=corrected)
-    measure = (lambda a, b: -_slack(a, b, "printed")) if relation == "<=" else _difference
-    violation, remaining = measure(actual, printed), measure(actual, corrected)
+    measure = _difference if relation == "==" else lambda **sides: -_slack(**sides)
+    violation = measure(actual=actual, printed=printed)
+    remaining = measure(actual=actual, corrected=corrected)
     if not violation > 10 * tol:
         raise ClaimError(
             f"{_name(item)}: not refuted, violation {violation:.3e} <= 10 tol, tol={tol:.0e}"
@@ -876,15 +878,27 @@ def _error(left: Any, right: Any, name: str, relative: bool) -> float:
     return float(np.max(np.abs(a - b)) / max(1.0, float(np.max(np.abs(b)))))
 
 
-def _difference(actual: Any, claimed: Any) -> float:
-    a, b = np.broadcast_arrays(_float(actual, "actual"), _float(claimed, "printed"))
+def _pair(**sides: Any) -> list[np.ndarray]:
+    """Return two arguments as arrays that broadcast against each other."""
+    (first, second), (a, b) = sides, (_float(side, name) for name, side in sides.items())
+    try:
+        return list(np.broadcast_arrays(a, b))
+    except ValueError as error:
+        expected = f"one that broadcasts against {first}, {a.shape}"
+        raise ValueError(f"{second} has shape {b.shape}; expected {expected}") from error
+
+
+def _difference(**sides: Any) -> float:
+    a, b = _pair(**sides)
     return float(np.max(np.abs(a - b)))
 
 
-def _slack(smaller: Any, larger: Any, name: str) -> float:
-    a, b = _float(smaller, "smaller"), _float(larger, name)
-    if np.iscomplexobj(a) or np.iscomplexobj(b):
-        raise ValueError(f"smaller or {name} is complex; both must be real to be compared")
+def _slack(**sides: Any) -> float:
+    """Return the least difference by which the first argument stays below the second."""
+    a, b = _pair(**sides)
+    for name, side in zip(sides, (a, b), strict=True):
+        if np.iscomplexobj(side):
+            raise ValueError(f"{name} is complex; expected real numbers, which have an order")
     return float(np.min(b - a))
 
 

@@ -72,7 +72,7 @@ def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed
     """Check what a right answer does, property by property.
 
     PyTorch's random draws within the properties are the same each time, so that an answer always
-    gets the same verdict; the caller's generator stays as it was.
+    gets the same verdict; the caller's generator on the CPU stays as it was.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
             _compare(*pair, tol, f"{place}, part {part}")
         return
     if isinstance(expected, (bool, str)):
-        if answer != expected:
+        if getattr(answer, "ndim", 0) > 0 or answer != expected:
             raise ExerciseError(f"{place} is {answer!r}; that is not right")
         return
     given, correct = _array(answer, place), _array(expected, "expected")
@@ -254,6 +254,12 @@ def _array(value: Any, place: str) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     try:
+        array = np.asarray(value)
+        # float64 would make NaN of None, a number of "1", and the real part of 1 + 2j.
+        no_number = (type(None), str, complex)
+        objects = array.flat if array.dtype.hasobject else ()
+        if array.dtype.kind in "cSU" or any(isinstance(x, no_number) for x in objects):
+            raise TypeError("not a real number")
         return np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ExerciseError(f"{place} is {value!r}; expected a number or an array") from error

@@ -54,13 +54,14 @@ def results_table(
     Raises
     ------
     ValueError
-        If an arm of `predicted` is not in the experiment; otherwise as in `curves`.
+        If `predicted` is empty, or an arm of it is not in the experiment; otherwise as in `curves`.
     """
     from IPython.display import Markdown
 
     data, found = load_experiment(name)[0], curves(name, metric)
-    if unknown := [arm for arm in predicted if arm not in found]:
-        raise ValueError(f"predicted has {unknown}; expected arms of {name}: {', '.join(found)}")
+    if not predicted:
+        raise ValueError("predicted is empty; expected at least one arm")
+    _check_arms("predicted", predicted, name, found)
     budget, twice = data["budget"], 2 * data["budget"]
     space = "" if unit == "%" else " "
     header = ["arm", "predicted", f"{budget:,} steps", f"{twice:,} steps", "learning rate"]
@@ -96,10 +97,16 @@ def plot_curves(ax: Any, name: str, metric: str, *, factor: float = 100, **style
     name, metric, factor
         As in `results_table`.
     styles
-        By arm, in the order in which arms are drawn: a color, or the name of a mechanism of the
+        By arm, in the order in which arms are drawn: a colour, or the name of a mechanism of the
         registry. Arms that are not named are left out; if none is named, all are drawn.
+
+    Raises
+    ------
+    ValueError
+        If an arm of `styles` is not in the experiment; otherwise as in `curves`.
     """
     found = curves(name, metric)
+    _check_arms("styles", styles, name, found)
     for number, arm in enumerate(styles or found):
         style = styles.get(arm, f"C{number}")
         steps = list(found[arm])
@@ -281,6 +288,12 @@ def _rate_rule(data: dict[str, Any]) -> str:
         steps = f"{tuning[0]['steps']:,}"
         return f"The learning rates were chosen after {steps} steps, by the worst of other seeds."
     return "The learning rates were chosen on other seeds."
+
+
+def _check_arms(argument: str, arms: Iterable[str], name: str, found: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the arms of an argument are in an experiment."""
+    if unknown := [arm for arm in arms if arm not in found]:
+        raise ValueError(f"{argument} has {unknown}; expected arms of {name}: {', '.join(found)}")
 
 
 def _count(seeds: Iterable[int]) -> str:

@@ -71,8 +71,8 @@ def difference(
 
     The interval is Student's of the differences by seed if `paired`, otherwise Welch's. It is
     corrected for the number of `comparisons` (Bonferroni): all of them hold with a probability of
-    95 %. If no arm varies, its width is 0. Parameters and errors are those of `decided`; errors
-    call the arms by `names`.
+    at least 95 %. If no arm varies, its width is 0. Parameters and errors are those of `decided`;
+    errors call the arms by `names`.
     """
     arms = [np.asarray(x, dtype=float).ravel() for x in (a, b)]
     for name, x in zip(names, arms, strict=True):

@@ -22,7 +22,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
-from matplotlib.colors import ListedColormap, to_hex, to_rgb
+from matplotlib.colors import ListedColormap, is_color_like, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, NullFormatter
 
@@ -77,14 +77,22 @@ def fade(color: str) -> str:
     """Return the name of a colour map from transparent to `color`, a key of `COLORS` or a colour.
 
     Its low end shows the background, so that ``plt.imshow(A, cmap=fade("bn"), vmin=0)`` looks the
-    same in light and dark mode.
+    same in light and dark mode. Another `color` raises ValueError.
     """
-    rgb = to_rgb(COLORS.get(color, color))
+    rgb = to_rgb(find_color(color))
     name = f"fade-{to_hex(rgb)[1:]}"
     if name not in mpl.colormaps:
         shades = [(*rgb, alpha) for alpha in opacity(np.linspace(0, 1, 256))]
         mpl.colormaps.register(ListedColormap(shades, name))
     return name
+
+
+def find_color(color: str, name: str = "color") -> str:
+    """Return the colour of a key of `COLORS`, or a colour as it is; raise ValueError for others."""
+    found = COLORS.get(color, color)
+    if not is_color_like(found):
+        raise ValueError(f"{name} is {color!r}; expected a key of COLORS or a colour")
+    return found
 
 
 def opacity(share: np.ndarray) -> np.ndarray:
@@ -142,7 +150,7 @@ def show(fig: Figure, alt: str) -> None:
         is smaller than 9 points.
     """
     if not isinstance(fig, Figure):
-        raise TypeError(f"fig must be a Matplotlib figure, got {type(fig).__name__}")
+        raise TypeError(f"fig is {type(fig).__name__}; expected a Matplotlib figure")
     check_alt(alt)
     _prepare(fig)
     cuts = _cuts(fig)
@@ -247,7 +255,7 @@ def _type_size(pieces: list[ET.Element]) -> float:
     size, text = min(texts, default=(LEAST_TYPE, ""))
     if size < LEAST_TYPE:
         raise ValueError(
-            f"every text of fig must have at least {LEAST_TYPE:g} points, got {size:g} in {text!r}"
+            f"fig has a text of {size:g} points, {text!r}; expected at least {LEAST_TYPE:g} points"
         )
     return size
 
@@ -311,6 +319,6 @@ def _power_of_ten(value: float, position: int | None = None) -> str:
 def check_alt(alt: str) -> None:
     """Raise TypeError or ValueError unless `alt` is a sentence."""
     if not isinstance(alt, str):
-        raise TypeError(f"alt must be a string, got {type(alt).__name__}")
+        raise TypeError(f"alt is {type(alt).__name__}; expected a string")
     if not re.fullmatch(r"\S+\s.*[.!?]", alt.strip(), re.DOTALL):
-        raise ValueError(f"alt must be a sentence that ends in '.', '!' or '?', got {alt!r}")
+        raise ValueError(f"alt is {alt!r}; expected a sentence that ends in '.', '!' or '?'")

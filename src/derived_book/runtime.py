@@ -1,12 +1,12 @@
-"""The set-up of a page (seed, device, profile), progress bars, cache folders and atomic writes.
+"""The set-up of a page (seed, device, profile), progress bars, digests, and checks of arguments.
 
 Environment variables that a reader may set:
 
 - ``DERIVED_ATTENTION_PROFILE``: ``quick``, ``medium`` or ``full``;
 - ``DERIVED_ATTENTION_PROGRESS``: ``0`` for no progress bars, ``1`` for bars everywhere;
 - ``OMP_NUM_THREADS``: the number of CPU threads of PyTorch;
-- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_IMAGES``,
-  ``DERIVED_ATTENTION_TEXT``: the folders of stored runs and of downloads.
+- ``DERIVED_ATTENTION_RUNS``, ``DERIVED_ATTENTION_SERIES``, ``DERIVED_ATTENTION_TEXT``: the folders
+  of stored runs and of downloads.
 """
 
 from __future__ import annotations
@@ -136,14 +136,6 @@ def _check_profile(name: str, chosen: str) -> None:
 def device_name(device: torch.device) -> str:
     """Return ``"cpu"``, or the name of the graphics card."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
-
-
-def check_count(name: str, count: int) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless `count` is an integer >= 1."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} is {count!r}; expected an integer")
-    if count < 1:
-        raise ValueError(f"{name} is {count}; expected at least 1")
 
 
 def check_seed(seed: int) -> None:
@@ -294,8 +286,8 @@ def _report_steps(steps: Iterable[T], label: str, bar: Any) -> Iterator[T]:
 def digest(*values: Any) -> str:
     """Return the SHA-256 of tensors, arrays, numbers, text, and containers or dataclasses of them.
 
-    Equal values have equal digests in every process and on every device. A value of any other type
-    raises TypeError.
+    It is the same in every process and on every device. It depends on types (1 and 1.0 differ) and
+    on the order of a dict. A value of any other type raises TypeError.
     """
     sha = hashlib.sha256()
     for value in values:

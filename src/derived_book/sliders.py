@@ -18,18 +18,18 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.colors import is_color_like, to_hex, to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 from PIL import Image
 
 from derived_book.plot import (
-    COLORS,
     STYLE,
     SVG_SETTINGS,
     check_alt,
     display_markup,
+    find_color,
     opacity,
     svg_tree,
 )
@@ -138,7 +138,7 @@ def slider(
     Raises
     ------
     TypeError
-        If `alt` is not a string, or a panel or mark is of another class.
+        If `alt` is not a string, `panels` not a sequence, or a panel or mark of another class.
     ValueError
         If a length differs from the number of steps, a number is not finite, a colour is unknown,
         or `alt` is not a sentence. The message names the panel and the mark.
@@ -155,13 +155,14 @@ def slider(
     lines = [f"{label} = {name}" for name in names] if readout is None else list(readout)
     if len(names) < 2 or len(lines) != len(names):
         raise ValueError(
-            "values and readout must hold the same number of steps, at least 2, "
-            f"got {len(names)} and {len(lines)}"
+            f"values has {len(names)} steps, readout {len(lines)}; expected as many, at least 2"
         )
     if not 0 <= start < len(names):
-        raise ValueError(f"start must be a step from 0 to {len(names) - 1}, got {start}")
+        raise ValueError(f"start is {start}; expected a step from 0 to {len(names) - 1}")
+    if isinstance(panels, Panel):
+        raise TypeError("panels is a Panel; expected a list of 1, 2 or 3 panels")
     if len(panels) not in _SIZES:
-        raise ValueError(f"panels must hold 1, 2 or 3 panels, got {len(panels)}")
+        raise ValueError(f"panels has length {len(panels)}; expected 1, 2 or 3 panels")
     width, height, least, most = _SIZES[len(panels)]
     if any(isinstance(m, Heat) for p in panels if isinstance(p, Panel) for m in p.marks):
         height = width  # beside a square map
@@ -238,7 +239,7 @@ def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving:
     `path` names the panel in error messages, such as ``"panels[0]"``.
     """
     if not isinstance(panel, Panel) or not panel.marks:
-        raise TypeError(f"{path} must be a Panel with at least one mark, got {panel!r}")
+        raise TypeError(f"{path} is {panel!r}; expected a Panel with at least one mark")
     loaded = [_load(mark, f"{path}.marks[{i}]", steps) for i, mark in enumerate(panel.marks)]
     maps = [mark for mark in panel.marks if isinstance(mark, Heat)]
     square, cells = bool(maps), any(mark.extent is None for mark in maps)
@@ -284,8 +285,8 @@ def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving:
 def _load(mark: Mark, path: str, steps: int) -> tuple:
     """Return mark, frames of x and y (or of a map, and its extent), ends along x and y."""
     if not isinstance(mark, Line | Points | Bars | Heat):
-        raise TypeError(f"{path} must be a Line, Points, Bars or Heat, got {mark!r}")
-    _color(mark.color, path)
+        raise TypeError(f"{path} is {mark!r}; expected a Line, Points, Bars or Heat")
+    _color(mark.color, f"{path}.color")
     if isinstance(mark, Heat):
         values = _frames(mark.values, 2, steps, f"{path}.values")
         rows, columns = values.shape[1:]
@@ -297,12 +298,12 @@ def _load(mark: Mark, path: str, steps: int) -> tuple:
     x, y = _frames(mark.x, 1, steps, f"{path}.x"), _frames(mark.y, 1, steps, f"{path}.y")
     if x.shape[1] != y.shape[1]:
         raise ValueError(
-            f"{path}: x and y must have the same length, got {x.shape[1]} and {y.shape[1]}"
+            f"{path}.x has length {x.shape[1]} and y {y.shape[1]}; expected the same length"
         )
     if not isinstance(mark, Bars):
         return mark, x, y, (x.min(), x.max()), (y.min(), y.max())
     if len(x) > 1:
-        raise ValueError(f"{path}.x must have shape (n,), got {np.shape(mark.x)}")
+        raise ValueError(f"{path}.x has shape {np.shape(mark.x)}; expected (n,)")
     half = mark.width / 2
     return mark, x, y, (x.min() - half, x.max() + half), (min(0.0, y.min()), max(0.0, y.max()))
 
@@ -313,17 +314,18 @@ def _frames(value: ArrayLike, ndim: int, steps: int, path: str) -> np.ndarray:
     frames = frames[None] if frames.ndim == ndim else frames
     if frames.ndim != ndim + 1 or len(frames) not in (1, steps) or frames.size == 0:
         raise ValueError(
-            f"{path} must have {ndim} axes, or {ndim + 1} with the {steps} steps first, "
-            f"got shape {np.shape(value)}"
+            f"{path} has shape {np.shape(value)}; expected {ndim} axes, or {ndim + 1} with the "
+            f"{steps} steps first"
         )
     if not np.isfinite(frames).all():
-        raise ValueError(f"{path} must be finite, got {frames[~np.isfinite(frames)][0]}")
+        found = frames[~np.isfinite(frames)][0]
+        raise ValueError(f"{path} contains {found}; expected finite numbers")
     return frames
 
 
 def _check_pair(pair: Sequence[float], path: str) -> None:
     if len(pair) != 2 or not np.isfinite(pair).all() or pair[0] == pair[1]:
-        raise ValueError(f"{path} must be two different finite numbers, got {pair}")
+        raise ValueError(f"{path} is {pair}; expected two different finite numbers")
 
 
 def _limits(
@@ -405,9 +407,4 @@ def _key(mark: Mark) -> str:
 
 
 def _color(color: str, path: str = "color") -> str:
-    color = COLORS.get(color, color)
-    if color == "currentColor":
-        return color
-    if not is_color_like(color):
-        raise ValueError(f"{path}: color must be a key of COLORS or a colour, got {color!r}")
-    return to_hex(color)
+    return color if color == "currentColor" else to_hex(find_color(color, path))

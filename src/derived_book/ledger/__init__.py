@@ -9,10 +9,11 @@ executes, such as a Jupyter Book,
 - ``{tally}`errors```: one number of `derived_book.claims.count`, linked to its rows;
 - ``ledger.json`` beside the ledger's page, for programs.
 
-Settings, both optional: ``claims_inventory``, the file of `claims.use_inventory`, and
-``claims_papers``, which maps a paper to ``{"title": …, "source": …, "group": …}``; the source is a
-line of markup that names the version that was read. A paper with a group is in that group's ledger
-alone, and neither counted nor listed among the others.
+Settings, all optional: ``claims_inventory``, the file of `claims.use_inventory`;
+``claims_papers``, which maps a paper to ``{"title": …, "source": …, "group": …}``; and
+``claims_page_name``, a function that returns the text of a link to a page, by default its title.
+The source is a line of markup that names the version that was read. A paper with a group is in that
+group's ledger alone, and neither counted nor listed among the others.
 
 Sections are created when a page is read, so that the table of contents lists them. Verdicts are
 filled in when a page is written, so that they describe this build, including cached pages.

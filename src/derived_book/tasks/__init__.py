@@ -1,1 +1,1 @@
-"""What is learned: a folder a task, with its data, its model and its loss."""
+"""Tasks: a package for each, with its data, and where pages need them its model and loss."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -162,9 +160,3 @@ def needs(package: str, install: str = 'pip install "derived-attention[data]"') 
         yield
     except ImportError as error:
         raise ModuleNotFoundError(f"{package} is not installed ({install})") from error
-
-
-def system_paths(path: str) -> list[Path]:
-    """Return where the packages of the system may have a data file or folder."""
-    folders = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
-    return [Path(folder) / path for folder in folders.split(":")]

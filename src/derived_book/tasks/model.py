@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import Mechanism
+from derived_attention.common.checks import Mechanism, check_count
 from derived_attention.common.convention import takes
 from derived_attention.layer import MultiheadAttention
 from derived_attention.softmax.core import softmax_attention
-from derived_book.runtime import check_count, evaluating
+from derived_book.runtime import evaluating
 from derived_book.tasks.checks import check_number
 
 WEIGHTS = "the model's weights"  # in an error, where an input has another type
@@ -47,9 +47,6 @@ class Config:
         0 <= dropout < 1.
     attention : callable
         A function or a class: see the rule at the top of this module.
-    last : callable, optional
-        The attention of the last layer, where it differs: with `derived_attention.PrimalAttention`
-        this is "Primal.+" of [Chen2023].
 
     Examples
     --------
@@ -63,15 +60,12 @@ class Config:
     hidden: int = 128
     dropout: float = 0.1
     attention: Mechanism = softmax_attention
-    last: Mechanism | None = None
 
     def __post_init__(self) -> None:
         for name in ("dim", "heads", "layers", "hidden"):
-            check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name), 1)
         check_number("dropout", self.dropout, least=0, below=1)
         is_layer(self.attention)
-        if self.last is not None:
-            is_layer(self.last, "last")
 
 
 def is_layer(attention: Mechanism, name: str = "attention") -> bool:
@@ -162,13 +156,12 @@ class CausalLayer(PreNormLayer):
 
 
 def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
-    """Build the layers of a model; the last one has the attention `Config.last`."""
-    last = config if config.last is None else dataclasses.replace(config, attention=config.last)
-    return nn.ModuleList([kind(config) for _ in range(config.layers - 1)] + [kind(last)])
+    """Build the layers of a model."""
+    return nn.ModuleList(kind(config) for _ in range(config.layers))
 
 
 class Model(nn.Module):
-    """Base class of all models; a checkpoint tells two models apart by their text.
+    """Base class of all models: its text contains the configuration.
 
     An invalid size raises TypeError or ValueError when a model is built, and so do inputs of a
     wrong shape, type or range in the forward pass.
@@ -216,11 +209,6 @@ class Encoder(Model):
         raise NotImplementedError
 
 
-def with_first(token: Tensor, h: Tensor) -> Tensor:
-    """Put a token (dim,) before each sequence of h: (B, T, dim) to (B, 1 + T, dim)."""
-    return torch.cat([token.expand(len(h), 1, -1), h], dim=1)
-
-
 def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
     """Return the positions (T, dim) of [Vaswani2017]: ``sin(t ω_i), cos(t ω_i)`` side by side.
 
@@ -235,6 +223,6 @@ def sinusoids(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
 def check_sizes(config: Config, **sizes: int) -> None:
     """Raise TypeError or ValueError unless all sizes are at least 1 and `config` is a Config."""
     for name, size in sizes.items():
-        check_count(name, size)
+        check_count(name, size, 1)
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; expected a Config, such as Config(dim=64)")

@@ -1,4 +1,4 @@
-"""Sequences (series, images) with a class or a number each: batches and losses."""
+"""Sequences (series, images) with a class each: batches and their loss."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Batch = tuple[Tensor, Tensor | None, Tensor]  # x, padding, y of some sequences
 class Examples(Batches):
     """Batches ``(x, padding, y)``, rows of a split; in training, in random order.
 
-    `fit` and `evaluate` compare the split with the attributes ``length``, ``channels``,
-    and ``classes`` (0 for numbers) of the model, where it has them.
+    `fit` and `evaluate` compare the split with the attributes ``length``, ``channels``
+    and ``classes`` of the model, where it has them.
 
     Parameters
     ----------
     split : SeriesSplit
-        Series or images, with classes or numbers as `y`.
+        Series or images, with classes as `y`.
     batch_size : int
     """
 
@@ -65,25 +65,16 @@ class Examples(Batches):
         sizes = ("length", "channels", "classes")
         steps, channels, classes = (getattr(model, size, None) for size in sizes)
         check_series(x, padding, of=f"{name}.", steps=steps, channels=channels)
-        if classes is None:
-            return
-        if y.is_floating_point() != (classes == 0):
-            expected = "int64 classes" if classes else "floats"
-            raise ValueError(f"{name}.y is {y.dtype}; expected {expected}, as the model returns")
-        if classes:
-            check_range(f"{name}.y", y, classes, "classes")
+        check_range(f"{name}.y", y, classes, "classes")
 
 
 def class_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
     """Return the cross-entropy of classes; report it as ``"loss"``, with the ``"accuracy"``.
 
-    ``model(x, padding)`` returns logits (B, classes); another shape raises ValueError, and so do
-    answers that are numbers.
+    ``model(x, padding)`` returns logits (B, classes); another shape raises ValueError.
     """
     x, padding, y = batch
     logits = model(x, padding)
-    if y.is_floating_point():
-        raise ValueError(f"y is {y.dtype}; expected int64 classes")
     check_output(logits, (len(y), "classes"))
     return cross_entropy(logits, y)
 
@@ -99,14 +90,10 @@ def check_split(split: SeriesSplit) -> None:
     """Raise TypeError or ValueError unless `split` is valid training data."""
     check_type("split", split, SeriesSplit, "a SeriesSplit")
     x, padding, y = split.x, split.padding, split.y
-    for name, tensor in (("x", x), ("y", y)):
-        check_type(f"split.{name}", tensor, Tensor, "a tensor")
     check_series(x, padding, of="split.")
     if len(x) == 0:
         raise ValueError("split is empty; expected at least one sequence")
-    check_tensor("split.y", y, "floats" if y.is_floating_point() else "int64", (len(x),))
-    for name, tensor in (("x", x), ("y", y)):
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"split.{name} holds NaN or infinity; expected finite numbers")
-    if not y.is_floating_point():
-        check_range("split.y", y, None, "classes")
+    check_tensor("split.y", y, "int64", (len(x),))
+    if not torch.isfinite(x).all():
+        raise ValueError("split.x holds NaN or infinity; expected finite numbers")
+    check_range("split.y", y, None, "classes")

@@ -1,1 +1,1 @@
-"""Training: one `fit`, grids of runs, a cluster, recorded results, and measures."""
+"""Training: `fit`, grids of runs and their workers, recorded results, and measurements."""

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from derived_attention.common.checks import check_count
 from derived_attention.primal.core import ksvd_objectives
 from derived_book import runtime
-from derived_book.runtime import check_count, check_seed, evaluating
+from derived_book.runtime import check_seed, evaluating
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
@@ -61,7 +62,7 @@ class Batches(abc.ABC):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if field.type in (int, "int"):
-                check_count(field.name, getattr(self, field.name))
+                check_count(field.name, getattr(self, field.name), 1)
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -236,7 +237,8 @@ def fit(
     The learning rate rises for 30 steps to `lr` and then falls linearly to 0. Gradients are
     clipped to norm 4. The weights after the last epoch are the result; there is no early stopping.
     Training runs on the model's device. A step does not wait for a GPU: its numbers are read at the
-    end of an epoch, and whether all losses were finite every 100 steps.
+    end of an epoch, and whether all losses were finite every 100 steps. Only `detection_loss` waits
+    in each step, because it matches objects with queries on the CPU.
 
     Parameters
     ----------
@@ -415,7 +417,8 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> dict[str, float]
     model : nn.Module
         The module that `loss` calls, on its device. Its mode is restored.
     batches : Batches
-        Their size has no influence on the result, except by rounding.
+        Their size has no influence on the result, except by rounding. But an evaluation with
+        `Sessions` or `Questions` has ``batch_size * steps`` sequences.
     loss : callable
         As in `fit`.
 
@@ -479,7 +482,7 @@ def mix_seed(seed: int, number: int) -> int:
 
 def check_settings(epochs: int, lr: float, seed: int) -> None:
     """Raise TypeError or ValueError, naming the argument, if a setting is invalid."""
-    check_count("epochs", epochs)
+    check_count("epochs", epochs, 1)
     if not isinstance(lr, int | float):
         raise TypeError(f"lr is {lr!r}; expected a number")
     if not 0 < lr < math.inf:

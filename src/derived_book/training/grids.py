@@ -3,8 +3,9 @@
 A result is stored under a key, the digest of the function (its source, and the source and values
 of what it reads from its page), its arguments, the code of this package that it reaches and of the
 user's modules that are loaded, the version of PyTorch, and the profile. If any of them changes, the
-run is repeated. Comments have no influence; neither have other installed packages, data files, and
-values that are set in another module from outside.
+run is repeated. Comments and docstrings of this package have no influence; those of the function,
+and docstrings in the user's modules, do. Other installed packages, data files, and values that are
+set in another module from outside have none.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def run_grid(
         If a config does not fit the function, if JSON cannot represent a config or a metric, or if
         the function reads an object that cannot be compared between sessions.
     ValueError
-        If a metric has the name of an argument.
+        If a metric has the name of an argument, or is called "seconds" or "cpu_seconds".
     OSError
         If a run has to be stored and the folder of the results cannot be written.
     Exception

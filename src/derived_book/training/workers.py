@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from derived_book.runtime import check_count, current_profile, digest
+from derived_attention.common.checks import check_count
+from derived_book.runtime import current_profile, digest
 from derived_book.training.run_key import PACKAGE
 
 
@@ -100,7 +101,7 @@ def crew_of(workers: int | Executor) -> Crew:
     """
     if isinstance(workers, Executor):
         return _Given(workers)
-    check_count("workers", workers)
+    check_count("workers", workers, 1)
     return Crew() if workers == 1 else _Processes(workers)
 
 

@@ -12,7 +12,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from derived_book.runtime import check_count, evaluating
+from derived_attention.common.checks import check_count
+from derived_book.runtime import evaluating
 from derived_book.tasks.checks import check_range, check_shape, check_type
 from derived_book.tasks.detection.data import Scenes, coco_api, silence
 from derived_book.tasks.detection.model import DetectionTransformer
@@ -202,7 +203,7 @@ def detect(model: nn.Module, images: Tensor, *, batch_size: int = 250) -> Detect
         Changes the result by rounding only.
     """
     model = check_type("model", model, DetectionTransformer, "a DetectionTransformer")
-    check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size, 1)
     device, parts = check_device(model, None), []
     with evaluating(model):
         for batch in images.split(batch_size):
@@ -212,16 +213,15 @@ def detect(model: nn.Module, images: Tensor, *, batch_size: int = 250) -> Detect
     return Detections(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def average_precision(
-    detections: Detections, scenes: Scenes, *, areas: tuple[float, float] = AREAS
-) -> dict[str, float]:
+def average_precision(detections: Detections, scenes: Scenes) -> dict[str, float]:
     """Return the average precision of MSCOCO, from 0 to 1, as `pycocotools` computes it.
 
     ``"AP50"`` counts a detection as correct if its IoU with an object of its class, which no better
     detection has been assigned to, is at least 0.5; it is the mean over classes of the area under
     the curve of precision against recall. ``"AP75"`` requires 0.75, and ``"AP"`` is the mean over
     0.5, 0.55, ..., 0.95. ``"AP_small"``, ``"AP_medium"`` and ``"AP_large"`` are ``"AP"`` for
-    objects of these sizes; NaN if there are none.
+    objects of these sizes, NaN if there are none: the limits are boxes of 32² and of 96² pixels,
+    by ``scenes.sizes``.
 
     Parameters
     ----------
@@ -229,24 +229,16 @@ def average_precision(
         Of all images of the scenes, in the same order; the 100 with the highest scores in each
         image count.
     scenes : Scenes
-    areas : (float, float)
-        Limits between small, medium and large objects: pixels of a box, by ``scenes.sizes``. The
-        default is that of MSCOCO, for photographs of about 640 × 480.
 
     Raises
     ------
     TypeError, ValueError
-        For detections that do not fit the scenes, or areas that are not two numbers in order.
+        For detections that do not fit the scenes.
     ModuleNotFoundError
         If pycocotools is not installed; the message says how to install it.
     """
     check_detections(detections, scenes)
-    if not isinstance(areas, tuple) or len(areas) != 2:
-        raise TypeError(f"areas is {areas!r}; expected two numbers of pixels")
-    small, large = areas
-    if not 0 < small < large:
-        raise ValueError(f"areas is {areas}; expected two positive numbers, the smaller one first")
-    api = coco_api()
+    api, (small, large) = coco_api(), AREAS
     with silence():
         truth = _coco(api, scenes, scenes.labels, scenes.boxes)
         detected = _coco(api, scenes, detections.labels, detections.boxes, detections.scores)

@@ -26,7 +26,6 @@ from derived_book.tasks.model import (
 STRIDE = 8  # pixels from one token to the next, in each direction
 SCALE = 2.0  # of positions and object queries, relative to normalised tokens
 TEMPERATURE = 20.0  # of positions: the ratio of the longest wave to the shortest
-PATH_DROPOUT = 0.5  # probability that a residual path is scaled
 
 
 class DetectionTransformer(Model):
@@ -55,12 +54,6 @@ class DetectionTransformer(Model):
     encoder, decoder, cross : callable, optional
         Attention of the encoder, self-attention of the decoder, and cross-attention: a function or
         a class, as in `Config`, whose attention is the default.
-    path_dropout : str, optional
-        In training, with probability 1/2 for each example and each residual path around an
-        attention that is *replaced*, scale this path by τ: ``τ x + attention(x)``. τ is drawn
-        uniformly from [0, 1] with ``"soft"``, and is 0 with ``"hard"``. The paper does not say
-        whether a batch or an example, a layer or the model has its own τ, nor what happens in
-        evaluation: here paths are not scaled then, and the mean is not corrected.
 
     Examples
     --------
@@ -82,29 +75,25 @@ class DetectionTransformer(Model):
         encoder: Mechanism | None = None,
         decoder: Mechanism | None = None,
         cross: Mechanism | None = None,
-        path_dropout: str | None = None,
     ) -> None:
         super().__init__()
         check_sizes(config, classes=classes, queries=queries)
         places = {"encoder": encoder, "decoder": decoder, "cross": cross}
-        check_places(places, path_dropout)
+        for name, attention in places.items():
+            if attention is not None:
+                is_layer(attention, name)
         self.classes, self.queries, self.config = classes, queries, config
-        self.places, self.path_dropout, dim = places, path_dropout, config.dim
+        self.places, dim = places, config.dim
         self.stem = nn.Sequential(
             *convolution(3, dim // 4, 2),
             *convolution(dim // 4, dim // 2, 2),
             *convolution(dim // 2, dim, 2),
             *convolution(dim, dim, 1),
         )
-        kinds = [config.attention] * (config.layers - 1) + [config.last or config.attention]
-        path = {name: path_dropout if attention else None for name, attention in places.items()}
-        self.encoder = nn.ModuleList(
-            MemoryLayer(config, encoder or kind, path["encoder"]) for kind in kinds
-        )
-        self.decoder = nn.ModuleList(
-            QueryLayer(config, decoder or kind, path["decoder"], cross or kind, path["cross"])
-            for kind in kinds
-        )
+        mix, pair, read = (attention or config.attention for attention in places.values())
+        layers = range(config.layers)
+        self.encoder = nn.ModuleList(MemoryLayer(config, mix) for _ in layers)
+        self.decoder = nn.ModuleList(QueryLayer(config, pair, read) for _ in layers)
         self.asked = nn.Parameter(torch.empty(queries, dim).normal_(std=SCALE))
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.classify = nn.Linear(dim, classes + 1)
@@ -160,7 +149,7 @@ class DetectionTransformer(Model):
     def extra_repr(self) -> str:
         """Return the configuration, and what replaces the attentions."""
         replaced = {name: attention for name, attention in self.places.items() if attention}
-        return f"{self.config}, {replaced}, path_dropout={self.path_dropout!r}"
+        return f"{self.config}, {replaced}"
 
     def _tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor("images", images, "floats", ("B", 3, "height", "width"))
@@ -174,9 +163,8 @@ class DetectionTransformer(Model):
 class MemoryLayer(PreNormLayer):
     """A pre-norm layer of the encoder: positions are added to queries and keys."""
 
-    def __init__(self, config: Config, attention: Mechanism, path_dropout: str | None) -> None:
+    def __init__(self, config: Config, attention: Mechanism) -> None:
         super().__init__(dataclasses.replace(config, attention=attention))
-        self.path_dropout = path_dropout
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """Map (B, T, dim), with `positions` (T, dim), to (B, T, dim)."""
@@ -193,24 +181,16 @@ class MemoryLayer(PreNormLayer):
         y = self.norm1(x)
         q = y + positions
         mixed, _ = self.attention(q, q, y, need_weights=False)
-        return scale_path(x, self.path_dropout, self.training) + self.dropout(mixed)
+        return x + self.dropout(mixed)
 
 
 class QueryLayer(MemoryLayer):
     """A pre-norm layer of the decoder: queries attend to each other, then to the memory."""
 
-    def __init__(
-        self,
-        config: Config,
-        attention: Mechanism,
-        path_dropout: str | None,
-        cross: Mechanism,
-        cross_path_dropout: str | None,
-    ) -> None:
-        super().__init__(config, attention, path_dropout)
+    def __init__(self, config: Config, attention: Mechanism, cross: Mechanism) -> None:
+        super().__init__(config, attention)
         self.cross = make_attention(cross, config.dim, config.heads, cross=True)
         self.norm3 = nn.LayerNorm(config.dim)
-        self.cross_path_dropout = cross_path_dropout
 
     def forward(  # type: ignore[override]
         self, x: Tensor, asked: Tensor, memory: Tensor, positions: Tensor
@@ -219,7 +199,7 @@ class QueryLayer(MemoryLayer):
         x = self._mix(x, asked)
         q, k = self.norm3(x) + asked, memory + positions
         mixed, _ = self.cross(q, k, memory, need_weights=False)
-        x = scale_path(x, self.cross_path_dropout, self.training) + self.dropout(mixed)
+        x = x + self.dropout(mixed)
         return x + self.dropout(self.feedforward(self.norm2(x)))
 
     def maps(  # type: ignore[override]
@@ -230,15 +210,6 @@ class QueryLayer(MemoryLayer):
         q, k = self.norm3(self._mix(x, asked)) + asked, memory + positions
         cross = self.cross(q, k, memory, average_attn_weights=False)[1]
         return {"decoder": decoder, "cross": cross}
-
-
-def scale_path(x: Tensor, path_dropout: str | None, training: bool) -> Tensor:
-    """Scale half of the examples x (B, T, dim) by τ: uniform from [0, 1] if soft, else 0."""
-    if path_dropout is None or not training:
-        return x
-    tau = torch.rand(len(x), 1, 1, device=x.device, dtype=x.dtype)
-    scaled = torch.rand_like(tau) < PATH_DROPOUT
-    return x * torch.where(scaled, tau if path_dropout == "soft" else 0.0, 1.0)
 
 
 def convolution(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
@@ -253,17 +224,3 @@ def grid_positions(rows: int, columns: int, dim: int) -> Tensor:
     row = sinusoids(rows, half, TEMPERATURE)[:, None].expand(-1, columns, -1)
     column = sinusoids(columns, dim - half, TEMPERATURE).expand(rows, -1, -1)
     return torch.cat([row, column], -1).flatten(0, 1)
-
-
-def check_places(places: dict[str, Mechanism | None], path_dropout: str | None) -> None:
-    """Raise TypeError or ValueError for an invalid replacement or path dropout."""
-    for name, attention in places.items():
-        if attention is not None:
-            is_layer(attention, name)
-    if path_dropout not in (None, "soft", "hard"):
-        raise ValueError(f"path_dropout is {path_dropout!r}; expected 'soft', 'hard' or None")
-    if path_dropout and not any(places.values()):
-        raise ValueError(
-            f"path_dropout is {path_dropout!r} and no attention is replaced; expected at least one "
-            f"of {', '.join(places)}, or no path_dropout"
-        )

@@ -25,7 +25,6 @@ def train_detection(
     encoder: Mechanism | None = None,
     decoder: Mechanism | None = None,
     cross: Mechanism | None = None,
-    path_dropout: str | None = None,
     queries: int = 6,
     train: int = 4000,
     test: int = 500,
@@ -38,7 +37,7 @@ def train_detection(
 
     Parameters
     ----------
-    config, queries, encoder, decoder, cross, path_dropout
+    config, queries, encoder, decoder, cross
         As in `DetectionTransformer`.
     train, test : int
         Numbers of scenes of `derived_book.make_scenes`.
@@ -54,7 +53,6 @@ def train_detection(
         encoder=encoder,
         decoder=decoder,
         cross=cross,
-        path_dropout=path_dropout,
     )
 
     def scores(trained: Trained) -> Numbers:

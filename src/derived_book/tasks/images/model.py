@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from derived_attention.common.checks import check_flag, check_floating
+from derived_attention.common.checks import check_floating
 from derived_book.tasks.checks import check_no_padding, check_series
 from derived_book.tasks.model import (
     WEIGHTS,
@@ -16,15 +16,14 @@ from derived_book.tasks.model import (
     PreNormLayer,
     check_sizes,
     stack,
-    with_first,
 )
 
 
 class VisionTransformer(Encoder):
     """A vision transformer: names the class of an image that is a grid of patches.
 
-    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. Without a
-    class token the sequence stays a grid, so that a mechanism may convolve it or pool it in two
+    Linear patch embedding, learned positions, pre-norm layers, the mean over all patches. There is
+    no class token: the sequence stays a grid, so that a mechanism may convolve it or pool it in two
     dimensions, and every row of an attention map is a position in the image.
 
     Parameters
@@ -34,9 +33,6 @@ class VisionTransformer(Encoder):
     channels, classes : int
         Numbers in a patch, and classes: see `derived_book.tasks.images.data.ImageData`.
     config : Config
-    class_token : bool
-        Read the answer from a learned token before the patches, as in DeiT, instead of from their
-        mean. Layers see T + 1 tokens then.
 
     Examples
     --------
@@ -47,26 +43,14 @@ class VisionTransformer(Encoder):
 
     shown = ("length", "grid")
 
-    def __init__(
-        self,
-        grid: Sequence[int],
-        channels: int,
-        classes: int,
-        config: Config,
-        *,
-        class_token: bool = False,
-    ) -> None:
+    def __init__(self, grid: Sequence[int], channels: int, classes: int, config: Config) -> None:
         if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
             raise TypeError(f"grid is {grid!r}; expected (rows, columns)")
         sides = {f"grid[{i}]": n for i, n in enumerate(grid)}
         check_sizes(config, channels=channels, classes=classes, **sides)
-        check_flag("class_token", class_token)
         super().__init__()
         self.grid, self.length = tuple(grid), grid[0] * grid[1]
         self.channels, self.classes, self.config = channels, classes, config
-        self.class_token = None
-        if class_token:
-            self.class_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.5))
         self.positions = nn.Parameter(torch.empty(self.length, config.dim).normal_(std=0.5))
         self.layers = stack(PreNormLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
@@ -75,14 +59,10 @@ class VisionTransformer(Encoder):
 
     def forward(self, x: Tensor, padding: None = None) -> Tensor:
         """Map patches (B, T, channels) to logits (B, classes); an image has no padding."""
-        h = self._run(self._embed(x, padding))
-        if self.class_token is not None:
-            return self.head(self.norm(h[:, 0]))
-        return self.head(self.norm(h).mean(1))
+        return self.head(self.norm(self._run(self._embed(x, padding))).mean(1))
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_series(x, None, steps=self.length, channels=self.channels)
         check_no_padding(padding, "an image")
         check_floating({WEIGHTS: self.positions, "x": x})
-        h = self.embed(x) + self.positions  # (B, T, dim)
-        return self.dropout(h if self.class_token is None else with_first(self.class_token, h))
+        return self.dropout(self.embed(x) + self.positions)  # (B, T, dim)

@@ -13,7 +13,7 @@ from derived_book.tasks.run import Task, classification, runner
 
 
 @runner(epochs=20, batch_size=32, lr=2e-3)
-def train_images(config: Config, name: str, *, patch: int, class_token: bool = False) -> Task:
+def train_images(config: Config, name: str, *, patch: int) -> Task:
     """Train a `VisionTransformer`; return scores and cost as `train_series` does.
 
     Parameters
@@ -21,12 +21,10 @@ def train_images(config: Config, name: str, *, patch: int, class_token: bool = F
     config : Config
     name, patch
         As in `derived_book.load_images`.
-    class_token : bool
-        As in `VisionTransformer`.
     seed, epochs, batch_size, lr, eta, device
         As in `derived_book.tasks.run.runner`.
     """
     data = load_images(name, patch)
     sizes = data.grid, data.channels, data.classes
-    model = functools.partial(VisionTransformer, *sizes, config, class_token=class_token)
+    model = functools.partial(VisionTransformer, *sizes, config)
     return classification(model, torch.zeros(1, data.length, data.channels), data)

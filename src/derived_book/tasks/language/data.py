@@ -1,7 +1,6 @@
-"""Text to model byte by byte (chapters 1 and 3), and n-gram models.
+"""Text to model byte by byte (chapters 3 and 16).
 
 "python" is the reference of the Python language, which is part of Python for ``help()``.
-WikiText-103 is read by the package `datasets` of Hugging Face.
 """
 
 from __future__ import annotations
@@ -10,17 +9,13 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from derived_attention.common.files import cache_dir
 from derived_book.tasks.checks import check_name, check_tensor
 
 HELD_OUT = 0.1  # the share of all bytes, at most, for validation, and again for the test
-
-Splits = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +43,19 @@ def load_text(name: str) -> TextData:
       so each paragraph is kept once (`without_repeats`) before the topics are split
       (`split_documents`). The text is that of the running version of Python: it grows by a tenth
       from 3.11 to 3.13.
-    - ``"wikitext-103"``: 541 MB of Wikipedia, official split, raw text (licence, according to its
-      page: CC BY-SA 3.0 and GFDL). `datasets` downloads it once to ``cache_dir("text")``.
 
     Raises
     ------
     TypeError, ValueError
         For an unknown `name`.
-    ConnectionError
-        If WikiText-103 cannot be read, as the package or the network is missing.
     """
-    loaders: dict[str, Callable[[], Splits]] = {"python": _python, "wikitext-103": _wikitext}
-    check_name("name", name, loaders)
-    return TextData(name, **{part: encode(text) for part, text in loaders[name]().items()})
+    check_name("name", name, ["python"])
+    from pydoc_data.topics import topics
+
+    documents = without_repeats(topics)
+    parts = split_documents(documents).items()
+    texts = {part: "\n".join(documents[topic] for topic in names) for part, names in parts}
+    return TextData(name, **{part: encode(text) for part, text in texts.items()})
 
 
 def encode(text: str) -> torch.Tensor:
@@ -111,32 +106,6 @@ def split_documents(documents: dict[str, str]) -> dict[str, list[str]]:
         left[part] -= len(documents[name])
         parts[part].append(name)
     return parts
-
-
-def _python_documents() -> dict[str, str]:
-    from pydoc_data.topics import topics
-
-    return without_repeats(topics)
-
-
-def _python() -> Splits:
-    documents = _python_documents()
-    parts = split_documents(documents).items()
-    return {part: "\n".join(documents[name] for name in names) for part, names in parts}
-
-
-def _wikitext() -> Splits:
-    try:
-        from datasets import load_dataset
-
-        folder = str(cache_dir("text"))
-        text = load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1", cache_dir=folder)
-    except Exception as error:
-        raise ConnectionError(
-            "WikiText-103 could not be read. It needs the package datasets (pip install datasets) "
-            "and, the first time, a network and 1 GB on the disk. Without them, use 'python'."
-        ) from error
-    return {part: "".join(text[part]["text"]) for part in ("train", "validation", "test")}
 
 
 def check_text(name: str, text: torch.Tensor, least: int) -> None:

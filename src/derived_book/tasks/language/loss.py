@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_book.runtime import check_count, check_seed, evaluating
+from derived_attention.common.checks import check_count
+from derived_book.runtime import check_seed, evaluating
 from derived_book.tasks.checks import check_length, check_number, check_output, check_type
 from derived_book.tasks.language.data import check_text, decode, encode
 from derived_book.training.fit import Bits, Endless, Mean, check_device
@@ -98,7 +99,7 @@ def generate(
     check_type("prompt", prompt, str, "a string")
     if not prompt:
         raise ValueError("prompt is empty; expected at least one character")
-    check_count("n", n)
+    check_count("n", n, 1)
     check_number("temperature", temperature, least=0)
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same on every machine

@@ -27,16 +27,14 @@ def cut_windows(text: Tensor, length: int) -> Tensor:
     return text.unfold(0, length + 1, length // 2)
 
 
-def n_grams(text: np.ndarray, n: int = N_GRAM) -> np.ndarray:
-    """Return the n-grams of bytes (..., T), n ≤ 8, as uint64 (..., T - n + 1)."""
-    last = text.shape[-1] - n + 1
-    shifted = [text[..., i : last + i].astype(np.uint64) << np.uint64(8 * i) for i in range(n)]
+def n_grams(text: np.ndarray) -> np.ndarray:
+    """Return the n-grams of bytes (..., T), n = 8, as uint64 (..., T - n + 1)."""
+    last = text.shape[-1] - N_GRAM + 1
+    shifted = [text[..., i : last + i].astype(np.uint64) << np.uint64(8 * i) for i in range(N_GRAM)]
     return np.bitwise_or.reduce(shifted)
 
 
-def find_repeats(
-    windows: np.ndarray, known: np.ndarray, n: int = N_GRAM
-) -> tuple[np.ndarray, np.ndarray]:
+def find_repeats(windows: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return which bytes of windows (m, T) are repeated, and which are recalled: two (m, T) bool.
 
     Parameters
@@ -44,10 +42,9 @@ def find_repeats(
     windows : ndarray
         (m, T) uint8.
     known : ndarray
-        The n-grams of the training text, sorted, each once: ``np.unique(n_grams(text, n))``.
-    n : int
+        The n-grams of the training text, sorted, each once: ``np.unique(n_grams(text))``.
     """
-    grams = n_grams(windows, n)
+    grams, n = n_grams(windows), N_GRAM
     order = grams.argsort(1, kind="stable")
     ordered = np.take_along_axis(grams, order, 1)
     repeated = np.zeros(windows.shape, bool)

@@ -8,6 +8,7 @@ from torch import nn
 from derived_attention.common.checks import Mechanism
 from derived_attention.softmax.core import softmax_attention
 from derived_book.runtime import seed_everything
+from derived_book.tasks.checks import check_name
 from derived_book.tasks.language.data import load_text
 from derived_book.tasks.language.loss import Windows, byte_loss
 from derived_book.tasks.language.model import ByteLM
@@ -35,13 +36,16 @@ def small_model(
         A function or a class, as in `derived_book.tasks.model.Config`.
     text : str
         ``"sessions"``, see `derived_book.draw_sessions`: the model reads each byte together
-        with the three before it. Otherwise a name for `derived_book.load_text`: each byte is
-        read alone.
-    seed, device
-        As in `derived_book.training.fit.fit`; the seed is also that of the initial weights.
+        with the three before it. Or ``"python"``, see `derived_book.load_text`: each byte is read
+        alone.
+    seed : int
+        Of the initial weights and the batches; there is no dropout.
     steps : int
-        Of 16 windows each.
+        Training steps, of 16 windows each.
+    device : torch.device or str, optional
+        Where to train; default, the CPU.
     """
+    check_name("text", text, ("sessions", "python"))
     seed_everything(seed)
     config = Config(heads=4, dropout=0.0, attention=attention)
     train: Batches

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from derived_book.runtime import check_count, evaluating
+from derived_attention.common.checks import check_count
+from derived_book.runtime import evaluating
 from derived_book.tasks.checks import check_length
 from derived_book.tasks.language.loss import check_reader
 from derived_book.training.fit import Endless, check_device
@@ -51,8 +52,8 @@ def draw_sessions(
     >>> bytes(text[0].tolist())
     b'v=8 v?8 v?8 f=8 n=2 n?2 '
     """
-    check_count("n", n)
-    check_count("length", length)
+    check_count("n", n, 1)
+    check_count("length", length, 1)
     values = torch.full((n, LETTERS), -1)  # -1: not stored yet
     bytes_, answers = [], []
     for _ in range(-(-length // 4)):
@@ -89,10 +90,6 @@ class Sessions(Endless):
     batch_size: int = 64
     steps: int = 8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("length", self.length)
-
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         generator = torch.Generator().manual_seed(TEST_SEED)
         for _ in range(self.steps):
@@ -104,6 +101,7 @@ class Sessions(Endless):
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` reads as many bytes at a time."""
+        check_reader(model)
         check_length(name, f"sessions of {self.length} bytes", self.length, model)
 
 

@@ -1,4 +1,4 @@
-"""ListOps: expressions of lists to be evaluated, generated as in the Long Range Arena (chapter 17).
+"""ListOps: expressions of lists to be evaluated, generated as in the Long Range Arena.
 
 ``[MAX 1 [MIN 2 9] 0]`` is 2. The operators are MIN, MAX, MED (the median, rounded down) and SM (the
 sum modulo 10). A node above the greatest depth is an operator with probability 1/4, and else a

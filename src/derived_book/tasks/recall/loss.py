@@ -1,4 +1,8 @@
-"""Associative recall: batches of pairs and questions, and the loss of the answers."""
+"""Associative recall: pairs of a key and a value, and a question for each key (chapter 6).
+
+The answer is the value of the pair whose key is asked for, which one layer of softmax attention can
+look up. Each sequence has new pairs, so that a model cannot memorise them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from derived_book.tasks.checks import check_output
-from derived_book.tasks.recall.data import check_pairs, draw_recall
 from derived_book.tasks.supervised import cross_entropy
 from derived_book.training.fit import Endless, Mean
 
@@ -18,14 +21,17 @@ TEST_SEED = 2**31  # of the sequences of an evaluation
 
 @dataclasses.dataclass(frozen=True)
 class Questions(Endless):
-    """Sequences of `derived_book.draw_recall`; those of an evaluation are always the same.
+    """Sequences of distinct keys with any values; each key is asked for, in random order.
 
-    A batch is ``(keys, values, asked, answers)``, each (B, N) int64.
+    A batch is ``(keys, values, asked, answers)``, each (B, N) int64: `answers` are the values of
+    the pairs whose keys are `asked`. The sequences of an evaluation are always the same.
 
     Parameters
     ----------
-    pairs, symbols : int
-        As in `draw_recall`.
+    pairs : int
+        N.
+    symbols : int
+        Number of different keys, at least N, and of different values.
     batch_size, steps : int
         Sequences in a batch, and batches in an epoch or an evaluation.
     """
@@ -37,7 +43,10 @@ class Questions(Endless):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pairs(self.pairs, self.symbols)
+        if self.pairs > self.symbols:
+            raise ValueError(
+                f"pairs is {self.pairs}; expected at most {self.symbols}, the number of symbols"
+            )
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(TEST_SEED)
@@ -46,8 +55,11 @@ class Questions(Endless):
 
     def draw(self, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
         """Return a batch by `generator`, by default PyTorch's global one."""
-        drawn = draw_recall(self.batch_size, self.pairs, symbols=self.symbols, generator=generator)
-        return drawn[:4]  # all but the order
+        B, N = self.batch_size, self.pairs
+        keys = torch.rand(B, self.symbols, generator=generator).argsort(1)[:, :N]  # all different
+        values = torch.randint(self.symbols, (B, N), generator=generator)
+        order = torch.rand(B, N, generator=generator).argsort(1)
+        return keys, values, keys.gather(1, order), values.gather(1, order)
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise TypeError or ValueError unless `model` knows as many symbols."""

@@ -1,8 +1,7 @@
-"""Time series with a class or a number each: the UEA/UCR archives, read through aeon.
+"""Time series with a class each: the UEA/UCR archives, read through aeon.
 
-JapaneseVowels and BasicMotions (classes), Covid3Month and CardanoSentiment (numbers) are part of
-aeon's package, so they need no download. Any other set of the archives is downloaded by aeon on
-first use and kept in ``cache_dir("series")``.
+JapaneseVowels and BasicMotions are part of aeon's package, so they need no download. Any other set
+of the archives is downloaded by aeon on first use and kept in ``cache_dir("series")``.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,28 +20,6 @@ from derived_attention.common.files import cache_dir
 from derived_book.runtime import make_folder
 from derived_book.tasks.checks import check_type
 
-# The sets of three tables of [Nguyen2023]. First, ten to classify; also Tables 5, 10 and 12.
-TABLE_1 = tuple(
-    """
-    EthanolConcentration FaceDetection Handwriting Heartbeat JapaneseVowels PEMS-SF
-    SelfRegulationSCP1 SelfRegulationSCP2 SpokenArabicDigits UWaveGestureLibrary
-    """.split()
-)
-# Fifteen more.
-TABLE_9 = tuple(
-    """
-    ArticularyWordRecognition BasicMotions Epilepsy ERing FingerMovements Libras NATOPS
-    RacketSports AtrialFibrillation Cricket StandWalkJump HandMovementDirection LSST DuckDuckGeese
-    MotorImagery
-    """.split()
-)
-# Six with numbers as targets.
-TABLE_8 = tuple(
-    """
-    AppliancesEnergy BenzeneConcentration BeijingPM10Quality BeijingPM25Quality
-    LiveFuelMoistureContent IEEEPPG
-    """.split()
-)
 PARTS = ("TRAIN", "TEST")
 
 
@@ -60,7 +35,7 @@ class SeriesSplit:
     padding : torch.Tensor or None
         (n, T) bool, True where a step is padding; None where no step can be.
     y : torch.Tensor
-        (n,) int64, the class of each sequence. Or (n,) float32, a number, in its original units.
+        (n,) int64, the class of each sequence.
     """
 
     x: torch.Tensor
@@ -80,14 +55,11 @@ class SeriesData:
     name : str
     train, test : SeriesSplit
     channels, classes, length : int
-        C, the number of classes (0 where the targets are numbers), and T, the length of the longest
-        training series.
+        C, the number of classes, and T, the length of the longest training series.
     labels : tuple of str
         The names of the classes in the archive, sorted: class c of `y` is ``labels[c]``.
     clipped : int
         Number of test series that were longer than T and lost their last steps.
-    target : (float, float) or None
-        Mean and standard deviation of the training targets, where they are numbers.
     """
 
     name: str
@@ -98,17 +70,15 @@ class SeriesData:
     length: int
     labels: tuple[str, ...]
     clipped: int
-    target: tuple[float, float] | None = None
 
 
 def load_series(name: str) -> SeriesData:
-    """Load a set of the UEA/UCR archives with classes or numbers, standardised and padded.
+    """Load a set of the UEA/UCR archives with classes, standardised and padded.
 
     Each channel is standardised by the mean and the standard deviation of the real steps of the
     *training* split. T is the longest training series; a longer test series is clipped to T, as in
-    the reference code of the papers (in JapaneseVowels one series of 370). Numbers to predict keep
-    their units. Of a set with missing values (in `TABLE_8` the two of Beijing and
-    BenzeneConcentration), the variant of the archive with imputed values is read.
+    the reference code of the papers (in JapaneseVowels one series of 370). Of a set with missing
+    values, the variant of the archive with imputed values is read.
 
     Parameters
     ----------
@@ -129,13 +99,13 @@ def load_series(name: str) -> SeriesData:
     (torch.Size([270, 26, 12]), 9, 1)
     """
     check_type("name", name, str, "the name of a data set")
-    is_number, names, load = _archive(name)
-    (train, train_answers), (test, test_answers) = _read(name, names, load)
-    labels: tuple[str, ...] = ()
-    if not is_number:
-        labels = tuple(sorted({*train_answers, *test_answers}, key=_label_order))
-    train_y, test_y = _targets(train_answers, labels), _targets(test_answers, labels)
-    for numbers in (*train, *test, train_y.numpy(), test_y.numpy()):
+    (train, train_answers), (test, test_answers) = _read(name, _archive(name))
+    labels = tuple(sorted({*train_answers, *test_answers}, key=_label_order))
+    train_y, test_y = (
+        torch.tensor([labels.index(answer) for answer in answers])
+        for answers in (train_answers, test_answers)
+    )
+    for numbers in (*train, *test):
         if not np.isfinite(numbers).all():
             raise ValueError(f"name is {name!r}; this set has missing values; expected a full one")
     length = max(case.shape[1] for case in train)
@@ -151,12 +121,7 @@ def load_series(name: str) -> SeriesData:
         length=length,
         labels=labels,
         clipped=sum(case.shape[1] > length for case in test),
-        target=_mean_and_sd(train_y) if is_number else None,
     )
-
-
-def _mean_and_sd(y: torch.Tensor) -> tuple[float, float]:
-    return float(y.mean()), float(y.std(correction=0)) or 1.0
 
 
 def _label_order(label: str) -> tuple[bool, float, str]:
@@ -165,13 +130,6 @@ def _label_order(label: str) -> tuple[bool, float, str]:
         return False, float(label), label
     except ValueError:
         return True, 0.0, label
-
-
-def _targets(answers: list[str], labels: tuple[str, ...]) -> torch.Tensor:
-    """Turn answers into classes, or, without labels, into numbers."""
-    if labels:
-        return torch.tensor([labels.index(answer) for answer in answers])
-    return torch.tensor([float(answer) for answer in answers], dtype=torch.float32)
 
 
 def _split(
@@ -187,27 +145,22 @@ def _split(
 
 
 Cases = tuple[list[np.ndarray], list[str]]
-Load = Callable[..., Any]
 
 
-def _archive(name: str) -> tuple[bool, list[str], Load]:
-    """Return whether targets are numbers, all names of the archive, and aeon's function for it."""
-    import aeon.datasets  # here, not above: importing aeon costs a second
-    from aeon.datasets.tsc_datasets import tsc_zenodo
-    from aeon.datasets.tser_datasets import tser_soton
+def _archive(name: str) -> list[str]:
+    """Return the names of the archive's sets; raise ValueError unless one is `name`."""
+    from aeon.datasets.tsc_datasets import tsc_zenodo  # here: importing aeon costs a second
 
-    if name in tsc_zenodo:
-        return False, list(tsc_zenodo), aeon.datasets.load_classification
-    if name in tser_soton:
-        return True, list(tser_soton), aeon.datasets.load_regression
-    near = difflib.get_close_matches(name, [*tsc_zenodo, *tser_soton], n=3) or ["JapaneseVowels"]
-    raise ValueError(
-        f"name is {name!r}; expected a classification or regression set of the UEA/UCR archives, "
-        f"for example {' or '.join(near)}"
-    )
+    if name not in tsc_zenodo:
+        near = difflib.get_close_matches(name, tsc_zenodo, n=3) or ["JapaneseVowels"]
+        raise ValueError(
+            f"name is {name!r}; expected a classification set of the UEA/UCR archives, for example "
+            f"{' or '.join(near)}"
+        )
+    return list(tsc_zenodo)
 
 
-def _read(name: str, names: list[str], load: Load) -> tuple[Cases, Cases]:
+def _read(name: str, names: list[str]) -> tuple[Cases, Cases]:
     """Return the cases, each (C, length), and the answers of both splits."""
     import aeon.datasets
 
@@ -215,8 +168,8 @@ def _read(name: str, names: list[str], load: Load) -> tuple[Cases, Cases]:
     downloads = cache_dir("series")
     for folder in (shipped, downloads):  # named, as aeon would create one in the user's home
         if name in _sets(folder, [name]):
-            return _load_both(load, name, folder)
-    return _download(load, name, downloads, _sets(shipped, names))
+            return _load_both(name, folder)
+    return _download(name, downloads, _sets(shipped, names))
 
 
 def _sets(folder: Path, names: list[str]) -> list[str]:
@@ -225,22 +178,26 @@ def _sets(folder: Path, names: list[str]) -> list[str]:
     return sorted(name for name in names if all(file.is_file() for file in files[name]))
 
 
-def _load_both(load: Load, name: str, folder: Path) -> tuple[Cases, Cases]:
+def _load_both(name: str, folder: Path) -> tuple[Cases, Cases]:
+    import aeon.datasets
+
     def cases(split: str) -> Cases:
         # Without load_equal_length=False some versions of aeon return a truncated variant.
         options = dict(load_equal_length=False, load_no_missing=True)
-        x, y = load(name, split=split, extract_path=str(folder), **options)
+        x, y = aeon.datasets.load_classification(
+            name, split=split, extract_path=str(folder), **options
+        )
         return [np.asarray(case) for case in x], [str(answer) for answer in y]
 
     return cases("train"), cases("test")
 
 
-def _download(load: Load, name: str, downloads: Path, others: list[str]) -> tuple[Cases, Cases]:
+def _download(name: str, downloads: Path, others: list[str]) -> tuple[Cases, Cases]:
     make_folder(downloads, "set DERIVED_ATTENTION_SERIES")
     # The folder gets its name when it is complete, so that half a download is never read.
     with tempfile.TemporaryDirectory(dir=downloads, prefix=".partial-") as partial:
         try:
-            both = _load_both(load, name, Path(partial))
+            both = _load_both(name, Path(partial))
         except Exception as error:
             raise ConnectionError(
                 f"{name} is not shipped with aeon and could not be downloaded. Connect to a "

@@ -1,4 +1,4 @@
-"""Transformer encoders that name the class of a time series, or predict a number for it."""
+"""A transformer encoder that names the class of a time series."""
 
 from __future__ import annotations
 

@@ -27,8 +27,12 @@ def load_experiment(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``title``, ``settings``, ``machine``, ``columns`` (metric, heading, factor, decimals), and
-        ``rows``, one for each run: ``arm``, ``seed``, ``parameters``, ``flops``, times, metrics.
+        Every experiment has ``title``, ``settings``, ``machine``, ``columns`` (metric, heading,
+        factor, decimals), and ``rows``, one for each run: ``arm``, ``seed``, ``parameters``,
+        ``flops``, times, metrics. One of the protocol (appendix E) also has ``budget``, all numbers
+        of ``steps``, the ``rates`` by arm and the runs of their ``tuning``, and, if it is not an
+        older one, the ``rule`` by which they were chosen, the runs that are ``collapses``, and
+        those of ``eightfold`` steps.
 
     Raises
     ------
