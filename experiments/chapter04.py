@@ -48,7 +48,7 @@ def masked_after(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | Non
 
 
 def plug(attention: Callable[..., Tensor]) -> Callable[..., nn.Module]:
-    """Return what makes a layer of an attention."""
+    """Return a function (dim, heads) that builds a layer with an attention."""
     return partial(MultiheadAttention, attention=attention)
 
 

@@ -1,9 +1,8 @@
 """Train one model with nine kinds of attention: ``python -m experiments.chapterL``.
 
-Sixteen hours on one thread of a CPU for the size `laptop`, which is trained if none is named; `gpu`
-needs one. A run that is interrupted goes on from its last minute. Each learning rate is chosen by
-one seed, at the last number of steps: on documents of 8 MB, bits per byte differ between seeds by
-far less than between neighbouring rates. What chooses it are other documents than the test's.
+Sixteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a GPU.
+An interrupted run resumes at its last checkpoint; there is one each minute. One seed chooses each
+learning rate, at the last number of steps, on the validation documents.
 
 ``python -m experiments.chapterL cost`` measures training and decoding: on a machine that does
 nothing else.
@@ -159,8 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = json.dumps(cost(), indent=1) + "\n"
         write_atomically(FOLDER / "chapterL_cost_cpu.json", written.encode())
         return 0
-    named = {size: plan for size, plan in PLANS.items() if size in given}
-    return command("chapterL", named or {"laptop": PLANS["laptop"]}, FOLDER, __doc__, given)
+    sizes = [x for x in given if x.isalpha()]
+    named = PLANS if sizes else {"laptop": PLANS["laptop"]}
+    return command("chapterL", named, FOLDER, __doc__, given)
 
 
 if __name__ == "__main__":

@@ -60,14 +60,15 @@ def page_path(number: str, root: Path = ROOT) -> Path:
     """Return the path of a chapter's page, by its number; ValueError if there is none."""
     pages = sorted((root / "book").glob(f"{LETTERS.get(number, f'{number}_*')}.md"))
     if len(pages) != 1:
-        raise ValueError(f"number is {number!r}; expected that of a page book/{number}_….md")
+        raise ValueError(f"number is {number!r}; expected two digits such as '04', or 'P' or 'L'")
     return pages[0]
 
 
 def model_code(page: str) -> str:
-    """Return a page of which the model cells are left, and the imports whose names they use.
+    """Return the model cells of a page, and the imports whose names they use, as code.
 
-    All other lines are empty. It is empty if no cell is tagged ``model``.
+    Every other line is empty, so that lines keep their numbers. Without a cell tagged ``model``
+    the result is an empty string.
     """
     imports: list[ast.Import | ast.ImportFrom] = []
     kept: set[int] = set()  # numbers of lines, from 1

@@ -1,7 +1,7 @@
 """Experiments that are recorded: arms and seeds of one task, run once and written for a chapter.
 
-They train on the CPU, one thread for each run, the models that the chapter's page defines
-(`experiments.page_models`).
+They train the models that the chapter's page defines (`experiments.page_models`), on the CPU with
+one thread for each run unless a device is set.
 
 `deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
 the last number of steps, by the worst of three seeds that are not used again (and by their mean if
@@ -100,8 +100,8 @@ def deciding(
     ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
     twice the one before it, the budget. The metric of the first column chooses learning rates, and
     decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
-    A mapping `seeds` has the number of seeds of some arms, and all others have eight: an arm of
-    which the page computes that it cannot do a job shows it with one. `tuning_seeds` choose the
+    A mapping `seeds` gives the number of seeds of some arms, and all others have eight: one seed is
+    enough for an arm that cannot do the task, as the page has computed. `tuning_seeds` choose the
     learning rates: one is enough where scores differ little between seeds.
 
     `below` has the arms that the page's verdict places below another arm or below a number, which
@@ -218,8 +218,9 @@ def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the runs that are written at `path`, if they are of the same settings.
 
-    Without their times, if another machine took them. Of the metrics of those that chose learning
-    rates there is only the one that chooses. Runs that nobody has watched are not used again.
+    Times are left out unless this machine wrote the record today, with as many threads. A run that
+    chose a learning rate has only the metric that chooses. A run without ``"collapsed"`` is
+    repeated.
     """
     data = json.loads(path.read_text())
     if data["settings"] != plan["settings"]:
@@ -439,10 +440,15 @@ def command(
 ) -> int:
     """Run what a command line asks for of the module `prefix`, write it, and print its tables."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments.{prefix}", description=text)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(experiments)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"one or more of {', '.join(experiments)}; default, all",
+    )
     add = parser.add_argument
-    add("--workers", type=int, default=1, help="how many processes of this machine (1)")
-    add("--keep", action="store_true", help="runs of the written record; run what it lacks")
+    add("--workers", type=int, default=1, help="number of processes (default 1)")
+    add("--keep", action="store_true", help="reuse the runs of the record; run what it lacks")
     asked = parser.parse_args(arguments)
     names = asked.names or list(experiments)
     if unknown := [name for name in names if name not in experiments]:

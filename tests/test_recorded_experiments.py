@@ -120,7 +120,7 @@ def test_a_page_without_models_and_a_missing_page_are_errors(tmp_path):
     (tmp_path / "book" / "77_turn.md").write_text(PAGE.replace(", model", ""))
     with pytest.raises(ValueError, match=r"77_turn.md has no code cell tagged model"):
         chapter("77", tmp_path)
-    with pytest.raises(ValueError, match=r"number is '78'; expected that of a page"):
+    with pytest.raises(ValueError, match=r"number is '78'; expected two digits"):
         chapter("78", tmp_path)
 
 

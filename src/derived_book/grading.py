@@ -2,8 +2,8 @@
 
 `make course` writes an ``nbgrader_config.py`` that names what is here. In addition to what nbgrader
 does itself, this module finds renamed notebooks, puts missing cells back, grades copied and split
-cells, lists code that somebody should read, and lets an exercise that ends the kernel cost that
-exercise alone. Whoever hands in a file that cannot be read gets a message instead of marks.
+cells, lists code that a person should read, and gives no points for an exercise that ends the
+kernel, without an effect on the others. A file that cannot be read gets a message instead of marks.
 
 Students' code runs with limits on time, memory and files. On Linux, where ordinary users may make
 namespaces, it has no network, sees neither the course's folder nor other processes, and can write

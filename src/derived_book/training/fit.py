@@ -35,11 +35,10 @@ from derived_book.runtime import check_seed, evaluating
 
 WARMUP_STEPS = 30
 CLIP_NORM = 4.0  # the largest norm of a gradient step, as in the papers' reference code
-CHECK_STEPS = 100  # on a GPU: after how many steps it is asked if all losses were finite
+CHECK_STEPS = 100  # on a GPU: steps between two checks that all losses were finite
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LEAST_SCALE = (
-    2.0**-14
-)  # a gradient that is too large for float16 even when scaled by this is no more
+# A gradient that overflows float16 even when it is scaled by this is treated as infinite.
+LEAST_SCALE = 2.0**-14
 
 
 # --- What a task defines --------------------------------------------------------------------------
@@ -143,12 +142,12 @@ class Bits(Mean):
 
 
 def mean_of(x: torch.Tensor, count: int) -> Mean:
-    """Return a mean over `count` items, which is a tensor, as a number to report."""
+    """Return the `Mean` of `count` items whose mean is the tensor `x`."""
     return Mean(x.detach().double() * count, count)
 
 
 def means(sums: dict[str, Mean]) -> dict[str, float]:
-    """Return the values of sums; a device is waited for once, for all that are its tensors."""
+    """Return the value of each mean; all tensors are read from the device at once."""
     held = {name: x.total for name, x in sums.items() if isinstance(x.total, torch.Tensor)}
     if held:
         totals = torch.stack([total.double() for total in held.values()]).tolist()

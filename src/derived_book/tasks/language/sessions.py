@@ -1,8 +1,8 @@
-"""Sessions with a memory of names, byte by byte: a language whose best reader is known.
+"""Texts that store digits under letters and ask for them: the best possible score is known.
 
-A session stores digits under letters and asks for them: ``"k=7 q=3 k?7 k=2 q?3 k?2 "``. A letter
-may be stored again; its last digit counts. What follows a question mark can be foreseen by whoever
-finds the last place where the letter was stored, and by nobody else.
+An example is ``"k=7 q=3 k?7 k=2 q?3 k?2 "``. A letter may be stored again; its last digit counts.
+A model predicts the byte after a question mark only if it attends to the last place where the
+letter was stored.
 """
 
 from __future__ import annotations
