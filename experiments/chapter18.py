@@ -157,4 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from experiments import chapter18  # under this name other processes register sparsemax
+
+    sys.exit(chapter18.main())
