@@ -144,7 +144,7 @@ EXPERIMENTS = {
 }
 EXPERIMENTS |= {
     task: plan
-    | {"function": jobs, "names": ["sparsemax"], "below": {}}
+    | {"function": jobs, "names": ["sparsemax"], "below": {}, "longer": []}
     | {"seeds": 8 if task == "count" else 3}
     for task, plan in chapter17.EXPERIMENTS.items()
     if task in chapter17.page.TASKS
