@@ -3,8 +3,8 @@
 Queries q are (..., N, D), keys k (..., M, D), values v (..., M, Dv); where heads
 differ, they are the dimension before N. `mask` says which keys a query may attend,
 and `scale` replaces 1/√D; it is None if the caller gave none. Each function stores
-the (N, M) matrix and all intermediate results. The fast forms, in the folders of the
-chapters, add checks, dtypes and defaults.
+the (N, M) matrix and all intermediate results. The fast forms, in the folders of
+the chapters, add checks, dtypes and defaults.
 
 An `attention` that a formula is given has the arguments of `softmax` here.
 """
@@ -38,7 +38,7 @@ def softmax(q, k, v, mask, scale):
 
 
 def scaled(q, scale):
-    """Multiply q by the scale, if there is one: only softmax has the factor 1/√D."""
+    """Multiply q by the scale, if there is one: only softmax has a factor 1/√D."""
     return q if scale is None else scale * q
 
 

@@ -578,8 +578,6 @@ class MultiheadAttention(nn.Module):
         if mask.queries is not None:
             run = self.with_query_mask(run, mask)
         if v is None:
-            if not self.any_mask:
-                mask.per_key()  # raises for a mask that differs between queries, as without weights
             return weights_of(run, q, k, **mask.keywords)
         shared = {"enable_gqa": True} if q.dim() > 2 and q.shape[-3] != v.shape[-3] else {}
         return run(q, k, v, attn_mask=mask.given, is_causal=mask.is_causal, **shared)

@@ -60,10 +60,7 @@ def components_of(
     normalized = distance if normalized is None else normalized
     check_flags(hard=hard, distance=distance, normalized=normalized)
     if normalized and not distance:
-        raise ValueError(
-            "normalized is True and distance False; expected normalized=False or None: dot "
-            "products are not the exponents of a density"
-        )
+        raise ValueError("normalized is True and distance False; expected a density, or False")
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
