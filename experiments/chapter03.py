@@ -98,6 +98,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from experiments import chapter03  # under this name other processes find `heads`
-
-    sys.exit(chapter03.main())
+    sys.exit(main())

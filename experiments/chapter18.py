@@ -157,6 +157,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from experiments import chapter18  # under this name other processes register sparsemax
-
-    sys.exit(chapter18.main())
+    sys.exit(main())

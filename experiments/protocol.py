@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import sys
@@ -457,6 +458,9 @@ def command(
     refused = False
     for name in names:
         plan = experiments[name]
+        if plan["function"].__module__ == "__main__":  # other processes import it by its name
+            module = importlib.import_module(f"experiments.{prefix}")
+            plan = plan | {"function": getattr(module, plan["function"].__name__)}
         path = folder / f"{prefix}_{name}_{plan['settings'].get('device', 'cpu')}.json"
         data = run(plan, asked.workers, kept_rows(path, plan) if asked.keep else [])
         changed = changed_orders(data, plan)

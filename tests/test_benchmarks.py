@@ -185,6 +185,11 @@ def test_what_is_compared_and_is_not_the_registry_s_is_one_formula(name):
             assert (ours - theirs).abs().max() <= 1e-11 * theirs.abs().max()
 
 
+def test_an_unknown_mechanism_is_not_measured():
+    with pytest.raises(SystemExit, match="'--help' is no mechanism; expected some of softmax"):
+        small_sizes.main(["--help"])
+
+
 @pytest.mark.parametrize("name", small_sizes.SHORT)
 def test_what_is_short_at_small_sizes_computes_the_same(name, monkeypatch):
     monkeypatch.setattr(small_sizes, "BATCH", 2)

@@ -400,6 +400,9 @@ def test_it_says_the_same_each_time_and_leaves_random_numbers_as_they_were():
         ((by_hand,), {"causal": "no"}, TypeError, "causal is 'no'; expected True or False"),
         ((by_hand,), {"verbose": 1}, TypeError, "verbose is 1; expected True or False"),
         (("softmax", by_hand), {}, ValueError, "formula, options or keys are given"),
+        (("softmax",), {"keys": abs}, ValueError, "formula, options or keys are given"),
+        ((by_hand, "softmax"), {}, TypeError, "formula is 'softmax'; expected a function"),
+        ((by_hand,), {"promises": "dropout"}, TypeError, "promises is 'dropout'; expected a list"),
     ],
 )
 def test_what_it_cannot_check_is_named(arguments, options, error, match):

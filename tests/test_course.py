@@ -20,7 +20,7 @@ from places import ROOT
 import course
 from derived_book import grading
 from derived_book.exercises import ExerciseError, check_properties
-from exercises import SOLUTION, read_exercises
+from exercises import SOLUTION, plain, read_exercises
 
 NAMES = [course.assignment(page) for page in course.pages()]
 RUN = 8  # words and signs in a row that no two texts share by chance
@@ -181,6 +181,11 @@ def test_a_plan_that_cannot_be_followed_says_what_is_expected(tmp_path):
         course.course(plan=str(tmp_path / "plan.csv"))
     with pytest.raises(ValueError, match="EXERCISES is 'all'; expected 12, 6, 2 or a file like"):
         course.course(plan="all")
+    rows = "\nquiz,Quiz,ex-05-rms\nquiz,Quiz,ex-05-bias\n"
+    for head, names in (("assignment,title,exercises", "quiz, quiz"), ("a;b;c", r"\(none\)")):
+        (tmp_path / "plan.csv").write_text(head + rows)
+        with pytest.raises(ValueError, match=f"assignments {names}; expected each name once"):
+            course.course(plan=str(tmp_path / "plan.csv"))
 
 
 def test_a_question_beside_a_check_has_a_cell_and_points():
@@ -773,3 +778,18 @@ def test_sealed_problems_open_with_their_passphrase_alone(problems, tmp_path):
         course.seal(problems, "short", archive)
     with pytest.raises(ValueError, match="holds no pages"):
         course.seal(opened / "nothing", "a long passphrase", archive)
+
+
+@pytest.mark.parametrize("arguments", [["seal"], ["write", "problems"]])
+def test_a_folder_is_named_to_be_sealed_and_only_then(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(course, "seal", lambda *_: pytest.fail("sealed"))
+    monkeypatch.setattr(course.sys, "argv", ["course.py", *arguments])
+    with pytest.raises(SystemExit):
+        course.main()
+    assert "`seal` needs a FOLDER of pages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["chapter}`nopage", "doc}`nopage", "cite:t}`Nobody2020"])
+def test_a_reference_to_what_is_not_there_is_named(role):
+    with pytest.raises(ValueError, match=f"own.md (refers to|cites) '{role.partition('`')[2]}'"):
+        plain(f"See {{{role}`.", Path("own.md"))

@@ -231,6 +231,12 @@ def test_a_step_that_takes_too_long_is_stopped():
     assert gpu.call(gpu.Step("good", ("-c", "print('fine')"), 1), 30)["said"] == ["fine"]
 
 
+def test_steps_that_do_not_exist_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--rehearse", "--output", str(tmp_path), "--only", "xyz"])
+    assert "--only is ['xyz']; expected first letters of table" in capsys.readouterr().err
+
+
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert gpu.main([]) == table.main([]) == 2
     assert capsys.readouterr().out.count("--rehearse") == 2

@@ -389,6 +389,8 @@ WRONG = [
 
 def test_bad_parameters_are_named():
     q, k, v = qkv(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"projection has shape .*; expected .* 9\)"):
+        positive_features(torch.zeros(3, D + 1), W)
     for bad, error in ((BAD, ValueError), (WRONG, TypeError)):
         for form, own, match in bad:
             with pytest.raises(error, match=match):

@@ -485,6 +485,7 @@ BAD = [
     (ValueError, "v has shape", {"v": K}),
     (ValueError, r"priors has shape \(2,\)", {"priors": torch.ones(2)}),
     (TypeError, "priors is of type list", {"priors": [1, 2, 3]}),
+    (ValueError, "priors are all 0; expected a positive one", {"priors": torch.zeros(R)}),
     (TypeError, "priors is of dtype torch.int64", {"priors": torch.arange(3)}),
 ]
 GAUSSIAN_BAD = [

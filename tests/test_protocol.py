@@ -308,6 +308,19 @@ def test_watched_runs_can_be_made_by_other_processes():
     assert [row["collapsed"] for row in found] == [0, 1]
 
 
+def test_a_module_that_runs_as_main_trains_with_its_functions_by_name(monkeypatch, store):
+    """Other processes would get copies of functions of ``__main__``, with their own caches."""
+
+    def fragile_copy(arm, seed, steps, lr):
+        raise AssertionError("the copy of __main__ was called")
+
+    fragile_copy.__module__, fragile_copy.__name__ = "__main__", "fragile"
+    monkeypatch.setattr(small, "fragile", fragile, raising=False)
+    plan = deciding("A text", fragile_copy, ["a"], SCORE, steps=(1, 2), seeds=1, rate=GRID[3])
+    main(monkeypatch, plan)
+    assert len(load_experiment("small_tiny", store)[0]["rows"]) == 2
+
+
 # --- longer runs ----------------------------------------------------------------------------------
 
 

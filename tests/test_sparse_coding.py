@@ -389,6 +389,8 @@ def test_bad_options_are_named(own, error, match):
 def test_bad_layers_are_named():
     with pytest.raises(ValueError, match="dictionary is 'both'; expected 'key' or 'value'"):
         RidgeAttention(E, H, dictionary="both")
+    with pytest.raises(TypeError, match="residuals is of type tuple; expected a list or None"):
+        lasso_attention(*torch.zeros(3, 2, 4), residuals=())
     with pytest.raises(ValueError, match="power is 4; expected an odd number"):
         LassoAttention(E, H, power=4)
     with pytest.raises(ValueError, match="random_tokens is -1; expected a whole number"):

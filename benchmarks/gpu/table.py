@@ -5,8 +5,8 @@
 - Sizes: B·H·N = 2¹⁸, with 16 heads up to N = 16,384 and 4 at 65,536; bfloat16.
 - A cell is a mechanism, causal or not, at one N and D. Its calls take turns, so that each ratio is
   of the same second; each turn begins with a write of 128 MiB, which empties the L2 cache, as the
-  rest of a model does. A time is the median over the turns: at most
-  20 of them, no more after 0.2 s, but at least two.
+  rest of a model does. A time is the median over the turns: at most 20 of them, no more after
+  0.2 s, but at least two.
 - Two calls come before: the first compiles and tunes, the second counts the memory.
 - Before anything is measured, processes side by side compile what the cells need, so that the one
   that measures finds it on the disk.
