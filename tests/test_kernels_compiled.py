@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import NO_TRITON, assert_all_close, tensors
+from helpers import NO_TRITON, assert_all_close, needs_inductor, tensors
 from torch._dynamo import lookup_backend
 from torch.autograd import forward_ad
 
@@ -82,6 +82,7 @@ def test_half_precision():
         assert OPERATOR in graphs.targets[0]
 
 
+@needs_inductor
 def test_the_compiler_that_is_the_default_keeps_the_kernel():
     """Inductor makes code of what is around it, and may choose other strides there."""
     trial = Trial("mlk", "fp32", 17, 21, D=5, DV=4, mask="causal")

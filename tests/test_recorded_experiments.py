@@ -110,7 +110,7 @@ def test_models_of_a_page_are_its_tagged_cells_on_the_lines_of_the_page(
     assert page.turned.__code__.co_firstlineno == PAGE.splitlines().index("def turned(seed):") + 1
     assert not hasattr(page, "json")
     key = run_key(page.turned)
-    path.write_text(PAGE.replace("2 * math", "3 * math"))
+    path.write_text(PAGE.replace("2 * math", "30 * math"))
     chapter.cache_clear()
     assert run_key(chapter("77", tmp_path).turned) != key
 

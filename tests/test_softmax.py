@@ -22,6 +22,7 @@ from helpers import (
     assert_all_close,
     boolean,
     cuda,
+    needs_inductor,
     output_and_gradients,
     qkv,
     tensors,
@@ -294,6 +295,7 @@ def test_compiles_for_lengths_and_scales_that_change():
         torch.testing.assert_close(compiled(*qkv(n=n), scale=scale), expected)
 
 
+@needs_inductor
 def test_compiled_by_inductor():
     torch._dynamo.reset()
     options = {"attn_mask": boolean(N, M)}
