@@ -11,13 +11,13 @@ from helpers import Largest, boolean
 from derived_attention.common.masks import (
     BlockMask,
     Mask,
-    allowed,
+    attended_keys,
     causal_mask,
     cut,
+    exclude_absent,
     flat_heads,
     masked_softmax,
     open_dead_rows,
-    settled,
     within,
 )
 
@@ -65,13 +65,13 @@ def test_no_kernel_meets_a_row_of_nothing():
 
 def test_numbers_far_below_zero_say_that_nobody_is_there():
     bias = torch.tensor([[0.0, -8191.0, -8192.0], [3.0, -1e30, NO]], requires_grad=True)
-    assert settled(bias).tolist() == [[0, -8191, NO], [3, NO, NO]]
-    assert allowed(bias).tolist() == [[T, T, F], [T, F, F]]
+    assert exclude_absent(bias).tolist() == [[0, -8191, NO], [3, NO, NO]]
+    assert attended_keys(bias).tolist() == [[T, T, F], [T, F, F]]
     for same in (torch.tensor([T, F]), torch.tensor([1.0, -8191, NO]), bias[:, :0]):
-        assert settled(same) is same, "a large mask that holds none is not copied"
+        assert exclude_absent(same) is same, "a large mask that holds none is not copied"
     wide = torch.zeros(1, 4).expand(3, 4)
-    assert settled(wide) is wide
-    (slope,) = torch.autograd.grad(settled(bias).exp().sum(), bias)
+    assert exclude_absent(wide) is wide
+    (slope,) = torch.autograd.grad(exclude_absent(bias).exp().sum(), bias)
     assert slope[0].tolist() == [1, 0, 0] and bool(slope.isfinite().all())
     x = torch.zeros(1, 2, 4)
     mask = Mask.of_layer(None, torch.tensor([[0.0, -1e30]]), False, x, x, 1)
@@ -80,7 +80,7 @@ def test_numbers_far_below_zero_say_that_nobody_is_there():
 
 def test_masks_are_restricted_to_a_pattern():
     keep, bias = torch.tensor([T, T, F]), torch.tensor([1.0, NO, 2.0])
-    assert allowed(bias).tolist() == [T, F, T] and allowed(keep) is keep
+    assert attended_keys(bias).tolist() == [T, F, T] and attended_keys(keep) is keep
     assert within(keep, None) is keep
     assert within(keep, torch.tensor([T, F, T])).tolist() == [T, F, F]
     assert within(keep, bias).tolist() == [1, NO, NO]
@@ -90,7 +90,10 @@ def test_a_mask_in_its_forms():
     keep, cpu = torch.tensor([[T, F, T], [F, F, F]]), torch.device("cpu")
     nothing, causal, padded = Mask(), Mask(is_causal=True), Mask(torch.tensor([T, F, T]))
     assert nothing.dense(2, 3, cpu) is None and nothing.per_key() is None
-    assert nothing.opened(torch.float32) == (None, None) and nothing.factor(torch.float32) is None
+    assert (
+        nothing.open_dead_rows(torch.float32) == (None, None)
+        and nothing.factor(torch.float32) is None
+    )
     assert nothing.present(3) is None and nothing.part(slice(0, 2), 3, cpu) is None
     assert causal.dense(2, 3, cpu).tolist() == [[T, F, F], [T, T, F]]
     assert causal.part(slice(1, 3), 3, cpu).tolist() == [[T, T, F], [T, T, T]]

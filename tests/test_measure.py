@@ -278,7 +278,7 @@ def test_recorded_gives_what_layers_hand_to_their_mechanisms():
     layers = torch.nn.ModuleList(MultiheadAttention(8, 2) for _ in range(2))
     x, keep = torch.randn(1, 5, 8), layers[0].attention
     expected = layers[1](*[layers[0](x, x, x, need_weights=False)[0]] * 3, need_weights=False)[0]
-    with measure.recorded(layers) as calls:
+    with measure.record_calls(layers) as calls:
         for y in (x, 2 * x):
             first = layers[0](y, y, y, is_causal=True, need_weights=False)[0]
             assert first.requires_grad
@@ -299,11 +299,11 @@ def test_recorded_gives_what_layers_hand_to_their_mechanisms():
 def test_recorded_ends_with_an_error_and_says_where_nothing_is_to_record():
     layer = MultiheadAttention(8, 2)
     keep = layer.attention
-    with pytest.raises(RuntimeError, match="stop"), measure.recorded(layer):
+    with pytest.raises(RuntimeError, match="stop"), measure.record_calls(layer):
         raise RuntimeError("stop")
     assert layer.attention is keep
     with pytest.raises(ValueError, match="model is a Linear; expected a layer whose attention"):
-        with measure.recorded(torch.nn.Linear(2, 2)):
+        with measure.record_calls(torch.nn.Linear(2, 2)):
             pass
 
 

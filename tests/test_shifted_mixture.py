@@ -141,13 +141,13 @@ SHIFTS = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: u and w dif
 def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch, no_short_forms):
     """Each query for itself: one that may not, moves no bit of the others."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
-    found, settled = [], module._Shifted.settled
+    found, choose = [], module._Shifted.adapt
 
     def record(self, ours):
-        found.append(settled(self, ours))
+        found.append(choose(self, ours))
         return found[-1]
 
-    monkeypatch.setattr(module._Shifted, "settled", record)
+    monkeypatch.setattr(module._Shifted, "adapt", record)
     for sizes in ((3, 3), (300, 3), (3, -30), (60, 60), (300, -30)):
         q, k, v = (x.requires_grad_() for x in gaps(*sizes))
         mask = {"is_causal": True} if sizes[0] == 60 else {}

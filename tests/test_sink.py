@@ -189,7 +189,7 @@ def test_weights_are_what_the_sink_leaves(b, scale, seed, is_causal):
     left = A.sum(-1)
     assert bool((left <= 1 + 1e-12).all())
     assert_all_close([A @ v], [sink_attention(q, k, v, **options)], 1e-10)
-    s = Mask(None, is_causal).on(A)
+    s = Mask(None, is_causal).for_scores(A)
     s = (scale * q @ k.mT).masked_fill(~s, -math.inf) if is_causal else scale * q @ k.mT
     assert_all_close([left], [(s.logsumexp(-1) - b).sigmoid()], 1e-10)
 

@@ -114,7 +114,7 @@ def averages(W, present, dtype):
     return W / total.masked_fill(total == 0, 1)
 
 
-def pooled(h, s, q, k, v, mask, class_token):
+def pool_head(h, s, q, k, v, mask, class_token):
     """Q_h, P K_h, P V_h, where P averages windows of s steps, and their mask."""
     Q, K, V, mask_h = (
         q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], mask.of_head(h, q))
@@ -128,7 +128,7 @@ def pooled(h, s, q, k, v, mask, class_token):
 
 def sh(q, k, v, mask, scale, *, scales, class_token=False, attention=softmax):
     """H_h = softmax(Q_h (P K_h)ᵀ / √D) P V_h; P averages windows of s_h steps."""
-    heads = (pooled(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
+    heads = (pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
     return torch.stack([attention(*head, scale) for head in heads], -3)
 
 
@@ -137,7 +137,7 @@ def bn_sh(
     attention=softmax
 ):
     """Attention-BN on the pooled keys and values of each head, with its own β_h."""
-    heads = (pooled(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
+    heads = (pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
     return torch.stack(
         [bn(*x, scale, beta=b, eps=eps, attention=attention)
          for x, b in zip(heads, beta, strict=True)], -3)
@@ -172,7 +172,7 @@ def conv1d(
     # (H or 1, N, N) and (H or 1, M, M)
     C = mixing_matrix(weight, (q.shape[-2],), mask.is_causal)
     C_k = mixing_matrix(key_weight, (k.shape[-2],), mask.is_causal)
-    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.presence(k))
+    Q, K = blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
@@ -186,11 +186,11 @@ def conv2d(
     if class_token:
         C, C_k = (F.pad(x, (1, 0, 1, 0)) for x in (C, C_k))
         C[..., 0, 0] = C_k[..., 0, 0] = 1
-    Q, K = blank(q, asked(q, query_mask)), blank(k, mask.presence(k))
+    Q, K = blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
-def asked(q, query_mask):
+def present_queries(q, query_mask):
     """True where a query is present: (..., N)."""
     every = torch.ones_like(q[..., 0], dtype=torch.bool)
     return every if query_mask is None else every & query_mask
@@ -225,7 +225,7 @@ def mrs(
             windows(n, r, class_token, causal, q.device)
             for n, r in ((N, s), (M, t)))
         # (..., N', N) and (..., M', M)
-        down_q = averages(W_q, asked(q, query_mask)[..., h, :], q.dtype)
+        down_q = averages(W_q, present_queries(q, query_mask)[..., h, :], q.dtype)
         down_k = averages(W_k, mask_h.presence(K), k.dtype)
         seen = down_k.any(-1).unsqueeze(-2)  # (..., 1, M')
         if causal:
@@ -283,7 +283,7 @@ def mra(
     W_q, W_k = (
         windows(x.shape[-2], block, device=q.device).to(q.dtype) for x in (q, k))
     P_q, P_k = (  # (..., N/b, N), (..., M/b, M)
-        averages(W_q, asked(q, query_mask), q.dtype),
+        averages(W_q, present_queries(q, query_mask), q.dtype),
         averages(W_k, mask.share(k), k.dtype))
     coarse = scores(P_q @ q, P_k @ k, scale)  # (..., N/b, M/b)
     # the logarithm of what a block weighs
@@ -456,7 +456,7 @@ def delta(q, k, v, mask, scale, *, beta, decay, state, erase=True):
 def sink(q, k, v, mask, scale, *, bias):
     """h_i = Σ_j e^{s_ij} v_j / (e^b + Σ_j e^{s_ij}): one more key, of value 0."""
     s = scores(q, k, scale)
-    b, seen = bias.expand(*s.shape[:-1], 1), mask.on(s)
+    b, seen = bias.expand(*s.shape[:-1], 1), mask.for_scores(s)
     if seen is not None:  # no mask closes the sink
         seen = seen.expand(*seen.shape[:-1], s.shape[-1])
         always = torch.zeros_like(seen[..., :1]) + (seen.dtype == torch.bool)

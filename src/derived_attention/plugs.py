@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.common.convention import share_heads
-from derived_attention.common.masks import Mask, allowed, within
+from derived_attention.common.masks import Mask, attended_keys, within
 from derived_attention.layer import MultiheadAttention
 from derived_attention.registry import MECHANISMS, PUBLIC, Entry, get_attention
 
@@ -585,7 +585,7 @@ def _with_bias(
     if bias is not None:
         dense = Mask(mask, causal and mask is None).dense(N, M, bias.device)
         bias = bias[..., :M]
-        return bias if dense is None else within(allowed(dense), bias)
+        return bias if dense is None else within(attended_keys(dense), bias)
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[-3:-1] == (1, 1))
     if mask is not None and not any_mask and not padding:
         raise ValueError(

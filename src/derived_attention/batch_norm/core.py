@@ -41,7 +41,7 @@ from derived_attention.common.convention import (
     reference,
     unwrap,
 )
-from derived_attention.common.masks import Mask, allowed, anchor, shared_offset
+from derived_attention.common.masks import Mask, anchor, attended_keys, shared_offset
 from derived_attention.common.running import running_sums
 from derived_attention.softmax.core import softmax_attention, softmax_attention_reference
 
@@ -158,7 +158,7 @@ def key_statistics(
         return _running_statistics(k, variance)
     if mask.given is not None:
         with full_precision(k.device):
-            return _masked_statistics(k, allowed(mask.given), variance)
+            return _masked_statistics(k, attended_keys(mask.given), variance)
     mean = k.mean(-2, keepdim=True)
     spread = (k - mean).square().mean(-2, keepdim=True) if variance else None
     return mean, spread, k.new_full((1, 1), k.shape[-2])

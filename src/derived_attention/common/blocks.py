@@ -28,7 +28,7 @@ SCORES = 2**17  # in memory at a time on a CPU, from some of the heads: they fit
 def attend(form: Any, v: Tensor, mask: Mask, *tensors: Tensor) -> Tensor:
     """Run `_Chunked` in the dtype of `tensors`, with zeros for a query that may attend nothing."""
     v = v.to(tensors[0].dtype)
-    attn_mask, alive = mask.opened(v.dtype)
+    attn_mask, alive = mask.open_dead_rows(v.dtype)
     out = _Chunked.apply(form, mask.is_causal, v, attn_mask, *tensors, *SPARE[len(tensors) :])
     return out if alive is None else out.masked_fill(~alive, 0)
 
@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
         out = v.new_empty(*tensors[0].shape[:-1], v.shape[-1])
         values, flat, *inputs = all_flat(v.dim() - 2, v, out, *tensors)
         mask = BlockMask(attn_mask, is_causal, v)
-        form = form.settled(inputs) if hasattr(form, "settled") else form
+        form = form.adapt(inputs) if hasattr(form, "adapt") else form
         for block in _blocks(out, v, is_causal):
             heads, rows, m = block
             A, _ = form.weights([x[heads] for x in inputs], mask, block, False)
@@ -103,7 +103,7 @@ class _Chunked(torch.autograd.Function):
         values, outs, dout, dv = all_flat(v.dim() - 2, v, out, grad, sums[0])
         flat = [all_flat(v.dim() - 2, *xs) for xs in (tensors, sums[1:])]
         mask = BlockMask(attn_mask, ctx.is_causal, v)
-        form = ctx.form.settled(flat[0]) if hasattr(ctx.form, "settled") else ctx.form
+        form = ctx.form.adapt(flat[0]) if hasattr(ctx.form, "adapt") else ctx.form
         with full_precision(v.device):  # autocast may be on again
             for block in _blocks(out, v, ctx.is_causal):
                 heads, rows, m = block

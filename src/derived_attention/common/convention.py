@@ -36,7 +36,7 @@ from derived_attention.common.checks import (
     check_probability,
     check_qkv,
 )
-from derived_attention.common.masks import Mask, settled
+from derived_attention.common.masks import Mask, exclude_absent
 
 HAS_SHORT_FORMS = True  # tests set it to False, to try the other forms on short sequences
 
@@ -271,7 +271,7 @@ def prepare(
     else:
         check_qkv(q, k, v, components)
         check_mask(attn_mask, q, k, is_causal)
-        mask = Mask(None if attn_mask is None else settled(attn_mask), is_causal)
+        mask = Mask(None if attn_mask is None else exclude_absent(attn_mask), is_causal)
     return mask, None if scale is None else check_positive("scale", scale)
 
 

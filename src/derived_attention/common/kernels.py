@@ -171,11 +171,11 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str:
         transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
     if transformed:
         return "a transform of torch.func is at work"
-    return str(_lacking(tensors[0].device, tensors[0].dtype))
+    return str(_missing_support(tensors[0].device, tensors[0].dtype))
 
 
 @constant
-def _lacking(device: torch.device, dtype: torch.dtype) -> str:
+def _missing_support(device: torch.device, dtype: torch.dtype) -> str:
     """Return what kernels want, and neither this machine nor a tensor q has, or nothing."""
     if not available():
         return f"Triton {'.'.join(map(str, OLDEST))} or newer is not installed"

@@ -67,12 +67,12 @@ def cast_mask(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
     return attn_mask.clamp(max=limit).to(dtype) if wider else attn_mask.to(dtype)
 
 
-def allowed(attn_mask: Tensor) -> Tensor:
+def attended_keys(attn_mask: Tensor) -> Tensor:
     """Turn a mask into True where a key may be attended."""
     return attn_mask if attn_mask.dtype == torch.bool else attn_mask > ABSENT
 
 
-def settled(attn_mask: Tensor) -> Tensor:
+def exclude_absent(attn_mask: Tensor) -> Tensor:
     """Return a mask with -inf for every number of `ABSENT` or below; itself if there is none.
 
     On a GPU it waits for the device, as the check of a floating mask does.
@@ -163,7 +163,7 @@ class Mask:
         """Return the mask (..., N or 1, M or 1), with causality merged; None where all is open."""
         return causal_mask(N, M, device) if self.is_causal else self.given
 
-    def on(self, scores: Tensor) -> Tensor | None:
+    def for_scores(self, scores: Tensor) -> Tensor | None:
         """Return the `dense` mask of scores (..., N, M)."""
         return self.dense(scores.shape[-2], scores.shape[-1], scores.device)
 
@@ -179,19 +179,19 @@ class Mask:
         shape, dense = (*q.shape[:-1], k.shape[-2]), self.dense(q.shape[-2], k.shape[-2], q.device)
         if dense is None:
             return torch.ones(shape, dtype=torch.bool, device=q.device), None
-        return allowed(dense).expand(shape), dense.expand(shape).unsqueeze(-2)
+        return attended_keys(dense).expand(shape), dense.expand(shape).unsqueeze(-2)
 
     def softmax(self, scores: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return weights (..., N, M) that sum to 1 over the keys allowed, or to 0 if none is.
 
         `keep`, boolean, restricts them to the keys of a pattern.
         """
-        mask = self.on(scores)
+        mask = self.for_scores(scores)
         return masked_softmax(scores, mask if keep is None else within(keep, mask))
 
     def normalize(self, kernel: Tensor) -> Tensor:
         """Divide a kernel (..., N, M) by its sums over the keys allowed."""
-        factor = Mask(self.on(kernel)).factor(kernel.dtype, False)
+        factor = Mask(self.for_scores(kernel)).factor(kernel.dtype, False)
         kernel = kernel if factor is None else kernel * factor
         return divide(kernel, kernel.sum(-1, keepdim=True))
 
@@ -219,7 +219,7 @@ class Mask:
         share = (mask - top.masked_fill(top == -math.inf, 0)).exp().squeeze(-2)
         return share.expand(*share.shape[:-1], k.shape[-2])
 
-    def opened(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    def open_dead_rows(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return `given` without dead rows, and (..., N, 1) which rows are alive."""
         return (None, None) if self.given is None else open_dead_rows(self.given, dtype)
 
@@ -241,7 +241,7 @@ class Mask:
         mask = self.per_key()
         if mask is None:
             return None
-        present = allowed(mask).squeeze(-2)
+        present = attended_keys(mask).squeeze(-2)
         return present.expand(*present.shape[:-1], M)
 
     def factor(self, dtype: torch.dtype, per_key: bool = True) -> Tensor | None:
@@ -290,7 +290,7 @@ def shared_offset(k: Tensor, mask: Mask) -> Tensor:
         return nearer_zero(k[..., :1, :], k[..., 1:2, :]) if k.shape[-2] > 1 else k[..., :1, :]
     if mask.given is None:
         return k.mean(-2, keepdim=True)
-    chosen = anchor(allowed(mask.given).expand(*mask.given.shape[:-1], k.shape[-2]))
+    chosen = anchor(attended_keys(mask.given).expand(*mask.given.shape[:-1], k.shape[-2]))
     share = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)  # (..., M)
     return share.unsqueeze(-2).to(k.dtype) @ k
 
@@ -299,12 +299,12 @@ def _checked(name: str, mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> 
     check_mask_kind(name, mask, query.device)
     check_shape(name, mask, shape, "(N, M) or (B·H, N, M) for attn_mask, (B, length) for padding")
     check_mask_values(name, mask)
-    return settled(mask)
+    return exclude_absent(mask)
 
 
 def _present(padding: Tensor) -> Tensor:
     """Return (B, 1, M), True where a token is present, for a padding mask (B, M)."""
-    present = ~padding if padding.dtype == torch.bool else allowed(padding)
+    present = ~padding if padding.dtype == torch.bool else attended_keys(padding)
     return present.unsqueeze(-2)
 
 

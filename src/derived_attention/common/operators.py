@@ -86,7 +86,7 @@ def operator(
     return run
 
 
-def needed(slopes: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+def select_needed(slopes: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Return those gradients that are needed."""
     return [x for x, need in zip(slopes, needs, strict=False) if need and x is not None]
 

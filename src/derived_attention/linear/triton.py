@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from derived_attention.common.operators import needed, operator
+from derived_attention.common.operators import operator, select_needed
 from derived_attention.common.triton import (
     dot,
     hide,
@@ -512,8 +512,8 @@ def _backward(
     sums |= {"dk": dk, "dv": dv, "dpriors": dpriors}
     call.run(_key_gradients, call.count, states=states, **sums)
     if priors is None or not needs[3]:
-        return needed((dq, dk, dv), needs)
-    return needed((dq, dk, dv, dpriors[..., : k.shape[2]].sum((0, 2)).to(priors)), needs)
+        return select_needed((dq, dk, dv), needs)
+    return select_needed((dq, dk, dv, dpriors[..., : k.shape[2]].sum((0, 2)).to(priors)), needs)
 
 
 _causal = operator("causal_sums", _forward, _backward, _fake)

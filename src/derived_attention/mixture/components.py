@@ -106,7 +106,7 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
     return value[..., None, None]
 
 
-def centred(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
+def centre(q: Tensor, k: Tensor, parts: Components, mask: Mask) -> tuple[Tensor, Tensor]:
     """Subtract a common offset from all queries and keys (..., R, M, D), in float32 at least.
 
     It changes no distance, weight or gradient. But the three terms of ‖q − k‖² are computed apart,
@@ -133,12 +133,12 @@ def features(
 ) -> tuple[Tensor, Tensor]:
     """Append the features with which scale · q_i·k_jr is s_ijr, up to a term of i alone.
 
-    They are computed in float32 at least, and then cast. Half precision would round what `centred`
+    They are computed in float32 at least, and then cast. Half precision would round what `centre`
     leaves.
     """
     full, wide = torch.finfo(dtype).bits >= 32, parts.precisions.dtype
     if full:
-        q, k = centred(q, k, parts, mask)
+        q, k = centre(q, k, parts, mask)
     q, k = q.to(wide), k.to(wide)
     bias = parts.log_weights / parts.scale  # (..., R, 1, 1)
     if parts.distance:

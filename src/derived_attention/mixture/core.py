@@ -67,7 +67,7 @@ from derived_attention.linear.core import (
 )
 from derived_attention.mixture.components import (
     Components,
-    centred,
+    centre,
     components_of,
     features,
     per_component,
@@ -169,7 +169,7 @@ def attend_densely(
     """Attend to R M keys, whose components have one variance, by the matrix of their scores."""
     (N, D), (R, M), heads = q.shape[-2:], k.shape[-3:-1], math.prod(q.shape[:-2])
     with full_precision(q.device):
-        Q, K = centred(q, k, parts, mask)
+        Q, K = centre(q, k, parts, mask)
         bias = parts.log_weights
         if parts.distance:
             bias = torch.sub(bias, K.square().sum(-1, keepdim=True), alpha=parts.scale / 2)

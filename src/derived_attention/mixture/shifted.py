@@ -39,7 +39,7 @@ from derived_attention.common.convention import full_precision, is_short, mechan
 from derived_attention.common.masks import BlockMask, Mask
 from derived_attention.mixture.components import (
     Components,
-    centred,
+    centre,
     components_of,
 )
 from derived_attention.mixture.core import DENSE, attend_densely, mixture_attention
@@ -129,7 +129,7 @@ def shifted_mixture_attention(
         if not distance:
             Q, K, V = (x.to(parts.dtype) for x in (q, k, v))
             return sdpa(Q, K, V, mask, parts.scale).to(q.dtype)
-        Q, K = centred(q, k.unsqueeze(-3), parts, mask)
+        Q, K = centre(q, k.unsqueeze(-3), parts, mask)
         tensors = separate(Q, K.squeeze(-3), shifts, parts)
         return attend(_Shifted(hard), v, mask, *tensors).to(q.dtype)
 
@@ -160,7 +160,7 @@ class _Shifted(NamedTuple):
     factored: Tensor | None = None  # (b, N): which queries multiply; None: values were not read
     all: bool = False  # whether all do
 
-    def settled(self, ours: Tensors) -> _Shifted:
+    def adapt(self, ours: Tensors) -> _Shifted:
         """Choose the factored queries by u (b, N, R)."""
         u = ours[2]
         if self.hard or not has_concrete_values(u) or not u.numel():

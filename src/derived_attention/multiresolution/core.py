@@ -119,7 +119,7 @@ def multiresolution_attention(
             present = None if query_mask is None else query_mask[..., at, :]
             q_h = laid.down(q_h, s, present)[0](q_h)  # (..., H', N', D)
         if s != t and mask.is_causal:
-            attn_mask = ended(attention, q_h, k_h, s, t)
+            attn_mask = find_ended_windows(attention, q_h, k_h, s, t)
         mask_h = Mask(attn_mask, mask.is_causal and attn_mask is None)
         H = call(attention, q_h, k_h, v_h, mask_h, scale)
         outputs.append(H if s == 1 else laid.up(H, s, N))
@@ -152,7 +152,7 @@ def _pool_before_groups(down: Pooling, x: Tensor, scale: int, present: Tensor | 
     return lambda y: pool(y[..., :used, :]), kept
 
 
-def ended(base: Mechanism, query: Tensor, key: Tensor, s: int, t: int) -> Tensor:
+def find_ended_windows(base: Mechanism, query: Tensor, key: Tensor, s: int, t: int) -> Tensor:
     """Return which windows of t keys have ended where a window of s queries begins, (N', M')."""
     if is_per_key(base):
         name = next(part.__name__ for part in parts_of(base) if getattr(part, "per_key", False))

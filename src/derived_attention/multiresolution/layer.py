@@ -18,7 +18,7 @@ from derived_attention.multiresolution.core import (
     check_ends,
     check_filters,
     check_pairs,
-    ended,
+    find_ended_windows,
     pools,
 )
 
@@ -94,7 +94,7 @@ class MultiresolutionAttention(MultiheadAttention):
                 up = functools.partial(_up, laid, s, query.shape[-2])
             attn_mask = None if kept is None else kept[..., None, None, :]
             if mask.causal and s != t:
-                attn_mask = ended(self.attention, queries, keys, s, t)
+                attn_mask = find_ended_windows(self.attention, queries, keys, s, t)
             seen = Mask(attn_mask, mask.causal and attn_mask is None)
             seen.keys, seen.queries = (
                 None if x is None else x.unsqueeze(-2) for x in (kept, kept_queries)

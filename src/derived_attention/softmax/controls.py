@@ -77,7 +77,7 @@ class PositionOnlyAttention(MultiheadAttention):
         scores = self.bias[:, offset + self.length - 1].to(q.dtype).expand(*q.shape[:-1], M)
         if v is None:
             return mask.softmax(scores)
-        dense = mask.on(scores)
+        dense = mask.for_scores(scores)
         if dense is not None and dense.dtype == torch.bool:
             scores = scores.masked_fill(~dense, -torch.inf)
         elif dense is not None:

@@ -45,7 +45,7 @@ def backend_of(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     if torch.compiler.is_compiling():  # which cannot ask
         return "flash" if q.dtype in HALF else ""
     with torch.autocast("cuda", enabled=False):
-        Q, K, V = fitted(q, k, v)
+        Q, K, V = fit_widths(q, k, v)
         choice = torch._fused_sdp_choice(Q, K, V, None, 0.0, is_causal)
     return {FLASH: "flash", EFFICIENT: "efficient", CUDNN: "cudnn"}.get(choice, "")
 
@@ -58,7 +58,7 @@ def joint_softmax(
 
     The score b of the sink is () or (H, 1). `backend` is that of `backend_of`.
     """
-    Q, K, V = fitted(q, k.flatten(-3, -2), v)
+    Q, K, V = fit_widths(q, k.flatten(-3, -2), v)
     H: Tensor = _Joint.apply(backend, is_causal, scale, k.shape[-3], sink, Q, K, V)[0]
     return H if H.shape == v.shape == q.shape else H[..., : v.shape[-1]].reshape(*q.shape[:-1], -1)
 
@@ -133,7 +133,7 @@ def _whole(is_causal: bool, scale: float, R: int, *tensors: Tensor) -> Tensor:
     return scores.softmax(-1)[..., : k.shape[-2]] @ torch.cat([v] * R, -2)
 
 
-def fitted(q: Tensor, *others: Tensor) -> list[Tensor]:
+def fit_widths(q: Tensor, *others: Tensor) -> list[Tensor]:
     """Return tensors in four dimensions and of one width, as flash attention takes them."""
     D, tensors = q.shape[-1], [q, *others]
     widths, strides = {x.shape[-1] for x in tensors}, {x.stride(-1) for x in tensors}

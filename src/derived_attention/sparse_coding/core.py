@@ -55,7 +55,7 @@ from derived_attention.sparse_coding.solver import (
     penalty,
     prepare_codes,
     products_before,
-    whitening,
+    whitening_factor,
 )
 
 RIDGE = 64  # queries of causal ridge that look back to the same keys
@@ -167,7 +167,7 @@ def _ridge(options: Options, q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Te
     is in double precision, and so is what is left of terms that nearly cancel.
     """
     K, V = k.double(), v.double()
-    M, lost = whitening(K, lam)
+    M, lost = whitening_factor(K, lam)
     W = (M.mT @ (M @ (K.mT @ V))).masked_fill(lost, math.nan)  # (..., D, Dv)
     if not options.exclude_self:
         return q @ W.to(q.dtype)
@@ -222,7 +222,7 @@ def _causal_ridge(
     """
     N, P = q.shape[-2], options.prefix
     q, k, v = q.double(), k.double(), v.double()  # once: gradients of k may nearly cancel, too
-    past = Past.of(k, lam, N, options, RIDGE, earlier.keys)
+    past = Past.before_chunks(k, lam, N, options, RIDGE, earlier.keys)
     queries, values = (in_chunks(x, N, RIDGE) for x in (q, v[..., P:, :][..., :N, :]))
     first = earlier.values + k[..., :P, :].mT @ v[..., :P, :]
     W = past.M.mT @ (past.M @ products_before(past.keys, values, first))  # (..., n, D, Dv)

@@ -128,13 +128,13 @@ class Solver:
     def __init__(self, k: Tensor, rho: Tensor, N: int, options: Options) -> None:
         self.options = options
         if options.is_causal:
-            past = Past.of(k, rho, N, options, CHUNK)
+            past = Past.before_chunks(k, rho, N, options, CHUNK)
             parts = zip(*(x.split(FACTORED, -3) for x in past), strict=True)
             inverses = zip(*(Past(*part).inverse() for part in parts), strict=True)
             self.P, self.E = (torch.cat(x, -3) for x in inverses)  # (..., n, D, D), (..., n, C, D)
             return
         # In double precision: in float32 ρ would be lost beside keys of length 10³.
-        M, lost = whitening(k.double(), rho)
+        M, lost = whitening_factor(k.double(), rho)
         self.P = (M.mT @ M).masked_fill(lost, math.nan)  # (..., D, D)
         if options.exclude_self:
             self.excluded = k[..., options.prefix :, :].double()
@@ -173,7 +173,7 @@ class Past(NamedTuple):
     lost: Tensor  # (..., n, 1, 1): where ρ is lost beside the keys before, or they are not finite
 
     @classmethod
-    def of(
+    def before_chunks(
         cls, k: Tensor, rho: Tensor, N: int, options: Options, size: int,
         earlier: Tensor | float = 0.0,
     ) -> Past:  # fmt: skip
@@ -205,7 +205,7 @@ class Past(NamedTuple):
         return (self.M.mT @ self.M).masked_fill(self.lost, math.nan), E @ self.M
 
 
-def whitening(k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+def whitening_factor(k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     """Return L⁻¹ where L Lᵀ = KᵀK + ρ I, for keys in double precision, and where there is none."""
     return _inverse_factor(k.mT @ k + _diagonal(rho, k.shape[-1]))
 

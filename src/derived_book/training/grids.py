@@ -190,7 +190,7 @@ class _Grid:
                     index = self.waiting.popleft()
                     if (record := self.start(index)) is not None:
                         yield index, record, False
-                for index, record in self.finished():
+                for index, record in self.wait_for_runs():
                     yield index, record, True
                 if self.error and not self.running:
                     raise self.error
@@ -223,7 +223,7 @@ class _Grid:
             self.running[future] = index
         return None
 
-    def finished(self) -> Iterator[tuple[int, Result]]:
+    def wait_for_runs(self) -> Iterator[tuple[int, Result]]:
         """Wait for a run to finish; store and yield the records of all that have finished."""
         timeout = POLL_INTERVAL if self.elsewhere else None
         if not self.running:  # other processes make the rest, or no slot is free

@@ -284,7 +284,7 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device) -> int:
     fn()
     if device.type != "cuda":
         with (
-            _undisturbed(),
+            _without_collector(),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log,
         ):
             result = fn()
@@ -309,7 +309,7 @@ def _highest(log: profile) -> int:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _without_collector() -> Iterator[None]:
     """Keep older garbage until the end, and standard error clear of what the profiler writes."""
     saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     collects = gc.isenabled()
@@ -375,7 +375,7 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Call]]:
+def record_calls(model: nn.Module) -> Iterator[list[Call]]:
     """Record the arguments of the mechanisms of a model's attention layers, in the block.
 
     Parameters
@@ -397,7 +397,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
     --------
     >>> from derived_attention import MultiheadAttention
     >>> layer, x = MultiheadAttention(8, 2), torch.zeros(1, 5, 8)
-    >>> with recorded(layer) as calls:
+    >>> with record_calls(layer) as calls:
     ...     _ = layer(x, x, x, need_weights=False)
     >>> calls[0].q.shape
     torch.Size([1, 2, 5, 4])
