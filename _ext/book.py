@@ -276,7 +276,7 @@ def _fill_in(app, doctree, doc):
     for node in list(doctree.findall(Pending)):
         node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
-        text = status_page.measured(app, node["doc"], node["kind"])
+        text = status_page.time_text(app, node["doc"], node["kind"])
         # What this build measured must not get into the notebooks.
         classes = ["da-measured"] if node["kind"] != "exercises" else []
         node.replace_self(nodes.inline("", text, classes=classes))

@@ -163,7 +163,7 @@ def open_cache() -> tuple[JupyterCacheBase, dict[str, float]]:
     return cache, {Path(r.uri).stem: r.data["execution_seconds"] for r in records}
 
 
-def stored(cache: JupyterCacheBase, notebook: NotebookNode) -> bool:
+def has_outputs(cache: JupyterCacheBase, notebook: NotebookNode) -> bool:
     """Return whether the cache holds the page's outputs, in one piece."""
     try:
         match = cache.match_cache_notebook(notebook)
@@ -181,7 +181,7 @@ def store(cache: JupyterCacheBase, path: Path, notebook: NotebookNode, seconds: 
     cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
 
 
-def outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]:
+def find_outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]:
     """Return the pages whose outputs are not those of this code, with their digests."""
     extra, todo, lost = settings(), {}, []
     for path in sorted((ROOT / "book").glob("*.md")):
@@ -190,7 +190,7 @@ def outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]
             continue
         key = digest(notebook, extra)
         fresh = record.get(path.stem) == key
-        if fresh and stored(cache, notebook):
+        if fresh and has_outputs(cache, notebook):
             continue
         todo[path] = key
         lost += [path.stem] if fresh else []
@@ -240,7 +240,7 @@ def main() -> int:
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the home
     cache, known = open_cache()
     record = load_record()
-    todo = outdated(cache, record)
+    todo = find_outdated(cache, record)
     if not todo:
         say("No page has to run again.")
         return 0

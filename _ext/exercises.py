@@ -93,7 +93,7 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     """
     text, ours, page = path.read_text("utf8"), path.resolve().parent == BOOK, BOOK / path.name
     chapter = "" if ours or not page.exists() else _no_answers(page.read_text("utf8"))
-    wrong = recorded(path.stem) if ours else {}
+    wrong = read_wrong_answers(path.stem) if ours else {}
     solutions = {m[2] or m[4]: m[3] or m[5] for m in SOLUTION.finditer(text)}
     boxes, found, prelude = list(EXERCISE.finditer(text)), [], []
     start = re.match(r".*?^# .+?$", text, re.M | re.S)
@@ -126,7 +126,7 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
             run = "\n".join(code for kind, code in prelude if kind == "code")
             answers = [parts["code"], *(x.code for x in parts["mistakes"])]
             asked = [f"{run}\n{answer}\n{parts.get('test', '')}" for answer in answers]
-            parts |= {"prelude": (*prelude,), "needed": (*needed(asked, CELL.findall(chapter)),)}
+            parts |= {"prelude": (*prelude,), "needed": (*needs_of(asked, CELL.findall(chapter)),)}
         found.append(Exercise(**parts))
         last = box.end()
     return found
@@ -167,7 +167,7 @@ def _check(cell: str, body: str, parts: dict, before: Sequence[str]) -> dict:
         "name": start[1],
         "before": cell[: start.start()].strip(),
         "test": cell[start.end() :].strip(),
-        "needed": tuple(needed(asked, before, optional=frozenset(named))),
+        "needed": tuple(needs_of(asked, before, optional=frozenset(named))),
     }
 
 
@@ -189,7 +189,7 @@ def page_number(name: str) -> int | str:
     return number(f"book/{name}") or name
 
 
-def recorded(page: str) -> dict[str, list[tuple[str, str, str]]]:
+def read_wrong_answers(page: str) -> dict[str, list[tuple[str, str, str]]]:
     """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong."""
     path = WRONG / f"{page}.py"
     if not path.exists():
@@ -219,7 +219,7 @@ def _comments(path: Path) -> dict[int, str]:
 # --- which statements of a page a cell needs -----------------------------------------------------
 
 
-def needed(
+def needs_of(
     cells: Sequence[str], before: Sequence[str], optional: frozenset[str] = frozenset()
 ) -> list[str]:
     """Return the statements before some cells that bind what each of them reads, in their order.

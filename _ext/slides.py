@@ -60,7 +60,7 @@ def clean(element: Tag) -> str:
     return str(element)
 
 
-def shown(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
+def find_slides(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
     """Yield the heading above, and the elements, of everything that makes a slide; none twice."""
     heading, taken = "", set()
     for element in article.select(f"h2, {SHOWN}"):
@@ -76,10 +76,10 @@ def shown(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
                     part.name = "div"
                     yield "Takeaways", [part]
             else:
-                yield heading, [*cited(article, element), element, *explained(element)]
+                yield heading, [*take_cited(article, element), element, *text_above(element)]
 
 
-def cited(article: Tag, element: Tag) -> Iterator[Tag]:
+def take_cited(article: Tag, element: Tag) -> Iterator[Tag]:
     """Take out of the text the formulas that an element is the first to cite, and yield them."""
     for link in element.select('a[href^="#equation-"]'):
         formula = article.find(id=link["href"].removeprefix("#"))
@@ -87,7 +87,7 @@ def cited(article: Tag, element: Tag) -> Iterator[Tag]:
             yield formula.extract()
 
 
-def explained(element: Tag) -> list[Tag]:
+def text_above(element: Tag) -> list[Tag]:
     """Return the paragraph above a slider that has no caption."""
     cell = element.find_parent(class_="cell") if element.name != "figure" else None
     above = cell and cell.find_previous_sibling()
@@ -102,7 +102,7 @@ def chapter_slides(name: str) -> list[str]:
     heading, promise = clean_inner(title), clean_inner(title.find_next("p"))
     slides = [f'<h1>{heading}</h1><p class="da-promise">{promise}</p>']
     slides += [f"<h2>{heading}</h2>{clean(x)}" for x in article.select(".sd-card-body")[:1]]
-    for above, elements in list(shown(article)):
+    for above, elements in list(find_slides(article)):
         slides.append(f"<h2>{html.escape(above) or heading}</h2>{''.join(map(clean, elements))}")
     return [SLIDE.format(slide) for slide in slides]
 

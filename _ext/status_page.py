@@ -44,7 +44,7 @@ class Reading(NamedTuple):
         return text + (pencil if self.proofs else "")
 
 
-def reading(doctree) -> Reading:
+def reading_time(doctree) -> Reading:
     """Estimate the time to read a page, by the rates above."""
     sittings, proofs = [0.0], 0.0
     boxes = 0  # of HTML that are closed around the node, as a table of learning rates has one
@@ -106,12 +106,12 @@ def _is_hidden(cell_input) -> bool:
     return cell_input.parent is not None and cell_input.parent.get("hide_mode") == "input"
 
 
-def measured(app, doc: str, kind: str) -> str:
+def time_text(app, doc: str, kind: str) -> str:
     """Return one of a page's times as text; minutes, sittings and exercises without their unit."""
     if kind == "exercises":
         return str(exercise_minutes(app.env.get_doctree(doc)))
     if kind != "cpu":
-        time = reading(app.env.get_doctree(doc))
+        time = reading_time(app.env.get_doctree(doc))
         each = " + ".join(map(str, time.sittings))
         return {"read": str(time), "minutes": str(time.minutes), "sittings": each}[kind]
     seconds = run_seconds(app, doc)
@@ -129,7 +129,7 @@ def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[li
         rows.append(
             [
                 [link(page)],
-                f"{reading(doctree).minutes}\N{NO-BREAK SPACE}min",
+                f"{reading_time(doctree).minutes}\N{NO-BREAK SPACE}min",
                 "not executed" if seconds is None else f"{seconds:.0f} s",
                 str(sum(p == page for p, _ in claims)),
                 str(len(list(doctree.findall(nodes.figure)))),

@@ -131,7 +131,7 @@ def stranger() -> None:
     run(*pip, sources, log="stranger")
     run(python, "-m", "pip", "check", log="stranger")
     took = f"{size(folder)}, {time.time() - start:.0f} s"
-    print(f"  the core from {sources.name}, {described(python)}: {took}", flush=True)
+    print(f"  the core from {sources.name}, {describe(python)}: {took}", flush=True)
     example(python, "stranger")
     print("  README's example runs")
     left = [name for name in ("build", "dist") if (ROOT / name).exists()]
@@ -159,7 +159,7 @@ def backend() -> list[str]:
     return ["--torch-backend", "cpu"]
 
 
-def described(python: Path) -> str:
+def describe(python: Path) -> str:
     """Return the versions that decide, as installed."""
     code = "import numpy, platform, torch; print(platform.python_version(), torch.__version__, "
     code += "numpy.__version__)"
@@ -198,7 +198,7 @@ def trial(resolution: str, python: str) -> str:
     run(*into, "--no-build", "-r", listed, log=name)
     run(*into, "--no-deps", dist()[0], log=name)
     run(*uv, "pip", "check", "--python", inside, log=name)
-    line = f"{resolution:8}{described(inside)}; {size(folder)}, {time.time() - start:.0f} s"
+    line = f"{resolution:8}{describe(inside)}; {size(folder)}, {time.time() - start:.0f} s"
     example(inside, name)
     files = [f"tests/test_{x}.py" for x in TESTS]
     test = [inside, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *files]

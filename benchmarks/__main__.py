@@ -27,7 +27,7 @@ from benchmarks.run import (
     LENGTHS,
     ROUNDS,
     code,
-    explained,
+    must_measure,
     processor,
     rename,
     run,
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [
             name
             for name in names
-            if explained(results / here / f"{name}.json", wanted[name], code(CASES[name]))
+            if must_measure(results / here / f"{name}.json", wanted[name], code(CASES[name]))
         ]
     if not trial:
         rename(results)

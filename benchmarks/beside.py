@@ -54,7 +54,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Time and weigh peers at a D, N, dtype and mode: a row for each."""
     dim, length, dtype, mode = point
-    peers = {name: peer for name, peer in peers.items() if reached(peer, [length])}
+    peers = {name: peer for name, peer in peers.items() if lengths_of(peer, [length])}
     tensors = run.inputs(length, dtype, mode != run.MODES[0], dim)
     calls = calls_of(baseline, peers, length, dim, tensors)
     taken = run.time_rounds(calls, rounds)
@@ -78,14 +78,14 @@ def compare(
     }
 
 
-def reached(peer: Peer, lengths: Sequence[int]) -> list[int]:
+def lengths_of(peer: Peer, lengths: Sequence[int]) -> list[int]:
     """Return the lengths at which a peer is measured."""
     return [n for n in lengths if peer.longest is None or n <= peer.longest]
 
 
 def settings(peer: Peer, lengths: Sequence[int], dims: Sequence[int]) -> Any:
     """Return what the numbers of a peer depend on, as JSON has it."""
-    return run.settings(peer.ours, reached(peer, lengths), dims)
+    return run.settings(peer.ours, lengths_of(peer, lengths), dims)
 
 
 def title(peer: Peer) -> dict[str, str]:
@@ -146,14 +146,14 @@ def main(
     """
     lengths = sorted(set(lengths or LENGTHS))
     peers, missing = load(libraries)
-    peers = {name: peer for name, peer in peers.items() if reached(peer, lengths)}
+    peers = {name: peer for name, peer in peers.items() if lengths_of(peer, lengths)}
     for line in missing:
         run.progress(line)
     if folder is not None and not again:
         peers = {
             name: peer
             for name, peer in peers.items()
-            if run.explained(
+            if run.must_measure(
                 folder / "peers" / f"{name}.json",
                 settings(peer, lengths, dims),
                 run.code(peer.ours),

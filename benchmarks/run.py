@@ -257,7 +257,7 @@ def code(case: Case) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> str:
+def why_outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> str:
     """Return why there is something to measure, or nothing: "".
 
     There are no results yet, or those of other settings than `wanted`; or, where it is given, of
@@ -275,9 +275,9 @@ def outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> 
     return "the code has changed" if data.get("code") else "the file does not name the code"
 
 
-def explained(path: Path, wanted: Mapping[str, Any], code: str) -> bool:
+def must_measure(path: Path, wanted: Mapping[str, Any], code: str) -> bool:
     """Return whether there is something to measure, and why on standard error."""
-    if reason := outdated(path, wanted, code):
+    if reason := why_outdated(path, wanted, code):
         progress(f"to measure: {path.parent.name}/{path.stem}, as {reason}")
     return bool(reason)
 

@@ -331,7 +331,7 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         data, case = json.loads(text), CASES[path.stem]
         check_whole(data, run.LENGTHS)
         same = data == data | run.title(case)
-        old = run.outdated(path, run.settings(case, run.LENGTHS, run.DIMS))
+        old = run.why_outdated(path, run.settings(case, run.LENGTHS, run.DIMS))
         assert same and not old, f"{path.name}: run python -m benchmarks"
         assert data["rounds"] >= 7 and data["device"] == "cpu" and data["machine"]["gpu"] is None
         assert folder.name == report.slug(data["machine"])
@@ -352,7 +352,7 @@ def test_committed_peers_are_whole_and_as_they_are(folder, peers):
     for path in found:
         data, peer = json.loads(path.read_text("utf8")), peers[path.stem]
         wanted = beside.settings(peer, beside.LENGTHS, run.DIMS)
-        assert data == data | beside.title(peer) and not run.outdated(path, wanted), path.name
+        assert data == data | beside.title(peer) and not run.why_outdated(path, wanted), path.name
         assert data["rounds"] >= 7 and data["version"]
         check_peer(data, wanted["lengths"], run.DIM)
 

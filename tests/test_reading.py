@@ -44,7 +44,7 @@ def test_each_kind_of_content_has_its_time():
         ([nodes.paragraph("", *[nodes.math("", "a + b") for _ in range(30)])], 3),
         ([words(10)], 1),  # the shortest
     ):
-        assert status_page.reading(page(*parts)).minutes == minutes, parts
+        assert status_page.reading_time(page(*parts)).minutes == minutes, parts
 
 
 def test_closed_boxes_count_only_as_proofs():
@@ -52,17 +52,17 @@ def test_closed_boxes_count_only_as_proofs():
     hidden = nodes.container("", code(60), figure, hide_mode="input")  # code alone is folded
     task = nodes.admonition("", words(400), classes=["exercise"])
     proof = proof_node("", words(260))
-    found = status_page.reading(page(hidden, task, closed(words(500)), closed(proof)))
+    found = status_page.reading_time(page(hidden, task, closed(words(500)), closed(proof)))
     assert found == ([1], 2)
     assert str(found) == "1 min, 3 min with the proofs and a pencil"
-    assert status_page.reading(page(proof_node("", words(260)))) == ([2], 0)  # an open one
+    assert status_page.reading_time(page(proof_node("", words(260)))) == ([2], 0)  # an open one
     html = [nodes.raw("", text, format="html") for text in ("<details><p>", "</details>")]
     boxed = page(words(130), html[0], words(900), html[1], words(260))
-    assert status_page.reading(boxed) == ([3], 0)
+    assert status_page.reading_time(boxed) == ([3], 0)
 
 
 def test_sittings_are_cut_at_their_boxes():
-    found = status_page.reading(page(words(1300), stop(), words(2600), stop(), words(1950)))
+    found = status_page.reading_time(page(words(1300), stop(), words(2600), stop(), words(1950)))
     assert str(found) == "45 min in three sittings (10 + 20 + 15)"
 
 

@@ -113,7 +113,7 @@ def test_clips_and_ids_of_several_pages_do_not_meet(tree):
 )
 def test_what_makes_a_slide(source, expected):
     article = BeautifulSoup(f"<article>{source}</article>", "html.parser").article
-    assert len(list(slides.shown(article))) == expected
+    assert len(list(slides.find_slides(article))) == expected
 
 
 def test_a_slide_has_no_links_and_finds_its_images():

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from derived_book.exercises import ExerciseError
-from exercises import BOOK, WRONG, read_exercises, recorded
+from exercises import BOOK, WRONG, read_exercises, read_wrong_answers
 
 
 @cache
@@ -37,7 +37,7 @@ def test_each_check_has_three_wrong_answers(page):
 
 def test_no_wrong_answer_is_for_an_exercise_that_is_not_there():
     for page in PAGES:
-        assert recorded(page).keys() == exercises(page).keys()
+        assert read_wrong_answers(page).keys() == exercises(page).keys()
 
 
 @pytest.mark.parametrize(("page", "label", "i"), CASES)

@@ -157,7 +157,7 @@ class OutOfTimeError(BaseException):  # which nobody's `except Exception` catche
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Stop a block after some seconds, as soon as it returns to Python."""
 
     def stop(*_: Any) -> None:
@@ -403,7 +403,7 @@ class Table:
             if why := self.too_long(job, mode):
                 times[OURS][mode] = {"skipped": why}
         try:
-            with limited(seconds):
+            with time_limit(seconds):
                 calls = calls_of(job.case, job.N, job.D, self.sizes, job.fla)
                 for mode in (mode for mode in MODES if mode not in times[OURS]):
                     for name, found in measure(calls, mode, self.sizes).items():
@@ -440,7 +440,7 @@ GOALS: list[tuple[str, str, str, float]] = [  # mechanism, full or causal, besid
 ]
 
 
-def wanted(lengths: Sequence[int], dim: int) -> Iterator[tuple[str, str, int, int, str, float]]:
+def all_goals(lengths: Sequence[int], dim: int) -> Iterator[tuple[str, str, int, int, str, float]]:
     """Yield mechanism, kind, N, D, beside and largest ratio of every goal."""
     middle = lengths[-2]
     for name, kind, beside, most in GOALS:
@@ -460,7 +460,7 @@ def verdicts(data: dict[str, Any]) -> list[dict[str, Any]]:
         for x in data["cells"].values()
     }
     found = []
-    for name, kind, N, D, beside, most in wanted(data["lengths"], min(data["dims"])):
+    for name, kind, N, D, beside, most in all_goals(data["lengths"], min(data["dims"])):
         times = by_size.get((name, kind, N, D), {})
         pairs = [
             [times.get(x, {}).get(mode, {}).get("ms") for x in (OURS, beside)] for mode in MODES
