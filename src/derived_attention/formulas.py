@@ -128,7 +128,8 @@ def pool_head(h, s, q, k, v, mask, class_token):
 
 def sh(q, k, v, mask, scale, *, scales, class_token=False, attention=softmax):
     """H_h = softmax(Q_h (P K_h)ᵀ / √D) P V_h; P averages windows of s_h steps."""
-    heads = (pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
+    heads = (
+        pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
     return torch.stack([attention(*head, scale) for head in heads], -3)
 
 
@@ -137,7 +138,8 @@ def bn_sh(
     attention=softmax
 ):
     """Attention-BN on the pooled keys and values of each head, with its own β_h."""
-    heads = (pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
+    heads = (
+        pool_head(h, s, q, k, v, mask, class_token) for h, s in enumerate(scales))
     return torch.stack(
         [bn(*x, scale, beta=b, eps=eps, attention=attention)
          for x, b in zip(heads, beta, strict=True)], -3)
@@ -172,7 +174,8 @@ def conv1d(
     # (H or 1, N, N) and (H or 1, M, M)
     C = mixing_matrix(weight, (q.shape[-2],), mask.is_causal)
     C_k = mixing_matrix(key_weight, (k.shape[-2],), mask.is_causal)
-    Q, K = blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k))
+    Q, K = (
+        blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k)))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
@@ -186,7 +189,8 @@ def conv2d(
     if class_token:
         C, C_k = (F.pad(x, (1, 0, 1, 0)) for x in (C, C_k))
         C[..., 0, 0] = C_k[..., 0, 0] = 1
-    Q, K = blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k))
+    Q, K = (
+        blank(q, present_queries(q, query_mask)), blank(k, mask.presence(k)))
     return attention((C @ Q).view_as(q), (C_k @ K).view_as(k), v, mask, scale)
 
 
