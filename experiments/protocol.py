@@ -458,8 +458,9 @@ def command(
     refused = False
     for name in names:
         plan = experiments[name]
-        if plan["function"].__module__ == "__main__":  # other processes import it by its name
-            module = importlib.import_module(f"experiments.{prefix}")
+        run_by = sys.modules["__main__"].__spec__  # None for a script
+        if plan["function"].__module__ == "__main__" and run_by:  # other processes import it
+            module = importlib.import_module(run_by.name)
             plan = plan | {"function": getattr(module, plan["function"].__name__)}
         path = folder / f"{prefix}_{name}_{plan['settings'].get('device', 'cpu')}.json"
         data = run(plan, asked.workers, kept_rows(path, plan) if asked.keep else [])

@@ -3,7 +3,10 @@
 import importlib
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,7 @@ from experiments import chapter07, protocol, small
 from experiments.divergence import has_collapsed, watch_losses
 from experiments.protocol import GRID, choose_rate, deciding, kept_rows, load_series_for, run
 
+ROOT = Path(__file__).parents[1]
 SCORE = [("right", "right, %", 100, 1)]
 
 
@@ -316,6 +320,7 @@ def test_a_module_that_runs_as_main_trains_with_its_functions_by_name(monkeypatc
 
     fragile_copy.__module__, fragile_copy.__name__ = "__main__", "fragile"
     monkeypatch.setattr(small, "fragile", fragile, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", small.__spec__)
     plan = deciding("A text", fragile_copy, ["a"], SCORE, steps=(1, 2), seeds=1, rate=GRID[3])
     main(monkeypatch, plan)
     assert len(load_experiment("small_tiny", store)[0]["rows"]) == 2
@@ -509,12 +514,17 @@ def test_tuning_table_of_an_older_record(monkeypatch):
 
 
 def test_the_program_of_the_page_on_experiments_runs(monkeypatch, store):
-    page = (Path(__file__).parents[1] / "book" / "E_experiments.md").read_text("utf8")
+    page = (ROOT / "book" / "E_experiments.md").read_text("utf8")
     (name, text) = re.search(r"^:caption: `(\S+)\.py`\n(.*?)^```$", page, re.S | re.M).groups()
-    (store / f"{name}.py").write_text(text, "utf8")
+    steps, claim = "steps=(100, 200, 400),", 'below={"linear": "hidden layer"},'
+    assert steps in text and claim in text
+    program = store / f"{name}.py"
+    program.write_text(text.replace(steps, "steps=(1, 2),").replace(claim, ""), "utf8")
+    monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(store / "runs"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    subprocess.run([sys.executable, program], cwd=store, check=True, capture_output=True)
+    assert len(load_experiment("my_signs", store / "records")[0]["rows"]) == 2 * 2 * 8
     monkeypatch.syspath_prepend(store)
     module = importlib.import_module(name)
-    plan = module.EXPERIMENTS["signs"]
-    assert run(plan | {"steps": [1, 2], "seeds": 3})["best"] == "max"
     right = [module.train_once("hidden layer", seed, 400, 0.1)["right"] for seed in range(2)]
     assert min(right) > 0.9
