@@ -1,9 +1,9 @@
 """Train the example of chapter 18, sparsemax attention: ``python -m experiments.chapter18``.
 
-About two hours on one thread of a CPU. *longer* trains two arms to look a value up
-among 64 tokens, and reads the trained models among more, which are records that nobody asks for.
-The others are the jobs of chapter 17, with its frame and budgets, for one row more. What has
-finished is not repeated. The results go to the records, where the chapter reads them.
+About two hours on one thread of a CPU. *longer* trains two arms to look a value up among 64 tokens,
+and reads the trained models among more, which are records that nobody asks for. The others are the
+jobs of chapter 17, with its frame and budgets, for one row more. What has finished is not repeated.
+The results go to the records, where the chapter reads them.
 """
 
 from __future__ import annotations
