@@ -92,6 +92,7 @@ def deciding(
     tuning_seeds: Sequence[int] = TUNING_SEEDS,
     rate: float | None = None,
     best: Callable[..., float] = max,
+    tie: float | None = None,
     below: Mapping[str, str | float] | None = None,
     longer: Sequence[str] = (),
     **settings: Any,
@@ -103,7 +104,8 @@ def deciding(
     decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
     A mapping `seeds` gives the number of seeds of some arms, and all others have eight: one seed is
     enough for an arm that cannot do the task, as the page has computed. `tuning_seeds` choose the
-    learning rates: one is enough where scores differ little between seeds.
+    learning rates: one is enough where scores differ little between seeds. Two scores that choose
+    rates tie if they differ by at most `tie`; without it, as in `choose_rate`.
 
     `below` has the arms that the page's verdict places below another arm or below a number, which
     means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
@@ -123,7 +125,7 @@ def deciding(
     if fewest < len(LONG_SEEDS):
         raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
     plan = experiment(title, function, names, columns, **settings) | {"seeds": seeds}
-    plan |= {"steps": list(steps), "rate": rate, "best": best, "below": below}
+    plan |= {"steps": list(steps), "rate": rate, "best": best, "tie": tie, "below": below}
     plan["longer"] = [arm for arm in names if arm in below or arm in longer]
     return plan | {"tuning_seeds": tuning_seeds}
 
@@ -288,7 +290,7 @@ def _next_runs(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> li
     if not asked:
         worst = {lr: min(scores) for lr, scores in tried.items()}
         whole = [x for lr, x in worst.items() if len(tried[lr]) == len(seeds)]
-        bar = max(whole, default=-math.inf) - _tolerance(worst.values())
+        bar = max(whole, default=-math.inf) - _tolerance(worst.values(), plan["tie"])
         left = [lr for lr in tried if len(tried[lr]) < len(seeds) and -math.inf < worst[lr] >= bar]
         if left:
             lr = max(left, key=lambda rate: worst[rate])
@@ -310,7 +312,7 @@ def rate_of(
     that chooses nothing may learn at a higher rate only, so all rates up to 0.1 are tried.
     """
     tried = _tried(plan, rows, arm)
-    best, more = choose_rate(tried)
+    best, more = choose_rate(tried, plan["tie"])
     others = [_tried(plan, rows, other) for other in BLIND if other in plan["names"]]
     control = max((sum(x) / len(x) for z in others for x in z.values()), default=-math.inf)
     learned = max(map(min, tried.values())) > control + TIE
@@ -330,13 +332,16 @@ def _tried(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[f
     return scores
 
 
-def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float | None]:
+def choose_rate(
+    scores: Mapping[float, Sequence[float]], tie: float | None = None
+) -> tuple[float, float | None]:
     """Return the best of the rates that were tried, and the one to try before that is final.
 
     The best rate is the one whose worst score is best; of those that tie, the one with the best
     mean. There is no other to try if it is not at an edge. If it is, but its inner neighbour ties
     in both, the neighbour is chosen. Two scores tie if they differ by at most 0.005, or by 1 % of
-    the range of the arm's worst scores. A rate at the end of `GRID` is final.
+    the range of the arm's worst scores, or by at most `tie` if it is given. A rate at the end of
+    `GRID` is final.
 
     Parameters
     ----------
@@ -346,7 +351,7 @@ def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float |
     """
     rates = sorted(scores)
     worst, mean = ({r: f(scores[r]) for r in rates} for f in (min, lambda x: sum(x) / len(x)))
-    tolerance = _tolerance(worst.values())
+    tolerance = _tolerance(worst.values(), tie)
     near = [rate for rate in rates if worst[rate] >= max(worst.values()) - tolerance]
     best = max(near, key=lambda rate: mean[rate])
     if rates[0] < best < rates[-1]:
@@ -358,8 +363,10 @@ def choose_rate(scores: Mapping[float, Sequence[float]]) -> tuple[float, float |
     return best, GRID[place] if 0 <= place < len(GRID) else None
 
 
-def _tolerance(scores: Iterable[float]) -> float:
+def _tolerance(scores: Iterable[float], tie: float | None) -> float:
     """Return by how much two of an arm's scores may differ that tie."""
+    if tie is not None:
+        return tie
     finite = [x for x in scores if math.isfinite(x)] or [0.0]
     return max(TIE, TIE_SHARE * (max(finite) - min(finite)))
 

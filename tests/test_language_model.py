@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from derived_book import load_documents
 from derived_book.tasks.language import documents
@@ -55,14 +56,14 @@ def test_repeats_are_those_of_a_loop():
     known = np.unique(n_grams(windows[4]))
     repeated, recalled = find_repeats(windows, known)
     for row, again, new in zip(windows.tolist(), repeated, recalled, strict=True):
-        grams = [tuple(row[t - 7 : t + 1]) if t > 6 else t for t in range(150)]
+        grams = [tuple(row[t - 8 : t]) if t > 7 else t for t in range(150)]  # before the byte
         old = {tuple(windows[4][t - 7 : t + 1]) for t in range(7, 150)}
         assert again.tolist() == [gram in grams[:t] for t, gram in enumerate(grams)]
         assert new.tolist() == [x and grams[t] not in old for t, x in enumerate(again)]
     assert 0 < recalled[:4].sum() < repeated[:4].sum() and not recalled[4].any()
     text, known = (np.frombuffer(x, np.uint8) for x in (b"key=7171 key=7171 key=72", b"key=7171"))
     by_hand = find_repeats(text[None], n_grams(known))
-    assert [np.flatnonzero(x).tolist() for x in by_hand] == [[*range(16, 23)], [*range(17, 23)]]
+    assert [np.flatnonzero(x).tolist() for x in by_hand] == [[*range(17, 24)], [*range(18, 24)]]
 
 
 def test_bits_are_those_of_the_second_half_of_each_window():
@@ -82,14 +83,35 @@ def test_bits_are_those_of_the_second_half_of_each_window():
     assert found[0, 1, 1] == found[0, 2, 1] == ends.sum()
 
 
-def test_an_interval_is_that_of_a_mean_and_of_the_means_of_seeds():
-    draw = np.random.default_rng(0)
-    bits, counts = 2 + draw.normal(size=400), np.ones(400)
-    low, high = page.bootstrap(bits, counts)
-    assert high - low == pytest.approx(2 * 1.96 * bits.std() / 20, rel=0.1)
-    assert low < bits.mean() < high
-    wider = page.bootstrap(bits + np.array([[-1], [0], [1]]), counts)
-    assert wider[1] - wider[0] > 1.5 and np.ptp(page.bootstrap(3 * counts, counts)) == 0
+def test_an_interval_knows_the_noise_of_seeds_and_of_files():
+    draw, arms, far = np.random.default_rng(0), "abcdefghi", 0.05
+    bits = 100 * (2 + 0.1 * draw.normal(size=(1, 40, 3)))  # of each file, the same for all
+
+    def differences(seed_noise, file_noise):
+        """How often a difference of zero, and one of 0.05 bits, is inside."""
+        inside = []
+        for _ in range(200):
+            runs = {}
+            for arm in arms:
+                of_seeds, of_files = draw.normal(size=(3, 1, 1)), draw.normal(size=(1, 40, 3))
+                own = bits + 100 * (seed_noise * of_seeds + file_noise * of_files)
+                runs[arm] = np.stack([own, np.full(own.shape, 100.0)], -1)
+            mean, half = page.interval(runs, "a", "b", page.QUANTITIES["all"], draws=200)
+            inside.append([abs(mean) < half, abs(mean - far) < half])
+        return np.mean(inside, 0)
+
+    for noise in ((0.01, 0), (0, 0.05), (0.005, 0.03)):
+        same, other = differences(*noise)
+        assert 0.9 < same < 0.99 and other < 0.5
+
+
+def test_the_quantities_of_a_document_are_those_of_its_bytes():
+    kinds = np.array([[10.0, 8], [6, 4], [5, 1]])  # bits and bytes: all, repeated, recalled
+    found = {name: float(quantity(kinds)) for name, quantity in page.QUANTITIES.items()}
+    shown = 1 / 3  # of the repeated bytes that training has shown
+    assert found == pytest.approx(
+        {"all": 1.25, "repeated": 1.5, "recalled": 5, "excess": 5 - shown, "half": (6 - 5) / 8}
+    )
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -154,7 +176,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, ar
     assert path.exists()
     again, same = run(Windows, path)
     assert again == losses and all(torch.equal(same[key], x) for key, x in weights.items())
-    assert len(losses) == 20 and losses[-1] < 0.6 * losses[0] and not path.exists()
+    assert len(losses) == 20 and losses[-1] < 0.6 * losses[0]
+    kept = load_file(path)  # the weights and the losses, which another call reads
+    assert len(kept) == len([*page.LanguageModel(arm, "small").parameters()]) + 1
+    read, same = run(Interrupted, path)
+    assert read == losses and all(torch.equal(same[key], x) for key, x in weights.items())
 
 
 def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch, tmp_path):

@@ -68,6 +68,8 @@ def test_the_mean_chooses_between_rates_whose_worst_seeds_tie():
     tied = {GRID[3]: [0.33, 0.35], GRID[4]: [0.33, 0.9]}
     assert choose_rate({GRID[2]: [0.33, 0.33], **tied}) == (GRID[4], GRID[5])
     assert choose_rate({**tied, GRID[5]: [0.1, 1.0]}) == (GRID[4], None)
+    edge = {GRID[2]: [-2.0], GRID[3]: [-2.015], GRID[4]: [-4.0]}  # 1 % of the range is 0.02
+    assert choose_rate(edge) == (GRID[3], None) and choose_rate(edge, 0.002) == (GRID[2], GRID[1])
 
 
 @pytest.mark.parametrize("best", [min, max])

@@ -263,9 +263,10 @@ def experiment_caption(data: dict[str, Any]) -> str:
     machine = data["machine"]
     where = machine["gpu"] or f"{machine['processor']}, threads: {machine['threads']}"
     settings = ", ".join(f"{key} = {value}" for key, value in data["settings"].items())
+    title = f"{data['title']} ({settings})" if settings else data["title"]
     rows = [row for row in data["rows"] if row.get("steps") == data["rows"][0].get("steps")]
     return (
-        f"{data['title']} ({settings}), mean ± standard deviation of "
+        f"{title}, mean ± standard deviation of "
         f"{_count(Counter(row['arm'] for row in rows).values())}; parameters and operations of all "
         f"attention layers, forward, one sequence; {where}; PyTorch {machine['torch']}, "
         f"{machine['date']}"

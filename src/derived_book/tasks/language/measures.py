@@ -2,8 +2,8 @@
 
 Bits are counted in windows that overlap by half, and only in the second half of each. So every
 counted byte has at least half a window of context, and all models have the same. A byte is
-*repeated* if the n-gram that it ends occurs earlier in its window. It is *recalled* if, moreover,
-this n-gram is nowhere in the training text, so that no weights can know it.
+*repeated* if the n-gram before it occurs earlier in its window. It is *recalled* if, moreover, this
+n-gram is nowhere in the training text, so that no weights can know what follows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from derived_book.runtime import evaluating
 
 N_GRAM = 8  # bytes: as long as a rare word, and one integer of 64 bits
-KINDS = ("all", "repeated", "recalled")  # of bytes
+KINDS = ("all", "repeated", "recalled")  # of bytes; neither depends on the byte itself
 
 
 def cut_windows(text: Tensor, length: int) -> Tensor:
@@ -44,14 +44,14 @@ def find_repeats(windows: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np
     known : ndarray
         The n-grams of the training text, sorted, each once: ``np.unique(n_grams(text))``.
     """
-    grams, n = n_grams(windows), N_GRAM
+    grams, n = n_grams(windows[:, :-1]), N_GRAM  # of what precedes a byte
     order = grams.argsort(1, kind="stable")
     ordered = np.take_along_axis(grams, order, 1)
     repeated = np.zeros(windows.shape, bool)
-    np.put_along_axis(repeated[:, n - 1 :], order[:, 1:], ordered[:, 1:] == ordered[:, :-1], 1)
+    np.put_along_axis(repeated[:, n:], order[:, 1:], ordered[:, 1:] == ordered[:, :-1], 1)
     place = np.searchsorted(known, grams).clip(max=len(known) - 1)
     recalled = repeated.copy()
-    recalled[:, n - 1 :] &= known[place] != grams
+    recalled[:, n:] &= known[place] != grams
     return repeated, recalled
 
 
