@@ -86,6 +86,7 @@ EXPERIMENTS = {
         rate=RATE,
         best=min,
         below=BELOW,
+        longer=[REFITTED[3]],
         windows=16,
         ridge=0.1,
     )
