@@ -509,8 +509,8 @@ def test_new_records_are_read_as_old_ones(monkeypatch, store):
 
 
 def test_tuning_table_of_an_older_record(monkeypatch):
-    text = tuning_table("chapter17_places").data
-    assert "| alone | " in text and "older than the rule of appendix E" in text
+    text = tuning_table("chapter14_cross").data
+    assert "| position only | " in text and "older than the rule of appendix E" in text
     with pytest.raises(ValueError, match="expected an experiment that has chosen learning rates"):
         tuning_table("small_documentation_longer")
 
