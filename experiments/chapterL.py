@@ -49,7 +49,7 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     data = load_documents(how["data"])
     seed_everything(seed)
     model = page.LanguageModel(arm, size).to(how["device"])
-    name = digest(code_of_training(), data.digest, arm, seed, steps, lr, size, *how.values())
+    name = digest(code_of_training(size), data.digest, arm, seed, steps, lr, size, *how.values())
     windows = Windows(data.text, model.length, how["batch"], steps=1)
     losses = train_on(model, windows, seed, steps, lr, cache_dir("runs") / f"{name}.safetensors")
     known = np.unique(n_grams(data.text.numpy()))
@@ -66,12 +66,15 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     }
 
 
-def code_of_training() -> list[str]:
+def code_of_training(size: str) -> list[Any]:
     """Return what determines the weights of a run, apart from its configuration."""
+    package = run_key.PACKAGE
+    reached = package.find_imports(inspect.getsource(page)) | {
+        Windows.__module__,
+        Trainer.__module__,
+    }
     own = page.LanguageModel, page.Layer, page.Taps, page.config, page.train, train_on
-    return [run_key.PACKAGE.digest(["derived_book.tasks.model", "derived_book.training.fit"])] + [
-        inspect.getsource(x) for x in own
-    ]
+    return [package.digest(reached), *page.SIZES[size].values(), *map(inspect.getsource, own)]
 
 
 def train_on(

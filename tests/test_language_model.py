@@ -1,5 +1,6 @@
 """The page with a language model: documents, what is measured, the model, and its training."""
 
+import inspect
 import math
 
 import numpy as np
@@ -181,6 +182,17 @@ def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, ar
     assert len(kept) == len([*page.LanguageModel(arm, "small").parameters()]) + 1
     read, same = run(Interrupted, path)
     assert read == losses and all(torch.equal(same[key], x) for key, x in weights.items())
+
+
+def test_weights_are_not_reused_for_another_size_or_another_mechanism(small, monkeypatch):
+    before = chapterL.code_of_training("small")
+    assert before == chapterL.code_of_training("small") != chapterL.code_of_training("laptop")
+    monkeypatch.setitem(page.SIZES["small"], "heads", 4)  # weights of the same shapes
+    assert chapterL.code_of_training("small") != before
+    package = chapterL.run_key.PACKAGE
+    found = package.dependencies(package.find_imports(inspect.getsource(page)))
+    families = "delta", "mixture", "selected", "linear", "sink"
+    assert all(any(f".{family}." in f"{name}." for name in found) for family in families), found
 
 
 def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch, tmp_path):
