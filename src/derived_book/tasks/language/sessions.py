@@ -105,7 +105,7 @@ class Sessions(Endless):
         check_length(name, f"sessions of {self.length} bytes", self.length, model)
 
 
-def right_answers(model: nn.Module, n: int = 512) -> float:
+def right_answers(model: nn.Module, n: int = 512, *, seed: int = TEST_SEED + 1) -> float:
     """Return the share of answers, in `n` fixed sessions, that are a model's likeliest byte.
 
     Parameters
@@ -113,10 +113,12 @@ def right_answers(model: nn.Module, n: int = 512) -> float:
     model : nn.Module
         A language model, such as `derived_book.ByteLM`; it reads ``model.length`` bytes.
     n : int
-        Sessions, other than those of an evaluation with `Sessions`.
+        Sessions.
+    seed : int
+        Of the sessions; by default they are others than those of an evaluation with `Sessions`.
     """
     device, length = check_device(model, None), check_reader(model)
-    generator = torch.Generator().manual_seed(TEST_SEED + 1)
+    generator = torch.Generator().manual_seed(seed)
     text, answers = draw_sessions(n, length + 1, generator=generator)
     with evaluating(model):
         guesses = [
