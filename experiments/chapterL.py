@@ -48,7 +48,7 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     """
     data = load_documents(how["data"])
     seed_everything(seed)
-    model = page.LanguageModel(arm, size).to(how["device"])
+    model = page.build(arm, size).to(how["device"])
     name = digest(code_of_training(size), data.digest, arm, seed, steps, lr, size, *how.values())
     windows = Windows(data.text, model.length, how["batch"], steps=1)
     losses = train_on(model, windows, seed, steps, lr, cache_dir("runs") / f"{name}.safetensors")
@@ -73,7 +73,7 @@ def code_of_training(size: str) -> list[Any]:
         Windows.__module__,
         Trainer.__module__,
     }
-    own = page.LanguageModel, page.Layer, page.Taps, page.config, page.train, train_on
+    own = page.build, page.train, train_on
     return [package.digest(reached), *page.SIZES[size].values(), *map(inspect.getsource, own)]
 
 
@@ -141,7 +141,7 @@ PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
 
 def cost(size: str = "laptop", batch: int = 8, rounds: int = 15) -> dict[str, Any]:
     """Measure a step of training, and decoding after contexts, side by side, on one thread."""
-    models = {arm: page.LanguageModel(arm, size) for arm in page.ARMS}
+    models = {arm: page.build(arm, size) for arm in page.ARMS}
     x = torch.randint(256, (batch, page.SIZES[size]["length"] + 1))
     rows: list[dict[str, Any]] = []
 

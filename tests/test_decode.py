@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from helpers import assert_all_close, output_and_gradients
-from torch import nn
 
 from derived_attention import (
     MECHANISMS,
@@ -19,7 +18,6 @@ from derived_attention import (
 )
 from derived_attention.common.convention import state_of
 from derived_attention.testing.cases import Largest
-from derived_book import ByteLM, Config, generate
 from derived_book.training.measure import count_flops
 
 WITH_STATES = ("linear", "ridge", "delta")
@@ -222,73 +220,6 @@ def test_a_token_costs_the_same_after_any_number_of_others(name):
         whole = count_flops(lambda: layer(x, x, x, is_causal=True, need_weights=False))
     assert flops[0] == flops[1] == flops[2] > 0 and len({*sizes}) == 1
     assert whole > 50 * flops[2]
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-class Whole(nn.Module):
-    """A model that reads all bytes each time, as it has no state."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.length = model, model.length
-
-    def forward(self, x):
-        return self.model(x)
-
-
-def writer(name, length=24, **options):
-    torch.manual_seed(0)
-    entry = MECHANISMS[name]
-    config = Config(dim=H * D, heads=H, attention=entry.plug(length, H, D), dropout=0.1)
-    return ByteLM(length, config, **options).double()
-
-
-@with_states
-def test_a_model_writes_the_same_with_and_without_a_state(name):
-    model, seen = writer(name, taps=3), []
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
-    for prompt, n in (("a", 30), ("k=7 q=3 ", 4), ("long" * 10, 2)):
-        written = generate(model, prompt, n, temperature=1.0)
-        assert len(seen) == max(0, len(prompt) + n - 1 - max(24, len(prompt) - 1))
-        assert written == generate(Whole(model), prompt, n, temperature=1.0)
-        seen.clear()
-    assert model.training
-
-
-@with_states
-def test_a_text_in_pieces_has_the_logits_of_the_whole(name):
-    model, x = writer(name, taps=3).eval(), torch.randint(256, (B, 24))
-    whole, parts, read = model(x), [], ()
-    for piece in x.split([0, 1, 1, 0, 5, 1, 16], 1):
-        logits, *read = model.step(piece, *read)
-        parts.append(logits)
-    assert_all_close([torch.cat(parts, 1)], [whole], 1e-9, name)
-    with pytest.raises(ValueError, match="x has 1 bytes in a row, after 24; expected at most 0"):
-        model.step(x[:, :1], *read)
-
-
-def test_a_token_of_a_model_costs_the_same_anywhere():
-    model, x = writer("linear", 400, taps=2).eval(), torch.randint(256, (1, 400))
-    flops = []
-    for n in (1, 399):
-        _, read = model.step(x[:, :n])
-        flops.append(count_flops(lambda read=read, n=n: model.step(x[:, n : n + 1], read)))
-    assert flops[0] == flops[1] and 100 * flops[1] < count_flops(lambda: model(x))
-
-
-def test_models_without_a_state_say_so():
-    model = writer("linear")
-    assert model.has_state
-    model.layers[-1] = writer("softmax").layers[-1]
-    assert not model.has_state
-    with pytest.raises(ValueError, match="MultiheadAttention with softmax_attention has no state"):
-        model.step(torch.zeros(1, 2, dtype=torch.int64))
-    model, x = writer("linear", taps=3), torch.zeros(2, 2, dtype=torch.int64)
-    read = model.step(x)[1]
-    with pytest.raises(ValueError, match=r"read.last has shape \(2, 2, 8\); expected \(1, 2, 8\)"):
-        model.step(x[:1], read)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_the_quantities_of_a_document_are_those_of_its_bytes():
 @pytest.mark.parametrize("size", page.SIZES)
 def test_all_arms_have_nearly_as_many_parameters(size):
     with torch.device("meta"):
-        models = [page.LanguageModel(arm, size) for arm in page.ARMS]
+        models = [page.build(arm, size) for arm in page.ARMS]
     sizes = [sum(p.numel() for p in model.parameters()) for model in models]
     assert max(sizes) / min(sizes) < 1.02 and (size == "gpu") == (sizes[0] > 10_000_000)
 
@@ -129,7 +129,7 @@ def test_all_arms_have_nearly_as_many_parameters(size):
 @pytest.mark.parametrize("arm", page.ARMS)
 def test_later_bytes_change_nothing_and_decoding_gives_the_same_logits(small, arm):
     torch.manual_seed(0)
-    model, x = page.LanguageModel(arm, "small"), torch.randint(256, (2, 24))
+    model, x = page.build(arm, "small"), torch.randint(256, (2, 24))
     for layer in model.layers:
         torch.nn.init.normal_(layer.norm1[1].weight)
     logits = model(x).detach()
@@ -165,7 +165,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, ar
 
     def run(kind, path):
         torch.manual_seed(0)
-        model = page.LanguageModel(arm, "small")
+        model = page.build(arm, "small")
         with protocol.watch_losses() as watched:
             losses = chapterL.train_on(model, kind(text, 32, 4, steps=1), 5, 20, 1e-2, path)
         assert watched == losses
@@ -179,7 +179,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, ar
     assert again == losses and all(torch.equal(same[key], x) for key, x in weights.items())
     assert len(losses) == 20 and losses[-1] < 0.6 * losses[0]
     kept = load_file(path)  # the weights and the losses, which another call reads
-    assert len(kept) == len([*page.LanguageModel(arm, "small").parameters()]) + 1
+    assert len(kept) == len([*page.build(arm, "small").parameters()]) + 1
     read, same = run(Interrupted, path)
     assert read == losses and all(torch.equal(same[key], x) for key, x in weights.items())
 
@@ -191,6 +191,7 @@ def test_weights_are_not_reused_for_another_size_or_another_mechanism(small, mon
     assert chapterL.code_of_training("small") != before
     package = chapterL.run_key.PACKAGE
     found = package.dependencies(package.find_imports(inspect.getsource(page)))
+    assert package.find_imports("from derived_book import LanguageModel") <= found
     families = "delta", "mixture", "selected", "linear", "sink"
     assert all(any(f".{family}." in f"{name}." for name in found) for family in families), found
 

@@ -1,5 +1,6 @@
 """The models: shapes, padding, maps, and the rule for `attention`."""
 
+import copy
 import dataclasses
 import functools
 
@@ -11,11 +12,12 @@ from derived_attention.batch_norm.layer import NormalizedAttention
 from derived_attention.convolutional.layer import CvTAttention
 from derived_attention.layer import MultiheadAttention
 from derived_attention.linear.core import linear_attention
+from derived_attention.softmax.controls import identity_attention
 from derived_attention.softmax.core import softmax_attention
 from derived_attention.sparse.core import window_attention
 from derived_book.runtime import digest
 from derived_book.tasks.images.model import VisionTransformer
-from derived_book.tasks.language.model import ByteLM
+from derived_book.tasks.language.model import ByteLM, LanguageModel
 from derived_book.tasks.model import Config, make_attention, sinusoids
 from derived_book.tasks.series.model import SeriesClassifier
 
@@ -36,6 +38,7 @@ def maker(kind, **sizes):
 small = maker(SeriesClassifier, channels=3, classes=4, length=7)
 vision = maker(VisionTransformer, grid=(2, 3), channels=5, classes=4)
 writer = maker(ByteLM, length=6)
+with_taps = maker(LanguageModel, length=6)
 
 
 def batch():
@@ -54,7 +57,8 @@ def text(n=5):
     return torch.randint(0, 256, (n, 6), generator=torch.Generator().manual_seed(5))
 
 
-MODELS = {small: batch(), vision: (images(),), writer: (text(),)}
+MODELS = {small: batch(), vision: (images(),), writer: (text(),), with_taps: (text(),)}
+WRITERS = writer, with_taps
 
 
 def test_number_of_parameters_is_the_reference_s():
@@ -154,6 +158,7 @@ def test_wrong_sizes():
         (small, ("channels", "classes", "length")),
         (vision, ("channels", "classes")),
         (writer, ("length",)),
+        (with_taps, ("length",)),
         (Config, ("dim", "heads", "layers", "hidden")),
     ):
         for name in names:
@@ -178,6 +183,8 @@ def test_wrong_configuration():
                 call(wrong)
     with pytest.raises(TypeError, match="config is 64; expected a Config, such as"):
         ByteLM(32, 64)
+    with pytest.raises(ValueError, match="attentions has 1; expected 2, one for each layer"):
+        LanguageModel(32, Config(), [identity_attention])
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().dim = 3
 
@@ -263,7 +270,7 @@ def test_maps_of_every_model(name):
             rows = A.sum(-1).masked_select(~padding[:, None])  # of the queries that are there
             torch.testing.assert_close(rows, torch.ones_like(rows))
             assert (A >= 0).all() and not A.masked_select(padding[:, None, None]).any()
-            assert make is not writer or (A.triu(1) == 0).all()
+            assert make not in WRITERS or (A.triu(1) == 0).all()
         assert model.train()(*x).isfinite().all()
 
 
@@ -286,6 +293,32 @@ def test_language_model_is_what_its_docstring_says():
     assert sum(p.numel() for p in ByteLM(32, Config()).parameters()) == 102_144
 
 
+def test_a_model_with_taps_mixes_bytes_ahead_of_every_attention():
+    torch.manual_seed(1)
+    model, x = randomised(with_taps()), text()
+    untouched, taps = model(x), torch.randn(4, 16)
+    plain, mixed = copy.deepcopy(model), copy.deepcopy(model)
+
+    class Convolution(nn.Module):
+        def forward(self, x):
+            return nn.functional.conv1d(x.mT, taps.mT[:, None], padding=3, groups=16).mT[:, :6]
+
+    for layer, other, third in zip(model.layers, plain.layers, mixed.layers, strict=True):
+        layer.norm1[1].weight.data = taps
+        other.norm1 = other.norm1[0]
+        third.norm1[1] = Convolution()
+    torch.testing.assert_close(plain(x), untouched)  # taps that are not trained mix nothing
+    torch.testing.assert_close(model(x), mixed(x))
+    later = torch.cat([x[:, :4], (x[:, 4:] + 1) % 256], 1)
+    torch.testing.assert_close(model(later)[:, :4], model(x)[:, :4])
+
+
+def test_the_attention_of_each_layer_can_differ():
+    model = LanguageModel(6, Config(layers=2), [identity_attention, linear_attention])
+    kinds = [layer.attention.attention for layer in model.layers]
+    assert kinds == [identity_attention, linear_attention]
+
+
 def test_positions_start_as_sinusoids():
     model = writer()
     assert torch.equal(model.positions, sinusoids(6, 16)) and model.positions.requires_grad
@@ -299,7 +332,7 @@ def test_positions_start_as_sinusoids():
 @pytest.mark.parametrize("make", MODELS)
 def test_gradients_reach_every_parameter(make):
     model, y = make(), torch.arange(5) % 4
-    if make is writer:
+    if make in WRITERS:
         y = text(n=200)
         logits, y = model(y[:, :-1]).flatten(0, 1), y[:, 1:].flatten()
     else:

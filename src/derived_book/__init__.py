@@ -29,7 +29,7 @@ _MODULES = {
     "tasks.language.data": "encode load_text",
     "tasks.language.documents": "load_documents",
     "tasks.language.loss": "Windows byte_loss generate",
-    "tasks.language.model": "ByteLM",
+    "tasks.language.model": "ByteLM LanguageModel",
     "tasks.language.sessions": "Sessions draw_sessions right_answers",
     "tasks.language.run": "small_model",
     "tasks.listops.data": "make_listops prefix_rule",

@@ -143,17 +143,6 @@ class CausalLayer(PreNormLayer):
 
     masks = {"is_causal": True}
 
-    @property
-    def has_state(self) -> bool:
-        """Whether `step` can be called: whether the attention has a state."""
-        return getattr(self.attention, "has_state", False)
-
-    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Map the next steps (B, n, dim), and return the attention's next state too."""
-        h, state = self.attention.step(self.norm1(x), state)  # type: ignore[operator]
-        x = x + self.dropout(h)
-        return x + self.dropout(self.feedforward(self.norm2(x))), state
-
 
 def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
     """Build the layers of a model."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +84,6 @@ def generate(
     ----------
     model : nn.Module
         As in `byte_loss`. It reads the last ``model.length`` bytes each time, in evaluation mode.
-        But where it has a state, as `derived_book.ByteLM` has with linear attention, it reads
-        each of the first ``model.length`` bytes once, by its ``step``.
     prompt : str
         At least one character.
     n : int
@@ -103,22 +100,15 @@ def generate(
     check_number("temperature", temperature, least=0)
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same on every machine
-    text = new = encode(prompt)
-    read: list[Any] = []
-    step: Any = model.step if getattr(model, "has_state", False) else None
+    text = encode(prompt)
     with evaluating(model):
         for _ in range(n):
-            if step and len(text) <= length:
-                logits, *read = step(new.long().to(device)[None], *read)
-            else:  # a state of absolute positions cannot leave its first bytes out
-                logits = model(text[-length:].long().to(device)[None])
-            logits = logits[0, -1].cpu()  # (256,)
+            logits = model(text[-length:].long().to(device)[None])[0, -1].cpu()  # (256,)
             if temperature == 0:
                 byte = logits.argmax(0, keepdim=True)
             else:
                 byte = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-            new = byte.to(torch.uint8)
-            text = torch.cat([text, new])
+            text = torch.cat([text, byte.to(torch.uint8)])
     return decode(text)
 
 

@@ -1,26 +1,19 @@
-"""A language model on bytes."""
+"""Language models on bytes: the small one of chapter 1, and the one of the page on language."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from derived_attention.common.checks import check_shape
+from derived_attention.common.checks import Mechanism
 from derived_book.tasks.checks import check_no_padding, check_tokens
 from derived_book.tasks.model import CausalLayer, Config, Encoder, check_sizes, sinusoids, stack
 
-
-class Read(NamedTuple):
-    """What `ByteLM.step` keeps of the bytes so far: nothing, at the start of a text."""
-
-    seen: int = 0  #: bytes
-    last: Tensor | None = None  #: (B, taps - 1, dim), the last embeddings, if there are more taps
-    layers: tuple[Any, ...] = ()  #: the state of each layer's attention
-
-
-START = Read()
+VOCABULARY = 256
 
 
 class ByteLM(Encoder):
@@ -47,73 +40,104 @@ class ByteLM(Encoder):
     torch.Size([3, 64, 256])
     """
 
-    vocabulary = 256
-
     def __init__(self, length: int, config: Config, taps: int = 1) -> None:
         super().__init__()
         check_sizes(config, length=length, taps=taps)
         self.length, self.config = length, config
-        self.embed = nn.Embedding(self.vocabulary, config.dim)
+        self.embed = nn.Embedding(VOCABULARY, config.dim)
         self.positions = nn.Parameter(sinusoids(length, config.dim))
         self.layers = stack(CausalLayer, config)
         self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, self.vocabulary)
+        self.head = nn.Linear(config.dim, VOCABULARY)
         self.before = nn.Conv1d(config.dim, config.dim, taps) if taps > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
         return self.head(self.norm(self._run(self._embed(x, None))))
 
-    @property
-    def has_state(self) -> bool:
-        """Whether `step` can be called: whether the attention of every layer has a state."""
-        return all(layer.has_state for layer in self.layers)
+    def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        check_bytes(x, padding, self.length)
+        h = self.embed(x)  # (B, T, dim)
+        if self.before is not None:
+            h = h + self.before(pad(h.mT, (self.before.kernel_size[0] - 1, 0))).mT
+        return self.dropout(h + self.positions[: x.shape[1]])
 
-    def step(self, x: Tensor, read: Read = START) -> tuple[Tensor, Read]:
-        """Return logits (B, n, 256) after each of the next bytes `x`, and what has been read.
 
-        A text in pieces has the logits of the whole text, up to rounding, and the time of a piece
-        does not depend on how many bytes came before it.
+class LanguageModel(Encoder):
+    """The language model that the book trains on code: logits of the next byte.
 
-        Parameters
-        ----------
-        x : Tensor
-            (B, n) int64.
-        read : Read
-            What the last call returned; left out for the first bytes.
+    It has no table of positions, and its layers are causal. `Taps` mix each byte with the three
+    before it ahead of every attention.
 
-        Raises
-        ------
-        TypeError, ValueError
-            As in the forward pass; for more than `length` bytes in all, a `read` of another batch,
-            or a model whose `has_state` is False.
-        """
-        h, last = self._read(x, None, read)
-        states = []
-        for layer, state in zip(self.layers, read.layers or [None] * len(self.layers), strict=True):
-            h, state = layer.step(h, state)
-            states.append(state)
-        return self.head(self.norm(h)), Read(read.seen + x.shape[1], last, tuple(states))
+    Parameters
+    ----------
+    length : int
+        T, the most bytes that the model reads at a time.
+    config : Config
+    attentions : sequence of callable, optional
+        One for each layer, as in `Config`; default, ``config.attention`` in all layers.
+
+    Examples
+    --------
+    >>> model = LanguageModel(64, Config())
+    >>> model(torch.zeros(3, 64, dtype=torch.int64)).shape
+    torch.Size([3, 64, 256])
+    """
+
+    def __init__(
+        self, length: int, config: Config, attentions: Sequence[Mechanism] | None = None
+    ) -> None:
+        super().__init__()
+        check_sizes(config, length=length)
+        self.length, self.config = length, config
+        attentions = [config.attention] * config.layers if attentions is None else attentions
+        if len(attentions) != config.layers:
+            raise ValueError(
+                f"attentions has {len(attentions)}; expected {config.layers}, one for each layer"
+            )
+        self.embed = nn.Embedding(VOCABULARY, config.dim)
+        self.layers = nn.ModuleList(
+            LayerWithTaps(dataclasses.replace(config, attention=x)) for x in attentions
+        )
+        self.dropout, self.norm = nn.Dropout(config.dropout), nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
+        return self.head(self.norm(self._run(self._embed(x, None))))
 
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        return self._read(x, padding, START)[0]
+        check_bytes(x, padding, self.length)
+        return self.dropout(self.embed(x))
 
-    def _read(self, x: Tensor, padding: Tensor | None, read: Read) -> tuple[Tensor, Tensor | None]:
-        """Return features (B, n, dim) of the next bytes, and the last embeddings."""
-        check_tokens(x, padding, vocabulary=self.vocabulary)
-        check_no_padding(padding, "a text")
-        (B, n), end = x.shape, read.seen + x.shape[1]
-        if end > self.length:
-            after = f", after {read.seen}" if read.seen else ""
-            raise ValueError(
-                f"x has {n} bytes in a row{after}; expected at most {self.length - read.seen}"
-            )
-        tokens, last = self.embed(x), read.last  # (B, n, dim)
-        if self.before is not None:
-            shape = (B, self.before.kernel_size[0] - 1, self.config.dim)
-            last = tokens.new_zeros(shape) if last is None else last
-            check_shape("read.last", last, shape, "those of one batch")
-            both = torch.cat([last, tokens], 1)
-            last = both[:, n:]
-            tokens = tokens + self.before(both.mT).mT if n else tokens
-        return self.dropout(tokens + self.positions[read.seen : end]), last
+
+class LayerWithTaps(CausalLayer):
+    """A causal layer whose attention reads each step together with the three before it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.norm1 = nn.Sequential(self.norm1, Taps(config.dim))
+
+
+class Taps(nn.Module):
+    """Mix each step with the three before it, feature by feature; at first, mix nothing."""
+
+    def __init__(self, dim: int, taps: int = 4) -> None:
+        super().__init__()
+        start = torch.zeros(taps, dim)
+        start[-1] = 1
+        self.weight = nn.Parameter(start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, dim) to (B, T, dim)."""
+        T, before = x.shape[1], len(self.weight) - 1
+        x = pad(x, (0, 0, before, 0))
+        return sum(w * x[:, i : i + T] for i, w in enumerate(self.weight))
+
+
+def check_bytes(x: Tensor, padding: Tensor | None, length: int) -> None:
+    """Raise TypeError or ValueError unless `x` is (B, T) int64 of bytes, with T ≤ length."""
+    check_tokens(x, padding, vocabulary=VOCABULARY)
+    check_no_padding(padding, "a text")
+    if x.shape[1] > length:
+        raise ValueError(f"x has {x.shape[1]} bytes in a row; expected at most {length}")
