@@ -160,8 +160,8 @@ def cost(size: str = "laptop", batch: int = 8, rounds: int = 15) -> dict[str, An
         past, calls = {}, {}
         for arm in page.DECODED:
             for part in torch.randint(256, (1, n)).split(256, 1):
-                past[arm] = page.read(models[arm], part, past.get(arm))[1]
-            calls[arm] = partial(page.read, models[arm], x[:1, :1], past[arm])
+                past[arm] = models[arm].step(part, past.get(arm))[1]
+            calls[arm] = partial(models[arm].step, x[:1, :1], past[arm])
         add("decoding", n, calls, past)
     title = "Time of a training step, and time and memory of decoding a byte"
     settings = {"size": size, "batch": batch, "rounds": rounds}

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from derived_attention.common.checks import Mechanism
+from derived_attention.common.masks import Mask
 from derived_book.tasks.checks import check_no_padding, check_tokens
 from derived_book.tasks.model import CausalLayer, Config, Encoder, check_sizes, sinusoids, stack
 
 VOCABULARY = 256
+
+
+class Cache(NamedTuple):
+    """Keys and values of the steps so far, in tensors with room for more steps."""
+
+    keys: Tensor  #: (B, H, room, D)
+    values: Tensor  #: (B, H, room, D)
+    used: int  #: steps
+
+
+class Past(NamedTuple):
+    """What a layer of `LanguageModel` keeps of the bytes so far."""
+
+    last: Tensor  #: (B, 3, dim), the last inputs of the taps
+    attention: Any  #: a `Cache`, or the state of an attention that has one
 
 
 class ByteLM(Encoder):
@@ -106,6 +123,27 @@ class LanguageModel(Encoder):
         """Return logits (B, T, 256) of the byte after each of `x` (B, T) int64, T ≤ length."""
         return self.head(self.norm(self._run(self._embed(x, None))))
 
+    @torch.no_grad()
+    def step(self, x: Tensor, past: Sequence[Past] | None = None) -> tuple[Tensor, list[Past]]:
+        """Return logits (B, n, 256) of the bytes after the next bytes, and what is kept of all.
+
+        A text in pieces has the logits of the whole, up to rounding, and may be longer than
+        `length`. An attention with a state keeps this state, and another one keys and values.
+
+        Parameters
+        ----------
+        x : Tensor
+            (B, n) int64.
+        past : sequence of Past, optional
+            One for each layer, from the last call; left out for the first bytes.
+        """
+        check_tokens(x, None, vocabulary=VOCABULARY)
+        h, kept = self.embed(x), []
+        for i, layer in enumerate(self.layers):
+            h, after = layer.step(h, past[i] if past else None)
+            kept.append(after)
+        return self.head(self.norm(h)), kept
+
     def _embed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         check_bytes(x, padding, self.length)
         return self.dropout(self.embed(x))
@@ -117,6 +155,16 @@ class LayerWithTaps(CausalLayer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.norm1 = nn.Sequential(self.norm1, Taps(config.dim))
+
+    def step(self, x: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+        """Map the next steps (B, n, dim), without dropout; return what is kept, too."""
+        norm, taps = self.norm1.children()
+        y = norm(x)
+        last, kept = past or (y.new_zeros(len(y), 3, y.shape[2]), None)
+        y = torch.cat([last, y], 1)
+        a, kept = attend_next(self.attention, taps(y)[:, 3:], kept)
+        x = x + a
+        return x + self.feedforward(self.norm2(x)), Past(y[:, -3:], kept)
 
 
 class Taps(nn.Module):
@@ -133,6 +181,27 @@ class Taps(nn.Module):
         T, before = x.shape[1], len(self.weight) - 1
         x = pad(x, (0, 0, before, 0))
         return sum(w * x[:, i : i + T] for i, w in enumerate(self.weight))
+
+
+def attend_next(layer: Any, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+    """Attend from the next steps (B, n, dim) to all so far; return what is kept, too.
+
+    `layer` is a `derived_attention.MultiheadAttention`, or a layer that is derived from it.
+    """
+    if layer.has_state:
+        return layer.step(x, past)
+    q, *new = (layer.project(part, x, slice(None)) for part in range(3))
+    *kept, used = past or (*(y[..., :0, :] for y in new), 0)
+    end = used + x.shape[1]
+    if end > kept[0].shape[-2]:  # room for as many steps again
+        kept = [torch.cat([y, y.new_empty(*y.shape[:-2], end, y.shape[-1])], -2) for y in kept]
+    for y, added in zip(kept, new, strict=True):
+        y[..., used:end, :] = added  # in place
+    k, v = (y[..., :end, :] for y in kept)
+    seen = torch.ones(x.shape[1], end, dtype=torch.bool, device=x.device).tril(used)
+    mask = Mask(seen if x.shape[1] > 1 else None)
+    heads = layer.attend(layer.mechanism(layer.attention, slice(None)), q, k, v, mask)
+    return layer.out_proj(heads.transpose(1, 2).flatten(2)), Cache(kept[0], kept[1], end)
 
 
 def check_bytes(x: Tensor, padding: Tensor | None, length: int) -> None:
