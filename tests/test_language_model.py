@@ -207,8 +207,15 @@ def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch,
     assert chapterL.main([]) == 0
     (data,) = recorded.load_experiment("chapterL_laptop", tmp_path)
     assert data["steps"] == [1, 2] and len(data["rows"]) == 4 and data["settings"]["data"] == "code"
-    row = data["rows"][-1]
+    *_, row = rows = data["rows"]
     tested = np.array(row["documents"])
     assert tested.shape == (5, 3, 2)
     assert tested.sum(0)[0, 0] / tested.sum(0)[0, 1] == pytest.approx(row["all"], abs=1e-3)
     assert row["text"].startswith("def read(") and len(row["curve"]) == row["steps"]
+    model = page.build("softmax", "small")  # whose weights are stored
+    model.load_state_dict(load_file(tmp_path / chapterL.WEIGHTS))
+    bits, counts = document_bits(model, load_documents("code").test, np.zeros(1, np.uint64), 32)[
+        :, 0
+    ].sum(0)
+    row = next(x for x in rows if (x["arm"], x["steps"]) == ("softmax", 2))
+    assert bits / counts == pytest.approx(row["all"], abs=1e-3)
