@@ -30,7 +30,6 @@ from derived_book.runtime import digest, seed_everything
 from derived_book.tasks.language.documents import load_documents
 from derived_book.tasks.language.loss import Windows, byte_loss, generate
 from derived_book.tasks.language.measures import KINDS, document_bits, n_grams
-from derived_book.tasks.language.run import WEIGHTS
 from derived_book.training import measure, run_key
 from derived_book.training.fit import Trainer, chosen_precision
 from derived_book.training.recorded import FOLDER, SCHEMA, load_experiment
@@ -39,6 +38,7 @@ from experiments.protocol import command, deciding
 
 page = chapter("L")
 MINUTE, PARTS = 60.0, 50  # between two checkpoints in seconds; points of a curve
+WEIGHTS = "chapterL_softmax.safetensors"  # those that are stored beside the record
 CONTEXTS = 1024, 4096, 16384  # bytes, at which decoding is measured
 
 
@@ -134,7 +134,7 @@ def resume(trainer: Trainer, path: Path) -> list[float]:
 
 
 def ship(arm: str = "softmax", seed: int = 0) -> None:
-    """Store the weights of a recorded run beside the record, for `load_language_model`."""
+    """Store the weights of a recorded run beside the record."""
     (record,) = load_experiment("chapterL_laptop", FOLDER)
     asked = {"arm": arm, "seed": seed, "steps": record["steps"][-1], "lr": record["rates"][arm]}
     (row,) = (row for row in record["rows"] if asked.items() <= row.items())
