@@ -67,7 +67,7 @@ EXPERIMENTS = {
         list(ARMS),
         [("answers", "right answers, %", 100, 1), BITS],
         steps=(600, 1200),
-        below={"uniform": 0.5, "position only": 0.5},
+        below={"uniform": 0.5, "position only": "softmax"},
     ),
     "documentation_longer": experiment(
         "the small model on documentation, trained for longer",
