@@ -1,7 +1,7 @@
 """Wrong answers to the exercises of chapter 1."""
 
 CAUSAL = "Row i is attention over the first i \\+ 1 keys \\(N = "
-KEPT = "stores at most three values at once \\(100 pairs"
+KEPT = "keeps at most three of the values that it is given \\(100 pairs"
 
 WRONG = {
     "ex-01-entropy": [
@@ -83,7 +83,20 @@ def stream(pairs):
         total, o = total + math.exp(score), o + math.exp(score) * value
     return o / total if total > 0 else o
 """,
-            "could not be checked, after the case 0 of 9 keys masked, scores near 0. OverflowError",
+            "could not be checked, after the case 0 of 9 keys masked, scores near 0 and of size 1",
+        ),
+        # the first score instead of the maximum
+        (
+            """
+def stream(pairs):
+    first, total, o = None, 0.0, torch.zeros(3).double()
+    for score, value in pairs:
+        if score > -math.inf:
+            first = score if first is None else first
+            total, o = total + math.exp(score - first), o + math.exp(score - first) * value
+    return o / total if total > 0 else o
+""",
+            "scores near 0 and of size 900|could not be checked, after the case 9 of 9",
         ),
         # the difference of two infinities
         (

@@ -74,6 +74,12 @@ WRONG = {
             "def safe_value(s, tau):\n    return s.max()",
             r"The value of n equal scores s is s \+ tau log n \(n = 4",
         ),
+        # The first score subtracted, which may be that of a masked key.
+        (
+            "def safe_value(s, tau):\n"
+            "    return s[0] + tau * np.log(np.sum(np.exp((s - s[0]) / tau)))",
+            r"A masked key, whose score is minus infinity, does not change the value",
+        ),
         # The mean score subtracted, which a masked key makes infinite.
         (
             "def safe_value(s, tau):\n"

@@ -24,6 +24,13 @@ WRONG = {
         ),
     ],
     "ex-15-prices": [
+        (  # the square of the strength, right where the strength is 1 or nearly 0
+            "def multipliers(K, V, beta):\n"
+            "    A = torch.eye(len(K), dtype=K.dtype)\n"
+            "    A = A + (beta[:, None] ** 2 * K.square().sum(1)[:, None] * (K @ K.T)).tril(-1)\n"
+            "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=False)",
+            r"is the value of token t \(N = 7",
+        ),
         (  # linear attention
             "def multipliers(K, V, beta):\n    return beta[:, None] * V",
             r"returns the last value for the last key \(N = 5, D = 4",

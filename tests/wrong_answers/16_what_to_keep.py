@@ -70,6 +70,11 @@ WRONG = {
             "    return (B * (means @ q + q.norm() * radii).exp()).sum()",
             r"and no larger \(three radii, B = 4: .*it is off by",
         ),
+        (  # a wrong power of the query's norm
+            "def missed(q, means, radii, B):\n"
+            "    return (B * (means @ q + q.norm() ** 4 * radii**2 / 2).exp()).sum()",
+            r"weigh at most the bound|and no larger",
+        ),
         (  # one key of each block
             "def missed(q, means, radii, B):\n"
             "    return ((means @ q + q.square().sum() * radii**2 / 2).exp()).sum()",
