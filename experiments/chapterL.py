@@ -12,13 +12,16 @@ nothing else.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -77,13 +80,25 @@ def weights_path(
 
 def code_of_training(size: str) -> list[Any]:
     """Return what determines the weights of a run, apart from its configuration."""
-    package = run_key.PACKAGE
-    reached = package.find_imports(inspect.getsource(page)) | {
-        Windows.__module__,
-        Trainer.__module__,
-    }
-    own = page.build, page.train, train_on
-    return [package.digest(reached), *page.SIZES[size].values(), *map(inspect.getsource, own)]
+    return [*page.SIZES[size].values(), torch.__version__, CODE]
+
+
+def find_modules() -> set[str]:
+    """Return the modules of the package that the models of all arms and their training are from."""
+    found = {Windows.__module__, Trainer.__module__, seed_everything.__module__}
+    for arm in page.ARMS:
+        with torch.device("meta"):
+            layers = list(page.build(arm, "laptop").modules())
+        values = (getattr(x, "func", x) for layer in layers for x in vars(layer).values())
+        found |= {inspect.unwrap(x).__module__ for x in values if isinstance(x, FunctionType)}
+        found |= {type(layer).__module__ for layer in layers}
+    return found & run_key.PACKAGE.texts.keys()
+
+
+def read_code() -> list[Any]:
+    """Return the code of the models, of their training, and of what both need of the package."""
+    own = (textwrap.dedent(inspect.getsource(f)) for f in (page.build, page.train, train_on))
+    return [run_key.PACKAGE.digest(find_modules()), *(ast.dump(ast.parse(text)) for text in own)]
 
 
 def train_on(
@@ -189,6 +204,9 @@ def cost(size: str = "laptop", batch: int = 8, rounds: int = 15) -> dict[str, An
     columns = [("ratio", "time, softmax = 1", 1, 2)]
     found = {"machine": measure.machine(), "settings": settings, "columns": columns, "rows": rows}
     return {"schema": SCHEMA, "title": title, "device": "cpu"} | found
+
+
+CODE = read_code()  # as it is when this module is imported: a file may be edited during a run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
