@@ -76,7 +76,7 @@ WRONG = {
             "    S = sum(torch.outer(k, torch.cat([w, w.new_ones(1)])) for k, w in past)\n"
             "    sums = phi_q @ S\n"
             "    return S, sums[:-1] / sums[-1]",
-            "no token is kept beside it.*10 tokens, of whose tensors up to \\d+",
+            "no token is kept beside it.*10 tokens: \\d+ of their tensors",
         ),
         (  # copies of the past tokens
             "past = []\n"

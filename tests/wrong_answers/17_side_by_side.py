@@ -50,8 +50,19 @@ WRONG = {
             "    return max(2, int(np.ceil(2 * (1.96 + 0.8416) ** 2 * (sd / gap) ** 2)))",
             N,
         ),
+        # the same, with one seed more for the small numbers
+        (
+            "def seeds_needed(sd, gap):\n"
+            "    return max(2, int(np.ceil(2 * (1.96 + 0.8416) ** 2 * (sd / gap) ** 2)) + 1)",
+            N,
+        ),
     ],
     "ex-17-row": [
+        # the sum over features, divided by the width of one size only
+        (
+            KERNEL.format(**OURS | {"mean": "sum(-1, keepdim=True).div(4).mean"}),
+            "those of the kernel",
+        ),
         # the sum over features, not their mean
         (KERNEL.format(**OURS | {"mean": "sum"}), "those of the kernel"),
         # a Gaussian: light tails
