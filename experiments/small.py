@@ -23,7 +23,7 @@ from derived_book import ByteLM, Config
 from derived_book.runtime import seed_everything
 from derived_book.tasks.language import run as language
 from derived_book.tasks.language.data import load_text
-from derived_book.tasks.language.loss import Windows, byte_loss, generate
+from derived_book.tasks.language.loss import Windows, byte_loss
 from derived_book.tasks.language.sessions import TEST_SEED, Sessions, right_answers
 from derived_book.tasks.run import attention_cost
 from derived_book.training.fit import evaluate, fit
@@ -51,12 +51,12 @@ def small_model(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     return {"answers": right_answers(model, seed=asked)} | bits | cost
 
 
-def documentation(arm: str, seed: int, **settings: Any) -> dict[str, Any]:
-    """Train the model on Python's documentation; return its bits per byte of the test, and text."""
+def documentation(arm: str, seed: int, **settings: Any) -> dict[str, float]:
+    """Train the model on Python's documentation; return its bits per byte of the test."""
     model = language.small_model(ARMS[arm], text="python", seed=seed, **settings)
     bits = evaluate(model, Windows(load_text("python").test, LENGTH), byte_loss)
     cost = attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
-    return bits | cost | {"text": generate(model, "The function ", 160, temperature=0.5)}
+    return bits | cost
 
 
 BITS = ("bits", "bits per byte", 1, 3)
