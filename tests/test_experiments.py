@@ -727,6 +727,20 @@ def test_a_constant_of_a_module_beside_the_page_is_noticed(beside, way):
     assert beside.again(way) == (first, False)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("rate = 2", "rate = 3"), ("lr=2", "lr=3"), ("size = 2", "size = 3")]
+)
+def test_other_values_of_a_module_beside_the_page_are_noticed(beside, old, new):
+    """A variable, a default argument, and an attribute of a class."""
+    beside.edit("FACTOR = 2", "rate = 2\n\nclass Net:\n    size = 2\n")
+    beside.edit(
+        "def scale(x):\n    return FACTOR", "def scale(x, lr=2):\n    return rate * lr * Net.size"
+    )
+    assert beside.again() == (24, True) and beside.again() == (24, False)
+    beside.edit(old, new)
+    assert beside.again() == (36, True)
+
+
 def test_what_memory_has_counts_where_a_file_was_edited_after_its_import(beside):
     """Else a result of the old code would lie under the key of the new, and be found for ever."""
     function = beside.load()

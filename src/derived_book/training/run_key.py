@@ -75,29 +75,64 @@ def _is_installed(file: str, libraries: tuple[Path, ...]) -> bool:
 
 
 def _state(module: types.ModuleType) -> dict[str, Any]:
-    """Return the code of what a module defines, as it is in memory, and its constants' digests.
+    """Return the code of what a module defines, as it is in memory, and the digests of its values.
 
-    Names in upper case are constants. The file may have been edited since it was imported.
+    Names in upper case are constants. Of the others, numbers and texts count unless a function
+    assigns them; lists and the like may be caches. The file may have been edited since it was
+    imported.
     """
+    own = {name: inspect.unwrap(x) if callable(x) else x for name, x in vars(module).items()}
+    classes = {name: _members(x) for name, x in own.items() if _is_class_of(module, x)}
+    functions = [*own.values(), *(x for members in classes.values() for x in members.values())]
+    assigned = {name for x in functions for name in _assigned(x)}
     state: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        value = inspect.unwrap(value) if callable(value) else value
-        if isinstance(value, type) and value.__module__ == module.__name__:
-            members = {key: getattr(x, "__func__", x) for key, x in vars(value).items()}
-            members |= {key: x.fget for key, x in members.items() if isinstance(x, property)}
-            state[name] = {key: _code(getattr(x, "__code__", None)) for key, x in members.items()}
-        elif isinstance(value, types.FunctionType):
-            state[name] = _code(value.__code__)
-        elif name.isupper():
-            with contextlib.suppress(TypeError):
-                state[name] = digest(value)
+    for name, members in classes.items():
+        state[name] = {key: _content(x) for key, x in members.items()}
+    for name, value in own.items():
+        plain = isinstance(value, int | float | complex | str) and name not in assigned
+        if isinstance(value, types.FunctionType) or name.isupper():
+            state[name] = _content(value)
+        elif plain and not name.startswith("__"):
+            state[name] = _content(value)
     return state
 
 
-def _code(code: types.CodeType | None) -> Any:
-    """Return what a function computes, which does not depend on its position in a file."""
-    if code is None:
+def _is_class_of(module: types.ModuleType, value: Any) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _assigned(function: Any) -> set[str]:
+    """Return the globals that a function assigns; none for anything else."""
+    codes = [function.__code__] if isinstance(function, types.FunctionType) else []
+    codes += [inner for code in codes for inner in _nested(code)]
+    codes = [code for code in codes if dis.opmap["STORE_GLOBAL"] in code.co_code[::2]]
+    return {i.argval for c in codes for i in dis.get_instructions(c) if i.opname == "STORE_GLOBAL"}
+
+
+def _members(cls: type) -> dict[str, Any]:
+    """Return methods and attributes of a class, except what Python adds."""
+    members = {key: getattr(x, "__func__", x) for key, x in vars(cls).items()}
+    members |= {key: x.fget for key, x in members.items() if isinstance(x, property)}
+    return {
+        key: x
+        for key, x in members.items()
+        if isinstance(x, types.FunctionType) or not key.startswith("__")
+    }
+
+
+def _content(value: Any) -> Any:
+    """Return code and defaults of a function, or the digest of a value, None if it has none."""
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+        return [_code(value.__code__), [_content(x) for x in defaults]]
+    try:
+        return digest(value)
+    except TypeError:
         return None
+
+
+def _code(code: types.CodeType) -> Any:
+    """Return what a function computes, which does not depend on its position in a file."""
     constants = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
     return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
 
