@@ -688,8 +688,8 @@ class TimmAttention(nn.Module):
 def equip_timm(model: Any, name: str, **options: Any) -> Any:
     """Replace the attention in all blocks of a vision transformer of timm, and return it.
 
-    Weights and their names stay; the parameters of the mechanism are added. A layer that pools or
-    convolves gets the grid of patches and whether there is a class token.
+    Weights and their names stay; the parameters of the mechanism are added. A layer that needs them
+    gets the grid of patches (``conv2d``) and whether there is a class token, which is not pooled.
 
     Parameters
     ----------
