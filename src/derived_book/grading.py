@@ -284,12 +284,12 @@ def _order(nb: NotebookNode) -> Iterator[str]:
 
 
 def _strange(nb: NotebookNode) -> Iterator[str]:
-    """Yield a note for each cell of the student's that should be read by somebody."""
+    """Yield a note for each cell of the student's that the lecturer should read."""
     cells = [cell for cell in nb.cells if not _trial(cell)]
     for number, cell in enumerate(cells, 2):  # behind the cell of notes
         own = not cell.metadata.get("nbgrader", {}).get("locked", False)
         if cell.cell_type == "code" and own and (found := strange(cell.source)):
-            yield f"Cell {number} should be read by somebody: it has {', '.join(found)}."
+            yield f"Read cell {number} yourself: it uses {', '.join(found)}."
 
 
 def strange(code: str) -> list[str]:
