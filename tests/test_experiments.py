@@ -727,14 +727,18 @@ def test_a_constant_of_a_module_beside_the_page_is_noticed(beside, way):
     assert beside.again(way) == (first, False)
 
 
+NET = "rate = 2\n\nclass NET:\n    size = 2\n    def of(self):\n        return self.size * 1\n"
+
+
 @pytest.mark.parametrize(
-    ("old", "new"), [("rate = 2", "rate = 3"), ("lr=2", "lr=3"), ("size = 2", "size = 3")]
+    ("old", "new"),
+    [("rate = 2", "rate = 3"), ("lr=2", "lr=3"), ("size = 2", "size = 3"), ("* 1", "* 1.5")],
 )
 def test_other_values_of_a_module_beside_the_page_are_noticed(beside, old, new):
-    """A variable, a default argument, and an attribute of a class."""
-    beside.edit("FACTOR = 2", "rate = 2\n\nclass Net:\n    size = 2\n")
+    """A variable, a default argument, an attribute of a class, and a method."""
+    beside.edit("FACTOR = 2", NET)
     beside.edit(
-        "def scale(x):\n    return FACTOR", "def scale(x, lr=2):\n    return rate * lr * Net.size"
+        "def scale(x):\n    return FACTOR", "def scale(x, lr=2):\n    return rate * lr * NET().of()"
     )
     assert beside.again() == (24, True) and beside.again() == (24, False)
     beside.edit(old, new)
@@ -762,8 +766,13 @@ def test_a_constant_that_is_set_from_outside_is_noticed(beside, monkeypatch):
 
 
 def test_what_a_module_counts_for_itself_changes_no_key(beside):
-    beside.edit("FACTOR = 2", "FACTOR = 2\ncalls = 0\nseen = []")
-    beside.edit("    return", "    global calls\n    calls += 1\n    seen.append(x)\n    return")
+    beside.edit("FACTOR = 2", "FACTOR = 2\ncalls = COUNT = 0\nseen = []")
+    beside.edit("def scale(x)", "def scale(x, memo={})")
+    beside.edit(
+        "    return",
+        "    global calls, COUNT\n    calls = COUNT = calls + 1\n    seen.append(x)\n"
+        "    memo[calls] = x\n    return",
+    )
     function = beside.load()
     assert beside.run(function) == (6, True)
     assert beside.run(function) == (6, False)

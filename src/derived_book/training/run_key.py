@@ -77,24 +77,29 @@ def _is_installed(file: str, libraries: tuple[Path, ...]) -> bool:
 def _state(module: types.ModuleType) -> dict[str, Any]:
     """Return the code of what a module defines, as it is in memory, and the digests of its values.
 
-    Names in upper case are constants. Of the others, numbers and texts count unless a function
-    assigns them; lists and the like may be caches. The file may have been edited since it was
-    imported.
+    Names in upper case are constants. Of the others numbers and texts count, but containers do not,
+    because they may be caches. What a function assigns does not count. The file may have been
+    edited since it was imported.
     """
     own = {name: inspect.unwrap(x) if callable(x) else x for name, x in vars(module).items()}
     classes = {name: _members(x) for name, x in own.items() if _is_class_of(module, x)}
     functions = [*own.values(), *(x for members in classes.values() for x in members.values())]
     assigned = {name for x in functions for name in _assigned(x)}
     state: dict[str, Any] = {}
-    for name, members in classes.items():
-        state[name] = {key: _content(x) for key, x in members.items()}
     for name, value in own.items():
-        plain = isinstance(value, int | float | complex | str) and name not in assigned
-        if isinstance(value, types.FunctionType) or name.isupper():
-            state[name] = _content(value)
-        elif plain and not name.startswith("__"):
+        constant = name.isupper() or (_is_plain(value) and not name.startswith("__"))
+        if name in classes:
+            state[name] = {key: _content(x) for key, x in classes[name].items()}
+        elif isinstance(value, types.FunctionType) or (constant and name not in assigned):
             state[name] = _content(value)
     return state
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, None, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
 def _is_class_of(module: types.ModuleType, value: Any) -> bool:
@@ -110,13 +115,13 @@ def _assigned(function: Any) -> set[str]:
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """Return methods and attributes of a class, except what Python adds."""
+    """Return methods of a class, and those of its attributes that are numbers or texts."""
     members = {key: getattr(x, "__func__", x) for key, x in vars(cls).items()}
     members |= {key: x.fget for key, x in members.items() if isinstance(x, property)}
     return {
         key: x
         for key, x in members.items()
-        if isinstance(x, types.FunctionType) or not key.startswith("__")
+        if isinstance(x, types.FunctionType) or (_is_plain(x) and not key.startswith("__"))
     }
 
 
@@ -124,7 +129,7 @@ def _content(value: Any) -> Any:
     """Return code and defaults of a function, or the digest of a value, None if it has none."""
     if isinstance(value, types.FunctionType):
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
-        return [_code(value.__code__), [_content(x) for x in defaults]]
+        return [_code(value.__code__), [_content(x) for x in defaults if _is_plain(x)]]
     try:
         return digest(value)
     except TypeError:
@@ -133,8 +138,15 @@ def _content(value: Any) -> Any:
 
 def _code(code: types.CodeType) -> Any:
     """Return what a function computes, which does not depend on its position in a file."""
-    constants = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    constants = [_constant(x) for x in code.co_consts]
     return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
+
+
+def _constant(value: Any) -> Any:
+    """Represent a constant of a function in the same way in every process."""
+    if isinstance(value, types.CodeType):
+        return _code(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 class _Trace:
