@@ -38,7 +38,7 @@ EXPERIMENTS = {
         steps=STEPS,
         # Attention that is left out gives all pictures the same six answers.
         seeds=dict.fromkeys(page.AT_CROSS, 5) | {"left out": 1},
-        below={"lasso, ρ = 10": "lasso, ρ = 1000"},
+        longer=("lasso, ρ = 10", "lasso, ρ = 1000", "position only"),
         place="cross",
     ),
 }
