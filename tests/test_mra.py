@@ -92,6 +92,12 @@ def test_both_forms_are_the_equations(sparse, over):
                 assert_all_close(found, expected, 1e-10, what)
 
 
+def test_fewer_queries_than_a_block():
+    inputs, own = qkv((2,), n=3, m=17, d=3, dv=4), {"block": 4, "kept": 1}
+    found, expected = (output_and_gradients(functools.partial(f, **own), inputs) for f in FORMS)
+    assert_all_close(found, expected, 1e-10, "three queries, blocks of four")
+
+
 def test_all_blocks_kept_are_softmax_attention():
     for form in FORMS:
         for options in ({"kept": 6}, {"kept": 10**6}, {"block": 23, "kept": 1}, {"block": 10**6}):

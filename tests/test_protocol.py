@@ -508,11 +508,9 @@ def test_new_records_are_read_as_old_ones(monkeypatch, store):
     assert "by the worst of the seeds 1000" in text and text.endswith("\n\n</details>")
 
 
-def test_tuning_table_of_an_older_record(monkeypatch):
-    text = tuning_table("chapter14_cross").data
-    assert "| position only | " in text and "older than the rule of appendix E" in text
+def test_a_tuning_table_needs_rates_that_were_chosen():
     with pytest.raises(ValueError, match="expected an experiment that has chosen learning rates"):
-        tuning_table("small_documentation_longer")
+        tuning_table("chapter03_compress")
 
 
 def test_the_program_of_the_page_on_experiments_runs(monkeypatch, store):

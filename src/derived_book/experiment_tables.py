@@ -19,10 +19,6 @@ from derived_book.plot import COLORS, LABELS
 from derived_book.training.recorded import curves, load_experiment
 
 POWER = 0.8
-OLD_RULE = (  # of a record that does not name its rule
-    "This record is older than the rule of appendix E: each learning rate is the best of a fixed "
-    "grid, and the scores here are means of the tuning seeds"
-)
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
@@ -214,16 +210,15 @@ def tuning_table(name: str) -> Any:
     if not data.get("tuning"):
         raise ValueError(f"name is {name!r}; expected an experiment that has chosen learning rates")
     summary = f"<details><summary>How the learning rates were chosen: {data['title']}</summary>"
-    rule = data.get("rule", OLD_RULE)
-    return Markdown(f"{summary}\n\n{markdown(rates_table(data))}\n\n{rule}.\n\n</details>")
+    table = markdown(rates_table(data))
+    return Markdown(f"{summary}\n\n{table}\n\n{data['rule']}.\n\n</details>")
 
 
 def rates_table(data: dict[str, Any]) -> Table:
     """Return each arm's learning rate, its score and those of its neighbours, and its collapses.
 
-    Scores are the worst of the tuning seeds at the last number of steps (of a rate that was not
-    tried with all of them, a bound), or, in a record without ``"rule"``, their mean. The last
-    column is the score after eight times as many steps.
+    Scores are the worst of the tuning seeds at the last number of steps; of a rate that was not
+    tried with all of them, a bound. The last column is the score after eight times as many steps.
 
     Returns
     -------
@@ -231,7 +226,7 @@ def rates_table(data: dict[str, Any]) -> Table:
         Lists of text; a dash is a number that the record does not have.
     """
     metric, heading, factor, digits = data["columns"][0]
-    combine = {"max": min, "min": max}.get(data.get("best", ""), statistics.mean)
+    combine = {"max": min, "min": max}[data["best"]]
     header = ["arm", "learning rate", "next lower", "chosen", "next higher", "collapsed runs"]
     header.append(f"{heading}, {8 * data['steps'][-1]:,} steps")
     rows = []
@@ -249,10 +244,9 @@ def rates_table(data: dict[str, Any]) -> Table:
             f"{mark}{combine(values):.{digits}f}" if values else "–"
             for mark, values in zip(marks, near, strict=True)
         ]
-        fallen = [row["lr"] for row in data.get("collapses", []) if row["arm"] == arm]
-        lost = ", ".join(f"{fallen.count(lr)} at {lr:g}" for lr in sorted(set(fallen)))
-        lost = lost or ("none" if "collapses" in data else "–")
-        long = [row for row in data.get("eightfold", []) if row["arm"] == arm]
+        fallen = [row["lr"] for row in data["collapses"] if row["arm"] == arm]
+        lost = ", ".join(f"{fallen.count(lr)} at {lr:g}" for lr in sorted(set(fallen))) or "none"
+        long = [row for row in data["eightfold"] if row["arm"] == arm]
         last = _spread(long, *data["columns"][0]) if long else "–"
         rows.append([arm, f"{rate:g}", *texts, lost, last])
     return header, rows
@@ -282,13 +276,10 @@ def markdown(table: Table) -> str:
 
 def _rate_rule(data: dict[str, Any]) -> str:
     """Return the sentence that says how a record's learning rates were chosen."""
-    tuning = data.get("tuning")
-    if tuning == []:  # one rate, so that there was nothing to choose
+    if not data["tuning"]:  # one rate, so that there was nothing to choose
         return "All arms have the same learning rate."
-    if tuning and "steps" in tuning[0]:
-        steps = f"{tuning[0]['steps']:,}"
-        return f"The learning rates were chosen after {steps} steps, by the worst of other seeds."
-    return "The learning rates were chosen on other seeds."
+    steps = f"{data['tuning'][0]['steps']:,}"
+    return f"The learning rates were chosen after {steps} steps, by the worst of other seeds."
 
 
 def _check_arms(argument: str, arms: Iterable[str], name: str, found: Mapping[str, Any]) -> None:

@@ -203,9 +203,10 @@ def _attend_densely(
     index = picks.flatten(-2) if picks.dim() == pooled.dim() else picks
     near = coarse.mass.new_zeros(*index.shape[:-1], n * m + 1).scatter(-1, index, 1.0)
     near = near[..., :-1].unflatten(-1, (n, m))  # 1 for the picked blocks
+    Q, K, V = (windows(x, block).flatten(-3, -2).to(pooled.dtype) for x in (Q, K, V))  # padded
     for dim in (-1, -2):
         near, pooled = (x.repeat_interleave(block, dim) for x in (near, pooled))
-    Q, K, V = (windows(x, block).flatten(-3, -2).to(pooled.dtype) for x in (Q, K, V))  # padded
+    near, pooled = (x[..., : Q.shape[-2], :] for x in (near, pooled))  # of less than a block
     S = torch.lerp(pooled, Q @ K.mT, near)
     mask = None if coarse.logs is None else coarse.logs.flatten(-2).unsqueeze(-2)
     A = masked_softmax(S, within(near > 0, mask) if sparse else mask)
