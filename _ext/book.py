@@ -64,8 +64,9 @@ SHORT = {"chapter": "ch.", "appendix": "app."}
 
 
 def chapters(app) -> list[str]:
-    """Return the pages that have code: numbered chapters, appendices, then audits and the like."""
-    return sorted(doc for doc in app.env.found_docs if number(doc))
+    """Return the pages that have code, in the order of the table of contents."""
+    order = re.findall(r"file: (\S+)", (ROOT / "_toc.yml").read_text("utf8"))
+    return [doc for doc in order if doc in app.env.found_docs and number(doc)]
 
 
 def number(doc: str) -> int | str | None:
