@@ -19,7 +19,7 @@ from derived_book import small_model
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("03")
 ARMS = ["mean output"] + [rule + more for rule in page.RULES for more in ("", ", refitted")]
@@ -37,26 +37,13 @@ def heads(seed: int, steps: int, windows: int) -> tuple[Any, ...]:
     return *page.read(model, windows), cost["parameters"]
 
 
-def importance(rule: str, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor:
-    """Return a number for each key (…, N); those with the largest are kept."""
-    if rule == "attention mass":
-        return page.weights(q, k).sum(-2)
-    if rule == "largest multipliers":  # h(k_j)·‖v_j‖, of keys whose mean is subtracted
-        k = k - k.mean(-2, keepdim=True)
-        log_h = torch.logsumexp(k @ k.mT / k.shape[-1] ** 0.5, -1)
-        return log_h + v.norm(dim=-1).log()
-    if rule == "most recent":
-        return torch.arange(k.shape[-2]).expand(k.shape[:-1])
-    return torch.rand(k.shape[:-1], generator=torch.Generator().manual_seed(seed))
-
-
 def kept(arm: str, seed: int, past: list[Tensor], n: int, ridge: float) -> tuple[Tensor, Tensor]:
     """Return the keys and values that an arm keeps; *mean output* keeps the mean as one value."""
     q, k, v = past
     if arm == "mean output":
         return k[..., :1, :], (page.weights(q, k) @ v).mean(-2, keepdim=True)
     rule, _, refitted = arm.partition(", ")
-    return page.compress(importance(rule, *past, seed), *past, n, ridge if refitted else None)
+    return page.compress(page.importance(rule, *past, seed), *past, n, ridge if refitted else None)
 
 
 def errors(
@@ -77,7 +64,7 @@ def errors(
 
 
 EXPERIMENTS = {
-    "compress": deciding(
+    "compress": experiment(
         "the keys and values of heads, compressed",
         errors,
         ARMS,

@@ -33,7 +33,7 @@ from derived_book import seed_everything
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, TUNING_SEEDS, command, deciding
+from experiments.protocol import POINT, TUNING_SEEDS, command, experiment
 
 page = chapter("04")
 PAIRS, WINDOW = 32, 4
@@ -134,7 +134,7 @@ def recall(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 
 EXPERIMENTS = {
-    "recall": deciding(
+    "recall": experiment(
         "the share of the values that one layer recalls",
         recall,
         list(ARMS),

@@ -19,7 +19,7 @@ from derived_attention import MultiheadAttention, NormalizedAttention, PositionO
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding
+from experiments.protocol import POINT, command, experiment
 
 page = chapter("05")
 
@@ -78,7 +78,7 @@ BELOW = {  # numbers are the theorem's ceilings, and a guess
     "position only": 1 / page.PAIRS + POINT,
 }
 EXPERIMENTS = {
-    "shared": deciding(
+    "shared": experiment(
         "recall with a shared vector", run_once, list(ARMS), COLUMNS, steps=STEPS, below=BELOW
     ),
 }

@@ -20,7 +20,7 @@ from derived_book import Questions
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding
+from experiments.protocol import POINT, command, experiment
 
 page = chapter("06")
 
@@ -72,7 +72,7 @@ VALUES = torch.randint(64, (20_000, 16), generator=torch.Generator().manual_seed
 BAG = one_hot(VALUES, 64).sum(1).amax(1).double().mean().item() / 16  # naming the most frequent one
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
-    "places": deciding(
+    "places": experiment(
         "noisy readings that have to be recognised",
         find,
         list(FINDERS),
@@ -84,7 +84,7 @@ EXPERIMENTS = {
             "softmax, ρ = −0.9": "learned filter, ρ = −0.9",
         },
     ),
-    "texts": deciding(
+    "texts": experiment(
         "values that stand after their keys",
         answer,
         list(READERS),

@@ -19,7 +19,7 @@ from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.divergence import watch_losses
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding, load_series_for
+from experiments.protocol import command, experiment, load_series_for
 
 page = chapter("07")
 POOLED = (2, 4, 8)  # scales to which trained heads of scale 1 are set
@@ -88,7 +88,7 @@ def classify(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
-    "scales": deciding(
+    "scales": experiment(
         "fine and coarse questions",
         answer,
         ARMS,
@@ -96,7 +96,7 @@ EXPERIMENTS = {
         steps=(200, 400),
         below=BELOW,
     ),
-    "pooled": deciding(
+    "pooled": experiment(
         "movements, by heads of one scale",
         classify,
         list(CLASSIFIERS),

@@ -14,7 +14,7 @@ from typing import Any
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("08")
 FINE_ONLY = ("r = 16", "w = 6", "MRA-2-s, 1 block", "2 blocks", "1 and 2")
@@ -38,7 +38,7 @@ FINE_BELOW: dict[str, str | float] = {
 FINE_BELOW |= {"Mrs + softmax": SCALE_2, "Mrs + FMM, w = 2": SCALE_2}
 FINE_BELOW["Mrs + softmax, scales 1 and 2"] = (1 + SCALE_2) / 2
 EXPERIMENTS: dict[str, dict[str, Any]] = {
-    "fine": deciding(
+    "fine": experiment(
         "the share of single values that one layer recalls",
         recall,
         list(page.ARMS),
@@ -47,7 +47,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         below=FINE_BELOW,
         window=1,
     ),
-    "coarse": deciding(
+    "coarse": experiment(
         "the share of means of two values that one layer recalls",
         recall,
         COARSE_ARMS,

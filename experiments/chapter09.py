@@ -14,7 +14,7 @@ import torch
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("09")
 TOWNS = {"softmax": (2, 5, 8), "two centres": (2, 5, 8)}
@@ -32,7 +32,7 @@ def guide(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 COLUMNS = [("nats", "−log weight of the owner", 1, 3), ("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
-    "towns": deciding(
+    "towns": experiment(
         "shops with two branches, in towns of different X",
         guide,
         list(RUNS),

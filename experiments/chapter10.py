@@ -18,7 +18,7 @@ from derived_attention import MixtureAttention
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("10")
 
@@ -102,7 +102,7 @@ TITLES = {
     "widths": "one of two names, two keys of one width or of two",
 }
 EXPERIMENTS = {
-    name: deciding(
+    name: experiment(
         title,
         look_up,
         list(page.ARMS[name]),

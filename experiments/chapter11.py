@@ -14,7 +14,7 @@ from derived_book import seed_everything
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("11")
 ARMS = {f"softmax, {groups} groups": (MultiheadAttention, groups) for groups in page.GROUPS}
@@ -41,7 +41,7 @@ def look_up(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 EXPERIMENTS = {
-    "groups": deciding(
+    "groups": experiment(
         "tokens in groups, of which one member answers",
         look_up,
         list(ARMS),

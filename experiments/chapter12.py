@@ -33,7 +33,7 @@ from derived_book import (
 from derived_book.tasks.run import attention_cost, with_objective
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding, load_series_for
+from experiments.protocol import POINT, command, experiment, load_series_for
 
 page = chapter("12")
 PARTS = (QUERY, KEY, VALUE)
@@ -126,7 +126,7 @@ def singular(
 CEILING = 1 / page.PAIRS  # of questions that a layer cannot answer
 ONE_KIND = (1 + CEILING) / 2 + POINT  # of a layer that answers one kind of question
 EXPERIMENTS = {
-    "questions": deciding(
+    "questions": experiment(
         "questions by name and by place",
         questions,
         list(page.ARMS),
@@ -138,7 +138,7 @@ EXPERIMENTS = {
         steps=(100, 400, 800),
         below={"softmax": ONE_KIND, "Primal": ONE_KIND, "Primal, no data": CEILING + POINT},
     ),
-    "objective": deciding(
+    "objective": experiment(
         "PrimalFormers on movements, by the weight of the objective",
         objective,
         list(WEIGHTS),

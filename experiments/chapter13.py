@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from derived_book.tasks.run import attention_cost
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding
+from experiments.protocol import POINT, command, experiment
 
 page = chapter("13")
 
@@ -32,7 +32,7 @@ def sums(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 LINEAR = 1 - (1 - 3 / page.M) * (1 - page.D / (page.M - 1))  # ceiling of weights linear in queries
 COLUMNS = [("explained", "variance explained, %", 100, 1)]
 EXPERIMENTS = {
-    "bare": deciding(
+    "bare": experiment(
         "sums of three keys, layers without weights",
         sums,
         list(page.ARMS["bare"]),
@@ -40,7 +40,7 @@ EXPERIMENTS = {
         steps=(400, 800),
         below={"ρ = 10": "ρ = 1"},
     ),
-    "sums": deciding(
+    "sums": experiment(
         "sums of keys, layers with projections",
         sums,
         list(page.ARMS["sums"]),

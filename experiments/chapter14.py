@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from derived_book.tasks.detection.run import train_detection
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("14")
 
@@ -30,7 +30,7 @@ COLUMNS = [
 ]
 STEPS = (1000, 2000)
 EXPERIMENTS = {
-    "cross": deciding(
+    "cross": experiment(
         "a detector whose cross-attention is replaced",
         detect,
         list(page.AT_CROSS),

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from derived_book.runtime import seed_everything
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("15")
 TASKS = {  # how sets are drawn, and their sizes in training and in the test
@@ -58,7 +58,7 @@ ORDER_BLIND = ["softmax", "linear", "ridge"]
 HALF = 0.5 + 4 * 0.5 / 8000**0.5  # an order-blind layer's limit, and four standard errors of a run
 FAR = [("far", "places 225–256, right, %", 100, 1), ("near", "places 25–32, right, %", 100, 1)]
 EXPERIMENTS = {
-    "overwritten": deciding(
+    "overwritten": experiment(
         "names that are written twice",
         learn,
         [*ORDER_BLIND, "softmax with age", "gated linear", "delta", "gated delta", *CONTROLS],
@@ -68,7 +68,7 @@ EXPERIMENTS = {
         | {"gated linear": "delta", "delta": "softmax with age"},
         task="overwritten",
     ),
-    "cups": deciding(
+    "cups": experiment(
         "three cups and one ball",
         learn,
         [*page.STRENGTHS, "softmax", *CONTROLS],
@@ -77,7 +77,7 @@ EXPERIMENTS = {
         below={"β < 1": page.STEEP},
         task="cups",
     ),
-    "parity": deciding(
+    "parity": experiment(
         "the parity of bits",
         learn,
         [*page.STRENGTHS, "gated linear", "softmax", *CONTROLS],

@@ -15,7 +15,7 @@ import torch
 from derived_book.runtime import seed_everything
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding
+from experiments.protocol import POINT, command, experiment
 
 page = chapter("16")
 TASKS = {"absent": (page.half_answered, page.Reader), "rank": (page.look_ups, page.Latent)}
@@ -47,7 +47,7 @@ AVERAGES = 1 - page.ANSWERED * (1 - page.ANSWERED) * page.TAU**2 / ANSWERS  # li
 MEAN = page.ANSWERED**2 * (page.TAU**2 + 1 / page.PAIRS) / ANSWERS  # of uniform weights
 EXPLAINED = [("explained", "explained, %", 100, 1)]
 EXPERIMENTS = {
-    "absent": deciding(
+    "absent": experiment(
         "questions of which half have no answer",
         look_up,
         ABSENT,
@@ -60,7 +60,7 @@ EXPERIMENTS = {
         },
         experiment="absent",
     ),
-    "rank": deciding(
+    "rank": experiment(
         "a cache of r numbers for each token",
         look_up,
         list(page.CACHES),

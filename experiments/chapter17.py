@@ -23,7 +23,7 @@ from derived_book.training import measure
 from derived_book.training.recorded import FOLDER, SCHEMA
 from experiments.divergence import watch_losses
 from experiments.page_models import chapter
-from experiments.protocol import TUNING_SEEDS, command, deciding
+from experiments.protocol import TUNING_SEEDS, command, experiment
 
 page = chapter("17")
 CONTROLS = [*page.POOR, "position only"]
@@ -62,7 +62,7 @@ ARMS = [*MECHANISMS, *CONTROLS]
 RIGHT = ("right", "right, %", 100, 1)
 SIZE = ("size", "parameters of the attention", 1, 0)
 EXPERIMENTS = {
-    "look_up": deciding(
+    "look_up": experiment(
         "a value by its name, among 64 tokens and among 1024",
         scores,
         ARMS,
@@ -72,7 +72,7 @@ EXPERIMENTS = {
         below={"linformer": "softmax", "primal": "softmax"},
         task="look_up",
     ),
-    "newest": deciding(
+    "newest": experiment(
         "the newest of two values of a name",
         scores,
         ARMS,
@@ -82,7 +82,7 @@ EXPERIMENTS = {
         below={"linear": "delta"},
         task="newest",
     ),
-    "count": deciding(
+    "count": experiment(
         "how often a name is written",
         scores,
         ["softmax", "mgk", "sink", "linear", "delta", *CONTROLS],
@@ -92,7 +92,7 @@ EXPERIMENTS = {
         longer=["linear"],
         task="count",
     ),
-    "places": deciding(
+    "places": experiment(
         "what stands 12 and 2 tokens to the left",
         scores,
         ARMS,

@@ -23,7 +23,7 @@ from derived_book.runtime import seed_everything
 from derived_book.training.recorded import FOLDER
 from experiments import chapter17
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("18")
 LENGTHS = (64, 512, 4096)  # the first is that of the training
@@ -125,7 +125,7 @@ def jobs(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, flo
 EXPERIMENTS = {
     # A learning rate is chosen by what the trained model reads among most tokens, so that none is
     # chosen for what every arm can do.
-    "longer": deciding(
+    "longer": experiment(
         "a value by its name, read among more tokens than in training",
         longer,
         ["softmax", "sparsemax"],

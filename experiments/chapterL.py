@@ -1,13 +1,14 @@
 """Train one model with nine kinds of attention: ``python -m experiments.chapterL``.
 
-Sixteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a GPU.
-An interrupted run resumes at its last checkpoint; there is one each minute. The weights of all
+About ten hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
+GPU. An interrupted run resumes at its last checkpoint; there is one each minute. The weights of all
 finished runs stay in ``cache_dir("runs")``, so that a change of what is measured trains nothing
-again: some 300 MB. Those of softmax with seed 0 are stored beside the record, too. One seed chooses
-each learning rate, at the last number of steps, on the validation documents.
+again: some 300 MB. One seed chooses each learning rate, at the last number of steps, on the
+validation documents.
 
-``python -m experiments.chapterL cost`` measures training and decoding: on a machine that does
-nothing else.
+``python -m experiments.chapterL weights`` trains the model of `load_language_model`, in half an
+hour, and ``python -m experiments.chapterL cost`` measures training and decoding: on a machine that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from derived_book.runtime import digest, seed_everything
 from derived_book.tasks.language.documents import load_documents
 from derived_book.tasks.language.loss import Windows, byte_loss, generate
 from derived_book.tasks.language.measures import KINDS, document_bits, n_grams
+from derived_book.tasks.language.run import WEIGHTS
 from derived_book.training import measure, run_key
 from derived_book.training.fit import Trainer, chosen_precision
-from derived_book.training.recorded import FOLDER, SCHEMA, load_experiment
+from derived_book.training.recorded import FOLDER, SCHEMA
 from experiments.page_models import chapter
-from experiments.protocol import command, deciding
+from experiments.protocol import command, experiment
 
 page = chapter("L")
 MINUTE, PARTS = 60.0, 50  # between two checkpoints in seconds; points of a curve
-WEIGHTS = "chapterL_softmax.safetensors"  # those that are stored beside the record
 CONTEXTS = 1024, 4096, 16384  # bytes, at which decoding is measured
 
 
@@ -55,7 +56,8 @@ def scores(arm: str, seed: int, steps: int, lr: float, size: str, **how: Any) ->
     model = page.build(arm, size).to(how["device"])
     windows = Windows(data.text, model.length, how["batch"], steps=1)
     path = weights_path(arm, seed, steps, lr, size, data.digest, **how)
-    losses = train_on(model, windows, seed, steps, lr, path)
+    trunk = weights_path(arm, seed, 0, lr, size, data.digest, **how)
+    losses = train_on(model, windows, seed, steps, lr, path, trunk)
     known = np.unique(n_grams(data.text.numpy()))
     tested = document_bits(model, data.test, known, model.length)
     other = document_bits(model, data.validation, known, model.length)
@@ -97,30 +99,46 @@ def find_modules() -> set[str]:
 
 def read_code() -> list[Any]:
     """Return the code of the models, of their training, and of what both need of the package."""
-    own = (textwrap.dedent(inspect.getsource(f)) for f in (page.build, page.train, train_on))
-    return [run_key.PACKAGE.digest(find_modules()), *(ast.dump(ast.parse(text)) for text in own)]
+    functions = page.build, page.train, page.factor, train_on
+    own = (ast.dump(ast.parse(textwrap.dedent(inspect.getsource(f)))) for f in functions)
+    return [run_key.PACKAGE.digest(find_modules()), *own]
 
 
 def train_on(
-    model: torch.nn.Module, batches: Windows, seed: int, steps: int, lr: float, path: Path
+    model: torch.nn.Module,
+    batches: Windows,
+    seed: int,
+    steps: int,
+    lr: float,
+    path: Path,
+    trunk: Path,
 ) -> list[float]:
-    """Train as `fit` does, and return all losses; go on from the checkpoint at `path`.
+    """Train as the page does, and return all losses; go on from the checkpoint at `path`.
 
-    At the end, the file has the weights and the losses only.
+    At the end, the file has the weights and the losses only. At `trunk` is a checkpoint of before
+    the learning rate falls, from which longer runs go on, too: up to there their steps are equal.
     """
     device = next(model.parameters()).device
     trainer = Trainer(model, byte_loss, chosen_precision(None, model, device), device)
-    losses, saved = resume(trainer, path), time.monotonic()
+    common = shared_steps(steps)
+    losses, saved = resume(trainer, path, steps) or resume(trainer, trunk, common), time.monotonic()
     if len(losses) == steps:
         return losses
     for loss in page.train(trainer, batches, seed, range(len(losses), steps), lr):
         losses.append(loss)
+        if len(losses) == common and not trunk.exists():
+            store(trainer, losses, trunk)
         if time.monotonic() - saved > MINUTE:
             store(trainer, losses, path)
             saved = time.monotonic()
     trainer.optimiser.state.clear()
     store(trainer, losses, path)
     return losses
+
+
+def shared_steps(steps: int) -> int:
+    """Return how many first steps a run has in common with one of twice as many steps."""
+    return sum(page.factor(i, steps) == page.factor(i, 2 * steps) for i in range(steps))
 
 
 def store(trainer: Trainer, losses: list[float], path: Path) -> None:
@@ -132,11 +150,14 @@ def store(trainer: Trainer, losses: list[float], path: Path) -> None:
     write_atomically(path, save(tensors))
 
 
-def resume(trainer: Trainer, path: Path) -> list[float]:
-    """Read the checkpoint at `path`, if there is one, and return the losses so far."""
-    if not path.exists():
+def resume(trainer: Trainer, path: Path, most: int) -> list[float]:
+    """Read the checkpoint at `path`, if there is one, and return the losses so far.
+
+    One of more than `most` steps is not read.
+    """
+    found = load(path.read_bytes()) if path.exists() else {"losses": torch.zeros(0)}
+    if not 0 < len(found["losses"]) <= most:
         return []
-    found = load(path.read_bytes())
     for i, p in enumerate(trainer.model.parameters()):
         p.data.copy_(found[f"{i} weight"])
         if f"{i} step" in found:
@@ -148,16 +169,18 @@ def resume(trainer: Trainer, path: Path) -> list[float]:
     return losses
 
 
-def ship(arm: str = "softmax", seed: int = 0) -> None:
-    """Store the weights of a recorded run beside the record."""
-    (record,) = load_experiment("chapterL_laptop", FOLDER)
-    asked = {"arm": arm, "seed": seed, "steps": record["steps"][-1], "lr": record["rates"][arm]}
-    (row,) = (row for row in record["rows"] if asked.items() <= row.items())
-    found = load(weights_path(**asked, text=row["digest"], **record["settings"]).read_bytes())
-    model = page.build(arm, record["settings"]["size"])
+def ship(run: dict[str, Any], **settings: Any) -> None:
+    """Train a run, and store its weights beside the records, with its scores as metadata."""
+    found = scores(**run, **settings)
+    path = weights_path(**run, text=found["digest"], **settings)
+    stored = load(path.read_bytes())
+    model = page.build(run["arm"], settings["size"])
     for i, p in enumerate(model.parameters()):
-        p.data.copy_(found[f"{i} weight"])
-    write_atomically(FOLDER / WEIGHTS, save(model.state_dict()))
+        p.data.copy_(stored[f"{i} weight"])
+    measured = {key: found[key] for key in ("digest", "documents", "validation", *KINDS)}
+    write_atomically(
+        FOLDER / WEIGHTS, save(model.state_dict(), {"run": json.dumps(run | measured)})
+    )
 
 
 def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
@@ -165,11 +188,12 @@ def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
     how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), tie=0.002, size=size)
     how |= dict(best=min, data="code")
-    return deciding(f"nine attentions, {size}", scores, page.ARMS, columns, **how)
+    return experiment(f"nine attentions, {size}", scores, page.ARMS, columns, **how)
 
 
-PLANS = {"laptop": plan("laptop", 3000, batch=8, device="cpu")}
+PLANS = {"laptop": plan("laptop", 1500, batch=8, device="cpu")}
 PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
+SHIPPED = {"arm": "softmax", "seed": 0, "steps": 6000, "lr": 3e-3}  # of `load_language_model`
 
 
 # --- what training and decoding take --------------------------------------------------------------
@@ -210,19 +234,19 @@ CODE = read_code()  # as it is when this module is imported: a file may be edite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the size that the command line names, or measure the costs."""
+    """Train the size or the weights that the command line names, or measure the costs."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["cost"]:
         torch.set_num_threads(1)
         written = json.dumps(cost(), indent=1) + "\n"
         write_atomically(FOLDER / "chapterL_cost_cpu.json", written.encode())
         return 0
-    sizes = [x for x in given if x.isalpha()]
-    named = PLANS if sizes else {"laptop": PLANS["laptop"]}
-    refused = command("chapterL", named, FOLDER, __doc__, given)
-    if not refused and "laptop" in (sizes or named):
-        ship()
-    return refused
+    if given == ["weights"]:
+        torch.set_num_threads(1)
+        ship(SHIPPED, **PLANS["laptop"]["settings"])
+        return 0
+    named = PLANS if any(x in PLANS for x in given) else {"laptop": PLANS["laptop"]}
+    return command("chapterL", named, FOLDER, __doc__, given)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from derived_book.training.recorded import FOLDER
 from experiments.page_models import chapter
-from experiments.protocol import POINT, command, deciding
+from experiments.protocol import POINT, command, experiment
 
 page = chapter("P")
 ARMS = ["none", "uniform", "learned", "sinusoids", "slope", *page.BASES, "position only"]
@@ -28,7 +28,7 @@ def order(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 
 EXPERIMENTS = {
-    "order": deciding(
+    "order": experiment(
         "which of two tokens came last, one layer",
         order,
         ARMS,

@@ -3,7 +3,7 @@
 They train the models that the chapter's page defines (`experiments.page_models`), on the CPU with
 one thread for each run unless a device is set.
 
-`deciding` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
+`experiment` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
 the last number of steps, by the worst of three seeds that are not used again (and by their mean if
 the worst tie), from a grid that grows until the best rate is inside it, and up to 0.1 for an arm
 that learns at no lower rate. A rate that one seed rules out is not tried with the others. Then
@@ -42,7 +42,7 @@ from derived_book.training.measure import machine
 from derived_book.training.recorded import SCHEMA
 from experiments.divergence import has_collapsed, watch_losses
 
-SEEDS, DECIDING_SEEDS = 3, 8
+SEEDS = 8
 GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be tried
 FIRST_RATES = GRID[2:5]
 HIGHEST = GRID[6]  # an arm that learns at no lower rate is tried up to here
@@ -67,28 +67,9 @@ def experiment(
     function: Callable[..., dict[str, float]],
     names: Sequence[str],
     columns: Sequence[Sequence[Any]],
-    seeds: int = SEEDS,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Describe an experiment; `columns` are (metric, heading, factor, decimals)."""
-    return {
-        "title": title,
-        "function": function,
-        "names": names,
-        "columns": columns,
-        "seeds": seeds,
-        "settings": settings,
-    }
-
-
-def deciding(
-    title: str,
-    function: Callable[..., dict[str, float]],
-    names: Sequence[str],
-    columns: Sequence[Sequence[Any]],
     *,
     steps: Sequence[int],
-    seeds: int | Mapping[str, int] = DECIDING_SEEDS,
+    seeds: int | Mapping[str, int] = SEEDS,
     tuning_seeds: Sequence[int] = TUNING_SEEDS,
     rate: float | None = None,
     best: Callable[..., float] = max,
@@ -110,7 +91,8 @@ def deciding(
     `below` has the arms that the page's verdict places below another arm or below a number, which
     means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
     Each of them also runs for eight times the last number of steps, and so do the arms `longer`, of
-    which nothing is checked. Further arguments are those of `experiment`.
+    which nothing is checked. `columns` are (metric, heading, factor, decimals); further arguments
+    are settings, which all runs get.
     """
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
         raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
@@ -121,19 +103,30 @@ def deciding(
     counts = dict.fromkeys(names, seeds) if isinstance(seeds, int) else dict(seeds)
     if unknown := sorted(counts.keys() - set(names)):
         raise ValueError(f"seeds has {unknown}; expected arms of {list(names)}")
-    fewest = min((counts.get(arm, DECIDING_SEEDS) for arm in arms), default=len(LONG_SEEDS))
+    fewest = min((counts.get(arm, SEEDS) for arm in arms), default=len(LONG_SEEDS))
     if fewest < len(LONG_SEEDS):
         raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
-    plan = experiment(title, function, names, columns, **settings) | {"seeds": seeds}
-    plan |= {"steps": list(steps), "rate": rate, "best": best, "tie": tie, "below": below}
-    plan["longer"] = [arm for arm in names if arm in below or arm in longer]
-    return plan | {"tuning_seeds": tuning_seeds}
+    return {
+        "title": title,
+        "function": function,
+        "names": names,
+        "columns": columns,
+        "settings": settings,
+        "seeds": seeds,
+        "steps": list(steps),
+        "tuning_seeds": tuning_seeds,
+        "rate": rate,
+        "best": best,
+        "tie": tie,
+        "below": below,
+        "longer": [arm for arm in names if arm in below or arm in longer],
+    }
 
 
 def seeds_of(plan: Mapping[str, Any], arm: str) -> range:
     """Return the seeds of the runs of an arm."""
     seeds = plan["seeds"]
-    return range(seeds if isinstance(seeds, int) else seeds.get(arm, DECIDING_SEEDS))
+    return range(seeds if isinstance(seeds, int) else seeds.get(arm, SEEDS))
 
 
 def run(
@@ -157,11 +150,6 @@ def run(
         known.update((_run_of(x), row) for x, row in zip(new, rows, strict=True))
         return [{k: v for k, v in known[_run_of(x)].items() if k not in settings} for x in grid]
 
-    if "steps" in plan:
-        found = _decided(plan, results)
-    else:
-        seeds = range(plan["seeds"])
-        found = {"rows": results({"arm": a, "seed": s} for s in seeds for a in plan["names"])}
     return {
         "schema": SCHEMA,
         "title": plan["title"],
@@ -169,7 +157,7 @@ def run(
         "machine": machine(),
         "settings": settings,
         "columns": plan["columns"],
-        **found,
+        **_decided(plan, results),
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,14 +20,12 @@ from derived_attention import (
 )
 from derived_book import ByteLM, Config
 from derived_book.runtime import seed_everything
-from derived_book.tasks.language import run as language
-from derived_book.tasks.language.data import load_text
-from derived_book.tasks.language.loss import Windows, byte_loss
+from derived_book.tasks.language.loss import byte_loss
 from derived_book.tasks.language.sessions import TEST_SEED, Sessions, right_answers
 from derived_book.tasks.run import attention_cost
 from derived_book.training.fit import evaluate, fit
 from derived_book.training.recorded import FOLDER
-from experiments.protocol import TUNING_SEEDS, command, deciding, experiment
+from experiments.protocol import TUNING_SEEDS, command, experiment
 
 LENGTH, HEADS = 64, 4  # of `small_model`
 ARMS = {
@@ -51,30 +48,14 @@ def small_model(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     return {"answers": right_answers(model, seed=asked)} | bits | cost
 
 
-def documentation(arm: str, seed: int, **settings: Any) -> dict[str, float]:
-    """Train the model on Python's documentation; return its bits per byte of the test."""
-    model = language.small_model(ARMS[arm], text="python", seed=seed, **settings)
-    bits = evaluate(model, Windows(load_text("python").test, LENGTH), byte_loss)
-    cost = attention_cost(model, torch.zeros(1, LENGTH, dtype=torch.int64))
-    return bits | cost
-
-
-BITS = ("bits", "bits per byte", 1, 3)
 EXPERIMENTS = {
-    "model": deciding(
+    "model": experiment(
         "the small model on sessions",
         small_model,
         list(ARMS),
-        [("answers", "right answers, %", 100, 1), BITS],
+        [("answers", "right answers, %", 100, 1), ("bits", "bits per byte", 1, 3)],
         steps=(600, 1200),
         below={"uniform": 0.5, "position only": "softmax"},
-    ),
-    "documentation_longer": experiment(
-        "the small model on documentation, trained for longer",
-        documentation,
-        list(ARMS),
-        [BITS],
-        steps=4000,
     ),
 }
 

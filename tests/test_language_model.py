@@ -1,14 +1,16 @@
 """The page with a language model: documents, what is measured, the model, and its training."""
 
 import inspect
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from derived_book import load_documents
+from derived_book import load_documents, load_language_model
 from derived_book.tasks.language import documents
 from derived_book.tasks.language.loss import Windows
 from derived_book.tasks.language.measures import cut_windows, document_bits, find_repeats, n_grams
@@ -158,30 +160,51 @@ class Interrupted(Windows):
         return super().epoch(seed, number)
 
 
+class Later(Windows):
+    """Windows of which only those from step 16 on may be read."""
+
+    def epoch(self, seed, number):
+        assert number >= 16
+        return super().epoch(seed, number)
+
+
 @pytest.mark.parametrize("arm", ["softmax", "hybrid"])
-def test_an_interrupted_run_goes_on_bit_for_bit(small, monkeypatch, tmp_path, arm):
+def test_an_interrupted_run_and_a_longer_one_go_on_bit_for_bit(small, monkeypatch, tmp_path, arm):
     text, path = torch.arange(5000).remainder(7).to(torch.uint8), tmp_path / "run.safetensors"
     monkeypatch.setattr(chapterL, "MINUTE", -1.0)
+    monkeypatch.setattr(page, "factor", lambda step, steps: min(1, 4 * (steps - step) / steps))
 
-    def run(kind, path):
+    def run(kind, path, trunk, steps=20):
         torch.manual_seed(0)
         model = page.build(arm, "small")
         with protocol.watch_losses() as watched:
-            losses = chapterL.train_on(model, kind(text, 32, 4, steps=1), 5, 20, 1e-2, path)
+            losses = chapterL.train_on(
+                model, kind(text, 32, 4, steps=1), 5, steps, 1e-2, path, tmp_path / trunk
+            )
         assert watched == losses
         return losses, model.state_dict()
 
-    losses, weights = run(Windows, tmp_path / "other")
+    def same(a, b):
+        return a[0] == b[0] and all(torch.equal(a[1][key], x) for key, x in b[1].items())
+
+    whole = run(Windows, tmp_path / "other", "trunk")
     with pytest.raises(KeyboardInterrupt):
-        run(Interrupted, path)
+        run(Interrupted, path, "unused")
     assert path.exists()
-    again, same = run(Windows, path)
-    assert again == losses and all(torch.equal(same[key], x) for key, x in weights.items())
+    assert same(run(Windows, path, "unused"), whole)
+    losses, _ = whole
     assert len(losses) == 20 and losses[-1] < 0.6 * losses[0]
     kept = load_file(path)  # the weights and the losses, which another call reads
     assert len(kept) == len([*page.build(arm, "small").parameters()]) + 1
-    read, same = run(Interrupted, path)
-    assert read == losses and all(torch.equal(same[key], x) for key, x in weights.items())
+    assert same(run(Interrupted, path, "unused"), whole)
+
+    longer = run(Windows, tmp_path / "longer", "unused", steps=40)
+    assert len(load_file(tmp_path / "trunk")["losses"]) == 16  # before the learning rate falls
+    assert same(run(Later, tmp_path / "branch", "trunk", steps=40), longer)
+    assert same(
+        run(Windows, tmp_path / "short", "trunk", steps=8),
+        run(Windows, tmp_path / "new", "none", steps=8),
+    )
 
 
 def test_weights_are_not_reused_for_another_size_or_another_mechanism(small, monkeypatch):
@@ -202,7 +225,9 @@ def test_the_code_of_training_is_read_once(monkeypatch):
     assert chapterL.code_of_training("laptop")[-1] == chapterL.CODE != chapterL.read_code()
 
 
-def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch, tmp_path):
+def test_a_record_and_weights_are_written_with_what_the_pages_read(
+    small, texts, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chapterL, "FOLDER", tmp_path)
     monkeypatch.setattr(page, "ARMS", ["softmax", "linear"])
@@ -213,15 +238,33 @@ def test_a_record_is_written_with_what_the_page_reads(small, texts, monkeypatch,
     assert chapterL.main([]) == 0
     (data,) = recorded.load_experiment("chapterL_laptop", tmp_path)
     assert data["steps"] == [1, 2] and len(data["rows"]) == 4 and data["settings"]["data"] == "code"
-    *_, row = rows = data["rows"]
+    row = data["rows"][-1]
     tested = np.array(row["documents"])
     assert tested.shape == (5, 3, 2)
     assert tested.sum(0)[0, 0] / tested.sum(0)[0, 1] == pytest.approx(row["all"], abs=1e-3)
     assert row["text"].startswith("def read(") and len(row["curve"]) == row["steps"]
-    model = page.build("softmax", "small")  # whose weights are stored
-    model.load_state_dict(load_file(tmp_path / chapterL.WEIGHTS))
-    bits, counts = document_bits(model, load_documents("code").test, np.zeros(1, np.uint64), 32)[
-        :, 0
-    ].sum(0)
-    row = next(x for x in rows if (x["arm"], x["steps"]) == ("softmax", 2))
-    assert bits / counts == pytest.approx(row["all"], abs=1e-3)
+
+    run = {key: row[key] for key in ("arm", "seed", "steps", "lr")}
+    monkeypatch.setattr(chapterL, "SHIPPED", run)
+    assert chapterL.main(["weights"]) == 0
+    stored = tmp_path / chapterL.WEIGHTS
+    assert stored_run(stored) == run | {key: row[key] for key in stored_run(stored)}
+    model = page.build(row["arm"], "small")
+    model.load_state_dict(load_file(stored))
+    found = document_bits(model, load_documents("code").test, np.zeros(1, np.uint64), 32)
+    np.testing.assert_allclose(found[:, 0], tested[:, 0], atol=0.02)
+
+
+def stored_run(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["run"])
+
+
+def test_the_stored_weights_have_the_bits_that_were_measured_of_their_run():
+    run, texts = stored_run(recorded.FOLDER / chapterL.WEIGHTS), load_documents("code")
+    assert chapterL.SHIPPED.items() <= run.items()
+    found = document_bits(load_language_model(), texts.test, np.zeros(1, np.uint64), 256)[:, 0]
+    if texts.digest == run["digest"]:  # another version of Python has other documents
+        np.testing.assert_allclose(found, np.array(run["documents"])[:, 0], rtol=1e-3)
+    bits, counts = found.sum(0)
+    assert bits / counts == pytest.approx(run["all"], abs=0.05)

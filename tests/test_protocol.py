@@ -23,7 +23,7 @@ from derived_book.training import recorded
 from derived_book.training.fit import fit
 from experiments import chapter07, protocol, small
 from experiments.divergence import has_collapsed, watch_losses
-from experiments.protocol import GRID, choose_rate, deciding, kept_rows, load_series_for, run
+from experiments.protocol import GRID, choose_rate, experiment, kept_rows, load_series_for, run
 
 ROOT = Path(__file__).parents[1]
 SCORE = [("right", "right, %", 100, 1)]
@@ -88,7 +88,7 @@ def peaked(arm, seed, steps, lr):
 
 def test_rates_are_chosen_at_the_end_by_the_worst_of_three_other_seeds(monkeypatch, store, capsys):
     arms = [f"{GRID[i]:g}" for i in (0, 2, 3, 6)]
-    plan = deciding("A text", peaked, arms, SCORE, steps=(1, 2, 4), seeds=2)
+    plan = experiment("A text", peaked, arms, SCORE, steps=(1, 2, 4), seeds=2)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
     assert data["rates"] == {arm: float(arm) for arm in arms}
@@ -113,15 +113,17 @@ def unsteady(arm, seed, steps, lr):
 
 
 def test_one_bad_seed_makes_a_rate_bad():
-    data = run(deciding("A text", unsteady, ["a"], SCORE, steps=(1, 2), seeds=1))
+    data = run(experiment("A text", unsteady, ["a"], SCORE, steps=(1, 2), seeds=1))
     assert data["rates"] == {"a": GRID[2]}
 
 
 def test_a_rate_that_one_seed_rules_out_is_not_tried_with_the_others():
-    data = run(deciding("A text", peaked, ["0.003"], SCORE, steps=(1, 2), seeds=1))
+    data = run(experiment("A text", peaked, ["0.003"], SCORE, steps=(1, 2), seeds=1))
     tried = Counter(row["lr"] for row in data["tuning"])
     assert tried == {GRID[2]: 1, GRID[3]: 3, GRID[4]: 1}
-    flat = run(deciding("A text", lambda **_: {"right": 0.5}, ["a"], SCORE, steps=(1, 2), seeds=1))
+    flat = run(
+        experiment("A text", lambda **_: {"right": 0.5}, ["a"], SCORE, steps=(1, 2), seeds=1)
+    )
     assert Counter(row["lr"] for row in flat["tuning"]) == dict.fromkeys(GRID[2:5], 3)
 
 
@@ -129,7 +131,7 @@ def test_an_arm_that_learns_at_a_high_rate_only_is_tried_there():
     def function(arm, seed, steps, lr):
         return {"right": 1.0 if arm == "late" and lr == 0.1 else 0.5 + (seed == 1001) * lr}
 
-    plan = deciding("A text", function, ["late", "uniform"], SCORE, steps=(1, 2), seeds=1)
+    plan = experiment("A text", function, ["late", "uniform"], SCORE, steps=(1, 2), seeds=1)
     data = run(plan)
     tried = {a: {r["lr"] for r in data["tuning"] if r["arm"] == a} for a in plan["names"]}
     assert (
@@ -138,7 +140,7 @@ def test_an_arm_that_learns_at_a_high_rate_only_is_tried_there():
 
 
 def test_a_fixed_rate_is_not_chosen(monkeypatch, store):
-    plan = deciding("A text", peaked, ["0.01"], SCORE, steps=(1, 2), seeds=1, rate=0.05)
+    plan = experiment("A text", peaked, ["0.01"], SCORE, steps=(1, 2), seeds=1, rate=0.05)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
     assert data["rates"] == {"0.01": 0.05} and data["tuning"] == data["at_bound"] == []
@@ -148,7 +150,7 @@ def test_a_fixed_rate_is_not_chosen(monkeypatch, store):
 @pytest.mark.parametrize("steps", [(4,), (4, 4), (8, 4), (1, 4)])
 def test_the_last_number_of_steps_is_twice_the_budget(steps):
     with pytest.raises(ValueError, match="expected rising numbers, the last twice the budget"):
-        deciding("A text", peaked, ["a"], SCORE, steps=steps)
+        experiment("A text", peaked, ["a"], SCORE, steps=steps)
 
 
 def test_series_of_the_test_choose_no_rate():
@@ -276,7 +278,7 @@ def fragile(arm, seed, steps, lr):
 
 
 def test_an_arm_that_collapses_runs_again_at_a_lower_rate(monkeypatch, store, capsys):
-    plan = deciding("A text", fragile, ["a", "b"], SCORE, steps=(1, 2), seeds=3)
+    plan = experiment("A text", fragile, ["a", "b"], SCORE, steps=(1, 2), seeds=3)
     assert main(monkeypatch, plan, "--workers", "1") == 0
     (data,) = load_experiment("small_tiny", store)
     assert data["rates"] == {"a": GRID[3], "b": GRID[2]}
@@ -299,11 +301,11 @@ def stops(arm, seed, steps, lr):
 
 
 def test_runs_that_stop_are_collapses_until_the_grid_ends():
-    plan = deciding("A text", stops, ["a"], SCORE, steps=(1, 2), seeds=1)
+    plan = experiment("A text", stops, ["a"], SCORE, steps=(1, 2), seeds=1)
     data = run(plan)
     assert data["rates"] == {"a": GRID[0]} and data["at_bound"] == ["a"]
     assert len(data["collapses"]) == 4 and all(r["right"] == 0.5 for r in data["rows"])
-    never = deciding("A text", stops, ["a"], SCORE, steps=(1, 2), seeds=1, rate=0.1)
+    never = experiment("A text", stops, ["a"], SCORE, steps=(1, 2), seeds=1, rate=0.1)
     assert [row["collapsed"] for row in run(never)["rows"]] == [1, 1]
 
 
@@ -323,7 +325,7 @@ def test_a_module_that_runs_as_main_trains_with_its_functions_by_name(monkeypatc
     fragile_copy.__module__, fragile_copy.__name__ = "__main__", "fragile"
     monkeypatch.setattr(small, "fragile", fragile, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", small.__spec__)
-    plan = deciding("A text", fragile_copy, ["a"], SCORE, steps=(1, 2), seeds=1, rate=GRID[3])
+    plan = experiment("A text", fragile_copy, ["a"], SCORE, steps=(1, 2), seeds=1, rate=GRID[3])
     main(monkeypatch, plan)
     assert len(load_experiment("small_tiny", store)[0]["rows"]) == 2
 
@@ -340,7 +342,7 @@ def slow(arm, seed, steps, lr):
 def test_an_order_that_longer_runs_support_is_written(monkeypatch, store, capsys):
     below = {"low": "high", "late": 1.0}
     how = {"steps": (1, 2), "below": below, "longer": ["high"]}
-    plan = deciding("A text", slow, ["high", "late", "low"], SCORE, **how)
+    plan = experiment("A text", slow, ["high", "late", "low"], SCORE, **how)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
     assert [(r["arm"], r["seed"], r["steps"]) for r in data["eightfold"]] == [
@@ -351,7 +353,7 @@ def test_an_order_that_longer_runs_support_is_written(monkeypatch, store, capsys
 
 @pytest.mark.parametrize(("below", "word"), [("high", "ahead"), (0.951, "open"), (0.9, "ahead")])
 def test_an_order_that_changes_is_not_written(monkeypatch, store, capsys, below, word):
-    plan = deciding("A text", slow, ["high", "late"], SCORE, steps=(1, 2), below={"late": below})
+    plan = experiment("A text", slow, ["high", "late"], SCORE, steps=(1, 2), below={"late": below})
     assert main(monkeypatch, plan) == 1
     assert not list(store.glob("*.json"))
     text = capsys.readouterr().out
@@ -371,14 +373,14 @@ def test_an_open_order_is_supported_if_half_of_the_difference_is_left(left, chan
         return {"right": 0.5 - (arm == "low") * (gap + noise.get(seed, 0)) - abs(lr - GRID[3])}
 
     below = {"low": "high"}
-    plan = deciding("A", loose, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
+    plan = experiment("A", loose, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
     assert bool(protocol.changed_orders(run(plan), plan)) == changes
 
 
 def test_below_means_worse_where_the_smallest_value_is_the_best():
     errors = lambda arm, seed, steps, lr: {"error": 1 - slow(arm, seed, steps, lr)["right"]}  # noqa: E731
     columns = [("error", "error", 1, 2)]
-    plan = deciding(
+    plan = experiment(
         "A",
         errors,
         ["high", "low"],
@@ -399,7 +401,7 @@ def test_a_longer_run_that_collapses_has_a_lower_rate():
             raise FloatingPointError("the loss is nan")
         return slow(arm, seed, steps, lr)
 
-    plan = deciding("A", later, ["high", "low"], SCORE, steps=(1, 2), below={"low": "high"})
+    plan = experiment("A", later, ["high", "low"], SCORE, steps=(1, 2), below={"low": "high"})
     data = run(plan)
     assert data["rates"]["low"] == GRID[3] and {r["lr"] for r in data["eightfold"]} == {GRID[2]}
     assert [(x["steps"], x["lr"]) for x in data["collapses"]] == [(16, GRID[3])] * 3
@@ -416,12 +418,12 @@ def test_a_longer_run_that_collapses_has_a_lower_rate():
 )
 def test_what_is_below_is_an_arm(change, problem):
     with pytest.raises(ValueError, match=problem):
-        deciding("A text", slow, ["a", "b"], SCORE, steps=(1, 2), **change)
+        experiment("A text", slow, ["a", "b"], SCORE, steps=(1, 2), **change)
 
 
 def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
     seeds = {"high": 5, "low": 1}
-    plan = deciding("A", slow, ["high", "late", "low"], SCORE, steps=(1, 2), seeds=seeds)
+    plan = experiment("A", slow, ["high", "late", "low"], SCORE, steps=(1, 2), seeds=seeds)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
     made = [(r["arm"], r["steps"]) for r in data["rows"]]
@@ -439,9 +441,9 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
     assert "means over 1 to 8 seeds with 95 % intervals" in text
     assert "| low | a number | 40.0% | 40.0% |" in text  # no interval of one run
     with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
-        deciding("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
+        experiment("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
     with pytest.raises(ValueError, match="seeds is 1; expected at least 3 with below"):
-        deciding("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=seeds, below={"low": 0.9})
+        experiment("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=seeds, below={"low": 0.9})
 
 
 # --- what is written and read ---------------------------------------------------------------------
@@ -449,7 +451,7 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
 
 def test_runs_that_are_kept_are_not_repeated(monkeypatch, store):
     plans = {
-        n: deciding("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=n, below={"low": 0.9})
+        n: experiment("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=n, below={"low": 0.9})
         for n in (3, 4)
     }
     path = store / "small_tiny_cpu.json"
@@ -477,7 +479,7 @@ def test_runs_that_are_kept_are_not_repeated(monkeypatch, store):
 
 
 def test_runs_that_nobody_watched_are_repeated(monkeypatch, store):
-    plan = deciding("A", slow, ["high"], SCORE, steps=(1, 2), seeds=1)
+    plan = experiment("A", slow, ["high"], SCORE, steps=(1, 2), seeds=1)
     old = {"settings": {}, "machine": {}, "budget": 1, "steps": [1, 2], "tuning": []}
     row = {"arm": "high", "seed": 0, "steps": 1, "lr": GRID[3], "right": 0.0}
     (store / "old.json").write_text(json.dumps(old | {"rows": [row]}))
@@ -485,7 +487,7 @@ def test_runs_that_nobody_watched_are_repeated(monkeypatch, store):
 
 
 def test_a_new_record_is_whole(monkeypatch, store):
-    plan = deciding("A", fragile, ["a", "b"], SCORE, steps=(1, 2), seeds=3, below={"b": 1.0})
+    plan = experiment("A", fragile, ["a", "b"], SCORE, steps=(1, 2), seeds=3, below={"b": 1.0})
     assert main(monkeypatch, plan) == 0
     read = partial(load_experiment, folder=store)
     monkeypatch.setattr(test_recorded_experiments, "load_experiment", read)
@@ -494,7 +496,7 @@ def test_a_new_record_is_whole(monkeypatch, store):
 
 def test_new_records_are_read_as_old_ones(monkeypatch, store):
     below = {"low": "high"}
-    plan = deciding("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
+    plan = experiment("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
     assert main(monkeypatch, plan) == 0
     read = partial(load_experiment, folder=store)
     for module in (recorded, experiment_tables):

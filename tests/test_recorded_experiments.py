@@ -212,24 +212,17 @@ def test_committed_experiments_are_whole(name, plan):
     for data in load_experiment(name):
         assert data["settings"] == plan["settings"]
         assert data["columns"] == [list(column) for column in plan["columns"]]
-        every = data.get("steps", [None])
-        found = [(row["arm"], row["seed"], row.get("steps")) for row in data["rows"]]
-        assert len(set(found)) == len(found)
+        found = [(row["arm"], row["seed"], row["steps"]) for row in data["rows"]]
+        assert len(set(found)) == len(found) and data["steps"] == plan["steps"]
         seeds = {arm: seeds_of(plan, arm) for arm in plan["names"]}
-        if "steps" in plan and "rule" not in data:  # an older record has seeds and steps of its own
-            seeds = dict.fromkeys((row["arm"] for row in data["rows"]), {s for _, s, _ in found})
-        else:
-            assert every == plan.get("steps", [None])
-        assert set(found) == {(a, s, n) for a in seeds for s in seeds[a] for n in every}
-        for row in data["rows"] if "steps" in plan else []:
-            assert row["lr"] == data["rates"][row["arm"]]
-        if "rule" in data:  # older records follow no rule of this version
-            assert {row["arm"] for row in data["eightfold"]} == set(plan["longer"])
-            assert not changed_orders(data, plan)
-            for arm, rate in data["rates"].items() if data["tuning"] else []:
-                chosen, next_one = rate_of(plan, data["tuning"], arm)
-                lowered = any(row["arm"] == arm for row in data["collapses"]) and rate < chosen
-                assert next_one is None and (rate == chosen or lowered)
+        assert set(found) == {(a, s, n) for a in seeds for s in seeds[a] for n in plan["steps"]}
+        assert all(row["lr"] == data["rates"][row["arm"]] for row in data["rows"])
+        assert {row["arm"] for row in data["eightfold"]} == set(plan["longer"])
+        assert not changed_orders(data, plan)
+        for arm, rate in data["rates"].items() if data["tuning"] else []:
+            chosen, next_one = rate_of(plan, data["tuning"], arm)
+            lowered = any(row["arm"] == arm for row in data["collapses"]) and rate < chosen
+            assert next_one is None and (rate == chosen or lowered)
         assert {"processor", "threads", "torch", "date", "gpu"} <= data["machine"].keys()
         for row in data["rows"]:
             assert all(math.isfinite(row[metric]) for metric, *_ in plan["columns"])
@@ -246,29 +239,27 @@ def test_what_a_step_takes_is_recorded_for_every_mechanism_at_the_lengths_of_the
 
 
 def test_an_experiment_is_run_once_and_written(monkeypatch, tmp_path, capsys):
-    plan = experiment("A text", tiny, ["a", "b"], [("bits", "bits", 2, 1)], 2, steps=1)
+    columns, how = [("bits", "bits", 2, 1)], {"steps": (1, 2), "seeds": 2, "rate": 0.1, "size": 3}
+    plan = experiment("A text", tiny, ["a", "b"], columns, **how)
     monkeypatch.setattr(chapter10, "EXPERIMENTS", {"tiny": plan})
     monkeypatch.setattr(chapter10, "FOLDER", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
         assert chapter10.main(["tiny"]) == 0
     (data,) = load_experiment("chapter10_tiny", tmp_path)
-    assert [(row["arm"], row["seed"]) for row in data["rows"]] == [
-        ("a", 0),
-        ("b", 0),
-        ("a", 1),
-        ("b", 1),
-    ]
+    assert {(row["arm"], row["seed"], row["steps"]) for row in data["rows"]} == {
+        *product("ab", (0, 1), (1, 2))
+    }
     header, rows = experiment_tables.experiment_table(data)
-    assert header == ["attention", "parameters", "MFLOP", "bits", "time of a run"]
+    assert header[:5] == ["attention", "parameters", "MFLOP", "bits", "bits, 2 steps"]
     assert [row[:4] for row in rows] == [
         ["a", "1,000", "2.00", "3.0 ± 1.4"],
         ["b", "1,000", "2.00", "3.0 ± 1.4"],
     ]
-    assert "A text (steps = 1), mean ± standard deviation of 2 seeds" in capsys.readouterr().out
+    assert "A text (size = 3), mean ± standard deviation of 2 seeds" in capsys.readouterr().out
 
 
-def tiny(arm, seed, steps):
+def tiny(arm, seed, steps, lr, size):
     return {"bits": 1.0 + seed, "parameters": 1000, "flops": 2_000_000}
 
 

@@ -157,11 +157,12 @@ def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recorded, "run_grid", note)
-    plans = {"tiny": recorded.experiment("A text", divmod, ["a"], [], seeds=1)}
+    plans = {"tiny": recorded.experiment("A", divmod, ["a"], [("x", "x", 1, 1)], steps=(1, 2))}
     for words, count in (("", 1), ("--workers 3", 3)):
         with pytest.raises(KeyboardInterrupt):
             recorded.command("tiny", plans, tmp_path, None, words.split())
-        assert given.pop() == (count, [{"arm": "a", "seed": 0}])
+        workers, grid = given.pop()
+        assert workers == count and {row["arm"] for row in grid} == {"a"}
     with pytest.raises(SystemExit):
         recorded.command("tiny", plans, tmp_path, None, ["--workers", "many"])
     assert "argument --workers: invalid int value: 'many'" in capsys.readouterr().err

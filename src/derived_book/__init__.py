@@ -31,7 +31,7 @@ _MODULES = {
     "tasks.language.loss": "Windows byte_loss generate",
     "tasks.language.model": "ByteLM LanguageModel",
     "tasks.language.sessions": "Sessions draw_sessions right_answers",
-    "tasks.language.run": "small_model",
+    "tasks.language.run": "load_language_model small_model",
     "tasks.listops.data": "make_listops prefix_rule",
     "tasks.model": "Config PreNormLayer make_attention",
     "tasks.recall.loss": "Questions answer_loss",

@@ -1,6 +1,6 @@
 """What an experiment of the protocol shows on a page: its table, its curves, and its power.
 
-The protocol is that of appendix E; `experiments.protocol.deciding` records such experiments.
+The protocol is that of appendix E; `experiments.protocol.experiment` records such experiments.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Bits are counted in windows that overlap by half, and only in the second half of each. So every
 counted byte has at least half a window of context, and all models have the same. A byte is
 *repeated* if the n-gram before it occurs earlier in its window. It is *recalled* if, moreover, this
-n-gram is nowhere in the training text, so that no weights can know what follows it.
+n-gram is nowhere in the training text, so that no weights have stored what follows it.
 """
 
 from __future__ import annotations
