@@ -66,7 +66,7 @@ if derived_attention.__version__ != "$version":
     print("fails, run %pip uninstall -y derived-attention, restart, and run this cell again.")"""
 # What the package's extra "book" brings, as Python imports it.
 MODULES = """IPython PIL aeon cvxpy cycler executing filelock joblib matplotlib pandas
-    pycocotools pywt scipy sklearn sympy tqdm"""
+    pycocotools pywt safetensors scipy sklearn sympy tqdm"""
 # What the extra "plugs" brings; only a notebook that has this import asks for it.
 PLUGS, PLUG = "safetensors timm torchvision transformers", "plugs.equip("
 NOWHERE = """\
