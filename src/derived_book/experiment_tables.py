@@ -218,7 +218,8 @@ def rates_table(data: dict[str, Any]) -> Table:
     """Return each arm's learning rate, its score and those of its neighbours, and its collapses.
 
     Scores are the worst of the tuning seeds at the last number of steps; of a rate that was not
-    tried with all of them, a bound. The last column is the score after eight times as many steps.
+    tried with all of them, a bound. The last column is the score after eight times as many steps;
+    a record without such runs has no such column.
 
     Returns
     -------
@@ -228,7 +229,8 @@ def rates_table(data: dict[str, Any]) -> Table:
     metric, heading, factor, digits = data["columns"][0]
     combine = {"max": min, "min": max}[data["best"]]
     header = ["arm", "learning rate", "next lower", "chosen", "next higher", "collapsed runs"]
-    header.append(f"{heading}, {8 * data['steps'][-1]:,} steps")
+    if data["eightfold"]:
+        header.append(f"{heading}, {8 * data['steps'][-1]:,} steps")
     rows = []
     for arm, rate in data["rates"].items():
         tried: dict[float, list[float]] = {rate: []}
@@ -248,7 +250,7 @@ def rates_table(data: dict[str, Any]) -> Table:
         lost = ", ".join(f"{fallen.count(lr)} at {lr:g}" for lr in sorted(set(fallen))) or "none"
         long = [row for row in data["eightfold"] if row["arm"] == arm]
         last = _spread(long, *data["columns"][0]) if long else "–"
-        rows.append([arm, f"{rate:g}", *texts, lost, last])
+        rows.append([arm, f"{rate:g}", *texts, lost, last][: len(header)])
     return header, rows
 
 
