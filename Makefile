@@ -29,7 +29,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 help: ## list what make can do
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
 
-book: $(HTML)/.complete ## build the book, as `make` alone does; what has not changed is not done again
+book: $(HTML)/.complete ## build the book, as `make` alone does; unchanged parts are not rebuilt
 	@echo "The book is ready. Open $(PAGES)"
 
 # The book first: a fresh clone then builds it with what it installs, and nothing of the tools.
@@ -63,7 +63,7 @@ course: FORCE ## write the assignments of a course; SEED=… chooses the hidden 
 	@$(BIN)/python _ext/course.py $(if $(SEED),--seed "$(SEED)") $(if $(KEY),--key "$(KEY)") $(if $(EXERCISES),--exercises "$(EXERCISES)")
 
 zip: book ## pack the book into one archive, for readers without a network
-	@test -e $(PDF) || echo "Without a PDF of the book: \`make pdf zip\` makes one first."
+	@test -e $(PDF) || echo "The archive contains no PDF of the book; \`make pdf zip\` makes one first."
 	@$(BIN)/python -c 'import shutil; print(shutil.make_archive("_build/derived-attention", "zip", "_build", "html"))'
 
 slides: book ## make a deck of slides for each part, to show or to print, in _build/slides
@@ -76,7 +76,7 @@ coverage: tools book ## run every test and say which lines of the package none o
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n auto --dist worksteal --cov --cov-report=term:skip-covered
 
 links: book ## try every link to other sites; those inside the book are tested
-	@echo "Trying the links: some minutes, by the sites' answers."
+	@echo "Trying the links: this takes some minutes, depending on the sites."
 	@$(BIN)/jupyter-book build . --builder linkcheck >_build/links.log 2>&1 \
 	  || { grep -a "broken" _build/links.log || tail -n 5 _build/links.log; exit 1; }
 
@@ -87,7 +87,7 @@ gpu: ## on a machine with a GPU, in nine minutes and without a network: measure 
 	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
 	  PYTHONPATH=src:. "$$python" -m benchmarks.gpu $(GPU)
 
-experiments: tools ## train what the pages have no room for: some twelve hours on one core
+experiments: tools ## run the training that takes too long for the pages: some twelve hours on one core
 	@for name in small $(filter-out chapterL,$(basename $(notdir $(wildcard experiments/chapter*.py)))); do \
 	  $(BIN)/python -m experiments.$$name || exit 1; done
 

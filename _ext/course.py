@@ -49,7 +49,7 @@ SALT = 16  # bytes
 SECRET = 8  # the least characters of the secret behind hidden tests
 OPEN_POINTS = 20  # of an open exercise
 PREPARED = "# What the exercises need, of the chapter or of their own."
-STUB, TEXT_STUB = "# Your answer, in the place of the three dots.", "*Your answer.*"
+STUB, TEXT_STUB = "# Your answer, instead of the three dots.", "*Your answer.*"
 COLUMNS = ("assignment", "title", "exercises")  # of weeks.csv, which a lecturer may change
 MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
@@ -60,11 +60,11 @@ INTRODUCTION = """\
 # {title}
 
 {minutes} minutes, {points} points. Read the chapter first: theorems and equations have its
-numbers. Write into the cells for answers, run all cells from top to bottom, save, and hand in this
+numbers. Write your answers in their cells, run all cells from top to bottom, save, and hand in this
 file under its name, {name}.ipynb. Cells that you add are kept; do not remove the others.
 
 Code is graded by the checks that you see and by further ones with other numbers, in a new Python
-without a network. A cell may take a minute there, and {memory} GB of memory."""
+process without a network. There, a cell may take one minute and {memory} GB of memory."""
 
 
 # --- one assignment ------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             problems = Path(given.key) if given.key and Path(given.key).is_dir() else None
             if given.key and problems is None:
-                print("KEY is no folder here: it is tried as the passphrase.", file=sys.stderr)
+                print("KEY is not a folder, so it is used as the passphrase.", file=sys.stderr)
                 problems = Path(folder)
                 unseal(given.key, problems)
             return make(hidden_seed(given.seed), course(problems, given.exercises))
@@ -534,7 +534,7 @@ def make(seed: int, assignments: dict) -> int:
             print(f"  {name}, {line}{hint}", file=sys.stderr, flush=True)
         failed += len(wrong)
     write_weeks(TARGET, rows)
-    print("All pass." if not failed else f"{failed} do not pass: mend them, or take another SEED.")
+    print("All pass." if not failed else f"{failed} fail: correct them, or choose another SEED.")
     return 1 if failed else 0
 
 

@@ -50,8 +50,8 @@ NPM += ["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1"
 PATIENCE = {"PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "15"}
 MARK = "$ "  # before each command in the log
 TOGETHER = (
-    "These versions do not go together, or are not to be had for this Python and system. A pip "
-    "configuration of yours (`pip config list`) can be why; without it: "
+    "These versions do not go together, or are not to be had for this Python and system. Your "
+    "pip configuration (`pip config list`) may be the cause; to install without it: "
     "PIP_CONFIG_FILE=/dev/null make book. book/running.md says what has been tested."
 )
 ADVICE = {  # the first that is found in what the failed command said
@@ -59,8 +59,8 @@ ADVICE = {  # the first that is found in what the failed command said
     r"No space left|ENOSPC": "The disk is full: make room, then run `make` again.",
     r"Permission denied|EACCES|EPERM": "Something cannot be written: is the folder yours?",
     r"CERTIFICATE_VERIFY_FAILED|SELF_SIGNED_CERT|UNABLE_TO_GET_ISSUER": (
-        "A proxy on the way has a certificate of its own: name its file to pip (PIP_CERT) and to "
-        "Node (NODE_EXTRA_CA_CERTS), then run `make` again."
+        "A proxy has a certificate of its own: set PIP_CERT and NODE_EXTRA_CA_CERTS to the path of "
+        "its file, then run `make` again."
     ),
     r"ENOTFOUND|ECONN|ETIMEDOUT|EAI_AGAIN|NewConnectionError|NameResolution|ConnectTimeout|"
     r"ReadTimeout|ProxyError|Connection refused|unreachable|timed out": (
@@ -180,8 +180,8 @@ def install(folder: Path, extras: str, torch: str) -> None:
     if run([python, *TRY_TORCH]):
         say(
             "  torchvision cannot be imported, nor can timm: it does not fit this build of torch. "
-            "Pages and tests mend this for themselves. To have both from one index that can be "
-            f"reached, such as {CPU_BUILDS}: make install TORCH=ADDRESS"
+            "Pages and tests work around this. To install both from one index that can be reached, "
+            f"such as {CPU_BUILDS}: make install TORCH=ADDRESS"
         )
     say(f"  done in {time.time() - start:.0f} s")
 
@@ -243,7 +243,7 @@ def say(line: str) -> None:
 
 def stop(*_) -> None:
     """End at once; what runs gets the same signal."""
-    say("\nStopped. The next `make` installs anew what is not whole; downloads are kept.")
+    say("\nStopped. The next `make` reinstalls what is incomplete; downloads are kept.")
     os._exit(130)
 
 

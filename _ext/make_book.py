@@ -76,7 +76,7 @@ def follow(command: list) -> int:
 
 def stop(*_) -> None:
     """End at once, kernels too: each ends when it sees that this process is gone."""
-    print("\nStopped. Pages that have finished are kept: `make book` goes on from there.")
+    print("\nStopped. Finished pages are kept, and the next `make book` resumes.")
     sys.stdout.flush()
     os._exit(130)
 

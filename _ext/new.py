@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     print("Fill these in, in the order of chapter 18:", *names, sep="\n")
-    print(f"Then: python -m pytest tests/test_{arguments[0]}.py, until it says nothing but dots.")
+    print(f"Then run python -m pytest tests/test_{arguments[0]}.py until all tests pass.")
     print(f"To have the page in the book, add book/{arguments[0]} to _toc.yml.")
     return 0
 

@@ -48,25 +48,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time and weigh every mechanism beside PyTorch's attention, on one thread "
-        "of the CPU; on a GPU python -m benchmarks.gpu does it.",
+        description="Measure time and memory of every mechanism and of PyTorch's attention, on one "
+        "thread of the CPU; python -m benchmarks.gpu measures them on a GPU.",
     )
     parser.add_argument(
         "--cases",
         nargs="+",
         choices=CASES,
         metavar="NAME",
-        help=f"of {', '.join(CASES)}; default: those without results of this machine, or with "
-        "results for other options or of other code, each with its reason",
+        help=f"some of {', '.join(CASES)}; default: those without results of this machine, or with "
+        "results for other options or of other code; the reason is printed",
     )
     parser.add_argument(
         "--peers",
         nargs="*",
         choices=LIBRARIES,
         metavar="LIBRARY",
-        help=f"only other libraries, once more: of {', '.join(LIBRARIES)}; default: all",
+        help=f"only other libraries, again: some of {', '.join(LIBRARIES)}; default: all",
     )
-    parser.add_argument("--all", action="store_true", help="measure everything, also once more")
+    parser.add_argument("--all", action="store_true", help="measure everything again")
     parser.add_argument(
         "--lengths",
         nargs="+",

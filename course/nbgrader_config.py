@@ -12,12 +12,12 @@ warnings.filterwarnings("ignore", message="Object of type .* not in session")
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "derived-attention"
-# Percent of the marks that each day after the due date costs once it has begun.
+# Percentage of the marks that is lost for each day, or part of a day, after the due date.
 c.Grades.late = 0
 # `autograde` prints one line for each student; --log-level=INFO prints nbgrader's steps as well.
 if "autograde" in sys.argv:
     c.Application.log_level = "WARN"
-c.ClearSolutions.code_stub = {"python": "# Your answer, in the place of the three dots."}
+c.ClearSolutions.code_stub = {"python": "# Your answer, instead of the three dots."}
 c.ClearSolutions.text_stub = "*Your answer.*"
 # The scheme of an answer that is marked by hand stands in the locked cell above it.
 c.ClearMarkScheme.enforce_metadata = False

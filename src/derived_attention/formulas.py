@@ -215,8 +215,8 @@ def mrs(
     """H_h = ↑_s softmax((↓_s Q)(↓_s' K)ᵀ / √D) (↓_s' V), (s, s') for each head.
 
     ↓_s averages windows of s steps, and ↑_s gives each query the result of its
-    window. If causal that is the last window that ended before it, and windows of
-    keys count if they have ended, too.
+    window. If causal, that is the last window to end at the query or before it, and
+    it attends the windows of keys that end no later.
     """
     N, M, causal, results = q.shape[-2], k.shape[-2], mask.is_causal, []
     for h, (s, t) in enumerate(scales):
@@ -351,8 +351,8 @@ def primal(
 ):
     """o_i = W_o [e(x_i); r(x_i)], e(x) = W_eᵀ f(X) g(q), r(x) = W_rᵀ f(X) g(k).
 
-    f(X) = S X, and `rows` is S, (..., n, M); None where f is the identity of the
-    features. `past` is what a causal query or key sees of the tokens, and as which
+    f(X) = S X, and `rows` is S, (..., n, M); None if there is no f. `past` weights
+    the tokens: 0 for those after a causal query or key, and for the others their
     share of a row of S X.
     """
     e, r = feature_map(scaled(q, scale)), feature_map(k)

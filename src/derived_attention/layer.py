@@ -73,8 +73,8 @@ class MultiheadAttention(nn.Module):
 
     ``MultiHead(X) = Concat(H_1, ..., H_H) W_Oᵀ`` with ``H_h = attention(X W_Qᵀ, X W_Kᵀ, X W_Vᵀ)``
     on the h-th slice of D columns, D = embed_dim / H unless `head_dim` is given.
-    ``load_state_dict`` takes the state of PyTorch's layer, and the results are the same. These are
-    the differences:
+    ``load_state_dict`` takes the state of PyTorch's layer, and the results agree. These are the
+    differences between the layers:
 
     - a query that may attend nothing gets zeros from its heads, where PyTorch's layer gives NaN;
     - ``is_causal=True`` needs no `attn_mask`, and if there is one, both hold;
@@ -87,8 +87,8 @@ class MultiheadAttention(nn.Module):
       tokens, where in PyTorch's layer 0 times NaN makes every output NaN. Tokens that are excluded
       only by `attn_mask` or by causality have to be finite, as in PyTorch's layer.
 
-    ``torch.export`` takes a layer for the lengths of its example: most mechanisms are computed in
-    chunks or windows, whose number is part of the exported program.
+    ``torch.export`` fixes a layer to the lengths of its example, because most mechanisms compute in
+    chunks or windows, and their number is part of the exported program.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class MultiheadAttention(nn.Module):
     head_dim : int, optional
         D, the features of a head; the output projection maps H D features to `embed_dim`.
     kv_heads : int, optional
-        Number G of heads that keys and values have, which divides H: head h attends with those of
+        Number G of heads of keys and values, a divisor of H: head h uses the keys and values of
         head ``h // (H / G)``. 1 is multi-query attention [Shazeer2019]; H if left out.
     projected : bool
         False: there are no projections and no parameters. Head h is the h-th slice of the features,
@@ -415,23 +415,23 @@ class MultiheadAttention(nn.Module):
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Attend causally from the next tokens of a sequence, given the state of those before.
 
-        The outputs of a sequence in pieces are those of ``forward(x, x, x, is_causal=True)`` for
-        the whole, up to rounding, and the time of a piece does not depend on what came before. No
-        weights are dropped, and no kernel runs.
+        Calls for successive pieces return the outputs of ``forward(x, x, x, is_causal=True)`` for
+        the whole sequence, up to rounding, and the time of a call does not depend on the number of
+        earlier tokens. No weights are dropped, and no fused kernel runs.
 
         Parameters
         ----------
         x : Tensor
             The next n tokens, ``(B, n, embed_dim)`` or ``(n, embed_dim)``.
         state
-            What the last call returned, and None for the first tokens.
+            The state that the last call returned; None for the first tokens.
 
         Returns
         -------
         output : Tensor
             ``(B, n, embed_dim)``.
         state
-            That of the mechanism, such as `linear_state` returns.
+            The mechanism's state after these tokens, such as the one that `linear_state` returns.
 
         Raises
         ------
@@ -558,7 +558,7 @@ class MultiheadAttention(nn.Module):
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project query, key or value (part 0, 1, 2) for some heads: (B, N, ·) to (B, H', N, D).
 
-        With `AS_PROJECTED` in the place of heads, to those of the projection: (B, G, N, D).
+        With `AS_PROJECTED` instead of heads, return the G heads of the projection: (B, G, N, D).
         """
         if not self.projected:
             return pick(x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2), heads)

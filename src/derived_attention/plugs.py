@@ -1,7 +1,7 @@
 """Plugs: every mechanism of the registry in models of Hugging Face Transformers and of timm.
 
 Both compute queries, keys and values themselves, and call a function for attention alone. So a plug
-is the mechanism's layer without its projections, whose input are concatenated heads. Its other
+is the mechanism's layer without its projections, and takes concatenated heads. Its other
 parameters (filters, shifts, a second key) become part of the model: they are trained, moved and
 saved with it.
 
@@ -11,8 +11,8 @@ timm. `torch.nn.TransformerEncoderLayer` needs no plug: any layer of the registr
 
 A saved model cannot be mistaken for one with other attention. Its state dict has a record for each
 layer, with the name of the mechanism in its key and the options in its value, and the configuration
-that Transformers saves refers to `load`: without it, ``from_pretrained`` raises an error that names
-both.
+that Transformers saves refers to `load`: ``from_pretrained`` alone raises an error that names
+`load` and the mechanism.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def make_heads(name: str, H: int, D: int, length: int, **options: Any) -> Any:
 
 
 class Record(nn.Module):
-    """The name and the options of a layer in another model, which are part of its state dict.
+    """Keep the name and the options of a layer in the state dict of the model that contains it.
 
     A state dict of another mechanism, or of none, lacks its key; one with other options is refused.
-    It is extra state and no buffer, so that nothing averages or converts it.
+    The record is extra state, not a buffer, so that nothing averages or converts it.
     """
 
     def __init__(self, name: str, length: int, options: dict[str, Any], path: str = "") -> None:
@@ -283,10 +283,10 @@ def equip(model: Any, name: str, length: int = LENGTH, **options: Any) -> Any:
     ------
     ValueError
         For a name that is not in the registry; a mechanism that is not causal in a causal model;
-        a model that does not use Transformers' attention interface, or always with its own
-        attention; one that does not say how many heads it has. In a forward pass: for what a
+        a model that does not use Transformers' attention interface, or uses it only for its own
+        'eager' attention; one whose number of heads cannot be found. In a forward pass: for what a
         mechanism does not support (any mask but padding, a cache, a soft cap, sinks), and for heads
-        of another size than the mechanism's parameters have.
+        whose size does not fit the mechanism's parameters.
     """
     get_attention(name)  # raises for an unknown name
     register()
@@ -339,9 +339,9 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **arguments: Any) -> 
     Parameters
     ----------
     folder : path
-        Where it is, with the weights in safetensors, in one file or several.
+        The folder of the saved model, with its weights in one or several safetensors files.
     kind : class, optional
-        Such as ``transformers.LlamaForCausalLM``; the one that was saved if left out.
+        The model's class, such as ``transformers.LlamaForCausalLM``; if left out, the saved one.
     arguments
         Arguments of ``from_pretrained``, such as `dtype` and `device_map`.
 
@@ -464,7 +464,7 @@ def _check_family(kind: Any) -> None:
         raise ValueError(
             f"model has attention of the class {kind.__name__}, which Transformers runs with its "
             "own 'eager' code alone; expected a model that also takes attn_implementation='sdpa': "
-            "the masks of others are not those of the interface"
+            "other models do not use the interface's masks"
         )
 
 
@@ -499,7 +499,7 @@ def _check_kind(name: str, causal: bool, cross: bool) -> None:
     if causal and not entry.causal:
         raise ValueError(
             f"{name} is in a causal model; expected {_able(lambda x: x.causal)}, or an encoder: "
-            f"{name} combines keys in the same way for every query, with later ones"
+            f"{name} combines keys, later ones too, in the same way for every query"
         )
     if cross and (entry.placed or not entry.alone):
         able = _able(lambda x: x.causal and x.alone and not x.placed)
@@ -542,7 +542,7 @@ def _attention_forward(
     if layer.num_heads != H or (layer.head_dim != D and layer.sized):
         raise ValueError(
             f"query has {H} heads of {D} features; expected {layer.num_heads} of {layer.head_dim}, "
-            f"as the attributes of {type(module).__name__} said when it was equipped with {name}: "
+            f"as in the attributes of {type(module).__name__} when it was equipped with {name}: "
             "correct them before equip, or choose a mechanism without parameters, such as softmax"
         )
     layer.dropout, layer.training, layer.head_dim = dropout, module.training, D

@@ -387,8 +387,8 @@ def refuted(
         Id in the inventory; a sentence without a number needs one, too.
     grade
         "error" for a false statement or proof; "slip" for an index, a sign or a symbol whose
-        correct reading is obvious; "copy" for a mistake of the copy that was read, perhaps, which
-        `correction` must then mention.
+        correct reading is obvious; "copy" for a mistake that may be only in the copy that was read,
+        as `correction` must then mention.
     same_as
         The item whose mistake this one repeats or inherits; both count as one mistake.
     printed
@@ -493,7 +493,7 @@ def measured(
     comparisons: int = 1,
     outcome: str | None = None,
 ) -> Claim:
-    """Compare a prediction with training runs, which proves nothing and is displayed accordingly.
+    """Compare a prediction with training runs: evidence, not a proof, and displayed as such.
 
     The 95 % interval is that of `derived_book.intervals.difference`. The outcome is "as predicted"
     if it lies on the predicted side of zero, "against the prediction" if on the other, and "open"
@@ -512,7 +512,7 @@ def measured(
     paired
         Whether the runs of both arms share seeds, in the same order.
     comparisons
-        How many comparisons the table of this one makes, for which the interval is corrected.
+        Number of comparisons in the same table, for which the interval is corrected.
     outcome
         The outcome that the page's text states, one of ``OUTCOMES``.
 

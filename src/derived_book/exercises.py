@@ -1,10 +1,10 @@
 """Self-checks of the exercises.
 
 `check` compares an answer with a value, or with a function on given arguments. `check_properties`
-asks what a right answer does: each property is a function of the page, whose docstring says it in
-one sentence, and which yields a case and its error, or whether the case is right. What a task
-forbids is a property as well: `Once` sees if an iterator's items are kept, and `largest_tensor` if
-a matrix has been formed.
+tests properties of a correct answer. A property is a function on the page: its docstring states the
+property in one sentence, and it yields each case with its error, or with whether the answer is
+right. A property can also test what a task forbids: `Once` counts how many items of an iterator
+are kept, and `largest_tensor` shows whether a matrix has been formed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check(
 
 
 def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed: int = 0) -> None:
-    """Check what a right answer does, property by property.
+    """Check an answer, property by property.
 
     PyTorch's random draws within the properties are the same each time, so that an answer always
     gets the same verdict; the caller's generator on the CPU stays as it was.
@@ -80,12 +80,12 @@ def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed
         A function, usually; the placeholder ``...`` is not an error.
     properties
         Functions of the answer, each with a docstring that states the property. They yield pairs
-        ``(case, error)``: a text that names the case and its size, and either a boolean, which says
-        if the case is right, or the error, a number or an array.
+        ``(case, error)``: a text with the case and its size, and either a boolean, True if the
+        answer is right in this case, or the error, a number or an array.
     tol
         Largest error allowed.
     seed
-        Seed of the draws: another one gives other draws, where a property makes any.
+        Seed of the random draws in the properties.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def _check_case(place: str, error: Any, tol: float) -> None:
 
 
 class Once:
-    """An iterator over tensors, made one by one, that sees how many of them are kept.
+    """An iterator that makes tensors one by one, and counts how many are alive at once.
 
     Parameters
     ----------
@@ -207,9 +207,9 @@ class Once:
 
 
 def largest_tensor(function: Callable[..., Any], *args: Any, **keywords: Any) -> int:
-    """Return the number of elements of the largest tensor that an operation of a call returns.
+    """Return the number of elements of the largest tensor that any operation in a call returns.
 
-    What PyTorch's own attention forms inside does not count: whether its kernel forms the matrix of
+    Tensors inside PyTorch's own attention do not count: whether its kernel forms the matrix of
     weights depends on the number of dimensions, on widths and on masks.
     """
     with Largest() as seen, _AttentionAsOne(seen):

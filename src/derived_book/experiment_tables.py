@@ -1,4 +1,4 @@
-"""What an experiment of the protocol shows on a page: its table, its curves, and its power.
+"""Show an experiment of the protocol on a page: its table, its curves, its statistical power.
 
 The protocol is that of appendix E; `experiments.protocol.experiment` records such experiments.
 """
@@ -35,8 +35,8 @@ def results_table(
 
     A row is an arm of `predicted`, in its order. The columns are the prediction, the mean with its
     95 % interval at the budget, the mean at twice the budget, and the learning rate that was chosen
-    for the arm. The line below says how many seeds, and which difference of two arms that many
-    seeds detect with a probability of 80 %.
+    for the arm. The line below states the number of seeds, and the difference between two arms that
+    this number detects with a probability of 80 %.
 
     Parameters
     ----------
@@ -217,8 +217,8 @@ def tuning_table(name: str) -> Any:
 def rates_table(data: dict[str, Any]) -> Table:
     """Return each arm's learning rate, its score and those of its neighbours, and its collapses.
 
-    Scores are the worst of the tuning seeds at the last number of steps; of a rate that was not
-    tried with all of them, a bound. The last column is the score after eight times as many steps;
+    Scores are the worst of the tuning seeds at the last number of steps; for a rate that was not
+    tried with all seeds, a bound. The last column is the score after eight times as many steps;
     a record without such runs has no such column.
 
     Returns

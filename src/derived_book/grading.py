@@ -74,7 +74,7 @@ STRANGE = set(
     derived_book eval exec exercises exit gc get_ipython globals importlib inspect multiprocessing
     open os pathlib quit setattr shutil signal socket subprocess sys threading vars""".split()
 )
-TRIED = "its check was tried behind each, and the best result counts"
+TRIED = "its check was run after each of them, and the best result counts"
 COPIES = {
     "answer": f"{TRIED}; if it is in words, all pieces should be read",
     "check": TRIED,
@@ -277,8 +277,8 @@ def _order(nb: NotebookNode) -> Iterator[str]:
     ran = [count for count in counts if count]
     if ran != sorted(ran):
         yield (
-            "Its cells were last run in another order. They are graded from top to bottom: a name "
-            "that is defined further down is not known yet. Restart the kernel and run all cells "
+            "Its cells were last run in another order. They are graded from top to bottom: a cell "
+            "cannot use a name that is defined below it. Restart the kernel and run all cells "
             "before you hand in."
         )
 
@@ -406,7 +406,7 @@ class Run(Execute):
             reason = f"the cell took longer than {self.timeout} s, and was stopped"
         except DeadKernelError:
             reason = "the cell ended Python: by itself, or for want of memory or time"
-        _fail(cell, f"{reason}. What it defined is lost to the cells below")
+        _fail(cell, f"{reason}. The cells below cannot use what it defined")
         self._begin_again(index)
         return cell, resources
 

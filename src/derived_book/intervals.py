@@ -1,4 +1,4 @@
-"""Words that an interval decides: whether the runs of one arm are ahead of those of another.
+"""Decide by a confidence interval whether the runs of one arm are ahead of those of another.
 
 A page takes its adjectives from `decided`, and `derived_book.claims.measured` shows the interval.
 """
@@ -17,9 +17,9 @@ LEVEL = 0.05
 def decided(
     a: Any, b: Any, *, within: float | None = None, comparisons: int = 1, paired: bool = False
 ) -> str:
-    """Return which of two arms is ahead, as far as their seeds decide it.
+    """Return whether arm `a` is ahead of arm `b`, as far as the interval decides it.
 
-    The interval is that of `difference`. Higher scores are ahead: of errors, exchange the arms.
+    The interval is that of `difference`. Higher scores are ahead; for errors, exchange the arms.
 
     Parameters
     ----------
@@ -28,14 +28,14 @@ def decided(
     within : float, optional
         δ > 0: differences up to δ do not matter.
     comparisons : int
-        How many comparisons the table of this one makes.
+        Number of comparisons in the same table, for which the interval is corrected.
     paired : bool
         Whether the runs of both arms share seeds, in the same order.
 
     Returns
     -------
     str
-        ``"within δ"`` if the interval lies inside ±δ, even without zero; otherwise ``"ahead"`` if
+        ``"within δ"`` if the interval is inside ±δ, even if it excludes 0; otherwise ``"ahead"`` if
         all of it is above zero, ``"behind"`` if all is below, and ``"open"`` if zero is in it.
 
     Raises

@@ -187,9 +187,9 @@ _checked = _Checked()
 
 @contextlib.contextmanager
 def skip_range_checks() -> Iterator[None]:
-    """Skip checks of ranges in a with block, so that no GPU is asked for them again.
+    """Skip the checks of ranges on a GPU in a with block, because each waits for the device.
 
-    Only in this thread.
+    Other threads are not affected.
     """
     before, _checked.values = _checked.values, True
     try:
@@ -324,9 +324,9 @@ def _feed(sha: Any, value: Any) -> None:
 
 
 def make_folder(folder: Path, instead: str) -> None:
-    """Create a folder; raise OSError, which says what to do `instead`, if no file can be written.
+    """Create a folder; raise OSError, with the advice `instead`, if no file can be written to it.
 
-    Whether one can is tried, since permissions do not say it for every file system and user.
+    This is tested by writing a file, because permissions are not reliable on every file system.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

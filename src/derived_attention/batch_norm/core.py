@@ -65,8 +65,8 @@ def normalized_attention(
     """Attention-BN, eqs. 22 and 26 of [Nguyen2023], at the cost of the mechanism it is given.
 
     μ and σ² are taken over the keys that a query may attend by its mask; a floating mask excludes a
-    key where it is -inf. A mask that is the same for all queries (padding) costs nothing; another
-    one costs two products with it. The causal form uses running sums, as with the printed μ, over
+    key where it is -inf. A mask that is the same for all queries (padding) costs nothing; any
+    other costs two products with it. The causal form uses running sums: with the printed μ, over
     all keys, a query would depend on its future. For half precision, statistics are computed in
     float32. With `eps` and statistics that differ between queries, all steps are in float32,
     because the variance of two or three keys may be too small for half precision and autocast. In

@@ -41,7 +41,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor | None = None, components: bool = 
     M = k.shape[-2] if k.dim() > 1 else "M"
     if components:
         R = k.shape[-3] if k.dim() > q.dim() and k.shape[-3] else "R"
-        meaning = "R ≥ 1 keys for each of M tokens, the rest as in q; k.unsqueeze(-3) is one each"
+        meaning = "R ≥ 1 keys for each of M tokens, the rest as in q; use k.unsqueeze(-3) for R = 1"
         check_shape("k", k, (*leading, R, M, D), meaning)
     else:
         meaning = "the leading dimensions and D of q; enable_gqa=True allows fewer heads"

@@ -51,13 +51,13 @@ PARAMETERS = {
     -inf. If it requires a gradient, PyTorch may store the matrix.""",
     "dropout_p": """dropout_p : float
     Probability of dropping a weight. Above 0 the (N, M) matrix A is stored; a mechanism without
-    a shorter way to A computes it with the identity for V.""",
+    a cheaper way to compute A attends with the identity as V.""",
     "is_causal": """is_causal : bool
     Query i attends keys j ≤ i, counted from the top left where N ≠ M. Excludes `attn_mask`.""",
     "scale": """scale : float, optional
     Finite and positive; replaces 1/√D.""",
     "enable_gqa": """enable_gqa : bool
-    Whether k and v may have fewer heads than q, a divisor of H, each shared by neighbours.""",
+    Whether k and v may have G heads, a divisor of H; each serves H / G adjacent heads of q.""",
 }
 COMPONENTS = """q, k, v : Tensor
     Queries ``(..., H, N, D)``, values ``(..., H, M, Dv)``, one for each of M tokens, and keys
@@ -372,7 +372,7 @@ def share_heads(
     Raises
     ------
     TypeError, ValueError
-        If `enable_gqa` is no flag, v no tensor, or the heads of q are no multiple of those.
+        If `enable_gqa` is not a flag, or the heads of q are no multiple of those of k or v.
     """
     check_flag("enable_gqa", enable_gqa)
     repeats = []

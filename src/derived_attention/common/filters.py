@@ -42,7 +42,7 @@ BOXCAR = Filter(average_pooling, _repeat)
 
 
 def wavelet_filter(wavelet: Any) -> Filter:
-    """Low-pass filter of a wavelet, and its dual: log2 s levels of the pyramid.
+    """Return the low-pass filter of a wavelet, and its dual: log2 s levels of the pyramid.
 
     Both are scaled so that they map a constant to itself. The sequence is continued periodically,
     after its last step is repeated up to a multiple of s. Absent steps become the mean of those

@@ -176,7 +176,7 @@ def _obstacle(tensors: tuple[Tensor, ...]) -> str:
 
 @constant
 def _missing_support(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what kernels want, and neither this machine nor a tensor q has, or nothing."""
+    """Return what this machine or a tensor q lacks for the kernels, or an empty string."""
     if not available():
         return f"Triton {'.'.join(map(str, OLDEST))} or newer is not installed"
     if uses_interpreter():

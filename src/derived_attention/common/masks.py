@@ -30,7 +30,7 @@ ABSENT = -(2.0**13)  # every dtype can represent -8192, and its exponential is 0
 
 
 def causal_mask(N: int, M: int, device: torch.device | str | None = None) -> Tensor:
-    """Boolean (N, M) mask that lets query i attend the keys j ≤ i, counted from the top left."""
+    """Return the (N, M) mask by which query i attends keys j ≤ i, counted from the top left."""
     return torch.ones(N, M, dtype=torch.bool, device=device).tril()
 
 

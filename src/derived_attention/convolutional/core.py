@@ -56,7 +56,7 @@ Offsets = tuple[tuple[int, ...], ...]
 
 
 def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
-    """Matrix C of a convolution: (C X)_i = Σ_t w_t x_{i + t − p}, with zeros outside.
+    """Return the matrix C of a convolution: (C X)_i = Σ_t w_t x_{i + t − p}, with zeros outside.
 
     `weight` is a filter w ``(..., s)``, such as ``(H, s)`` with one for each head, and C is
     ``(..., N, N)``, constant along its diagonals (Toeplitz), with at most s of them not 0. p is
@@ -71,7 +71,7 @@ def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
 
 
 def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = False) -> Tensor:
-    """Matrix C ``(..., N, N)`` of a convolution on a grid, whose tokens are numbered row by row.
+    """Return the matrix C ``(..., N, N)`` of a convolution on a grid, numbered row by row.
 
     `weight` is ``(..., s1, s2)``, `grid` is (N_H, N_W), and N = N_H N_W. With `class_token` one
     more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
@@ -155,7 +155,7 @@ def conv2d_attention(
 ) -> Tensor:
     """Attention-Conv2D, eq. 43 of [Nguyen2023], for tokens that lie on a grid, row by row.
 
-    Queries and keys have places on one grid, M = N, which has no past: no `is_causal`.
+    Queries and keys lie on one grid, so M = N. A grid has no past, so `is_causal` has to be False.
 
     Parameters
     ----------

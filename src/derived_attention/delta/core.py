@@ -71,7 +71,7 @@ def delta_state(
     erase: bool = True,
     state: Tensor | None = None,
 ) -> Tensor:
-    """State S after keys (..., H, M, D) and values (..., H, M, Dv), in float32 at least.
+    """Return the state after keys (..., H, M, D) and values (..., H, M, Dv), at least in float32.
 
     Arguments and errors are those of `delta_attention`. With it a sequence is decoded one token at
     a time, and the results are those of one call ::
@@ -118,22 +118,22 @@ def delta_attention(
         Finite and positive; multiplies q. Left out, nothing is multiplied, so that S_t k_t = v_t at
         β_t = 1/‖k_t‖².
     beta : Tensor, optional
-        β, broadcastable to ``(..., H, M)`` and finite. Left out: 1/‖k‖², so that each key is known
-        exactly once it is written, and 0 for a key whose ‖k‖² is no normal number, such as a key
-        of zeros; 1 where nothing is erased. Stable for 0 ≤ β‖k‖² ≤ 2; above it errors grow with
+        β, broadcastable to ``(..., H, M)`` and finite. Left out: 1/‖k‖², so that a key that has
+        been written returns exactly its value, and 0 if ‖k‖² is not a normal number, as for a key
+        of zeros; 1 with ``erase=False``. Stable for 0 ≤ β‖k‖² ≤ 2; above it errors grow with
         every key that is written again.
     decay : Tensor, optional
         log α, broadcastable to ``(..., H, M)``, finite and at most 0. Left out: nothing is
         forgotten.
     erase : bool
-        Whether what the state has under a key is erased before its value is written.
+        Whether to erase the value that the state returns for a key before writing its new value.
     state : Tensor, optional
         S before the first key, ``(..., H, Dv, D)``; zeros if left out. `delta_state` returns it.
     fused : bool, optional
         True: run the kernels of fla-core, or raise a ValueError where they cannot run: without a
         GPU, in float32, for more than 256 features, or under ``torch.compile``. False: chunks in
-        PyTorch. Left out: fla-core on a GPU where it is installed, has been tried and agrees; it
-        has one derivative.
+        PyTorch. Left out: fla-core on a GPU where it is installed, and a trial has agreed;
+        it has first derivatives only.
 
     Examples
     --------

@@ -72,9 +72,9 @@ def linear_attention_weights(
 ) -> Tensor:
     """Attention matrix a_ij = φ(q_i)ᵀφ(k_j) / Σ_l φ(q_i)ᵀφ(k_l), the weights of linear attention.
 
-    Arguments and errors are those of `linear_attention`, but for the mask, which may be any that
-    broadcasts to ``(..., H, N, M)``, the shape of the result; a row whose kernel is all zeros, or
-    too small for normal numbers of its dtype, is zeros.
+    Arguments and errors are those of `linear_attention`, except that the mask may have any shape
+    that broadcasts to ``(..., H, N, M)``, the shape of the result. A row is zeros if its kernel is
+    all zeros, or too small for normal numbers of its dtype.
     """
     mask, scale = prepare(q, k, None, attn_mask, is_causal, scale)
     phi_q, phi_k = features(feature_map, q, k, scale)  # (..., H, N, F), (..., H, M, F)
@@ -89,10 +89,10 @@ def linear_state(
     feature_map: FeatureMap = elu_feature_map,
     state: Tensor | None = None,
 ) -> Tensor:
-    """S = Σ_j φ(k_j) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``, all that `linear_attention` needs of keys.
+    """Return S = Σ_j φ(k_j) [v_j, 1]ᵀ, ``(..., H, F, Dv + 1)``, the state of `linear_attention`.
 
-    With it a sequence is decoded one or several tokens at a time, and the results are those of one
-    call, at a cost that does not depend on how many came before ::
+    With S a sequence can be decoded one or several tokens at a time. The results are those of one
+    call for all tokens, and the cost does not depend on the number of earlier tokens ::
 
         h = linear_attention(q_t, k_t, v_t, is_causal=True, state=S)
         S = linear_state(k_t, v_t, state=S)
@@ -136,22 +136,22 @@ def linear_attention(
     ----------
     attn_mask : Tensor, optional
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
-        True where a key may be attended. Floating, finite or -inf, as which -8192 and below
-        count: e to its power multiplies the kernel φ(q_i)ᵀφ(k_j), as adding it to the scores
-        multiplies softmax's exp(q_i·k_j/√D); so 0 and -inf mean what True and False do. If
-        padding comes last, ``is_causal`` is enough: no token before it attends it.
+        True where a key may be attended. Floating: finite or -inf; -8192 and below count as
+        -inf. Its exponential multiplies the kernel φ(q_i)ᵀφ(k_j), just as a number added to a
+        score multiplies softmax's exp(q_i·k_j/√D), so 0 acts like True and -inf like False. If
+        padding comes last, ``is_causal`` is enough, because no earlier token attends it.
     scale : float, optional
         Finite and positive; multiplies q before φ, so that the kernel is that of (scale·q, k), as
-        softmax's is. Nothing is multiplied where it is left out: a feature map has no 1/√D.
+        in softmax. If it is left out, q is not multiplied: a feature map has no factor 1/√D.
     feature_map : callable
-        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, each token on its own. Weights are those of
-        an average where the kernel φ(q)ᵀφ(k) is non-negative. A module with parameters does too.
-        Default elu + 1.
+        φ, from ``(..., D)`` to ``(..., F)`` with F ≥ 1, applied to each token alone. The weights
+        are those of an average if the kernel φ(q)ᵀφ(k) is non-negative. A module with parameters
+        is accepted too. Default: elu + 1.
     fused : bool, optional
-        True: run the Triton kernel, or raise a ValueError where it cannot run, as without
-        `is_causal`, where two products of PyTorch are all the work. False: PyTorch's form. Left
-        out: the kernel on a GPU where it has been tried and agrees, for elu + 1 and up to 128
-        features; it has one derivative.
+        True: run the Triton kernel, or raise a ValueError where it cannot run, for example
+        without `is_causal`, where two PyTorch products suffice. False: run PyTorch's form. Left
+        out: run the kernel on a GPU where a trial has agreed, for elu + 1 and up to 128 features;
+        the kernel has first derivatives only.
     state : Tensor, optional
         Σ φ(k_j) [v_j, 1]ᵀ over keys before the first, ``(..., H, F, Dv + 1)``: every query attends
         them too. `linear_state` returns it. With `is_causal` only, and without the kernel.
@@ -205,7 +205,7 @@ def check_fused(fused: bool | None, mask: Mask, state: Tensor | None) -> bool | 
     if fused is True and not mask.is_causal:
         raise ValueError(
             "fused is True, and is_causal False; expected is_causal=True: without causality two "
-            "matrix products of PyTorch are all the work"
+            "matrix products of PyTorch suffice"
         )
     return fused if state is None else False
 

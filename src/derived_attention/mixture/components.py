@@ -60,7 +60,7 @@ def components_of(
     normalized = distance if normalized is None else normalized
     check_flags(hard=hard, distance=distance, normalized=normalized)
     if normalized and not distance:
-        raise ValueError("normalized is True and distance False; expected a density, or False")
+        raise ValueError("normalized is True and distance False; expected normalized=False")
     if scale is not None and variances is not None:
         raise ValueError("scale and variances were both given; expected one of them: scale is 1/σ²")
     D, learned = q.shape[-1], isinstance(variances, Tensor)
@@ -97,7 +97,7 @@ def per_component(name: str, value: Tensor | None, k: Tensor) -> Tensor:
     R, heads = k.shape[-3], k.shape[-4:-3]
     if value is None:
         return torch.ones(R, 1, 1, device=k.device)
-    meaning = "one number a component, or for each head"
+    meaning = "one number for each component, or for each head and component"
     kind = "finite and positive" if name == "variances" else "finite and at least 0"
     check_parameter(name, value, k, ((R,), (*heads, R)), meaning, kind)
     if name == "priors" and value.device.type == "cpu" and has_concrete_values(value):

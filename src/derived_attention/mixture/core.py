@@ -7,8 +7,8 @@ The equation of this module, for keys k_jr with r = 1..R at token j, is ::
 
 a_ij is the probability that token j explains query i, if all tokens are equally probable a priori:
 the posterior of eq. 5 of [Nguyen2022]. Eq. 7 has no D log σ_r, which only matters where the σ_r
-differ:
-``normalized=False``. The hard form has max_r where this has Σ_r. The linear form replaces
+differ: ``normalized=False`` omits it.
+The hard form has max_r where this has Σ_r. The linear form replaces
 exp(s_ijr) by π_r φ(q_i)ᵀφ(k_jr).
 
 Write −‖q − k‖²/2σ² as q·k/σ² − ‖k‖²/2σ² − ‖q‖²/2σ². Only the middle term is new to softmax
@@ -336,7 +336,7 @@ def em_priors(
     query_mask: Tensor | None = None,
     **mixture: Any,
 ) -> Tensor:
-    """One step of EM for the priors of each head: π_r ← Σ_ij a_ij γ_ijr / Σ_ij a_ij.
+    """Compute a step of EM for the priors of each head: π_r ← Σ_ij a_ij γ_ijr / Σ_ij a_ij.
 
     The queries are the data. The likelihood of query i, given the M tokens that it may attend, is
     Σ_j Σ_r exp(s_ijr) / M: a mixture of R M components, and a_ij γ_ijr is the responsibility of one

@@ -6,14 +6,14 @@ The equation of this module, with queries and keys in blocks I and J of b steps,
            q̄_I·k̄_J/√D          elsewhere (MRA-2), or −∞ (MRA-2-s)
     h_i  = Σ_j exp(s_ij) v_j / Σ_j exp(s_ij)
 
-where q̄_I and k̄_J are the means of their blocks: the scores have two resolutions, 1 and b. Kept are
-the blocks with the largest Σ_{j ∈ J} exp(q̄_I·k̄_J/√D), by their pooled score and number of keys.
+where q̄_I and k̄_J are the means of their blocks: the scores have two resolutions, 1 and b. The
+kept blocks have the largest Σ_{j ∈ J} exp(q̄_I·k̄_J/√D), by pooled score and number of keys.
 
-There are two ways to keep `kept` blocks for each of the n = ⌈N/b⌉ blocks of queries. Ours,
-``over="rows"``: each row of blocks has its own `kept` best. The choice does not depend on other
-rows, and all rows are equal work. That of the code of Zeng et al. (2022), ``over="map"``: the
-n `kept` best of the whole map, by the pooled score minus the largest one of its row. So each row
-keeps its best block, and rows with many blocks of similar weight keep more of them.
+There are two ways to keep `kept` blocks for each of the n = ⌈N/b⌉ blocks of queries. By default,
+``over="rows"``, each row of blocks keeps its own `kept` best. The choice does not depend on other
+rows, and all rows are equal work. With ``over="map"``, as in the code of Zeng et al. (2022), the
+n `kept` best of the whole map are kept, by the pooled score minus the largest one of its row. Each
+row then keeps its best block, and rows with many blocks of similar weight keep more of them.
 
 The formula fills the (N, M) matrix of scores. `mra_attention` computes the kept blocks, and
 replaces all others of a row of blocks by one more key, as they have the same weights for each query

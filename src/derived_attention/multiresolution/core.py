@@ -80,10 +80,10 @@ def multiresolution_attention(
         scales are 1, any mask is allowed.
     is_causal : bool
         Window t of a scale s holds the steps t s − s + 1, ..., t s, and the queries t s, ...,
-        t s + s − 1 use it. So a coarse head is up to s − 1 steps late, and sees no future. If
-        s ≠ s', a mask of (N / s) (M / s') entries is stored, and `attention` has to take masks
-        that differ between queries. It excludes wavelets, whose filters reach into the future, and
-        a class token.
+        t s + s − 1 use it. So a coarse head lags by up to s − 1 steps, and uses no later step.
+        If s ≠ s', a mask of (N / s) (M / s') entries is stored, and `attention` has to take masks
+        that differ between queries. `is_causal` excludes wavelets, whose filters reach into the
+        future, and a class token.
     scales, key_scales : sequence of int
         s and s' for each head, at least 1; s' = s if `key_scales` is left out. Powers of 2 with
         wavelets.
@@ -206,7 +206,7 @@ def check_ends(class_token: bool, is_causal: bool) -> None:
     """Refuse a class token in causal attention."""
     if class_token and is_causal:
         raise ValueError(
-            "is_causal is True with class_token=True; expected one of them: a class token stands "
+            "is_causal is True with class_token=True; expected one of them: a class token comes "
             "first, and would attend only itself"
         )
 

@@ -382,8 +382,8 @@ collectors = Collectors()
 def ksvd_objectives() -> Iterator[list[Tensor]]:
     """Collect J ``(B, H)`` of every regularised `PrimalAttention` that runs in a with block.
 
-    Only in this thread. The backward pass belongs outside the block, as checkpointing runs layers
-    again in it.
+    It collects from this thread only. Run the backward pass outside the block, because
+    checkpointing runs layers again during the backward pass.
 
     J is `ksvd_objective` with means over the present tokens instead of sums, so that Λ does not
     depend on the length, with the squares of ``Lambda`` for Λ, and with the rows of the weights

@@ -32,7 +32,7 @@ def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float 
 def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Return V: each query attends its own key only, so M = N.
 
-    No mask has an effect, so no query gets zeros. ValueError if k has not as many rows as q.
+    No mask has an effect, so no query gets zeros. Raises ValueError unless k has as many rows as q.
 
     Examples
     --------
@@ -48,10 +48,10 @@ def identity_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
 class PositionOnlyAttention(MultiheadAttention):
     """Softmax attention whose scores are a learned bias for each head and offset, and nothing else.
 
-    ``a_ij = softmax_j(b[j - i])``: a score that this layer reaches is no evidence of attention to
-    content. It has the interface and the parameters of `MultiheadAttention`, of which the
-    projections of queries and keys have no effect (their gradient is 0), and ``bias``
-    (H, 2·length - 1), at entry ``j - i + length - 1``, which starts at 0, as uniform attention.
+    ``a_ij = softmax_j(b[j - i])``: if this layer solves a task, success at it is no evidence of
+    attention to content. The layer has the interface and the parameters of `MultiheadAttention`;
+    the projections of queries and keys have no effect (their gradient is 0). It adds ``bias``
+    (H, 2·length - 1), whose entry ``j - i + length - 1`` is b[j - i]. It starts at 0: uniform.
 
     Parameters
     ----------

@@ -118,7 +118,7 @@ def is_in_fixed_pattern(i: Tensor, j: Tensor, stride: int, summary: int) -> Tens
 def window_mask(
     N: int, M: int, window: int, *, is_causal: bool = False, device: Device = None
 ) -> Tensor:
-    """Boolean (N, M) mask of a local window: query i attends the keys with ``|i − j| ≤ window``.
+    """Return the (N, M) mask of a window: query i attends the keys with ``|i − j| ≤ window``.
 
     With `is_causal` only keys j ≤ i. TypeError for numbers that are not whole, ValueError for
     N, M or `window` below 0.
@@ -131,7 +131,7 @@ def window_mask(
 def strided_mask(
     N: int, M: int, stride: int, *, is_causal: bool = False, device: Device = None
 ) -> Tensor:
-    """Boolean (N, M) mask: query i attends its neighbours, and every `stride`-th key from itself.
+    """Return the (N, M) mask by which a query attends its neighbours and every `stride`-th key.
 
     ``|i − j| < stride``, or i − j a multiple of `stride`: Child et al.'s strided pattern, for
     data with a period, such as the rows of an image. With `is_causal` any key reaches any later
@@ -145,7 +145,7 @@ def strided_mask(
 def fixed_mask(
     N: int, M: int, stride: int, summary: int = 1, *, is_causal: bool = False, device: Device = None
 ) -> Tensor:
-    """Boolean (N, M) mask: query i attends its block, and the last `summary` keys of every block.
+    """Return the (N, M) mask by which a query attends its block and `summary` keys of each block.
 
     Child et al.'s fixed pattern, for data without a period, such as text. Blocks of `stride`
     positions start at 0, stride, 2 stride, ...; a shorter last block has fewer summaries or none.
@@ -284,8 +284,8 @@ def fixed_attention(
 ) -> Tensor:  # fmt: skip
     """Softmax attention under `fixed_mask`, in O(N (stride + summary M/stride)) time and memory.
 
-    A block of queries attends the keys at its own positions, and the summaries of all blocks, which
-    are the same keys for all queries, but for those that are among the former. Otherwise as
+    A block of queries attends the keys at its own positions, and the summaries of all other blocks.
+    The summaries are the same keys for every block of queries. Otherwise it is like
     `window_attention`.
 
     Parameters

@@ -39,10 +39,10 @@ def admm(Q: Tensor, K: Tensor, lam: float, rho: float, exclude_self: bool = Fals
 def printed_admm(
     Q: Tensor, K: Tensor, lam: float, rho: float, changed: tuple[bool, bool, bool] = (False,) * 3
 ) -> Iterates:
-    """Equations (4a) to (4c) as printed, or with some of three repairs; with all it is `admm`.
+    """Run equations (4a) to (4c) as printed, or with some of three repairs; with all it is `admm`.
 
-    They are z − u in the bracket of (4a), which has x − z there; the new x in (4b), which has that
-    of the step before; and +u in (4b), which has −u.
+    The repairs are z − u in the bracket of (4a), instead of x − z; in (4b) the new x, instead of
+    that of the step before; and +u in (4b), instead of −u.
     """
     bracket, new_x, plus = changed
     eye = torch.eye(len(K), dtype=K.dtype, device=K.device)

@@ -68,17 +68,17 @@ ALL = slice(None)
 
 
 class RidgeState(NamedTuple):
-    """What `ridge_attention` needs of keys, in double precision: Σ_j k_j k_jᵀ and Σ_j k_j v_jᵀ."""
+    """The state of `ridge_attention`, in double precision: Σ_j k_j k_jᵀ and Σ_j k_j v_jᵀ."""
 
     keys: Tensor  #: (..., D, D)
     values: Tensor  #: (..., D, Dv)
 
 
 def ridge_state(k: Tensor, v: Tensor, *, state: RidgeState | None = None) -> RidgeState:
-    """KᵀK and KᵀV, in double precision: all that `ridge_attention` needs of keys, whatever λ is.
+    """Return KᵀK and KᵀV in double precision: all that `ridge_attention` needs of keys, for any λ.
 
-    With it a sequence is decoded one or several tokens at a time, and the results are those of one
-    call, at a cost that does not depend on how many came before ::
+    With it a sequence can be decoded one or several tokens at a time. The results are those of one
+    call for all tokens, and the cost does not depend on the number of earlier tokens ::
 
         o = ridge_attention(q_t, k_t, v_t, is_causal=True, state=S)
         S = ridge_state(k_t, v_t, state=S)
@@ -119,8 +119,8 @@ def ridge_attention(
     """O = Q (KᵀK + λ I)⁻¹ KᵀV: code each query in the keys by ridge regression, and mix values.
 
     It is the ridge regression of values on keys, W = (KᵀK + λ I)⁻¹ KᵀV, evaluated at the queries:
-    a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. Causal: the
-    regression of each query is that on the keys up to its own. W is computed in double precision,
+    a linear attention without a normaliser, in O((N + M) D (D + Dv) + D³) operations. If causal,
+    the regression of each query uses the keys up to its own. W is computed in double precision,
     and so is everything if causal or with `exclude_self`. A query may get NaN if its keys are
     longer than about 10⁷ √λ, because double precision then loses λ.
 
@@ -130,9 +130,9 @@ def ridge_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
     scale : float, optional
-        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+        Finite and positive; multiplies q. If it is left out, q is not multiplied.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor's values are not read.
+        λ > 0 of ½‖q − Kᵀx‖² + ½λ‖x‖², one or ``(H,)``. A tensor is checked on a CPU only.
     exclude_self : bool
         Whether query i leaves out key i; then as many keys as queries are needed.
     prefix : int
@@ -258,8 +258,8 @@ def lasso_attention(
 
     The weights are signed, many of them are exactly 0, and they depend on all keys: of two equal
     keys one is enough. A step is two products of (N, M) by (M, D), and the only inverse is (D, D),
-    or one for each chunk if causal. No (N, M) matrix is stored: codes of C = 128 queries are, for
-    gradients those of all their steps. In float32 at least.
+    or one for each chunk if causal. No (N, M) matrix is stored, only the codes of C = 128 queries
+    at a time; for gradients, those of all their steps. Sums are in float32 at least.
 
     Parameters
     ----------
@@ -267,12 +267,12 @@ def lasso_attention(
         A mask over keys, the same for every query: broadcastable to ``(..., H, 1, M)``. Boolean:
         True for a key that takes part. Floating: 0 or -inf; -8192 and below count as -inf.
     scale : float, optional
-        Finite and positive; multiplies q. Nothing is multiplied where it is left out.
+        Finite and positive; multiplies q. If it is left out, q is not multiplied.
     lam : float or Tensor
-        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``; half of that of the form without the ½. A
-        tensor's values are not read.
+        λ > 0 of ½‖q − Kᵀx‖² + λ‖x‖₁, one or ``(H,)``: half the λ of the form without the ½.
+        A tensor is checked on a CPU only.
     rho : float or Tensor
-        ρ > 0, the penalty of ADMM, one or ``(H,)``: how fast it converges, not where to.
+        ρ > 0, the penalty of ADMM, one or ``(H,)``. It changes the speed, not the limit.
     iterations : int
         Steps, at least 1.
     exclude_self : bool

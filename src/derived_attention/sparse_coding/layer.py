@@ -1,4 +1,4 @@
-"""Layers of ridge and lasso attention (chapter 13): what is learned of `sparse_coding.core`."""
+"""Layers of ridge and lasso attention, the mechanisms of `sparse_coding.core` (chapter 13)."""
 
 from __future__ import annotations
 

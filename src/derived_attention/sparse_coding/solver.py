@@ -29,7 +29,7 @@ from derived_attention.common.masks import Mask
 from derived_attention.linear.core import in_chunks
 
 CHUNK = 128  # queries whose codes are in memory at a time
-FACTORED = 16  # chunks of queries whose (C, C) factors are
+FACTORED = 16  # chunks of queries whose (C, C) factors are in memory at a time
 NOISE = 4 * CHUNK * torch.finfo(torch.float64).eps  # an upper bound of Cholesky's rounding errors
 Penalty = float | Tensor
 Solve = Callable[[Tensor], Tensor]

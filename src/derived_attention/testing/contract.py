@@ -312,7 +312,7 @@ def gradients(subject: Subject) -> str:
 
 @promise("scale", "formula", argument="scale")
 def scale(subject: Subject) -> str:
-    """Use `scale` where the formula does, in the place of 1/√D."""
+    """Use `scale` where the formula does, instead of 1/√D."""
     worst = Worst()
     for number in (0.3, 2, 1e-9):
         worst.formula(Case(subject, scale=number), f"scale {number}")
@@ -324,7 +324,7 @@ def scale(subject: Subject) -> str:
 
 @promise("dtypes")
 def dtypes(subject: Subject) -> str:
-    """Return the dtype of q, right to 4 roundings, gradients and long texts to 16."""
+    """Return the dtype of q, accurate to 4 roundings; gradients and long sequences to 16."""
     worst = Worst()
     # A formula may invert a matrix of as many rows as there are tokens: only fast forms are long.
     lengths = (64,) if subject.fast is subject.reference else (64, 200)
@@ -762,7 +762,7 @@ SIZES = [(2, 8), (5, 16)]  # sequences in a batch, and heads
 
 @promise("operations")
 def operations(subject: Subject) -> str:
-    """Run as many operations for any batch and any number of heads, where the device is no CPU."""
+    """Run the same number of operations for any batch and any number of heads, except on a CPU."""
     numbers = []
     for options in variants(subject, {}):
         counts = []
@@ -812,7 +812,7 @@ def _of_repeated_heads(subject: Subject, q: Tensor, k: Tensor, v: Tensor, **opti
 @promise("memory of shared heads", "shared heads", argument="enable_gqa")
 @torch.no_grad()
 def memory_of_shared_heads(subject: Subject) -> str:
-    """Hold no more for heads that share keys and values than for copies of them, given in full."""
+    """Hold no more memory for shared heads of k and v than for copies of them passed as inputs."""
     if not getattr(unwrap(subject.fast)[0], "shared", False):
         raise Outcome("refused", "it repeats the heads of k and v that are shared")
     n, worst = 2048, 0.0
@@ -968,10 +968,10 @@ def check_mechanism(
 ) -> Report:
     """Try what every mechanism promises, and report promise by promise.
 
-    A promise is *kept*; *BROKEN*, with what came out and what is right; *refused*, by an error that
-    names the argument, where that is allowed; *not taken*, without such an argument; or *untried*,
-    as it rests on a formula that was not given, or on a promise that is broken. What is broken is
-    left out of later promises, so that each mistake is told once.
+    A promise is *kept*; *BROKEN*, with the result found and the right one; *refused*, by an error
+    that names the argument, where that is allowed; *not taken*, if there is no such argument; or
+    *untried*, if it needs a formula that was not given, or another promise that is broken. Later
+    promises avoid what is already broken, so that each mistake is reported once.
 
     Parameters
     ----------
@@ -979,20 +979,20 @@ def check_mechanism(
         A name or entry of the registry, or any function ``f(q, k, v, attn_mask=None, ...)`` with
         the arguments of PyTorch's ``scaled_dot_product_attention``, or some of them.
     formula : callable, optional
-        What a function has to equal, with the same arguments. The registry has its own.
+        A function with the same arguments and the right results; not for a name or an entry.
     options : dict or callable, optional
         Further arguments of a function, or ``options(N, H, D)`` that returns them for N tokens, H
         heads and D features; floating tensors among them are parameters.
     keys : callable
-        Makes the function's keys of ``(..., M, D)``, where they have another shape.
+        Turns keys ``(..., M, D)`` into the function's keys, if these have another shape.
     promises : iterable of str, optional
         Those of `PROMISES` to try; left out: all.
     verbose : bool
         Whether to print each result as soon as it is known.
     **flags : bool
-        What is otherwise found by trying: whether it takes is_causal=True (`causal`), masks that
-        differ between queries (`any_mask`), floating masks with numbers (`biased`), only as many
-        keys as queries (`square`), and is linear in v (`weights`).
+        Properties that are otherwise found by trying: whether it takes is_causal=True (`causal`),
+        masks that differ between queries (`any_mask`), floating masks with numbers (`biased`), or
+        only as many keys as queries (`square`), and whether it is linear in v (`weights`).
 
     Returns
     -------

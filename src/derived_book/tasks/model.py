@@ -150,7 +150,7 @@ def stack(kind: Callable[[Config], nn.Module], config: Config) -> nn.ModuleList:
 
 
 class Model(nn.Module):
-    """Base class of all models: its text contains the configuration.
+    """Base class of all models, whose ``repr`` contains the configuration.
 
     An invalid size raises TypeError or ValueError when a model is built, and so do inputs of a
     wrong shape, type or range in the forward pass.

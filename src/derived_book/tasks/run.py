@@ -4,8 +4,8 @@
 and `train_detection`. Each trains one model from one seed and returns numbers that JSON can hold,
 so that `derived_book.training.grids.run_grid` can run a grid of them.
 
-The argument `config` goes to the model: see `derived_book.tasks.model.Config`. Half the heads
-at the same width of a head: ``Config(heads=2, attention=partial(MultiheadAttention,
+The argument `config` goes to the model: see `derived_book.tasks.model.Config`. For half as many
+heads, each as wide as before, pass ``Config(heads=2, attention=partial(MultiheadAttention,
 head_dim=16))``.
 
 Beside its scores each function returns the cost of all attention layers, projections included:
@@ -64,7 +64,7 @@ def runner(
     seed : int
         Of the initial weights, the batches and dropout; the data do not depend on it. Default 0.
     epochs, steps : int
-        How long to train: the one or the other, as the batches of the task have it.
+        How long to train: a task takes either `epochs` or `steps`, depending on its batches.
     batch_size : int
     lr : float
         The highest learning rate; see `derived_book.training.fit.fit`.
@@ -118,7 +118,7 @@ def classification(model: Callable[[], nn.Module], inputs: Tensor, data: Any) ->
     """Describe the task of naming the class of each sequence of ``data.train`` and ``data.test``.
 
     ``"accuracy"`` is that of the test part after the last epoch. ``"best"`` is the highest of all
-    epochs, which an epoch chosen on the test part would claim.
+    epochs: the score that one would report after choosing the epoch on the test part.
     """
 
     def scores(trained: Trained) -> Numbers:

@@ -81,9 +81,9 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def check(self, name: str, model: Any) -> None:
-        """Raise TypeError or ValueError, naming the argument `name`, if `model` cannot take them.
+        """Raise TypeError or ValueError unless `model` can process these batches, called `name`.
 
-        It is called before any work; what needs no model is checked when the batches are made.
+        It is called before any work; checks that need no model run when the batches are created.
         """
 
 
@@ -115,8 +115,8 @@ class Endless(Batches):
 class Mean:
     """A number to report, as a sum over `count` items.
 
-    The sum may be a tensor without a dimension, in float64 or of integers: then a GPU is not waited
-    for until the end of an epoch.
+    The sum may be a 0-dimensional tensor, float64 or integer, which is read from a GPU only at the
+    end of an epoch.
     """
 
     total: float | torch.Tensor
@@ -258,11 +258,11 @@ def fit(
     test : Batches, optional
         Evaluated after each epoch. It has no influence on the training.
     precision : str, optional
-        ``"float32"``: as the model is. ``"bfloat16"`` or ``"float16"``: matrix products of a model
-        of float32 in that type, by autocast, with the gradient scaled for float16, so that small
-        ones are not lost; a step whose scaled gradient overflows is left out. ``"auto"``, or left
-        out: ``"float32"`` on a CPU; on a GPU ``"bfloat16"`` from compute capability 8.0 on and
-        ``"float16"`` from 7.0 on, as a T4 has. Weights, and `test`, are in the model's own type.
+        ``"float32"``: the model's own types. ``"bfloat16"`` or ``"float16"``: autocast computes the
+        matrix products of a float32 model in that type; for float16 the loss is scaled, so that
+        small gradients are not lost, and a step whose scaled gradient overflows is skipped.
+        ``"auto"`` or None: ``"float32"`` on a CPU; on a GPU ``"bfloat16"`` from compute capability
+        8.0 and ``"float16"`` from 7.0 (a T4 has 7.5). Weights and `test` keep the model's types.
 
     Returns
     -------

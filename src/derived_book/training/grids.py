@@ -3,9 +3,9 @@
 A result is stored under a key, the digest of the function (its source, and the source and values
 of what it reads from its page), its arguments, the code of this package that it reaches and of the
 user's modules that are loaded, the version of PyTorch, and the profile. If any of them changes, the
-run is repeated. Comments and docstrings of this package have no influence; those of the function,
-and docstrings in the user's modules, do. Other installed packages, data files, and values that are
-set in another module from outside have none.
+run is repeated. Comments and docstrings of this package do not matter; those of the function do,
+as do docstrings in the user's modules. Other installed packages, data files, and values that are
+assigned at run time to names in modules of this package do not matter, either.
 """
 
 from __future__ import annotations
@@ -362,8 +362,8 @@ def _after(seconds: float, steps: int, left: int, slots: int) -> str:
     if not left:
         return f"{took}."
     return (
-        f"{took}: {left} more, about {duration(left * seconds / slots)} if they are alike. What is "
-        "done is stored: stop when you like, and run the cell again to go on."
+        f"{took}: {left} more, about {duration(left * seconds / slots)} if they are alike. "
+        "Finished runs are stored: stop at any time, and run the cell again to continue."
     )
 
 

@@ -435,8 +435,8 @@ def head_distance(A: ArrayLike | Tensor) -> Tensor:
         \binom{H}{2}^{-1} \sum_{g<h} \frac{\lVert A^g - A^h \rVert_F}{\sqrt N}
 
     The division by √N makes it the root mean square over the queries of the Euclidean distance
-    between two rows, so that lengths can be compared; for rows that sum to 1 it lies between 0
-    and √2. Papers report head distances without a definition; multiply by √N for Frobenius norms.
+    between two rows, which makes different N comparable; for rows ≥ 0 that sum to 1 it is at
+    most √2. Papers report head distances without a definition; multiply by √N for Frobenius norms.
     Slice off padding first, ``A[:, :n, :n]``.
 
     Parameters

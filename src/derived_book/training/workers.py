@@ -92,7 +92,7 @@ class _Processes(Crew):
 
 
 def crew_of(workers: int | Executor) -> Crew:
-    """Return this process for 1, that many local processes for a larger number, or an executor's.
+    """Return the crew: this process for 1, local processes for a larger number, or an executor.
 
     Raises
     ------

@@ -33,9 +33,9 @@ class DetectionTransformer(Model):
 
     Three convolutions of stride 2 and one more, each with BatchNorm and ReLU, make a token of every
     8 × 8 pixels. An encoder mixes the tokens; its output is the memory. Each of a few learned
-    object queries asks for one object or for none: in the layers of a decoder, the queries attend
-    to each other, then to the memory. A linear map gives the class that a query has found, and a
-    small network its box.
+    object queries predicts one object or none: in the layers of a decoder, the queries attend to
+    each other, then to the memory. From each query, a linear map then predicts the class, and a
+    small network the box.
 
     Positions are added to queries and keys, not to values. In the encoder ``q = k = x + p`` and
     ``v = x``, with twice the `sinusoids` of row and column as p. In the decoder's self-attention

@@ -62,7 +62,7 @@ def document_bits(
     length: int,
     batch_size: int = 32,
 ) -> np.ndarray:
-    """Return the bits of documents under a model, and how many bytes they are of: (n, 3, 2).
+    """Return the sum of bits of each document under a model, and its counted bytes: (n, 3, 2).
 
     The three rows of a document are for all bytes, repeated ones and recalled ones. The losses are
     added in float64.

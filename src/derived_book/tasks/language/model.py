@@ -125,10 +125,10 @@ class LanguageModel(Encoder):
 
     @torch.no_grad()
     def step(self, x: Tensor, past: Sequence[Past] | None = None) -> tuple[Tensor, list[Past]]:
-        """Return logits (B, n, 256) of the bytes after the next bytes, and what is kept of all.
+        """Read n more bytes; return logits (B, n, 256) of the byte after each, and the new past.
 
-        A text in pieces has the logits of the whole, up to rounding, and may be longer than
-        `length`. An attention with a state keeps this state, and another one keys and values.
+        A text that is read in pieces has the same logits as in one, up to rounding, and may be
+        longer than `length`. Attention with a state stores its state, any other keys and values.
 
         Parameters
         ----------

@@ -31,8 +31,8 @@ def small_model(
 ) -> ByteLM:
     """Train the small model that the book carries along from chapter 1, and return it.
 
-    Two layers of four heads, of width 64, read 64 bytes. All but the mechanism is the same in every
-    chapter, the batches of a seed too.
+    It has two layers of four heads, is 64 wide and reads 64 bytes. Chapters differ only in the
+    mechanism: even the batches of a seed are the same.
 
     Parameters
     ----------

@@ -115,7 +115,7 @@ def right_answers(model: nn.Module, n: int = 512, *, seed: int = TEST_SEED + 1) 
     n : int
         Sessions.
     seed : int
-        Of the sessions; by default they are others than those of an evaluation with `Sessions`.
+        Seed of the sessions, which by default differ from those of an evaluation with `Sessions`.
     """
     device, length = check_device(model, None), check_reader(model)
     generator = torch.Generator().manual_seed(seed)

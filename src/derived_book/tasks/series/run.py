@@ -17,7 +17,7 @@ def train_series(config: Config, name: str) -> Task:
     """Train a `SeriesClassifier`; return its scores and its cost.
 
     ``"accuracy"`` is that of the test part after the last epoch. ``"best"`` is the highest of all
-    epochs, which an epoch chosen on the test part would claim.
+    epochs: the score that one would report after choosing the epoch on the test part.
 
     Parameters
     ----------

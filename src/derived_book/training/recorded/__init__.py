@@ -29,10 +29,10 @@ def load_experiment(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     list of dict
         Every experiment has ``title``, ``settings``, ``machine``, ``columns`` (metric, heading,
         factor, decimals), and ``rows``, one for each run: ``arm``, ``seed``, ``parameters``,
-        ``flops``, times, metrics. One of the protocol (appendix E) also has ``budget``, all numbers
-        of ``steps``, the ``rates`` by arm and the runs of their ``tuning``, and, if it is not an
-        older one, the ``rule`` by which they were chosen, the runs that are ``collapses``, and
-        those of ``eightfold`` steps.
+        ``flops``, times, metrics. An experiment of the protocol (appendix E) also has ``budget``,
+        all numbers of ``steps``, the learning ``rates`` by arm, the runs of their ``tuning``, the
+        ``rule`` by which rates were chosen, the collapsed runs (``collapses``), and the runs with
+        eight times as many steps (``eightfold``).
 
     Raises
     ------
@@ -53,8 +53,8 @@ def load_experiment(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
 def scores(name: str, metric: str) -> dict[str, list[float]]:
     """Return the values of a metric, one for each seed, of each arm of an experiment.
 
-    They are the CPU's, if it has results, and those at the budget, if there are several numbers of
-    steps. Arguments and errors are those of `load_experiment`.
+    The CPU's results are used, if there are any; with several numbers of steps, values are those at
+    the budget. Arguments and errors are those of `load_experiment`.
 
     Raises
     ------
