@@ -38,7 +38,7 @@ WRONG = {
         # Right in exact arithmetic only.
         (
             INTERCEPT.format(free="(c != 0) & (abs(c) < C)", offset=OFFSET),
-            r"Multipliers that a solver rounded, .* count as 0 and the bound \(8 points",
+            r"Rounded multipliers, .* count as 0 or as the bound \(8 points",
         ),
         # The mean residual of all points, as in least squares.
         (

@@ -42,7 +42,7 @@ WRONG = {
             "def collapse(K, V):\n"
             "    h = kernel(K, K).sum(1)\n"
             "    return np.tile(h @ V / len(K), (len(K), 1))",
-            "have the same limit as V|equal values come back",
+            "have the same limit as V|equal values are returned",
         ),
         (  # one row for all
             "def collapse(K, V):\n    h = kernel(K, K).sum(1)\n    return h @ V / h.sum()",

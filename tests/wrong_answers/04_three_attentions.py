@@ -27,21 +27,21 @@ WRONG = {
     "ex-04-predict": [
         (  # the summary of the own block is counted twice
             "def ceiling_of(N, stride): return (stride + N / stride) / N",
-            "all questions and pairs.*N = 32, stride = 4",
+            "a question and a pair.*N = 32, stride = 4",
         ),
         (  # one layer of strides: the last keys of blocks only
             "def ceiling_of(N, stride): return 1 / stride",
-            "all questions and pairs.*off by",
+            "a question and a pair.*off by",
         ),
         (  # the least over all strides
             "def ceiling_of(N, stride): return (2 * N**0.5 - 1) / N",
-            "all questions and pairs.*off by",
+            "a question and a pair.*off by",
         ),
         (  # guesses of one in 64 symbols, of which random numbers allow none
             "def ceiling_of(N, stride):\n"
             "    sees = (stride + N / stride - 1) / N\n"
             "    return sees + (1 - sees) / 64",
-            "all questions and pairs.*off by",
+            "a question and a pair.*off by",
         ),
     ],
     "ex-04-least": [
@@ -125,7 +125,7 @@ WRONG = {
             "    A = torch.exp(-(q @ k.T).abs())\n"
             "    return A / A.sum(1, keepdim=True) @ v\n"
             "my_layer = my_kernel, my_attention",
-            "no eigenvalue negative",
+            "no negative eigenvalue",
         ),
         (  # another attention than that of the kernel
             "def my_kernel(x, k): return np.exp(-((x[:, None] - k) ** 2).sum(-1))\n"

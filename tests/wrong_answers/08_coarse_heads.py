@@ -17,7 +17,7 @@ def heads(body):
 
 POOL = "q_, k_, v_ = (x[:, [h]].unflatten(2, (-1, s)).{} for x in (q, k, v))\n"
 REPEAT = "heads.append(base(q_, k_, v_).repeat_interleave(s, 2))"
-BY_MEANS = r"Queries, keys and values count by the means.*softmax_attention, scale [24]"
+BY_MEANS = r"depends only on the window means.*softmax_attention, scale [24]"
 
 
 def share(expression):
@@ -59,11 +59,11 @@ WRONG = {
         ),
         (
             heads(POOL.format("sum(3)") + REPEAT),
-            r"repeated s times it is the base on the single tokens.*scale 2.: it is off by",
+            r"repeated s times, a head equals the base on the single.*scale 2.: it is off by",
         ),
         (
             heads(POOL.format("mean(3)") + "heads.append(base(q_, k_, v_).repeat(1, 1, s, 1))"),
-            r"repeated s times it is the base on the single tokens.*off by",  # tiled
+            r"repeated s times, a head equals the base on the single tokens.*off by",  # tiled
         ),
     ],
 }

@@ -77,7 +77,7 @@ WRONG = {
         (  # seeds of both arms together
             "def seeds_needed(delta, sigma):\n"
             "    return 2 * int(np.ceil(2 * (2.8 * sigma / delta) ** 2))",
-            r"One seed less is not enough \(δ = 1.0, σ = 1.0, n = 32",
+            r"One seed fewer is not enough \(δ = 1.0, σ = 1.0, n = 32",
         ),
         (  # the square is forgotten
             "def seeds_needed(delta, sigma):\n    return int(np.ceil(2 * 2.8 * sigma / delta))",

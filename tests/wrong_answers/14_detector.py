@@ -14,7 +14,7 @@ OURS = dict(
     best="np.maximum.accumulate(precision[::-1])",
     by="objects",
 )
-WORKED = r"of four objects: 9/16 \(4 answers"
+WORKED = r"for four objects: 9/16 \(4 answers"
 TRAPS = "a hundred times the matching"
 
 WRONG = {
