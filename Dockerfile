@@ -1,4 +1,4 @@
-# The book's environment and its chapters in JupyterLab:
+# An image with the book's environment, which opens the chapters in JupyterLab:
 #   docker build -t derived-attention . && docker run --rm -p 8888:8888 derived-attention
 # With a GPU: docker build --build-arg TORCH=pip ..., and docker run --gpus all ...
 FROM python:3.11-slim-bookworm
@@ -11,7 +11,7 @@ RUN apt-get update \
  && install --directory --owner=reader /srv/derived-attention
 USER reader
 WORKDIR /srv/derived-attention
-# What the environment is made from comes first, so that a changed page does not install it again.
+# Copy first what the installation needs, so that a changed page does not cause a new installation.
 COPY --chown=reader Makefile pyproject.toml constraints.txt package.json package-lock.json README.md LICENSE ./
 COPY --chown=reader _ext/environment.py _ext/
 COPY --chown=reader src src

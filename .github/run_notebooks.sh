@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all notebooks of this folder, and says whether the torch and numpy that were there still are.
+# Run all notebooks of this folder, and fail if a set-up cell has replaced torch or numpy.
 set -euo pipefail
 versions() { python3 -m pip freeze | grep -E '^(torch|numpy)(==| @)'; }
 before=$(versions)

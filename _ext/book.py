@@ -1,7 +1,7 @@
-"""What this book adds to Sphinx: its status page, tables, measured times and launch buttons.
+"""Add to Sphinx what this book needs: a status page, tables, measured times and launch buttons.
 
-Pages leave their claims and their times in the executed notebooks; the tables made from them are
-filled in when pages are written, so that they report this very build, cached pages included.
+The executed notebooks contain the claims and times of their pages. The tables made from them are
+filled in when pages are written, so that they describe this build, cached pages included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks import report  # noqa: E402
 
 WHEEL = f"derived_attention-{__version__}-py3-none-any.whl"  # beside the notebooks
 
-# Names of other libraries in docstrings, and where their documentation is.
+# Names of other libraries in docstrings, and the addresses of their documentation.
 TORCH = "https://docs.pytorch.org/docs/stable/"
 EXTERNAL = {
     "torch.Tensor": TORCH + "tensors.html",
@@ -46,9 +46,9 @@ EXTERNAL = {
     "torch.nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
     "nn.MultiheadAttention": TORCH + "generated/torch.nn.MultiheadAttention.html",
 }
-WORDS = {"callable", "optional"}  # what descriptions of types say and is no class
+WORDS = {"callable", "optional"}  # words in descriptions of types that are no classes
 
-# Letters of the pages between chapters; appendices have A to E, and audits the numbers of parts.
+# Letters of the pages between chapters. Appendices use A to E, and audits the numbers of parts.
 LETTERS = {"book/positions": "P", "book/language_model": "L"}
 AUDITS = {
     "book/audit_support_vectors": "II",
@@ -60,7 +60,7 @@ AUDITS = {
 SHORT = {"chapter": "ch.", "appendix": "app."}
 
 
-# --- what the executed pages say -----------------------------------------------------------------
+# --- pages with code, and their numbers ----------------------------------------------------------
 
 
 def chapters(app) -> list[str]:
@@ -70,10 +70,10 @@ def chapters(app) -> list[str]:
 
 
 def number(doc: str) -> int | str | None:
-    """Return the number of a chapter, which its file's name has; of an audit, that of its part.
+    """Return the number or letter of a page with code, or None for another page.
 
-    Parts are numbered in Roman numerals. An appendix has the letter of its file, and a page between
-    chapters one of `LETTERS`. Other pages have none.
+    The name of the file contains the number of a chapter and the letter of an appendix. An audit
+    has the Roman numeral of its part, and a page between chapters has a letter of `LETTERS`.
     """
     if match := re.match(r"book/(\d\d|[A-Z])_", doc):
         return int(match[1]) if match[1].isdigit() else match[1]
@@ -82,7 +82,7 @@ def number(doc: str) -> int | str | None:
 
 @lru_cache
 def parts() -> dict[str, str]:
-    """Return the chapters and audits of the numbered parts, and the headings of these parts."""
+    """Return the heading of its part for each page of a numbered part, and for each audit."""
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))["parts"]
     headings = {part["caption"].partition(":")[0]: part["caption"] for part in toc}
     chapters = {
@@ -95,13 +95,13 @@ def parts() -> dict[str, str]:
 
 
 def short_name(doc: str) -> str:
-    """Return how a link to a place on a page with code names the page."""
+    """Return the short name of a page with code for links to its places, such as ``ch. 4``."""
     kind = _kind(doc)
     return f"{SHORT.get(kind, kind)} {number(doc)}"
 
 
 def _kind(doc: str) -> str:
-    """Return what a page with a number is: a chapter, an appendix or an audit."""
+    """Return the kind of a numbered page: chapter, appendix or audit."""
     if doc.startswith("book/audit_"):
         return "audit"
     return "chapter" if doc[5].isdigit() or doc in LETTERS else "appendix"
@@ -111,15 +111,15 @@ def _kind(doc: str) -> str:
 
 
 class Pending(nodes.General, nodes.Element):
-    """Stands for something that is known only when pages are written."""
+    """A placeholder for content that is known only when pages are written."""
 
 
 class PendingInline(nodes.Inline, nodes.TextElement):
-    """The same, within a line of text."""
+    """A placeholder within a line of text."""
 
 
 class Status(SphinxDirective):
-    """``{status}``: made from the executed pages."""
+    """``{status}``: the status table, made from the executed pages."""
 
     def run(self):
         """Leave a placeholder."""
@@ -128,16 +128,16 @@ class Status(SphinxDirective):
 
 
 class Benchmarks(SphinxDirective):
-    """``{benchmarks} case case …``: what ``python -m benchmarks`` measured, as it is committed.
+    """``{benchmarks} case case …``: the committed results of ``python -m benchmarks``.
 
-    The page that shows them is executed again, and so read again, when a file changes.
+    When a file of the benchmarks changes, the page is executed again, and therefore read again.
     """
 
     required_arguments = 1
     final_argument_whitespace = True
 
     def run(self):
-        """Return the tables of these cases, and a line on each machine before them."""
+        """Return a line on each machine, and then the tables of these cases."""
         names = self.arguments[0].split()
         try:
             results = report.load(names)
@@ -160,9 +160,9 @@ class Mechanisms(SphinxDirective):
 
 
 class Modules(SphinxDirective):
-    """``{modules} softmax.core layer``: what these modules of the library hold.
+    """``{modules} softmax.core layer``: the documentation of these modules of the library.
 
-    Of a module that has public names, only these: the rest serves other modules.
+    If a module has public names, only these are included: the rest serves other modules.
     """
 
     required_arguments = 1
@@ -210,15 +210,15 @@ def mechanisms_table(docs) -> list[str]:
 
 
 class ChapterLink(nodes.Inline, nodes.TextElement):
-    """A link to a page by its number, until all pages are read."""
+    """A placeholder for a link to a numbered page, until all pages are read."""
 
 
 class Chapter(SphinxRole):
     """``{chapter}`04_three_attentions```: a link that prints "chapter 4"; its tooltip is the title.
 
     An appendix prints "appendix A", an audit "audit II", a page between chapters "chapter P". A
-    link that begins a sentence has a capital; one that begins a cell of a table prints the title,
-    too.
+    link that begins a sentence has a capital. One that begins a table cell prints the title, for
+    a chapter after its number.
     """
 
     def run(self):
@@ -232,7 +232,7 @@ class Chapter(SphinxRole):
 
 
 def chapter_name(doc: str) -> str:
-    """Return how a sentence names a chapter, an appendix or an audit."""
+    """Return the name of a numbered page in a sentence, such as ``chapter 4``."""
     return f"{_kind(doc)} {number(doc)}"
 
 
@@ -242,7 +242,7 @@ class ResolveChapters(SphinxPostTransform):
     default_priority = 9
 
     def run(self, **kwargs):
-        """Write the text of each link by what stands before it."""
+        """Write the text of each link, which depends on the text before it."""
         for node in list(self.document.findall(ChapterLink)):
             siblings = node.parent.children
             before = "".join(x.astext() for x in siblings[: siblings.index(node)])
@@ -257,7 +257,7 @@ class ResolveChapters(SphinxPostTransform):
 
 
 class Measured(SphinxRole):
-    """``{measured}`read```: one of this page's own times; ``read 02_duality`` that of another."""
+    """``{measured}`read```: a time of this page; ``read 02_duality``: that of another page."""
 
     def run(self):
         """Leave a placeholder."""
@@ -278,7 +278,7 @@ def _fill_in(app, doctree, doc):
         node.replace_self(status_table(app, doc))
     for node in list(doctree.findall(PendingInline)):
         text = status_page.time_text(app, node["doc"], node["kind"])
-        # What this build measured must not get into the notebooks.
+        # Times that this build measured must not appear in the notebooks.
         classes = ["da-measured"] if node["kind"] != "exercises" else []
         node.replace_self(nodes.inline("", text, classes=classes))
 
@@ -292,7 +292,7 @@ def page_title(app, doc: str) -> str:
 
 
 def status_table(app, doc: str):
-    """Return times, claims and figures of each chapter of this build."""
+    """Return the table of the times, claims and figures of each page with code."""
     header, rows = status_page.status_rows(
         app,
         chapters(app),
@@ -302,11 +302,11 @@ def status_table(app, doc: str):
     return table(header, rows, ["da-status"])
 
 
-# --- what must be read or written again ----------------------------------------------------------
+# --- pages to read or write again ----------------------------------------------------------------
 
 
 def _outdated(app, env, added, changed, removed):
-    """Name pages whose outputs changed while their text did not, and the reporting pages."""
+    """Return pages whose outputs changed but not their text, and pages that report on others."""
     record, seen = load_record(), getattr(env, "da_executed", {})
     stale = [d for d in env.found_docs if record.get(d[5:]) != seen.get(d)]
     env.da_executed = {d: record.get(d[5:]) for d in env.found_docs}
@@ -322,7 +322,7 @@ def _merge_environment(app, env, docnames, other):
 
 
 def _number_by_file():
-    """Give chapters and audits their own numbers: parts may be written in any order."""
+    """Take page numbers from `number`, not from the order in the table of contents."""
     assign = TocTreeCollectorWithStyles.assign_section_numbers
 
     def assign_section_numbers(self, env):
@@ -347,10 +347,10 @@ def _with_chapter(chapter: int | str, counted):
 
 
 def repository(committed: bool = False) -> tuple[str, str]:
-    """Return the repository's URL and branch, empty when none is set.
+    """Return the repository's URL, which is empty if none is set, and its branch.
 
-    The environment's BOOK_REPOSITORY_URL goes before pyproject.toml's, unless only what is
-    committed counts.
+    The environment variable BOOK_REPOSITORY_URL overrides the URL in pyproject.toml, unless
+    `committed` is true.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
     url = project.get("urls", {}).get("Repository", "")
@@ -360,7 +360,7 @@ def repository(committed: bool = False) -> tuple[str, str]:
 
 
 def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
-    """Return the links that open a chapter's notebook on a runtime."""
+    """Return the link that opens a chapter's notebook on each available runtime."""
     notebook = f"notebooks/{name}.ipynb"
     links = {}
     if match := re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", url):
@@ -380,7 +380,7 @@ def launch_links(url: str, branch: str, name: str) -> dict[str, str]:
 
 
 def _name_part(app, pagename, templatename, context, doctree):
-    """Put the heading of its part above a page's title: not all come by the table of contents."""
+    """Put the part's heading above a page's title, as many readers arrive there by a link."""
     if part := parts().get(pagename):
         heading = f'<p class="da-part">{part}</p>\n<h1>'
         context["body"] = context["body"].replace("<h1>", heading, 1)
@@ -395,7 +395,7 @@ def _furnish(app, pagename, templatename, context, doctree):
     if pagename in chapters(app):
         files = (
             ("notebook (.ipynb)", "Download this chapter as a notebook", f"{name}.ipynb"),
-            ("package (.whl)", "Download the package, to lie beside the notebook", WHEEL),
+            ("package (.whl)", "Download the package to put beside the notebook", WHEEL),
         )
         for group in buttons:
             if group.get("label") == "download-buttons":
@@ -425,7 +425,7 @@ def _furnish(app, pagename, templatename, context, doctree):
 
 
 def _no_default_repository(app, config):
-    """Jupyter Book links to its own repository unless told otherwise."""
+    """Remove the default links to Jupyter Book's own repository."""
     options = config.html_theme_options
     options.update(
         repository_url="",
@@ -457,7 +457,7 @@ def _begin(app):
 
 
 def setup(app):
-    """Register everything above."""
+    """Register the directives, roles and event handlers."""
     app.add_node(Pending)
     app.add_node(PendingInline)
     app.add_node(ChapterLink)

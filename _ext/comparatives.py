@@ -1,9 +1,9 @@
-"""List what pages say of experiments in comparatives.
+"""List the sentences in which pages use comparatives about experiments.
 
-Each such sentence needs an assertion on an interval that guards its words, as
-`derived_book.decided` and `claims.measured` decide it, or has to go. The list has the sentences of
-the sections that show results of training. It does not know which of them are guarded; a test
-requires an assertion in the cell that shows the result, but cannot compare its arms with the words.
+Each such sentence must be guarded by an assertion on an interval, which `derived_book.decided` or
+`claims.measured` computes, or be removed. The list covers the sections that show results of
+training. It does not show which sentences are guarded. A test requires an assertion in the cell
+that shows the result, but cannot check that the assertion and the sentence compare the same arms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = re.compile(
 
 
 def comparatives(page: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield line, sentence and words of each comparative in the sections that show results."""
+    """Yield each sentence with comparatives in sections with results: line, sentence, words."""
     starts = [m.start() for m in re.finditer(r"^## ", _blank(CELL, page), re.M)]
     for start, end in zip([0, *starts], [*starts, len(page)], strict=True):
         cells = (match[0] for match in CELL.finditer(page, start, end))
@@ -49,5 +49,5 @@ def comparatives(page: str) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def _blank(pattern: re.Pattern[str], text: str) -> str:
-    """Return a text in which all matches are blank; its lines and offsets stay."""
+    """Return the text with spaces for all matches, so that lines and offsets are unchanged."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)

@@ -1,9 +1,9 @@
 """Estimate the height of each section, so that a browser knows it before it lays the section out.
 
-Sections out of sight wait for their layout (see ``book.css``). Until then a browser takes them for
-as tall as their style says, and with that it draws the scroll bar and finds where a link leads. The
-estimates count what takes room, on a wide screen and on a phone. They are somewhat too tall for
-most sections, since what is in a section that is taller than it says lies over the next one.
+A browser does not lay out sections that are off the screen (see ``book.css``). Until then it uses
+the height in their style to draw the scroll bar and to find the target of a link. The estimates
+count the elements that take up space, on a wide screen and on a phone. They are somewhat too large
+for most sections, because a section that is taller than its estimate overlaps the next one.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ CODE = re.compile(r"<pre>(.*?)</pre>", re.S)
 DRAWN = re.compile(r"<svg\b.*?</svg>", re.S)
 TAG, SPACE = re.compile(r"<[^>]*>"), re.compile(r"\s+")
 # Pixels for each character, line of code, displayed formula, figure, row of a table and folded box,
-# and for a heading: fitted to what Chromium draws of this book, and 15 % more.
+# and for a heading: fitted to the pages of this book in Chromium, plus 15 %.
 PIXELS = {
     "wide": (0.48, 20, 145, 130, 30, 150, 40),
     "narrow": (0.75, 19, 190, 370, 50, 190, 45),
 }
 
-# The same for what describes the API: each character, line of code, name and paragraph, and the
-# gap below each entry of a section.
+# The same for descriptions of the API: for each character, line of code, name and paragraph, and
+# for the gap below each entry of a section.
 API = {"wide": (0.35, 27, 50, 35, 48), "narrow": (0.82, 28, 44, 31, 48)}
-SAID = "--wide:"  # by an entry
+SAID = "--wide:"  # in the style of an entry that has an estimate
 
 
 def say_heights(body: str) -> str:
-    """Return a page's HTML whose sections of the second level say how tall they will be.
+    """Return a page's HTML with the estimated heights of its sections of the second level.
 
-    So do the entries of the API in them, as each waits for its own turn: first, since a section
-    must have room for what its entries say.
+    The entries of the API in them are laid out separately and have estimates of their own. These
+    are written first, since the estimate of a section counts them.
     """
     return _say(_say(body, ENTRY, 1, 'class="py '), SECTION, 2, "")
 
 
 def _say(body: str, box: re.Pattern, level: int, has: str) -> str:
-    """Let boxes of a level, and with that in their tag, say how tall they will be."""
+    """Write the estimated heights of the boxes at `level` whose tags contain `has`."""
     parts, depth, done, start = [], 0, 0, None
     for tag in box.finditer(body):
         depth += -1 if tag[1] else 1
@@ -74,7 +74,7 @@ def heights(section: str) -> list[tuple[str, int]]:
 
 
 def _fold(section: str) -> tuple[str, int]:
-    """Return a section without what is in its folded boxes, and how many of these it has."""
+    """Return a section without its outermost folded boxes, and the number of these boxes."""
     parts, depth, done, count = [], 0, 0, 0
     for tag in DETAILS.finditer(section):
         if not tag[1] and depth == 0:

@@ -1,13 +1,13 @@
 """Write the assignments of a course: ``python _ext/course.py`` makes _build/course from the pages.
 
-For each page with exercises there is the source of an assignment for nbgrader, with solutions, and
-the notebook for students that nbgrader makes of it. ``seal FOLDER`` packs problems that
-only lecturers should see into course/problems.enc; ``--key`` takes such a folder, or the archive's
-passphrase, and puts its problems behind those of the book. ``--exercises`` takes a syllabus of the
-book or a file like weeks.csv, and writes assignments of the exercises that it names.
+For each page with exercises it writes the source of an assignment for nbgrader, with solutions, and
+the notebook that nbgrader generates from it for students. ``seal FOLDER`` packs problems that only
+lecturers should see into course/problems.enc; ``--key`` takes such a folder, or the archive's
+passphrase, and adds its problems to those of the book. ``--exercises`` takes a syllabus of the book
+or a file like weeks.csv, and writes assignments with the exercises that this plan names.
 
-A secret decides the draws of the hidden tests. It is in no notebook, and is kept in secret.txt
-beside them, so that the next call writes the same tests.
+A secret determines the random numbers of the hidden tests. No notebook contains it; secret.txt
+stores it, so that the next call writes the same tests.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from exercises import BOOK, EXERCISE, Exercise, read_exercises
 from notebooks import set_up
 
 TARGET, ARCHIVE = ROOT / "_build" / "course", ROOT / "course" / "problems.enc"
-PASSPHRASE = "COURSE_PASSPHRASE"  # the variable with which `seal` does not ask
+PASSPHRASE = "COURSE_PASSPHRASE"  # the environment variable from which `seal` takes the passphrase
 SALT = 16  # bytes
-SECRET = 8  # the least characters of the secret behind hidden tests
-OPEN_POINTS = 20  # of an open exercise
-PREPARED = "# What the exercises need, of the chapter or of their own."
+SECRET = 8  # the least number of characters in the secret behind hidden tests
+OPEN_POINTS = 20  # for an open exercise
+PREPARED = "# Definitions that the exercises need."
 STUB, TEXT_STUB = "# Your answer, instead of the three dots.", "*Your answer.*"
-COLUMNS = ("assignment", "title", "exercises")  # of weeks.csv, which a lecturer may change
+COLUMNS = ("assignment", "title", "exercises")  # of weeks.csv that a lecturer may edit
 MARKS = ("### BEGIN SOLUTION", "### END SOLUTION", "### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 SCHEME = ("=== BEGIN MARK SCHEME ===", "=== END MARK SCHEME ===")
 VERBS = "Show|Prove|Derive|Find|Minimise|Write|Compute|Compare|Predict|Measure|Evaluate|Give|Count"
@@ -59,12 +59,13 @@ CONFIG = ROOT / "course" / "nbgrader_config.py"
 INTRODUCTION = """\
 # {title}
 
-{minutes} minutes, {points} points. Read the chapter first: theorems and equations have its
-numbers. Write your answers in their cells, run all cells from top to bottom, save, and hand in this
-file under its name, {name}.ipynb. Cells that you add are kept; do not remove the others.
+{minutes} minutes, {points} points. Read the chapter first: theorems and equations are numbered as
+in the book. Write your answers in their cells, run all cells from top to bottom, save, and hand in
+this file under the name {name}.ipynb. You may add cells, but do not remove any.
 
-Code is graded by the checks that you see and by further ones with other numbers, in a new Python
-process without a network. There, a cell may take one minute and {memory} GB of memory."""
+Your code is graded by the checks that you see and by further checks with other numbers, in a new
+Python process without a network. A cell may run for one minute; the whole notebook may use {memory}
+GB of memory."""
 
 
 # --- one assignment ------------------------------------------------------------------------------
@@ -81,7 +82,8 @@ def assignment(page: str) -> str:
 def points(exercise: Exercise) -> tuple[int, int]:
     """Return the points by check and by hand: one a minute, and 20 for an open exercise.
 
-    A question in words beside a check earns a fifth of them. A rubric of a problem's own counts.
+    An answer in words beside a check earns a fifth of them, or half if the mark is not ⌨ alone. A
+    problem's own rubric sets its points by hand.
     """
     total = OPEN_POINTS if exercise.open else exercise.minutes
     words = total // 5 if exercise.mark == "⌨" else total - total // 2
@@ -91,7 +93,7 @@ def points(exercise: Exercise) -> tuple[int, int]:
 
 
 def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbformat.NotebookNode:
-    """Return the notebook that nbgrader makes an assignment from, with solutions and all checks."""
+    """Return the source from which nbgrader makes an assignment, with solutions and all checks."""
     number = _course_number(seed) if any(e.prelude for e in exercises) else ""
     cells = [_text(_introduction(title, name, exercises), "introduction")]
     cells.append(_code(f"{set_up()}\n{number}".strip(), "set-up", locked=True))
@@ -111,22 +113,22 @@ def source(title: str, name: str, exercises: list[Exercise], seed: int) -> nbfor
             cells += _cells(exercise, seed)
     ids = [cell.metadata["nbgrader"]["grade_id"] for cell in cells]
     if twice := {x for x in ids if ids.count(x) > 1}:
-        raise ValueError(f"{name} has {min(twice)!r} twice; expected a label once in an assignment")
+        raise ValueError(f"{name} contains {min(twice)!r} twice; expected each label once")
     notebook = new_notebook(cells=cells)
     notebook.metadata = {
         "derived_attention": {"assignment": name},
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
-    for cell in cells:  # the same source makes the same file
+    for cell in cells:  # so that the same source gives the same file
         cell.id = cell.metadata["nbgrader"]["grade_id"][:64]
     return notebook
 
 
 def _course_number(seed: int) -> str:
-    """Return the statement with the number of two digits that lecturers' problems vary with.
+    """Return the statement that sets SEED, a number below 100 that varies lecturers' problems.
 
-    It tells apart a hundred courses, and says as little as that about the seed of hidden tests.
+    It distinguishes a hundred courses, and reveals no more about the seed of hidden tests.
     """
     return f"SEED = {hashlib.sha256(str(seed).encode()).digest()[0] % 100}\n"
 
@@ -178,7 +180,7 @@ def _cells(exercise: Exercise, seed: int) -> list[nbformat.NotebookNode]:
 
 
 def _scheme(exercise: Exercise) -> list[str]:
-    """Return what whoever marks should know: points for each demand, solution, known mistakes."""
+    """Return the marking scheme: points for each question, solution, known mistakes."""
     _, by_hand = points(exercise)
     lines = ["**Solution.**", "", exercise.solution]
     if by_hand:
@@ -186,7 +188,7 @@ def _scheme(exercise: Exercise) -> list[str]:
     if exercise.code and not exercise.name:
         lines += ["", "```python", exercise.code, "```"]
     if exercise.mistakes:
-        lines += ["", "**Expected mistakes,** and what the check says of them:", ""]
+        lines += ["", "**Expected mistakes** and the messages of the check:", ""]
     for mistake in exercise.mistakes:
         what = f"{mistake.name}: " if mistake.name else ""
         code = ["```python", *mistake.code.splitlines(), "```"]
@@ -200,20 +202,20 @@ def _rubric(exercise: Exercise, by_hand: int) -> list[str]:
     asked = [x for x in demands(exercise.text) if exercise.mark != "⌨" or x.endswith("?")]
     shares = [by_hand // len(asked) + (i < by_hand % len(asked)) for i in range(len(asked))]
     return [
-        f"**Rubric, {by_hand} points.** All points of a line for a result with its reason,",
-        "half of them for a result alone, or for a reason with a slip.",
+        f"**Rubric, {by_hand} points.** Give all points of a line for a result with its",
+        "reason, and half of them for a result alone or for a reason with a slip.",
         "",
         *(f"- {share} points: {text}" for share, text in zip(shares, asked, strict=True)),
     ]
 
 
 def _readable(pattern: str) -> str:
-    """Return a pattern for a message as the words that it stands for."""
+    """Return a regular expression for a message as text, with … for its wildcards."""
     return re.sub(r"\\(.)", r"\1", re.sub(r"(?<!\\)\.[*+]\??", " … ", pattern))
 
 
 def demands(text: str) -> list[str]:
-    """Return the sentences of an exercise that ask for something."""
+    """Return the questions and instructions of an exercise, or else its whole text."""
     flat = " ".join(re.sub(r"\$\$.*?\$\$", "(formula)", text, flags=re.S).split())
     sentences = re.split(r"(?<=[.?!])\s+(?=[A-Z`*(⌨✍])", flat)
     asked = [x for x in sentences if x.endswith("?") or re.match(rf"(?:{VERBS})\b", x)]
@@ -221,16 +223,16 @@ def demands(text: str) -> list[str]:
 
 
 def _test(exercise: Exercise, seed: int) -> str:
-    """Return the check of the page, and behind it what students do not see."""
+    """Return the check of the page, followed by the hidden tests."""
     name = exercise.name
     reason = f"{name}: there is no answer, or its cell failed"
     call = f'assert globals().get("{name}", ...) is not ..., "{reason}"'
     wrong = [x.code for x in exercise.mistakes] + [f"{name} = lambda *a, **k: None"]
     hidden = [
         MARKS[2],
-        "# Other draws than those above.",
+        "# Test the same properties with other random numbers.",
         other_draws(exercise.test, seed),
-        "# The check must still refuse what is wrong.",
+        "# The check must still refuse wrong answers.",
         "from derived_book.exercises import check_refuses",
         f"test = {exercise.test!r}",
         *(f"check_refuses(test, [{code!r}], globals())" for code in wrong),
@@ -241,7 +243,7 @@ def _test(exercise: Exercise, seed: int) -> str:
 
 
 class _Reseed(ast.NodeTransformer):
-    """Give every draw of a page's check another seed."""
+    """Change the seed of every random draw in a page's check."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -260,7 +262,7 @@ class _Reseed(ast.NodeTransformer):
 
 
 def other_draws(test: str, seed: int) -> str:
-    """Return a check with other seeds: PyTorch's by the checker's, NumPy's where it is written."""
+    """Return a check with other seeds for the checker, for NumPy and for PyTorch's generators."""
     return ast.unparse(ast.fix_missing_locations(_Reseed(seed).visit(ast.parse(test))))
 
 
@@ -282,11 +284,11 @@ def _kind(name: str, worth: int, locked: bool, solution: bool) -> dict:
     return kind | ({"points": worth} if worth else {})
 
 
-# --- for whom ------------------------------------------------------------------------------------
+# --- the students' notebook ----------------------------------------------------------------------
 
 
 def for_students(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Return the notebook without solutions, hidden tests and schemes, as nbgrader makes it."""
+    """Return the notebook without solutions, hidden tests and schemes, as nbgrader generates it."""
     copy = nbformat.from_dict(notebook)
     for cell in copy.cells:
         stub = STUB if cell.cell_type == "code" else TEXT_STUB
@@ -305,7 +307,7 @@ def _cut(text: str, start: str, end: str, stub: str = "") -> str:
 def pages() -> list[str]:
     """Return the pages with assignments in the order of the book.
 
-    An audit's exercises are questions for a seminar.
+    Audits have none, because their exercises are questions for a seminar.
     """
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
     found = [Path(page["file"]).name for part in toc["parts"] for page in part["chapters"]]
@@ -322,7 +324,7 @@ def title_of(path: Path) -> str:
 
 
 def course(problems: Path | None = None, plan: str = "") -> dict[str, tuple[str, list[Exercise]]]:
-    """Return by assignment its title and its exercises: those of a plan, or all but open ones."""
+    """Return title and exercises by assignment: of a plan, or all but the book's open ones."""
     found = {}
     for page in pages():
         path, extra = BOOK / f"{page}.md", problems and problems / f"{page}.md"
@@ -344,7 +346,7 @@ def course(problems: Path | None = None, plan: str = "") -> dict[str, tuple[str,
 
 
 def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
-    """Return the assignments of a syllabus, 12, 6 or 2, or of a file like weeks.csv."""
+    """Return the assignments of a syllabus (12, 6 or 2) or of a file like weeks.csv."""
     text = (BOOK / "teaching_syllabi.md").read_text("utf8")
     section = re.search(rf"^\(syllabus-{re.escape(plan)}\)=$(.*?)(?=^\(|\Z)", text, re.M | re.S)
     if section:
@@ -374,7 +376,7 @@ def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
 
 
 def write(seed: int, assignments: dict, target: Path = TARGET) -> list[dict]:
-    """Write assignments below `target`, where what nbgrader has put stays; return the weeks."""
+    """Write assignments below `target`, keep nbgrader's own files there, and return the weeks."""
     rows = []
     for old in ("student", "nbgrader/source"):
         shutil.rmtree(target / old, ignore_errors=True)
@@ -391,7 +393,7 @@ def write(seed: int, assignments: dict, target: Path = TARGET) -> list[dict]:
 
 
 def write_weeks(target: Path, rows: list[dict]) -> None:
-    """Write the list of assignments, one a week."""
+    """Write weeks.csv, with a row for each assignment."""
     with open(target / "weeks.csv", "w", encoding="utf8", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -413,16 +415,16 @@ for label, code in json.load(sys.stdin):
             exec(code, {})
     except Exception as error:
         wrong.append(f"{label}: {type(error).__name__}: {error}")
-with open("/proc/self/status") as status:  # getrusage counts what started this process, too
+with open("/proc/self/status") as status:  # getrusage includes the parent process
     (peak,) = (line.split()[1] for line in status if line.startswith("VmHWM"))
 print(json.dumps([wrong, time.process_time() - begin, 1024 * int(peak)]))
 """
 
 
 def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float]:
-    """Try all checks of exercises on their solutions.
+    """Run the checks of all exercises on their solutions.
 
-    Return what does not pass, the seconds of computing, and the largest memory in bytes.
+    Return the failures, the computing time in seconds, and the peak memory in bytes.
     """
     todo = []
     for e in exercises:
@@ -442,7 +444,7 @@ def prove(exercises: list[Exercise], seed: int) -> tuple[list[str], float, float
 
 
 def lock(passphrase: str, salt: bytes) -> Fernet:
-    """Return what encrypts and decrypts with a passphrase."""
+    """Return the cipher that encrypts and decrypts with a passphrase."""
     if len(passphrase) < 12:
         count = f"{len(passphrase)} characters; expected 12 or more"
         raise ValueError(f"the passphrase has {count}")
@@ -451,10 +453,10 @@ def lock(passphrase: str, salt: bytes) -> Fernet:
 
 
 def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
-    """Pack the pages of a folder into the encrypted archive."""
+    """Pack the pages of a folder into an encrypted archive."""
     pages = sorted(folder.glob("*.md"))
     if not pages:
-        raise ValueError(f"{folder} holds no pages; expected files *.md")
+        raise ValueError(f"{folder} contains no pages; expected files *.md")
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as tar:
         for page in pages:
@@ -466,7 +468,7 @@ def seal(folder: Path, passphrase: str, archive: Path = ARCHIVE) -> None:
 def unseal(passphrase: str, folder: Path, archive: Path = ARCHIVE) -> None:
     """Unpack the encrypted archive into a folder."""
     if not archive.exists():
-        raise ValueError(f"{archive.name} is not there; expected the archive of the problems")
+        raise ValueError(f"{archive.name} is missing; expected the archive of the problems")
     content = archive.read_bytes()
     try:
         data = lock(passphrase, content[:SALT]).decrypt(content[SALT:])
@@ -477,13 +479,13 @@ def unseal(passphrase: str, folder: Path, archive: Path = ARCHIVE) -> None:
 
 
 def main() -> int:
-    """Write the course, or seal a folder of problems."""
+    """Write the course, or seal a folder of problems; return 1 if that fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", nargs="?", default="write", choices=("write", "seal"))
-    parser.add_argument("folder", nargs="?", type=Path, help="of the pages to seal")
-    parser.add_argument("--seed", default="", help="the secret behind the draws of hidden tests")
+    parser.add_argument("folder", nargs="?", type=Path, help="the folder of pages to seal")
+    parser.add_argument("--seed", default="", help="the secret that determines hidden tests")
     parser.add_argument("--key", default="", help="a folder of problems, or the passphrase")
-    parser.add_argument("--exercises", default="", help="a syllabus: 12, 6, 2, or a file of weeks")
+    parser.add_argument("--exercises", default="", help="12, 6, 2, or a file like weeks.csv")
     given = parser.parse_args()
     if (given.what == "seal") != (given.folder is not None):
         parser.error("`seal` needs a FOLDER of pages, and `write` takes none")
@@ -506,13 +508,13 @@ def main() -> int:
 
 
 def hidden_seed(given: str = "", target: Path = TARGET) -> int:
-    """Return the seed of hidden tests: from what is given, from the last call, or a new one."""
+    """Return the seed of hidden tests from a given, stored or new secret, and store this secret."""
     path = target / "secret.txt"
     secret = given or (path.read_text("utf8") if path.exists() else secrets.token_hex(SECRET))
     if len(secret) < SECRET:
         raise ValueError(
             f"SEED has {len(secret)} characters; expected {SECRET} or more, which students cannot "
-            "guess, or none for a secret that is drawn"
+            "guess, or no SEED for a random secret"
         )
     target.mkdir(parents=True, exist_ok=True)
     path.write_text(secret, "utf8")
@@ -520,7 +522,7 @@ def hidden_seed(given: str = "", target: Path = TARGET) -> int:
 
 
 def make(seed: int, assignments: dict) -> int:
-    """Write the course, and prove that each solution passes with this seed."""
+    """Write the course, and run its checks on the solutions; return 1 if a solution fails."""
     rows = write(seed, assignments)
     print(f"Written to {TARGET.relative_to(ROOT)}. Trying the checks on the solutions:", flush=True)
     failed = 0

@@ -1,13 +1,13 @@
 """Execute the book's pages in parallel into the cache that the Sphinx build reads.
 
-jupyter-cache knows a page by its code cells alone. This script runs it again, too, when anything
-else that the results depend on has changed: the code of the package's modules that it imports, and
-the data beside them, the pinned versions, Python, the profile or the device. Every page runs in an
-empty folder of its own, so that its time is that of all it does. The runs that it has stored there
-are kept in RUNS, for the tests of the notebook.
+jupyter-cache identifies a page by its code cells alone. This script also runs a page again if
+anything else that its results depend on has changed: the code of the package's modules that it
+imports, the data beside them, the pinned versions, Python, the profile or the device. Every page
+runs in an empty folder of its own, so that no stored run shortens its time. The training runs that
+it stores there are copied to RUNS, for the tests of the notebooks.
 
-A page is recorded as soon as it ends, its outputs first. Whenever this script is killed, the next
-one finds either both or runs the page again; and a kernel ends by itself when this process does.
+When a page ends, its outputs are stored first and its digest second. If this script is killed in
+between, the next call runs the page again. A kernel ends by itself when this process does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECORD = ROOT / "_build" / "executed.json"
 RUNS = ROOT / "_build" / "runs"  # a folder for each page
 RUNNING = ROOT / "_build" / "running"  # where pages run
 LOG = ROOT / "_build" / "kernels.log"
-TIMEOUT = 900  # seconds a cell; the profile full takes the time that it takes
+TIMEOUT = 900  # seconds for each cell; the profile full has no limit
 
 
 def read_page(path: Path):
@@ -56,13 +56,13 @@ def read_page(path: Path):
 
 
 def code_of(notebook) -> str:
-    """Return the notebook's Python, with IPython's own lines blanked."""
+    """Return the notebook's Python code, with the lines that only IPython understands blanked."""
     cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
     return re.sub(r"^\s*[%!].*$", "", "\n".join(cells), flags=re.M)
 
 
 def settings() -> dict[str, str]:
-    """Return what a result depends on beside code: versions, profile and device."""
+    """Return what results depend on besides code: versions, profile and device."""
     import torch
 
     return {
@@ -82,11 +82,11 @@ def digest(notebook, extra: dict[str, str]) -> str:
     state = hashlib.sha256(json.dumps([page, extra], sort_keys=True).encode())
     state.update(package.digest(modules, page).encode())
     homes = package.dependencies(modules)
-    for file in sorted(folder.rglob("*")):  # data, for those who use the package that they lie in
+    for file in sorted(folder.rglob("*")):  # data count for pages that use their package
         home = ".".join(file.parent.relative_to(folder).parts)
         if file.suffix in (".csv", ".json") and home in homes:
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    if "from benchmarks import report" in page:  # a page that shows what was measured
+    if "from benchmarks import report" in page:  # the page shows measurements
         benchmarks = ROOT / "benchmarks"
         for file in sorted([*benchmarks.glob("*.py"), *benchmarks.rglob("results/**/*.json")]):
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
@@ -94,9 +94,9 @@ def digest(notebook, extra: dict[str, str]) -> str:
 
 
 def execute(path: Path) -> tuple[NotebookNode, str, float]:
-    """Run one page in an empty folder, with one thread; return it, what went wrong, and its time.
+    """Run one page in an empty folder, with one thread; return the notebook, any error, seconds.
 
-    Pages run side by side, and two threads each on busy cores take longer than one.
+    Because pages run in parallel on busy cores, two threads each would take longer than one.
     """
     notebook = read_page(path)
     folder = RUNNING / path.stem
@@ -113,10 +113,10 @@ def execute(path: Path) -> tuple[NotebookNode, str, float]:
     timeout = None if os.environ.get("DERIVED_ATTENTION_PROFILE") == "full" else TIMEOUT
     client = NotebookClient(notebook, resources=resources, timeout=timeout, record_timing=False)
     error, start = "", time.time()
-    with open(LOG, "ab") as log:  # what libraries write past the notebook
+    with open(LOG, "ab") as log:  # output of libraries that bypasses the notebook
         try:
             client.execute(env=environment, stdout=log, stderr=log)
-        except Exception as problem:  # of the page's code, or a kernel that died or did not start
+        except Exception as problem:  # from the page's code, or a kernel that died or did not start
             error = str(problem) or repr(problem)
     seconds = time.time() - start
     shutil.rmtree(RUNS / path.stem, ignore_errors=True)
@@ -135,7 +135,7 @@ def load_record() -> dict[str, str]:
         return {}
     except ValueError:
         pass
-    say(f"{RECORD.name}, which says what has run, is damaged: every page runs again.")
+    say(f"{RECORD.name}, the record of finished pages, is damaged: every page runs again.")
     return {}
 
 
@@ -147,42 +147,42 @@ def save_record(record: dict[str, str]) -> None:
 
 
 def open_cache() -> tuple[JupyterCacheBase, dict[str, float]]:
-    """Return the cache, and how long the pages in it took; a damaged database is made anew."""
+    """Return the cache and the seconds that its pages took; clear it if its database is damaged."""
     cache = get_cache(CACHE)
     try:
-        cache.db.dispose()  # the first look at it makes the database where there is none
+        cache.db.dispose()  # the access to `db` creates a missing database
         with closing(sqlite3.connect(CACHE / DB_NAME)) as database:
             sound = database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         records = sorted(cache.list_cache_records(), key=lambda record: record.created)
-    except (RuntimeError, sqlite3.DatabaseError):  # no tables, or no database at all
+    except (RuntimeError, sqlite3.DatabaseError):  # no tables, or not a database
         sound = False
     if not sound:
-        say("The store of the pages' results is damaged; it is made anew.")
+        say("The cache of the pages' outputs is damaged and has been cleared.")
         cache.clear_cache()
         return get_cache(CACHE), {}
     return cache, {Path(r.uri).stem: r.data["execution_seconds"] for r in records}
 
 
 def has_outputs(cache: JupyterCacheBase, notebook: NotebookNode) -> bool:
-    """Return whether the cache holds the page's outputs, in one piece."""
+    """Return whether the cache contains all outputs of the page."""
     try:
         match = cache.match_cache_notebook(notebook)
         found = cache.get_cache_bundle(match.pk).nb
         return len(found.cells) == sum(cell.cell_type == "code" for cell in notebook.cells)
-    except (KeyError, TypeError, ValueError, AttributeError):  # not there, cut off, no notebook
+    except (KeyError, TypeError, ValueError, AttributeError):  # missing, truncated, not a notebook
         return False
 
 
 def store(cache: JupyterCacheBase, path: Path, notebook: NotebookNode, seconds: float) -> None:
     """Put an executed page into the cache."""
     _, name = cache.create_hashed_notebook(notebook)
-    shutil.rmtree(CACHE / "executed" / name, ignore_errors=True)  # what a kill may have left
+    shutil.rmtree(CACHE / "executed" / name, ignore_errors=True)  # left by a killed run
     bundle = CacheBundleIn(nb=notebook, uri=str(path), data={"execution_seconds": seconds})
     cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
 
 
 def find_outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path, str]:
-    """Return the pages whose outputs are not those of this code, with their digests."""
+    """Return the pages whose outputs are missing or out of date, with their digests."""
     extra, todo, lost = settings(), {}, []
     for path in sorted((ROOT / "book").glob("*.md")):
         notebook = read_page(path)
@@ -195,35 +195,35 @@ def find_outdated(cache: JupyterCacheBase, record: dict[str, str]) -> dict[Path,
         todo[path] = key
         lost += [path.stem] if fresh else []
     if lost:
-        say(f"Missing or damaged results, whose pages run again: {', '.join(lost)}.")
+        say(f"These pages run again, because outputs are missing or damaged: {', '.join(lost)}.")
     return todo
 
 
 def longest_first(paths: Iterable[Path], known: dict[str, float]) -> list[Path]:
-    """Sort pages by what their last run took; those that never ran come first, by their size."""
+    """Sort pages by the time of their last run; new pages come first, the largest at the start."""
     times = {path: (known.get(path.stem, math.inf), path.stat().st_size) for path in paths}
     return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def shorten(error: str) -> str:
-    """Return the end of a traceback, without colours."""
+    """Return the last 30 lines of a traceback, without colours."""
     return "\n".join(re.sub(r"\x1b\[[\d;]*m", "", error).splitlines()[-30:])
 
 
 def say(line: str) -> None:
-    """Print a line at once, whoever reads."""
+    """Print a line without delay, also into a pipe."""
     print(line, flush=True)
 
 
 def run_all(paths: Iterable[Path], known: dict[str, float]) -> Iterator[tuple]:
-    """Run pages side by side, the longest first; yield each with its result as it ends.
+    """Run pages in parallel, the longest first; yield each with its result when it ends.
 
-    A thread of this process does no more than wait for the page's own process, its kernel.
+    Threads suffice, because each only waits for its page's kernel, a process of its own.
     """
     todo = longest_first(paths, known)
     total, workers = len(todo), min(os.cpu_count() or 1, len(todo))
-    say(f"Running {total} page{'s' * (total > 1)}, {workers} at a time: some minutes.")
-    shutil.rmtree(RUNNING, ignore_errors=True)  # what a kill may have left
+    say(f"Running {total} page{'s' * (total > 1)}, {workers} at a time; this takes some minutes.")
+    shutil.rmtree(RUNNING, ignore_errors=True)  # left by a killed run
     LOG.write_bytes(b"")
     with ThreadPoolExecutor(workers) as pool:
         jobs = {pool.submit(execute, path): path for path in todo}
@@ -236,8 +236,8 @@ def run_all(paths: Iterable[Path], known: dict[str, float]) -> Iterator[tuple]:
 
 
 def main() -> int:
-    """Execute what has changed; exit status 1 when a page failed."""
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the home
+    """Execute the pages that have changed; return 1 if one fails, else 0."""
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not the user's
     cache, known = open_cache()
     record = load_record()
     todo = find_outdated(cache, record)

@@ -1,7 +1,7 @@
-"""Read the exercises of a page: text, code, checks, solutions, and what of the page they need.
+"""Read the exercises of a page: text, code, checks, solutions, and the statements that they need.
 
-Tests of the checks and `make course` read the same source that the book is built from, so that an
-assignment cannot differ from the book. Nothing is run here.
+Tests of the checks and `make course` read the same source from which the book is built, so that an
+assignment cannot differ from the book. No code of a page is run here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pybtex.database import parse_file
 from book import ROOT, chapter_name, number
 
 BOOK, WRONG = ROOT / "book", ROOT / "tests" / "wrong_answers"
-OPEN = "🔬"  # the mark of an exercise whose end is not known
+OPEN = "🔬"  # the mark of an open exercise, whose outcome is not known
 CELL = re.compile(r"^```\{code-cell\} ipython3\n(?:---\n.*?\n---\n)?(.*?)^```", re.M | re.S)
-MISTAKE = re.compile(  # beside a problem of a lecturer's; those of the book lie with the tests
+MISTAKE = re.compile(  # after a lecturer's problem; the book's wrong answers are in WRONG
     r"^```\{code-cell\} ipython3\n---\ntags: \[wrong-answer\]\n---\n"
     r"# mistake: ([^\n]+)\n# message: ([^\n]+)\n(.*?)^```\n",
     re.M | re.S,
@@ -40,13 +40,13 @@ MINUTES = re.compile(r"\s*\((\d+) min(?:utes)?(?:, \d+ points)?\)")
 RUBRIC = re.compile(r"^(?:Rubric\. )?(\d+) points: (.+)$", re.M)
 LONG = re.compile(r"\s*\((two hours|an hour|an afternoon)\)")
 HOURS = {"an hour": 60, "two hours": 120, "an afternoon": 240}
-UNSAID = 60  # minutes of an open exercise that names none
+UNSAID = 60  # minutes of an open exercise that states none
 FORM = "expected the form of course/own_questions.md"  # of a page of problems
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong answer that is on record, and words of the message that it gets."""
+    """A recorded wrong answer, a pattern of the message that it gets, and the mistake in words."""
 
     code: str
     message: str
@@ -63,33 +63,33 @@ class Exercise:
     mark: str
     text: str
     minutes: int
-    name: str = ""  # of the answer, where there is a check
+    name: str = ""  # of the answer, if there is a check
     before: str = ""  # what the cell does before the placeholder
-    test: str = ""  # properties, and the call that checks
+    test: str = ""  # properties, and the call of the checker
     solution: str = ""
     code: str = ""  # of the solution
     mistakes: tuple[Mistake, ...] = ()
-    rubric: tuple[int, str] | None = None  # points, and what for
+    rubric: tuple[int, str] | None = None  # points, and what they are given for
     needed: tuple[str, ...] = field(default=(), repr=False)
-    prelude: tuple[tuple[str, str], ...] = ()  # texts and cells before it, on a page of problems
+    prelude: tuple[tuple[str, str], ...] = ()  # on a page of problems: texts and cells before it
 
     @property
     def open(self) -> bool:
-        """Whether its end is not known."""
+        """Return whether the exercise is open: its outcome is not known."""
         return OPEN in self.mark
 
     @property
     def by_hand(self) -> bool:
-        """Whether somebody must read the answer."""
+        """Return whether a person must mark the answer, or part of it."""
         return not self.name or self.mark != "⌨" or bool(re.search(r"\?(\s|$)", self.text))
 
 
 def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
     """Return the exercises of a page, numbered from `first`.
 
-    Of a page of the book those statements are taken that an exercise needs; of a page of problems,
-    which is not in the book, all that stands before it, and what that needs of the page whose name
-    it has.
+    An exercise of the book gets the statements of its page that it needs. An exercise on a page of
+    problems, which is outside the book, gets everything before it on that page, and the statements
+    that it needs from the book's page of the same name. Raise ValueError if a page lacks this form.
     """
     text, ours, page = path.read_text("utf8"), path.resolve().parent == BOOK, BOOK / path.name
     chapter = "" if ours or not page.exists() else _no_answers(page.read_text("utf8"))
@@ -109,7 +109,7 @@ def read_exercises(path: Path, first: int = 1) -> list[Exercise]:
             rest = MISTAKE.sub("", rest)
         cells = [cell for cell in CELL.findall(rest) if PLACEHOLDER.search(cell)]
         if len(cells) > 1:
-            raise ValueError(f"{path.name}: {label} has two cells with a placeholder; expected one")
+            raise ValueError(f"{path.name}: {label} has several answer cells; expected one")
         if label not in solutions:
             raise ValueError(f"{path.name}: {label} has no solution; expected one")
         of_page = page_number(path.stem)
@@ -137,7 +137,7 @@ def _no_answers(text: str) -> str:
 
 
 def _parts(path: Path, box: re.Match, solution: str, number: str, wrong: Sequence[tuple]) -> dict:
-    """Return what every exercise has."""
+    """Return the fields that every exercise has."""
     body, solution = box[4].strip(), re.sub(r"\A:class: .*\n", "", solution).strip()
     mark = re.match(f"[✍⌨{OPEN}]*", body)[0]
     said, long = MINUTES.search(body), LONG.search(body)
@@ -158,11 +158,11 @@ def _parts(path: Path, box: re.Match, solution: str, number: str, wrong: Sequenc
 
 
 def _check(cell: str, body: str, parts: dict, before: Sequence[str]) -> dict:
-    """Return what an exercise with a check has beside."""
+    """Return the additional fields of an exercise with a check."""
     start = PLACEHOLDER.search(cell)
-    named = set(re.findall(r"`(\w+)[`(]", body)) - {start[1]}  # what the text speaks of
+    named = set(re.findall(r"`(\w+)[`(]", body)) - {start[1]}  # names in the text
     answers = [*sorted(named), *(x.code for x in parts["mistakes"]), parts["code"]]
-    asked = tuple(f"{answer}\n{cell}" for answer in answers)  # what one imports, another may not
+    asked = tuple(f"{answer}\n{cell}" for answer in answers)  # answers differ in their imports
     return {
         "name": start[1],
         "before": cell[: start.start()].strip(),
@@ -172,7 +172,7 @@ def _check(cell: str, body: str, parts: dict, before: Sequence[str]) -> dict:
 
 
 def _prelude(text: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the texts and the cells, but for those with a placeholder."""
+    """Yield the texts and the cells, except cells with a placeholder."""
     last = 0
     for cell in [*CELL.finditer(text), None]:
         words = text[last : cell.start() if cell else len(text)].strip()
@@ -185,12 +185,12 @@ def _prelude(text: str, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def page_number(name: str) -> int | str:
-    """Return a page's number, as theorems and exercises on it have it."""
+    """Return the number with which a page's theorems and exercises begin, or else its name."""
     return number(f"book/{name}") or name
 
 
 def read_wrong_answers(page: str) -> dict[str, list[tuple[str, str, str]]]:
-    """Return the recorded wrong answers of a page by exercise: code, message, and what is wrong."""
+    """Return a page's recorded wrong answers by exercise: code, pattern of the message, mistake."""
     path = WRONG / f"{page}.py"
     if not path.exists():
         return {}
@@ -210,7 +210,7 @@ def read_wrong_answers(page: str) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def _comments(path: Path) -> dict[int, str]:
-    """Return the comments of a file by the line on which they end, or the code that they follow."""
+    """Return the comments of a file by line number."""
     with tokenize.open(path) as file:
         tokens = [t for t in tokenize.generate_tokens(file.readline)]
     return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
@@ -222,9 +222,9 @@ def _comments(path: Path) -> dict[int, str]:
 def needs_of(
     cells: Sequence[str], before: Sequence[str], optional: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return the statements before some cells that bind what each of them reads, in their order.
+    """Return the statements of `before` that define the names which `cells` read, in their order.
 
-    Of the names in `optional` only functions, classes and imports are taken: not what was computed.
+    For names in `optional`, only functions, classes and imports are taken, not computed values.
     """
     statements = [x for code in before for x in _statements(code)]
     chosen: set[int] = set()
@@ -243,7 +243,7 @@ def needs_of(
 
 @cache
 def _statements(code: str) -> list[tuple[str, set[str], set[str], bool]]:
-    """Return a cell's statements, each with what it binds and reads, and if it defines a name."""
+    """Return a cell's statements, the names each binds and reads, and if it is a definition."""
     code, found = "\n".join(x for x in code.splitlines() if not x.startswith("%")), []
     for node in ast.parse(code).body:
         definition = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom))
@@ -252,7 +252,7 @@ def _statements(code: str) -> list[tuple[str, set[str], set[str], bool]]:
 
 
 def _sources(code: str, node: ast.stmt) -> list[str]:
-    """Return a statement as it is written, with its decorators; an import name by name."""
+    """Return the text of a statement with its decorators; split a from-import into single names."""
     if isinstance(node, ast.ImportFrom):
         return [f"from {node.module} import {ast.unparse(alias)}" for alias in node.names]
     first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
@@ -304,7 +304,7 @@ EACH = "theorem definition lemma proposition corollary algorithm exercise".split
 
 @cache
 def numbers() -> dict[str, str]:
-    """Return how each labelled theorem, equation, figure and exercise of the book is called."""
+    """Return by label the name of each theorem, equation, figure, exercise: "Theorem 5.2"."""
     found = {}
     for path in sorted(BOOK.glob("*.md")):
         counts: dict[str, int] = {}
@@ -320,7 +320,7 @@ def numbers() -> dict[str, str]:
 
 
 def plain(text: str, path: Path) -> str:
-    """Return a text of the book as a notebook shows it: references become numbers and names."""
+    """Return a text of the book for a notebook: references become numbers and names."""
     text = re.sub(r"^\$\$ \((eq-[\w-]+)\)$", r"$$", text, flags=re.M)
     box = re.compile(r"^(:{3,})\{[\w:]+\} ?([^\n]*)\n((?::\w+:[^\n]*\n)*)(.*?)^\1$", re.M | re.S)
     text = box.sub(lambda m: f"**{m[2]}.** {m[4].strip()}" if m[2] else m[4].strip(), text)

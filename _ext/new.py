@@ -1,8 +1,8 @@
 """Begin an attention of your own: ``make new NAME=huber``, or ``python _ext/new.py huber``.
 
-Writes what a mechanism consists of: a page, a folder of the library with the fast form, and tests;
-and adds the formula to `formulas.py`, an entry to `registry.py` and types to `__init__.pyi`. They
-say "not written yet" until you have filled them in; chapter 18 goes through the steps.
+Write the files of a mechanism: a page, a folder of the library with the fast form, and tests. Add a
+formula to `formulas.py`, an entry to `registry.py` and types to `__init__.pyi`. The text "not
+written yet" marks what you still have to fill in; chapter 18 explains the steps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from derived_attention.common.masks import Mask
 
 @mechanism(formula=formulas.{name})
 def {name}_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """{label} attention: what equation it implements, and what it costs."""
+    """Return {label} attention; state here which equation it implements, and its cost."""
     raise NotImplementedError("not written yet: the fast form, in {name}/core.py")
 
 
 {name}_attention_reference = reference_of({name}_attention)
 ''',
-    "tests/test_{name}.py": '''"""{label} attention: its promises, and a theorem."""
+    "tests/test_{name}.py": '''"""Tests of {label} attention: its promises and a theorem."""
 
 import pytest
 
@@ -63,7 +63,7 @@ kernelspec:
 
 # {label} attention
 
-*Not written yet: one sentence that promises something.*
+*Not written yet: one sentence that states what the reader gains.*
 
 ## The question
 
@@ -104,11 +104,11 @@ assert check_mechanism("{name}").passed
 
 ## Report
 
-*Not written yet: what is decided, what is open, what went against you.*
+*Not written yet: what is decided, what is open, and which predictions failed.*
 """,
 }
 TYPES = "{name}_attention: _Attention\n{name}_attention_reference: _Attention\n"
-# What is added to a file that exists, in front of a line of it (or at its end).
+# Text to add to existing files, before the given line, or at the end if that is empty.
 ADDED = {
     "src/derived_attention/__init__.pyi": ("", TYPES),
     "src/derived_attention/formulas.py": (
@@ -119,11 +119,11 @@ ADDED = {
 
 
 def {name}(q, k, v, mask, scale):
-    """H (..., N, Dv), in three to eight lines."""
+    """Return H (..., N, Dv), in three to eight lines."""
     raise NotImplementedError("not written yet: the formula, in formulas.py")
 ''',
     ),
-    # What else is true of it (any_mask, causal, averages, linear, ...) is explained in `Entry`.
+    # `Entry` explains the other properties (any_mask, causal, averages, linear, ...).
     "src/derived_attention/registry.py": (
         "}\n# fmt: on\n",
         """    "{name}": Entry("{label}", "#b4641e", 18, "{name}.core.{name}_attention"),
@@ -138,18 +138,18 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     Raises
     ------
     ValueError
-        If the name is no name of a module, a keyword of Python, or taken.
+        If `name` has another form, is a keyword of Python, or is taken.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,14}", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"NAME is {name!r}; expected lower-case letters, digits and _, a letter first, "
-            "15 at most, and no keyword of Python"
+            f"NAME is {name!r}; expected lower-case letters, digits and _, beginning with a "
+            "letter, 15 characters at most, and no keyword of Python"
         )
     package = root / PACKAGE.format(name=name)
     paths = {root / path.format(name=name): text for path, text in FILES.items()}
     names = {*MECHANISMS, *(x.removesuffix("_attention") for x in PUBLIC)}
     if name in names or any(x.exists() for x in (package, package.with_suffix(".py"), *paths)):
-        raise ValueError(f"NAME is {name!r}, which is taken; expected the name of something new")
+        raise ValueError(f"NAME is {name!r}, which is taken; expected a new name")
     words = {"name": name, "label": name.replace("_", " ").capitalize()}
     written = {path: text.format(**words) for path, text in paths.items()}
     for path, (before, text) in ADDED.items():
@@ -163,9 +163,9 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Begin the mechanism that the command line names, and say what comes next."""
+    """Begin the mechanism named on the command line; print the next steps; return 2 on error."""
     if len(arguments) != 1:
-        print("Which name? make new NAME=huber", file=sys.stderr)
+        print("NAME is missing; expected a name, as in: make new NAME=huber", file=sys.stderr)
         return 2
     try:
         names = [f"  {path.relative_to(ROOT)}" for path in begin(arguments[0])]
@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
         return 2
     print("Fill these in, in the order of chapter 18:", *names, sep="\n")
     print(f"Then run python -m pytest tests/test_{arguments[0]}.py until all tests pass.")
-    print(f"To have the page in the book, add book/{arguments[0]} to _toc.yml.")
+    print(f"To include the page in the book, add book/{arguments[0]} to _toc.yml.")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Write each chapter as a plain notebook for JupyterLab, Colab and GitHub, in the same build.
 
-Numbers of theorems, equations and figures, references and citations become text, since those
-readers know none of Sphinx's syntax. Outputs and solutions are left out; a set-up cell is put in.
+Numbers of theorems, equations and figures, references and citations become text, because these
+programs do not know Sphinx's syntax. Outputs and solutions are left out; a set-up cell is added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from book import ROOT, WHEEL, chapters, repository
 from derived_attention import __version__
 from labels import code_label
 
-# A notebook's first code cell. None of it is IPython's own, and it leaves no file behind.
+# A notebook's first code cell. It uses no syntax of IPython, and leaves no file behind.
 SETUP = """\
 # Set-up: installs the book's package if it is missing. Your torch and numpy stay as they are.
 import importlib.metadata
@@ -55,7 +55,7 @@ if missing:
     done = subprocess.run([*pip, *source, *kept], **both, text=True)
     if done.returncode:
         said = "\\n".join(done.stdout.strip().splitlines()[-12:])
-        raise RuntimeError(f"pip could not install it. Is there a network? It said:\\n{said}")
+        raise RuntimeError(f"pip could not install the package. Is there a network?\\n{said}")
     sys.path[:0] = [str(p / "src") for p in checkouts[:1]]  # Python looks for links when it starts
     importlib.invalidate_caches()
 
@@ -64,10 +64,10 @@ import derived_attention
 if derived_attention.__version__ != "$version":
     print(f"This notebook is for version $version, not {derived_attention.__version__}: if a cell")
     print("fails, run %pip uninstall -y derived-attention, restart, and run this cell again.")"""
-# What the package's extra "book" brings, as Python imports it.
+# The modules that the package's extra "book" installs, by the names under which they are imported.
 MODULES = """IPython PIL aeon cvxpy cycler executing filelock joblib matplotlib pandas
     pycocotools pywt safetensors scipy sklearn sympy tqdm"""
-# What the extra "plugs" brings; only a notebook that has this import asks for it.
+# The modules of the extra "plugs"; only notebooks that contain PLUG need them.
 PLUGS, PLUG = "safetensors timm torchvision transformers", "plugs.equip("
 NOWHERE = """\
 raise RuntimeError(
@@ -77,13 +77,13 @@ raise RuntimeError(
         )"""
 SKIPPED = ("target", "comment", "index", "substitution_definition", "meta", "topic", "label")
 SKIPPED += ("solution_node", "solution_start_node", "solution_end_node", "system_message")
-SKIPPED += ("image", "raw")  # made for the HTML alone: every figure of a chapter is drawn by a cell
+SKIPPED += ("image", "raw")  # for the HTML alone; cells draw the figures
 
 
 def name_cells(cells: list[dict]) -> None:
-    """Give each cell an id by what it holds: a new cell leaves the ids of all others as they are.
+    """Give each cell a hash of its content as its id, so that a new cell changes no other id.
 
-    Of cells that hold the same, the second is ``...-2``, and so on.
+    The second of two equal cells gets the suffix ``-2``, and so on.
     """
     seen: Counter[str] = Counter()
     for cell in cells:
@@ -150,7 +150,7 @@ class Writer:
     def code(self, cell) -> None:
         """Write a code cell; a figure's caption follows it as text.
 
-        Colab hides code that is a form, and shows the form's title instead.
+        A hidden cell becomes a form: Colab shows its title instead of the code.
         """
         self.flush()
         source = next(n for n in cell.findall(nodes.literal_block)).astext()
@@ -196,11 +196,11 @@ class Writer:
         return self.body(node)
 
     def block_paragraph(self, node) -> str:
-        """Return a paragraph, without the dots that separated measured times."""
+        """Return a paragraph, without the dots that separate measured times on the page."""
         return re.sub(r"(^[\s·]+|[\s·]+$)", "", self.inline(node))
 
     def block_dropdown_main(self, node) -> str:
-        """Return a box that opens on a click; notebooks know it as HTML's own element."""
+        """Return a box that opens on a click, as the HTML element ``details``."""
         title, *content = node.children
         inner = "\n\n".join(filter(None, (self.block(child) for child in content)))
         return f"<details><summary>{self.inline(title)}</summary>\n\n{inner}\n\n</details>"
@@ -255,7 +255,7 @@ class Writer:
         return "\n".join([*title, *(f"| {' | '.join(row)} |" for row in rows)])
 
     def block_proof_node(self, node) -> str:
-        """Return a proof: the box inside adds nothing."""
+        """Return a proof without the box around it."""
         return "\n\n".join(self.body(box) for box in node.children)
 
     def theorem(self, node) -> str:
@@ -295,11 +295,12 @@ class Writer:
         return text
 
     def reference(self, node) -> str:
-        """Return a link to the web or to another chapter; all others become their text."""
+        """Return a link to the web or to another notebook; other links become plain text."""
         text, uri = self.inline(node), node.get("refuri", "")
         if re.match(r"https?:", uri):
             return f"[{text}]({uri})"
-        page = re.match(r"(?:\.\./book/)?((?:\d\d|[A-Z]|audit)_\w+|positions)\.html", uri)
+        name = r"(?:\d\d|[A-Z]|audit)_\w+|positions"
+        page = re.match(rf"(?:\.\./book/)?({name})\.html", uri)
         return f"[{text}]({page[1]}.ipynb)" if page else text
 
     # Numbers.
@@ -312,14 +313,14 @@ class Writer:
         return f"{'.'.join(map(str, number))}. " if number else ""
 
     def label(self, node, kind: str, name: str) -> str:
-        """Return "Theorem 1.2" and the like; the name alone when there is no number."""
+        """Return a name with its number, such as "Theorem 1.2", or without if there is none."""
         numbers = self.app.env.toc_fignumbers.get(self.doc, {}).get(kind, {})
         found = [numbers[i] for i in node["ids"] if i in numbers]
         return f"{name} {'.'.join(map(str, found[0]))}" if found else name
 
 
 def set_up(plugs: bool = False) -> str:
-    """Return the set-up cell; without checkout or wheel it installs from Git or PyPI, or fails."""
+    """Return the set-up cell, which without a checkout or wheel uses Git or PyPI, or fails."""
     url, _ = repository(committed=True)
     extras, modules = ("book,plugs", f"{MODULES} {PLUGS}") if plugs else ("book", MODULES)
     otherwise = Template(NOWHERE).substitute(wheel=WHEEL)
@@ -332,7 +333,7 @@ def set_up(plugs: bool = False) -> str:
 
 
 def own_settings() -> dict:
-    """Return what pyproject.toml says about the book itself."""
+    """Return the book's own settings in pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["tool"]["derived-attention"]
 
 
@@ -358,13 +359,13 @@ def quote(text: str) -> str:
 
 
 def indent(text: str, mark: str) -> str:
-    """Return a list item: its first line after the mark, the others under it."""
+    """Return a list item: its first line after the mark, the others indented."""
     first, *others = text.splitlines() or [""]
     return "\n".join([mark + first, *(" " * len(mark) + line if line else "" for line in others)])
 
 
 def write_notebooks(app, error) -> None:
-    """Write all chapters that have code, beside the HTML."""
+    """Write a notebook for each chapter with code, beside the HTML, and copy all into the HTML."""
     if error is not None or app.builder.name != "html":
         return
     folder = Path(app.outdir).parent / "notebooks"
@@ -386,9 +387,9 @@ def write_notebooks(app, error) -> None:
 
 
 def write_wheel(folder: Path) -> None:
-    """Put the package beside the notebooks, as the wheel that their set-up cell installs.
+    """Build the package's wheel, which the notebooks' set-up cell installs, into `folder`.
 
-    It is built without a network, and the same sources make the same bytes.
+    The build needs no network, and the same sources give the same bytes.
     """
     with tempfile.TemporaryDirectory() as name:
         build = f"from hatchling import build; build.build_wheel({name!r})"
@@ -405,6 +406,6 @@ def write_wheel(folder: Path) -> None:
 
 
 def setup(app):
-    """Write the notebooks when the build is done."""
+    """Write the notebooks at the end of each build."""
     app.connect("build-finished", write_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

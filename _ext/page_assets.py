@@ -1,8 +1,8 @@
-"""What a page loads: one style sheet, its own small scripts, and nothing that it does not use.
+"""Reduce what a page loads to one style sheet and the small scripts that it uses.
 
-The theme and Jupyter Book's extensions bring frameworks, icon fonts and runtimes. ``layout.html``
-leaves out those of the theme; here the rest is sorted out, and the files that no page asks for any
-more are not published.
+The theme and Jupyter Book's extensions add frameworks, icon fonts and runtimes. ``layout.html``
+leaves out those of the theme. This module removes the others, and deletes the files that no page
+loads any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from derived_book.ledger import STATIC
 ROOT = Path(__file__).parents[1]
 STYLES = "book.min.css"
 THEME = ("styles/theme.css", "styles/pydata-sphinx-theme.css", "katex/katex.min.css")
-# Scripts and styles; the last two are for Sphinx's own search.
+# Scripts and styles to leave out; the last two serve Sphinx's own search.
 NEVER = ("sphinx-thebe", "sphinx-book-theme.js", "design-tabs", "doctools", "sphinx_highlight")
 INLINE = ("THEBE_JS_URL", "DOCUMENTATION_OPTIONS.")  # for scripts that are not loaded
 UNPUBLISHED = (
@@ -38,19 +38,19 @@ UNPUBLISHED = (
     "images/logo_*",
     "locales",
 )
-# How an exercise is worked, drawn: not every machine has a font with these characters.
+# How to work an exercise. The marks are drawn, as some machines lack a font with these characters.
 MARKS = {"✍": ("da-by-hand", "by hand"), "⌨": ("da-code", "code"), "🔬": ("da-open", "open")}
 MARK = re.compile(f"([{''.join(MARKS)}])\N{VARIATION SELECTOR-16}?")
-# Names, punctuation and spaces in code have the colour of all text, and were up to a quarter of the
-# elements of a page.
+# Names, punctuation and spaces in code have the colour of other text. Their elements were up to a
+# quarter of those of a page.
 PLAIN = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
-# In signatures each word has two, of which none is needed.
+# In signatures each word has two elements, and neither is needed.
 SIGNATURE = re.compile(r'<dt class="sig .*?</dt>', re.S)
 WORD = re.compile(r'<span class="pre">([^<]*)</span>')
-# The steps of a slider, in a script that no other element needs: up to half of a page's bytes.
+# The steps of a slider, in a script that no other element needs and that can be half of a page.
 STEPS = re.compile(r"<script>([^<]{8000,})</script></div>")
 SLIDERS = "sliders"  # a folder of _static
-# In the contents beside the API: methods and fields, which stand under their class, and wrappings.
+# In the contents beside the API: methods and fields, listed under their class, and nested tags.
 METHODS = re.compile(
     r'<ul class="[^"]*">\s*(?:<li class="toc-h4[^"]*"><a [^>]*href="#derived_attention\.[^>]*>'
     r"(?:(?!</li>).)*</li>\s*)+</ul>",
@@ -60,7 +60,7 @@ WRAPPED = re.compile(r'<code class="[^"]*"><span class="pre">([^<]*)</span></cod
 
 
 def draw_marks(body: str) -> str:
-    """Return a page's HTML with the marks of exercises drawn instead of written."""
+    """Return a page's HTML with drawings instead of the characters that mark exercises."""
 
     def drawn(found: re.Match) -> str:
         shape, name = MARKS[found[1]]
@@ -70,7 +70,7 @@ def draw_marks(body: str) -> str:
 
 
 def put_aside(body: str, static: Path, place: str) -> str:
-    """Move the steps of large sliders into files; return the HTML, which loads them last.
+    """Move the steps of large sliders into files; return the HTML, which loads the files last.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def put_aside(body: str, static: Path, place: str) -> str:
     static : Path
         The folder of the book's own files.
     place : str
-        Where a page finds that folder.
+        The address of that folder, relative to the page.
     """
 
     def moved(found: re.Match) -> str:
@@ -93,7 +93,7 @@ def put_aside(body: str, static: Path, place: str) -> str:
 
 
 def shorten(contents: str) -> str:
-    """Return a page's contents without what is too small for them, and in fewer elements."""
+    """Return a page's contents without methods and fields, and with fewer elements."""
     return WRAPPED.sub(r"<code>\1</code>", METHODS.sub("", contents))
 
 
@@ -129,7 +129,7 @@ def _put_aside(app, pagename, templatename, context, doctree):
 
 @lru_cache
 def _version() -> str:
-    """Return what changes when the style sheet may change: a browser then loads it again."""
+    """Return a hash of the style sheet's sources; when it changes, browsers reload the sheet."""
     files = sorted([*(ROOT / "assets").glob("*.css"), *STATIC.glob("*.css")])
     content = [f.read_bytes() for f in (*files, ROOT / "constraints.txt", Path(__file__))]
     return hashlib.sha256(b"".join(content)).hexdigest()[:8]
@@ -138,7 +138,7 @@ def _version() -> str:
 def _finish(app, error):
     names = app.__dict__.get("da_styles")
     if error is not None or app.builder.format != "html" or not names:
-        return  # with no page written, the style sheet is as it was
+        return  # if no page was written, the style sheet is unchanged
     static = Path(app.outdir) / "_static"
     pages = [
         p.read_text("utf8") for p in Path(app.outdir).rglob("*.html") if static not in p.parents
@@ -148,7 +148,7 @@ def _finish(app, error):
     words = stylesheet.words_of(pages, scripts)
     (static / STYLES).write_text(stylesheet.prune(css, words), "utf8")
     for path in (static / SLIDERS).glob("*.js"):
-        if not any(path.name in page for page in pages):  # of an earlier build
+        if not any(path.name in page for page in pages):  # it belongs to an earlier build
             path.unlink()
     for pattern in UNPUBLISHED:
         for path in static.glob(pattern):
@@ -156,7 +156,7 @@ def _finish(app, error):
 
 
 def setup(app):
-    """Register what trims pages, after everything that adds to them."""
+    """Register the handlers that trim pages, to run after all that add to pages."""
     app.connect("html-page-context", _lighten, priority=950)
     app.connect("html-page-context", _put_aside, priority=951)
     app.connect("build-finished", _finish, priority=900)

@@ -1,5 +1,5 @@
-// Nothing can be unfolded on paper, and nobody wants an answer right below its question. Chromium
-// gives an element a place in the document if some link of the same page leads to it.
+// Paper cannot be unfolded, and solutions should not be in sight right below exercises, so move the
+// solutions to the end. Chromium records an element's place only if a link on its page leads to it.
 {
   const section = document.createElement("section");
   section.id = "solutions";

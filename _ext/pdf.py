@@ -1,9 +1,8 @@
 """Print the whole book into one PDF, for readers who want it on paper or on a tablet: ``make pdf``.
 
-A Chromium without a window prints every built page, from a server on this machine that adds a style
-for paper to it. Then the parts are joined: links from page to page lead to places in the document,
-and headings are found by the contents and by the outline. Before its version 131 Chromium puts no
-numbers on the pages.
+Headless Chromium prints every built page from a local server, which adds a style for paper. Then
+the printed pages are joined: links between pages lead to places in the document, and the contents
+and the outline list the headings. Chromium before version 131 prints no page numbers.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
 HTML = ROOT / "_build" / "html"
 OUT = HTML / "derived-attention.pdf"  # in the folder that `make zip` packs
-PARTS = ROOT / "_build" / "pdf"  # not in /tmp: a packaged browser may have one of its own
+PARTS = ROOT / "_build" / "pdf"  # not in /tmp: a packaged browser may use its own /tmp
 OPTIONS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run
     --disable-background-networking --disable-component-update
     --no-pdf-header-footer --disable-pdf-tagging""".split()
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 300  # seconds for a page
 FRONT = "front"  # the name under which title and contents are served
-PLACE = "place"  # the address of a line of the contents: page of the text, height on it
+PLACE = "place"  # lines of the contents link to /place/PAGE/HEIGHT
 
 STYLE, SCRIPT, TITLE_PAGE = (
     Path(__file__).with_name(name).read_text("utf8")
@@ -54,7 +53,7 @@ SOLUTION = 'class="solution dropdown '
 
 
 class Entry(NamedTuple):
-    """A line of the outline, and where it leads to."""
+    """A line of the outline, and the sheet (from 0) and height in points to which it leads."""
 
     depth: int
     title: str
@@ -63,7 +62,7 @@ class Entry(NamedTuple):
 
 
 class Served(SimpleHTTPRequestHandler):
-    """Serves files of a folder, and what is made for paper in their place."""
+    """Serve the files of a folder, or the texts in `made` instead of them."""
 
     def __init__(self, *arguments, made: dict[str, str], **options):
         self.made = made
@@ -73,7 +72,7 @@ class Served(SimpleHTTPRequestHandler):
         """Print nothing."""
 
     def send_head(self):
-        """Answer with what is made, if there is something under this address."""
+        """Answer with the text in `made` for this address, if there is one, or with the file."""
         text = self.made.get(self.path.lstrip("/"))
         if text is None:
             return super().send_head()
@@ -86,7 +85,7 @@ class Served(SimpleHTTPRequestHandler):
 
 
 def toc() -> list[tuple[str, list[str]]]:
-    """Return the parts of the book, and their pages, such as ``book/01_attention``."""
+    """Return the heading and the pages, such as ``book/01_attention``, of each part."""
     found = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
     parts = [("", [found["root"]])]
     for part in found["parts"]:
@@ -95,7 +94,7 @@ def toc() -> list[tuple[str, list[str]]]:
 
 
 def for_paper(page: str, first: int) -> str:
-    """Return a built page as it is printed: its title on each sheet, numbered from `first`."""
+    """Return a built page for printing: numbered from `first`, with its title from sheet two."""
     title = html.unescape(re.search("<title>(.*?)(?: &#8212; |</title>)", page)[1])
     title = title.replace("\\", "").replace('"', r"\"")
     style = Template(STYLE).substitute(heading=title, first=first, numerals="")
@@ -105,7 +104,7 @@ def for_paper(page: str, first: int) -> str:
 
 
 def front(lines: str) -> str:
-    """Return the title page and the contents, of which `lines` are given."""
+    """Return the title page and the contents, whose entries are `lines`."""
     picture = (ROOT / "assets" / "six_attentions.svg").read_text("utf8")
     style = Template(STYLE).substitute(heading="", first=1, numerals=", lower-roman")
     style = style.replace("@top-left { content: none; }", "@bottom-center { content: none; }")
@@ -134,18 +133,18 @@ def contents(entries: list[Entry]) -> str:
 
 
 def print_page(browser: str, url: str, path: Path) -> PdfReader:
-    """Let Chromium print one address; raise `RuntimeError` when nothing comes of it."""
+    """Print one address with Chromium; raise `RuntimeError` if it writes no file."""
     path.unlink(missing_ok=True)
     profile = f"--user-data-dir={path.parent / 'profile'}"
     command = [browser, *OPTIONS, profile, f"--print-to-pdf={path}", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     if not path.is_file():
-        raise RuntimeError(f"{browser} printed nothing of {url}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{browser} wrote no PDF of {url}:\n{done.stderr[-2000:]}")
     return PdfReader(path)
 
 
 def headings(page: str) -> list[tuple[int, str, str]]:
-    """Return depth, text and anchor of the headings of a built page; that of its title is 1."""
+    """Return depth, text and anchor of each heading of a built page; its title has depth 1."""
     found = [(int(depth), plain(title), anchor) for depth, title, anchor in HEADING.findall(page)]
     if SOLUTION in page:
         found.append((2, "Solutions", "solutions"))
@@ -153,13 +152,13 @@ def headings(page: str) -> list[tuple[int, str, str]]:
 
 
 def plain(markup: str) -> str:
-    """Return the text of a heading; of a formula what is seen."""
-    seen = HIDDEN.sub("", markup).replace('class="mord sqrt">', ">√")  # the root is a drawing
+    """Return the text of a heading, with the visible characters of its formulas."""
+    seen = HIDDEN.sub("", markup).replace('class="mord sqrt">', ">√")  # KaTeX draws the root
     return " ".join(html.unescape(TAG.sub("", seen)).replace("\u200b", "").split())
 
 
 def places(reader: PdfReader) -> dict[str, tuple[int, float]]:
-    """Return where each anchor of a printed page is: page and height on it."""
+    """Return the sheet, counted from 0, and the height in points of each anchor."""
     return {
         unquote(name.removeprefix("/")): (reader.get_destination_page_number(x), float(x.top))
         for name, x in reader.named_destinations.items()
@@ -167,7 +166,7 @@ def places(reader: PdfReader) -> dict[str, tuple[int, float]]:
 
 
 class Book:
-    """The printed pages, and where each begins among the numbered pages."""
+    """The printed pages, and the sheet (from 0, after the front matter) where each begins."""
 
     def __init__(self, base: str):
         self.base = base
@@ -178,7 +177,7 @@ class Book:
         self.pages = 0
 
     def add(self, name: str, page: str, reader: PdfReader, part: str) -> None:
-        """Append a printed page; `part` is the heading of the part that it begins, if it does."""
+        """Append a printed page; `part` is the heading of the part that it begins, or empty."""
         self.readers[name], self.starts[name] = reader, self.pages
         self.places[name] = places(reader)
         lines = ([(0, part, "")] if part else []) + headings(page)
@@ -186,12 +185,12 @@ class Book:
         self.pages += len(reader.pages)
 
     def place(self, name: str, anchor: str) -> tuple[int, float]:
-        """Return the numbered page and the height on it of an anchor, else of the page's top."""
+        """Return the sheet and the height of an anchor, or of the page's top if it is missing."""
         page, top = self.places[name].get(anchor, (0, 842.0))
         return self.starts[name] + page, top
 
     def target(self, name: str, link: DictionaryObject) -> tuple[int, float] | str | None:
-        """Return where a link of a page leads to: a place, another site, or nowhere in the book."""
+        """Return a link's target: a place, an address outside the book, or None if missing."""
         if "/Dest" in link:
             return self.place(name, unquote(str(link["/Dest"]).removeprefix("/")))
         url = str(link["/A"]["/URI"])
@@ -205,7 +204,7 @@ class Book:
         return self.place(page, anchor) if page in self.readers else None
 
     def join(self, before: PdfReader) -> PdfWriter:
-        """Return the document: `before`, which has no numbers, and all pages."""
+        """Return the document: `before`, which has Roman numerals, and all pages."""
         writer, shift = PdfWriter(), len(before.pages)
         for name, reader in {FRONT: before, **self.readers}.items():
             for page in reader.pages:
@@ -247,11 +246,11 @@ class Book:
 
 
 def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: Path) -> PdfWriter:
-    """Print these pages of the built book in `folder`, and join them; say how far it is.
+    """Print these pages of the built book in `folder`, report progress, and join them.
 
-    `work` is a folder for what lies between, and is gone afterwards.
+    `work` is a folder for temporary files; it is emptied first and finally deleted.
     """
-    print("Printing the pages: some minutes.", flush=True)
+    print("Printing the pages takes some minutes.", flush=True)
     made: dict[str, str] = {}
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -282,7 +281,7 @@ def make(browser: str, folder: Path, parts: list[tuple[str, list[str]]], work: P
 
 
 def find_browser() -> str:
-    """Return the path of Chromium, or end with a line that says what is missing."""
+    """Return the path of Chromium, or exit with a message if it is missing."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"No browser is on the PATH. Install one of these: {', '.join(BROWSERS)}.")
@@ -290,7 +289,7 @@ def find_browser() -> str:
 
 
 def main() -> int:
-    """Print the book that is built."""
+    """Print the built book."""
     writer = make(find_browser(), HTML, toc(), PARTS)
     writer.write(OUT)
     size = OUT.stat().st_size / 1e6

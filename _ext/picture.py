@@ -1,6 +1,6 @@
 """Draw `assets/recall.svg`, the picture of README.md and the front page, from recorded runs.
 
-Lines show how much a layer recalls at most, as chapter 4 derives; dots show eight trained layers.
+Lines show how much a layer can recall at most, as derived in chapter 4; dots show trained layers.
 `make notebooks` draws the picture, and a test compares it with the records.
 """
 
@@ -26,7 +26,7 @@ STYLE = """
 
 
 def draw() -> str:
-    """Return the picture as SVG: the limit of each layer, its runs and their mean."""
+    """Return the picture as SVG: the limit of each kind of layer, its runs and their mean."""
     scores = curves("chapter04_recall", "recalled")
     longest = load_experiment("chapter04_recall")[0]["steps"][-1]
     parts, said = [], []

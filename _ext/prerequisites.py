@@ -1,7 +1,8 @@
-"""Which chapter needs which, drawn from what the chapters' own cards say.
+"""Draw which chapter needs which, from the cards at the top of the chapters.
 
-``{prerequisites}`` is a figure: a row is how many chapters come before, an arrow leads from what is
-needed to what needs it, and one that others imply is left out. Colours are those of the page.
+``{prerequisites}`` is a figure: the row of a chapter is the length of the longest chain of chapters
+that it needs, an arrow leads from a chapter to one that needs it, and an arrow that others imply is
+left out. The figure uses the colours of the page.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from sphinx.util.docutils import SphinxDirective
 CARD = re.compile(r"Before you start\n(.*?)\n\n", re.DOTALL)
 SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z{])")
 LINK = re.compile(r"\{(?:doc|chapter)\}`(?:[^`<]*<)?/?([^`>]+)>?`")
-WIDE, HIGH, THIN = 104, 58, 6  # of a box, and of an arrow that passes it
+WIDE, HIGH, THIN = 104, 58, 6  # size of a box, and width of an arrow that passes it
 GAP, RISE, LINE = 14, 46, 14  # between boxes, rows and lines of text
 
 
 def needs(pages: dict[str, str]) -> dict[str, list[str]]:
-    """Return what each page needs of the others, by the sentences of its card that say "need".
+    """Return which of the others each page needs: those that its card links to with "need".
 
-    `pages` are names and sources. A page whose card says nothing of the kind needs none.
+    `pages` maps names to sources. A page whose card has no sentence with "need" needs none.
     """
     found = {}
     for name, source in pages.items():
@@ -37,12 +38,12 @@ def needs(pages: dict[str, str]) -> dict[str, list[str]]:
 
 
 def before(graph: dict[str, list[str]], name: str) -> set[str]:
-    """Return all that comes before a page, directly or by way of others."""
+    """Return all pages that a page needs, directly or through others."""
     return {name for x in graph[name] for name in (x, *before(graph, x))}
 
 
 def arrows(graph: dict[str, list[str]]) -> list[tuple[str, str]]:
-    """Return (needed, needing), without those that follow from others."""
+    """Return the pairs (needed, needing) that do not follow from others."""
     return [
         (x, name)
         for name, direct in graph.items()
@@ -54,7 +55,7 @@ def arrows(graph: dict[str, list[str]]) -> list[tuple[str, str]]:
 def rows(graph: dict[str, list[str]]) -> tuple[list[list], list[list]]:
     """Return pages by row (their longest path from the start), and the path of each arrow.
 
-    An arrow that passes a row has a place of its own in it, which is a tuple, and meets no box.
+    An arrow that passes a row has its own place there, a tuple, so that it crosses no box.
     """
     depth: dict[str, int] = {}
 
@@ -74,7 +75,7 @@ def rows(graph: dict[str, list[str]]) -> tuple[list[list], list[list]]:
         ways.append([one, *between, other])
     steps = [step for way in ways for step in itertools.pairwise(way)]
     middle = centres(table)
-    for _ in range(4):  # each near what it needs and what needs it, down and up again
+    for _ in range(4):  # move each place near those it is linked to, down and up again
         for row in (*table, *table[::-1]):
             near = {x: [middle[b if a == x else a] for a, b in steps if x in (a, b)] for x in row}
             row.sort(key=lambda x: sum(near[x]) / max(1, len(near[x])))
@@ -83,7 +84,7 @@ def rows(graph: dict[str, list[str]]) -> tuple[list[list], list[list]]:
 
 
 def centres(table: list[list]) -> dict:
-    """Return how far to the right of the middle of its row each place is."""
+    """Return the centre of each place, as its distance to the right of its row's middle."""
     found = {}
     for row in table:
         widths = [WIDE + GAP if isinstance(x, str) else THIN + GAP for x in row]
@@ -95,7 +96,7 @@ def centres(table: list[list]) -> dict:
 
 
 def label(name: str) -> list[str]:
-    """Return the lines of a box: a chapter's number, and its name as the file has it."""
+    """Return the lines of a box: a chapter's number, and the words in its file's name."""
     number, _, words = name.partition("_") if name[0].isdigit() else ("", "", name)
     return [*filter(None, [number]), *textwrap.wrap(words.replace("_", " "), 15)]
 
@@ -103,7 +104,7 @@ def label(name: str) -> list[str]:
 def sentence(graph: dict[str, list[str]]) -> str:
     """Return the graph in words, for the `aria-label` of the picture."""
     lines = [f"{x} needs {', '.join(direct)}" for x, direct in graph.items() if direct]
-    return f"Which chapter needs which: {'; '.join(lines)}."
+    return f"Prerequisites of the chapters: {'; '.join(lines)}."
 
 
 def draw(graph: dict[str, list[str]]) -> str:
@@ -140,13 +141,13 @@ def draw(graph: dict[str, list[str]]) -> str:
 
 
 class Prerequisites(SphinxDirective):
-    """``{prerequisites}`` with a caption: the chapters of the numbered parts."""
+    """``{prerequisites}`` with a caption: a graph of the chapters of the numbered parts."""
 
     has_content = True
 
     def run(self):
-        """Return the figure; the page is written again whenever a card changes."""
-        import book  # here: it imports what this module does not need
+        """Return the figure; the page is read again whenever a chapter changes."""
+        import book  # here: `book` imports much that this module does not need
 
         folder = Path(self.env.srcdir)
         docs = [x for x in book.parts() if not x.startswith("book/audit_")]

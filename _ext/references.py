@@ -1,7 +1,7 @@
-"""The list of references: each entry is labelled and sorted as the text cites it.
+"""Label and sort each entry of the list of references as the text cites it.
 
-Sphinx's own styles label the list with shorthands such as ``[ALTdJ+23]``, which no page has.
-Here the label is made by the very template of a citation, ``Ainslie et al., 2023``.
+Sphinx's own styles label the list with shorthands such as ``[ALTdJ+23]``, which no page uses.
+Here the template of a citation also makes the label, such as ``Ainslie et al., 2023``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CITATION = BasicAuthorYearParentheticalReferenceStyle()
 
 
 def label(entry) -> str:
-    """Return what ``{cite}`` shows of an entry between its brackets: author and year."""
+    """Return the text that ``{cite}`` prints in brackets for an entry: author and year."""
     author = CITATION.person.author_or_editor_or_title(full=False)
     parts = join(sep=CITATION.author_year_sep)[author, year]
     return parts.format_data({"entry": entry, "style": CITATION}).render(Backend())
 
 
 class Labels(BaseLabelStyle):
-    """Labels by author and year; Sphinx warns where two are the same."""
+    """Label entries by author and year; Sphinx warns if two labels are the same."""
 
     def format_labels(self, sorted_entries):
         """Yield the label of each entry."""
@@ -38,16 +38,16 @@ class Labels(BaseLabelStyle):
 
 
 class Sorting(BaseSortingStyle):
-    """By label, as a reader looks it up: accents and capitals do not count."""
+    """Sort by label, as a reader looks it up, without regard to accents and capitals."""
 
     def sorting_key(self, entry) -> str:
-        """Return the label in plain small letters."""
+        """Return the label in small letters without accents."""
         letters = unicodedata.normalize("NFD", label(entry).casefold())
         return "".join(c for c in letters if not unicodedata.combining(c))
 
 
 class AsCited(Style):
-    """Author, title, place and year, with arXiv identifiers, DOIs and addresses as links."""
+    """Print author, title, place and year; arXiv identifiers, DOIs and addresses are links."""
 
     default_label_style = Labels
     default_sorting_style = Sorting

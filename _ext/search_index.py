@@ -1,10 +1,10 @@
-"""The book's search: what its pages say, by section, for the script of the search page.
+"""Build the index of the book's search, by section, for the script of the search page.
 
-Sphinx's own index holds pages, not sections, and its script fetches whole pages for the lines that
-it quotes, which a browser refuses on files from a disk. Here each section of the written pages is
-kept with its text, so that a hit is quoted without its page, and opens where its words stand. Left
-out is what nobody reads there: menus, folded code, numbers that a cell printed, and of a formula
-all but one of the three forms that KaTeX writes.
+Sphinx's own index lists pages, not sections, and its script fetches whole pages to quote lines from
+them, which a browser refuses for files on a disk. This index contains the text of each section of
+the built pages, so that a hit is quoted without its page, and its link leads to the words found.
+Menus, folded code and printed numbers are left out, and so are two of the three forms in which
+KaTeX writes each formula.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from sphinx.search.en import SearchEnglish
 
 FOLDER = "search"  # in _static
-PACKAGE = "book/api"  # how the names of its pages begin
-SUMMARY = 300  # characters of a description of its functions
+PACKAGE = "book/api"  # the names of its pages begin with this
+SUMMARY = 300  # characters that are kept of a description on its pages
 LIBRARY = Path(__file__).parents[1] / "node_modules" / "minisearch"
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
 SKIPPED_TAGS = {"annotation", "button", "nav", "select", "template"}
@@ -38,18 +38,18 @@ SKIPPED = {
     "fn-bracket",
 }
 BLOCKS = set("p li dt dd div td th tr pre figcaption caption h1 h2 h3 h4 h5 h6 summary".split())
-# In MathML the second part, and the third, of an element: q_i^⊤, a/b.
+# The signs before the second and the third part of a MathML element: q_i^⊤, a/b.
 JOINTS = {"msub": "_", "msup": "^", "msubsup": "_^", "munder": "_", "mover": "", "mfrac": "/"}
 JOINTS["munderover"] = "_^"
 LONGEST_FORMULA = 48  # characters
-LETTER = re.compile("[\U0001d400-\U0001d7ff\u2100-\u214f]")  # bold, script, doubled
+LETTER = re.compile("[\U0001d400-\U0001d7ff\u2100-\u214f]")  # bold, script, double-struck
 INVISIBLE = re.compile("[\u200b-\u200f\u2060-\u206f]")
 BOXES = {"citation", "exercise", "theorem", "proposition", "lemma", "corollary", "definition"}
 BOXES |= {"example", "remark", "algorithm"}
 HEADING = re.compile("h[1-6]")
 IMPORT = re.compile(r"^(?:from \S+ )?import (?:[^(\n]*|\([^)]*\))$", re.MULTILINE)
-NAME = re.compile(r"[^\W\d]\w{2,}")  # what is worth finding in code
-# What katex_prerender moves into a formula: the full stop after it.
+NAME = re.compile(r"[^\W\d]\w{2,}")  # names in code that are worth finding
+# A full stop that katex_prerender has moved into the formula before it.
 END = re.compile(r'<span class="da-end">([^<]*)</span>((?:</span>){4})')
 DRAWN = re.compile(r"<(svg|script|style)\b.*?</\1>", re.DOTALL)  # most of a page
 BOXED = re.compile('<span class="katex-html"')
@@ -70,7 +70,7 @@ class Section:
     code: list[str] = field(default_factory=list)
 
     def entry(self) -> dict:
-        """Return what the search page needs to know; a line of the text is a paragraph."""
+        """Return the section for the search page; each line of its text is a paragraph."""
         titles = [t.partition("(")[0] if self.kind == "api" else t for t in self.titles]
         lines = AROUND_LINES.split("".join(self.text))
         entry = {
@@ -88,17 +88,17 @@ def _line(text: str) -> str:
 
 
 class Reader(HTMLParser):
-    """Reads one page of the built book into its sections."""
+    """Read the sections of one page of the built book."""
 
     def __init__(self):
         super().__init__()
         self.sections: list[Section] = []
-        self.open: list[list] = []  # tag, the section that it holds, the list it writes to
+        self.open: list[list] = []  # tag, the section that it contains, the list for its text
         self.skipping: list[str] = []
         self.formula: list[str] | None = None
         self.parts: list[list] = []  # of the formula's open elements: tag, parts so far
 
-    # --- where we are ---------------------------------------------------------------------------
+    # --- the current section --------------------------------------------------------------------
 
     def _section(self) -> Section | None:
         return next((section for _, section, _ in reversed(self.open) if section), None)
@@ -113,7 +113,7 @@ class Reader(HTMLParser):
         if (target := self._target()) is not None:
             target.append(text)
 
-    # --- what the parser calls ------------------------------------------------------------------
+    # --- the parser's callbacks -----------------------------------------------------------------
 
     def handle_starttag(self, tag, attrs):
         """Enter an element."""
@@ -136,7 +136,7 @@ class Reader(HTMLParser):
                 self._enter(tag, attributes, classes)
 
     def handle_endtag(self, tag):
-        """Leave an element, and those in it that were left open."""
+        """Leave an element, and those in it that were not closed."""
         if self.skipping:
             if tag == self.skipping[0]:
                 self.skipping.pop()
@@ -148,7 +148,7 @@ class Reader(HTMLParser):
                 pass
 
     def handle_data(self, data):
-        """Take text, in which a new line means something only in code."""
+        """Add text; replace its line breaks by spaces, except in code."""
         if not self.skipping and self.open:
             in_code = "\n" in data and any(tag == "pre" for tag, _, _ in self.open)
             self._write(data if in_code else data.replace("\n", " "))
@@ -189,7 +189,7 @@ class Reader(HTMLParser):
         return section
 
     def _name_entry(self, anchor: str):
-        """Begin an entry of a glossary or of the package's reference, or name it once more."""
+        """Begin an entry of a glossary or of the package's reference, or add a name to it."""
         around = self.open[-1]
         entry = around[1]
         if entry is None or any(part.strip() for part in entry.text):
@@ -226,7 +226,7 @@ def _plain(letter: re.Match) -> str:
 
 
 class _Title(list):
-    """Writes to the last title of a section."""
+    """A list that appends text to the last title of a section."""
 
     def __init__(self, section: Section):
         super().__init__()
@@ -237,7 +237,7 @@ class _Title(list):
 
 
 def read(page: str) -> list[dict]:
-    """Return the sections of a page's HTML that say something."""
+    """Return the sections of a page's HTML that have a title and an anchor."""
     reader = Reader()
     reader.feed(_without_boxes(END.sub(r"\2\1", DRAWN.sub("", page))))
     entries = [section.entry() for section in reader.sections]
@@ -245,7 +245,7 @@ def read(page: str) -> list[dict]:
 
 
 def _without_boxes(page: str) -> str:
-    """Leave out what KaTeX draws a formula with: half of a page, and slow to parse."""
+    """Leave out the boxes of KaTeX's formulas, which are half of a page and slow to parse."""
     kept, at = [], 0
     for start in BOXED.finditer(page):
         kept.append(page[at : start.start()])
@@ -264,7 +264,7 @@ def index(folder: Path, docs: list[str]) -> dict:
     for doc in docs:
         page = (folder / f"{doc}.html").read_text("utf8")
         found = read(page)
-        if doc.startswith(PACKAGE):  # a name is looked for, or the first sentences
+        if doc.startswith(PACKAGE):  # readers search for names or first sentences
             found = [{**e, "kind": "api", "text": e.get("text", "")[:SUMMARY]} for e in found]
         sections += [{"page": len(pages), **entry} for entry in found]
         number = NUMBER.search(page)
@@ -274,12 +274,12 @@ def index(folder: Path, docs: list[str]) -> dict:
 
 
 def language() -> SearchEnglish:
-    """Return Sphinx's knowledge of English: its stemmer is written in JavaScript, too."""
+    """Return Sphinx's English stop words and stemmer, which it also has in JavaScript."""
     return SearchEnglish({})
 
 
 def write(target: Path, content: dict) -> None:
-    """Write what the search page loads."""
+    """Write the scripts that the search page loads."""
     target.mkdir(parents=True, exist_ok=True)
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     script = f"{language().js_stemmer_code}\nconst bookIndex = {data};\n"
@@ -289,7 +289,7 @@ def write(target: Path, content: dict) -> None:
 
 def _begin(app):
     if app.builder.format == "html":
-        app.builder.search = False  # Sphinx's own: neither made nor published
+        app.builder.search = False  # neither build nor publish Sphinx's own index
 
 
 def _search_page(app):
@@ -300,7 +300,7 @@ def _finish(app, error):
     if error is None and app.builder.format == "html":
         out = Path(app.outdir)
         write(out / "_static" / FOLDER, index(out, sorted(app.env.found_docs)))
-        (out / "searchindex.js").unlink(missing_ok=True)  # of an older build
+        (out / "searchindex.js").unlink(missing_ok=True)  # from an older build
 
 
 def setup(app):

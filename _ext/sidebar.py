@@ -1,4 +1,4 @@
-"""Fold the table of contents in the sidebar: five groups, of which one is open.
+"""Fold the table of contents in the sidebar into five groups, one of which is open.
 
 The captions of ``_toc.yml`` name the groups. "Audits: verdicts" and "Audits: five papers" make one
 group with two headings. The numbered parts and the pages of `FIRST` make the group of chapters.
@@ -14,11 +14,11 @@ CAPTION = re.compile(
     r"\s*(<ul.*?</ul>)",
     re.S,
 )
-FIRST = "Before you start"  # the caption that belongs to the chapters beside the numbered parts
+FIRST = "Before you start"  # its pages belong to the group of chapters, too
 
 
 def fold(contents: str) -> str:
-    """Return the sidebar's contents with each group of captions in a box that opens."""
+    """Return the sidebar's contents with each group of captions in a folding box."""
     groups: dict[str, list[str]] = {}
     for caption, pages in CAPTION.findall(contents):
         group, _, heading = caption.partition(": ")

@@ -1,10 +1,10 @@
-"""Make a deck of slides for each part, from the pages as they were built.
+"""Make a deck of slides for each part from the built pages.
 
-A chapter gives its promise, what one will be able to do, its figures and sliders, boxed statements
-with the formulas that they cite, predictions and takeaways, in the order of the page. Everything is
-taken from the HTML, formulas and figures included, so that a slide says what the page says.
-reveal.js shows the slides; nothing is loaded from elsewhere, and `?print-pdf` behind a deck's
-address makes it ready for the printer.
+The slides of a chapter show its promise, its goals, its figures and sliders, boxed statements with
+the formulas that they cite, predictions and takeaways, in the order of the page. Everything is
+copied from the HTML, formulas and figures included, so that slides and pages agree. reveal.js shows
+the slides and loads nothing from other sites. A deck whose address ends in `?print-pdf` is ready
+for printing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build" / "html"
 SLIDES = ROOT / "_build" / "slides"
 REVEAL = ROOT / "node_modules" / "reveal.js" / "dist"
-# What is shown: figures, figures that move, and boxes of these kinds or with one of these titles.
+# Slides show figures, sliders, and boxes of these kinds or with one of these titles.
 KINDS = ".theorem, .proposition, .definition, .lemma, .corollary, .algorithm"
 TITLES = ':has(> .admonition-title:-soup-contains("Predict", "Takeaways"))'
 SHOWN = f"figure, .da-slider, div.admonition:is({KINDS}, {TITLES})"
@@ -44,16 +44,16 @@ def parts() -> Iterator[tuple[str, list[str]]]:
 
 
 def clean(element: Tag) -> str:
-    """Return what a slide shows of an element: no links, as they would lead out of the deck."""
+    """Return an element's HTML for a slide, without links, which would lead out of the deck."""
     for gone in element.select(GONE):
         gone.decompose()
     for link in element.find_all("a"):
         link.unwrap()
-    for section in element.find_all("section"):  # to reveal.js it would be a slide
+    for section in element.find_all("section"):  # reveal.js would treat it as a slide
         section.name = "div"
     for image in element.find_all("img"):
         image["src"] = f"images/{Path(image['src']).name}"
-    for script in element.select("script[data-src]"):  # a page asks for it, a deck has it
+    for script in element.select("script[data-src]"):  # a page loads it, a deck contains it
         file = HTML / "_static" / "sliders" / Path(script["data-src"]).name
         script.attrs = {}
         script.append(Script(file.read_text("utf8")))
@@ -61,10 +61,10 @@ def clean(element: Tag) -> str:
 
 
 def find_slides(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
-    """Yield the heading above, and the elements, of everything that makes a slide; none twice."""
+    """Yield the heading above and the elements of each slide; no element is yielded twice."""
     heading, taken = "", set()
     for element in article.select(f"h2, {SHOWN}"):
-        # Within what is shown already, in an exercise, or folded away: no slide of its own.
+        # An element in a folded box, an exercise or a shown element gets no slide of its own.
         hidden = element.find_parent("details") or element.find_parent(class_=HIDDEN)
         if element.name == "h2":
             heading = element.get_text().strip().rstrip("#")
@@ -80,7 +80,7 @@ def find_slides(article: Tag) -> Iterator[tuple[str, list[Tag]]]:
 
 
 def take_cited(article: Tag, element: Tag) -> Iterator[Tag]:
-    """Take out of the text the formulas that an element is the first to cite, and yield them."""
+    """Yield the formulas that an element is the first to cite, and remove them from the text."""
     for link in element.select('a[href^="#equation-"]'):
         formula = article.find(id=link["href"].removeprefix("#"))
         if formula and not formula.find_parent(class_="admonition"):
@@ -95,7 +95,7 @@ def text_above(element: Tag) -> list[Tag]:
 
 
 def chapter_slides(name: str) -> list[str]:
-    """Return the slides of a chapter, each a section."""
+    """Return the slides of a chapter, each an HTML section."""
     page = BeautifulSoup((HTML / f"{name}.html").read_text("utf8"), "html.parser")
     article = page.find("article")
     title = article.find("h1")
@@ -108,7 +108,7 @@ def chapter_slides(name: str) -> list[str]:
 
 
 def clean_inner(element: Tag) -> str:
-    """Return what stands in an element, cleaned."""
+    """Return the inner HTML of an element, cleaned."""
     clean(element)
     return element.decode_contents()
 
@@ -123,14 +123,14 @@ def deck(caption: str, pages: list[str]) -> str:
 
 
 def file_name(caption: str) -> str:
-    """Return the file of a part's deck, such as ``part-2-support-vectors.html``."""
+    """Return the file name of a part's deck, such as ``part-2-support-vectors.html``."""
     numeral, _, name = caption.removeprefix("Part ").partition(": ")
     roman = ["I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X"]
     return f"part-{roman.index(numeral) + 1}-{name.lower().replace(' ', '-')}.html"
 
 
 def copy_assets(decks: dict[str, str]) -> None:
-    """Put beside the decks what they load: reveal.js, KaTeX's style and fonts, and images."""
+    """Copy the files that decks load: reveal.js, KaTeX's style and fonts, and images."""
     (SLIDES / "reveal").mkdir(parents=True)
     for file in ("reset.css", "reveal.css", "reveal.js"):
         shutil.copy(REVEAL / file, SLIDES / "reveal")
@@ -142,9 +142,9 @@ def copy_assets(decks: dict[str, str]) -> None:
 
 
 def main() -> int:
-    """Make all decks anew."""
+    """Delete all decks and make them again."""
     if not (REVEAL / "reveal.js").exists():
-        sys.exit("reveal.js is not there: run `make install`, which gets it")
+        sys.exit("reveal.js is missing; run `make install` to download it")
     decks = {file_name(caption): deck(caption, pages) for caption, pages in parts()}
     shutil.rmtree(SLIDES, ignore_errors=True)
     copy_assets(decks)

@@ -1,4 +1,4 @@
-"""What pages say of their own times: to read, to solve the exercises, and to run here."""
+"""Compute the times that pages state: to read, to solve the exercises, and to run here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SECONDS_PER_SYMBOL = 6  # an inline formula
 SECONDS_PER_FORMULA = 60
 SECONDS_PER_LINE = 9  # of visible code
 SECONDS_PER_FIGURE = 45
-SITTING = "sitting"  # the class of the box that says where to stop for the day
+SITTING = "sitting"  # the class of the box that marks the end of a sitting
 KINDS = ("read", "minutes", "sittings", "exercises", "cpu")
-EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # as an exercise says how long it takes
+EXERCISE = re.compile(r"\((\d+) min(?:utes)?\)")  # the time that an exercise states
 
 
 def run_seconds(app, doc: str) -> float | None:
-    """Return how long the page took to execute."""
+    """Return the seconds that the page took to run, or None if it did not run."""
     data = getattr(app.env, "nb_metadata", {}).get(doc, {}).get("exec_data")
     return data["runtime"] if data else None
 
@@ -27,12 +27,12 @@ def run_seconds(app, doc: str) -> float | None:
 class Reading(NamedTuple):
     """Minutes to read a page slowly."""
 
-    sittings: list[int]  # what is open to the eye, up to each box of the class `SITTING`
-    proofs: int  # the folded ones
+    sittings: list[int]  # the unfolded text, up to each box of the class `SITTING`
+    proofs: int  # the folded proofs
 
     @property
     def minutes(self) -> int:
-        """Of all sittings together."""
+        """Return the minutes of all sittings together."""
         return sum(self.sittings)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 def reading_time(doctree) -> Reading:
     """Estimate the time to read a page, by the rates above."""
     sittings, proofs = [0.0], 0.0
-    boxes = 0  # of HTML that are closed around the node, as a table of learning rates has one
+    boxes = 0  # number of closed HTML boxes around the node, such as a table of learning rates
     for node in doctree.findall():
         if isinstance(node, nodes.raw):
             boxes += node.astext().count("<details") - node.astext().count("</details>")
@@ -87,7 +87,7 @@ def exercise_minutes(doctree) -> int:
 
 
 def _folded(node) -> str | None:
-    """Return ``"proof"`` in a closed proof; ``"away"`` in another closed box, task or solution."""
+    """Return ``"proof"`` in a closed proof, ``"away"`` in another closed box or an exercise."""
     proof = closed = False
     while node is not None:
         if isinstance(node, nodes.Element):
@@ -119,9 +119,9 @@ def time_text(app, doc: str, kind: str) -> str:
 
 
 def status_rows(app, pages: list[str], link, claims) -> tuple[list[str], list[list]]:
-    """Return header and rows: each page's times, its claims and figures.
+    """Return header and rows: each page's times, and how many claims and figures it has.
 
-    `link` makes a link to a page, `claims` are all of this build as (page, claim).
+    `link` makes a link to a page; `claims` lists all claims of this build as (page, claim).
     """
     rows = []
     for page in pages:

@@ -1,7 +1,7 @@
-"""One small style sheet for all pages: what themes and extensions ship, less what no page uses.
+"""Make one small style sheet for all pages, without the rules that no page uses.
 
-They ship half a megabyte, most of it for icons, buttons and grids that this book does not have.
-A rule stays unless it needs a class that occurs on no page and in no script.
+Themes and extensions ship half a megabyte, mostly for icons, buttons and grids that this book does
+not have. A rule is kept unless it needs a class that occurs on no page and in no script.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ CONDITIONS = {"media", "supports", "layer", "container"}
 NAME = re.compile(r"[\w-]+")
 CLASSES = re.compile(r"""\bclass=["']([^"']*)["']""")
 CLASS = re.compile(r"\.(-?[_a-zA-Z][\w-]*)")
-GROUP = re.compile(r"\([^()]*\)")  # of :not(…), :is(…): what is in it need not be there
+GROUP = re.compile(r"\([^()]*\)")  # of :not(…), :is(…): classes in it need not occur
 IMPORT = re.compile(r"""@import\s+["']([^"']+)["'];?""")
 URL = re.compile(r"""url\((["']?)(?!data:|https?:|[#/])([^"')]+)\1\)""")
-# Font Awesome's rules: fonts that no page loads, since `assets/icons.css` draws what is used.
-FALLBACK = re.compile(r",\s*url\([^)]*\.(woff|ttf)\) format\([^)]*\)")  # where there is woff2
+FALLBACK = re.compile(r",\s*url\([^)]*\.(woff|ttf)\) format\([^)]*\)")  # after a woff2 font
+# Font Awesome's rules: no page loads its fonts, since `assets/icons.css` draws the icons in use.
 ICON = re.compile(r"(^|[\s>+~,])\.fa[bcrs]?(-|\b)|^:(root|host).*:(root|host)")
 SPACE = re.compile(r"\s+")
 ASKED = re.compile(r"var\(\s*(--[\w-]+)")
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"""(?<=[{;])(--[\w-]+):(?:"[^"]*"|'[^']*'|[^;{}"'])*(?:;|
 
 
 def gather(files: list[Path], root: Path) -> str:
-    """Join style sheets, imported ones in their place; addresses become relative to `root`."""
+    """Join style sheets and those that they import; make addresses relative to `root`."""
     return "\n".join(_with_imports(file, root) for file in files)
 
 
@@ -84,7 +84,7 @@ def _body(content) -> str:
 
 
 def _selectors(head: str, words: set[str]) -> str:
-    """Return those of a rule's selectors that can match something."""
+    """Return the selectors of a rule that can match something."""
     return ",".join(part for part in _split(head) if _possible(part, words))
 
 
@@ -107,7 +107,7 @@ def _possible(selector: str, words: set[str]) -> bool:
 
 
 def _unused_variables(css: str) -> str:
-    """Leave out variables that nothing asks for, and those that only such variables ask for."""
+    """Leave out variables that no rule uses, and those that only such variables use."""
     while unused := set(DEFINED.findall(css)) - set(ASKED.findall(css)):
         css = _without(css, unused)
     return re.sub(r"[^{}]+\{\}", "", css)

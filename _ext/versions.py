@@ -1,10 +1,10 @@
-"""Which versions the package works with: written down, and tried from the public index alone.
+"""Lock the versions of the dependencies, and test the package with versions from the public index.
 
-``python3 versions.py lock`` writes constraints.txt: what pyproject.toml names, resolved for every
-system and Python at once. ``dist`` builds what the index would get. ``stranger`` does with pip what
-README.md tells a stranger to do, and ``lowest``, ``locked`` and ``latest`` try the package with
-those versions, on each Python that can be had. None of this machine's settings for pip and uv
-counts, but for how the index is reached.
+``python3 versions.py lock`` writes constraints.txt: the dependencies in pyproject.toml, resolved
+for every system and Python at once. ``dist`` builds the files for the package index. ``stranger``
+installs the package with pip as a new user would, and runs README.md's example. ``lowest``,
+``locked`` and ``latest`` test the package with those versions on each available Python. All ignore
+this machine's settings for pip and uv, except those that say how to reach the index.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ RESOLUTIONS = {
     "locked": ["--constraint", LOCK],
     "latest": ["--resolution", "highest"],
 }
-# What every mechanism and layer promises, and a chapter that solves, differentiates and plots.
+# The promises of every mechanism and layer, and a chapter that solves, differentiates and plots.
 TESTS = ("contract", "contract_layers", "contract_transforms", "layer", "softmax")
 CHAPTER = "02_duality"
-REACH = ("PIP_CERT", "PIP_PROXY")  # of pip's settings: how the index is reached
+REACH = ("PIP_CERT", "PIP_PROXY")  # the settings of pip that say how to reach the index
 
 
 class Failed(Exception):
-    """A command ended with an error; the text says where to read on."""
+    """Raised if a command or a check fails; for a command, the message ends with its log's path."""
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables of somebody who has set nothing for pip, uv and Python."""
+    """Return the environment variables without settings of pip, uv and Python, except REACH."""
     own = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV", "CONDA_")
     kept = {k: v for k, v in os.environ.items() if k in REACH or not k.startswith(own)}
     nothing = {"XDG_CONFIG_HOME": os.devnull, "XDG_CONFIG_DIRS": os.devnull}
-    if shutil.which("pyenv"):  # its commands python3.12 and the like work for these alone
+    if shutil.which("pyenv"):  # its commands, such as python3.12, work only for these versions
         found = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True)
         nothing["PYENV_VERSION"] = ":".join(reversed(found.stdout.split()))
     return kept | nothing | {"PIP_CONFIG_FILE": os.devnull, "MPLBACKEND": "agg"}
 
 
 def run(*command, log: str, **options) -> str:
-    """Run a command as a stranger; return what it says, which is in the log, too."""
+    """Run a command without this machine's settings; append its output to a log and return it."""
     BUILD.mkdir(parents=True, exist_ok=True)
     options = {"cwd": ROOT, "env": settings(), "stdin": subprocess.DEVNULL} | options
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -73,7 +73,7 @@ def run(*command, log: str, **options) -> str:
 
 
 def find_uv() -> Path:
-    """Return uv: beside this Python, on the path, or installed into a folder of its own."""
+    """Return uv: beside this Python, on the path, or else installed into a folder of its own."""
     beside = Path(sys.executable).with_name("uv")
     found = beside if beside.exists() else shutil.which("uv")
     if found:
@@ -86,7 +86,7 @@ def find_uv() -> Path:
 
 
 def lock(output: Path = LOCK, upgrade: bool = False) -> None:
-    """Write the versions that are tested; without `upgrade`, those in `output` stay if they can."""
+    """Write the locked versions; without `upgrade`, keep those in `output` where possible."""
     compile_ = [find_uv(), "pip", "compile", "--universal", "--fork-strategy", "fewest"]
     compile_ += ["--python-version", PYTHONS[0], "--all-extras", "--no-annotate", "--no-header"]
     compile_ += ["--upgrade"] if upgrade else []
@@ -96,7 +96,7 @@ def lock(output: Path = LOCK, upgrade: bool = False) -> None:
 
 @functools.cache
 def dist() -> list[Path]:
-    """Build the wheel and the sources, and check what the index will check; return both."""
+    """Build the wheel and the source archive, check both with twine, and return their paths."""
     folder = ROOT / "_build" / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     run(find_uv(), "build", "--build-constraints", LOCK, "--out-dir", folder, log="dist")
@@ -110,8 +110,8 @@ def dist() -> list[Path]:
 
 
 def stranger() -> None:
-    """Resolve everything with pip, install the core from the index, and run README's example."""
-    print("As a stranger, from the public index:", flush=True)
+    """Resolve .[book,dev] with pip, install the core from its sources, and run README's example."""
+    print("Installing from the public index, without this machine's settings:", flush=True)
     _, sources = dist()
     folder = BUILD / "stranger"
     shutil.rmtree(folder, ignore_errors=True)
@@ -131,17 +131,17 @@ def stranger() -> None:
     run(*pip, sources, log="stranger")
     run(python, "-m", "pip", "check", log="stranger")
     took = f"{size(folder)}, {time.time() - start:.0f} s"
-    print(f"  the core from {sources.name}, {describe(python)}: {took}", flush=True)
+    print(f"  the core installed from {sources.name}, {describe(python)}: {took}", flush=True)
     example(python, "stranger")
     print("  README's example runs")
     left = [name for name in ("build", "dist") if (ROOT / name).exists()]
     if left:
-        raise Failed(f"pip has left {left} in the checkout")
+        raise Failed(f"pip left {left} in the checkout; expected no build folders")
     shutil.rmtree(folder)
 
 
 def example(python: Path, log: str) -> None:
-    """Run the example in README.md where there is nothing but the installed package."""
+    """Run the example in README.md in an empty folder, with the installed package."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf8"), flags=re.S)[1]
     empty = BUILD / "empty"
     empty.mkdir(exist_ok=True)
@@ -149,7 +149,7 @@ def example(python: Path, log: str) -> None:
 
 
 def backend() -> list[str]:
-    """Return uv's option for PyTorch's builds: those that this machine needs, if they are there."""
+    """Return uv's option for PyTorch's CPU build, if it is wanted and its index can be reached."""
     if (os.environ.get("TORCH") or builds()) != "cpu":
         return []
     try:
@@ -160,14 +160,14 @@ def backend() -> list[str]:
 
 
 def describe(python: Path) -> str:
-    """Return the versions that decide, as installed."""
+    """Return the installed versions of Python, torch and numpy."""
     code = "import numpy, platform, torch; print(platform.python_version(), torch.__version__, "
     code += "numpy.__version__)"
     return "Python {}, torch {}, numpy {}".format(*run(python, "-c", code, log="x").split())
 
 
 def size(folder: Path) -> str:
-    """Return the disk that a folder takes."""
+    """Return the size of a folder's files in GB."""
     files = (x.stat().st_size for x in folder.rglob("*") if x.is_file() and not x.is_symlink())
     return f"{sum(files) / 1e9:.1f} GB"
 
@@ -176,7 +176,7 @@ def size(folder: Path) -> str:
 
 
 def trial(resolution: str, python: str) -> str:
-    """Install the wheel with one choice of versions on one Python; return what it does, a line."""
+    """Test the wheel with one choice of versions on one Python; return a line of results."""
     name, uv = f"{resolution}-{python}", [find_uv(), "--no-config"]
     folder, listed = BUILD / name, BUILD / f"{name}.txt"
     shutil.rmtree(folder, ignore_errors=True)
@@ -185,12 +185,12 @@ def trial(resolution: str, python: str) -> str:
     try:
         run(*uv, "venv", "--python", python, folder, log=name)
     except Failed:
-        return f"{resolution:8}Python {python}: not to be had here"
+        return f"{resolution:8}Python {python}: not available here"
     dev = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
     dev = dev["optional-dependencies"]["dev"]
     (BUILD / "tests.in").write_text("\n".join(x for x in dev if x.startswith(("pytest", "hypo"))))
     start, inside = time.time(), folder / "bin" / "python"
-    # Wheels alone: a version that has none for this Python is not to be had.
+    # Only wheels, so that versions without a wheel for this Python are skipped.
     compile_ = [*uv, "pip", "compile", "--python", inside, "--no-build", *RESOLUTIONS[resolution]]
     compile_ += [*backend(), "--extra", "book", "pyproject.toml", BUILD / "tests.in"]
     run(*compile_, "--quiet", "--output-file", listed, log=name)
@@ -212,11 +212,11 @@ def trial(resolution: str, python: str) -> str:
 
 
 def main() -> int:
-    """Do what the command line says; say what failed, and go on."""
+    """Run the named actions in turn; report failures, and return 1 if there were any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     single = {"lock": lambda: lock(upgrade=given.upgrade), "dist": dist, "stranger": stranger}
     parser.add_argument("what", nargs="+", choices=(*single, *RESOLUTIONS))
-    parser.add_argument("--python", nargs="+", default=PYTHONS, help="of the trials")
+    parser.add_argument("--python", nargs="+", default=PYTHONS, help="versions of Python to test")
     parser.add_argument("--upgrade", action="store_true", help="lock the newest versions")
     given, failed = parser.parse_args(), []
     for what in given.what:

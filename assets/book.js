@@ -1,4 +1,4 @@
-/* What pages do; tests/test_browser.py needs each part.
+/* The behaviour of the pages; tests/test_browser.py tests each part.
 
    The theme's own scripts and their libraries are not loaded: they are ten times as long, and
    measure every box of a page before anything can be clicked. */
@@ -10,8 +10,8 @@ const one = (selector, root = document) => root.querySelector(selector);
 
 const without = (attribute, selector) =>
   all(selector).forEach((node) => node.removeAttribute(attribute));
-// Buttons are called what they say; references are no list without list items, and the role of one
-// of them is not in use any more.
+// The name of a button is its text. References have no list items, so they are no list, and the
+// role of a single reference is deprecated.
 without("aria-label", "summary, .search-button-field");
 without("title", ".theme-switch");
 without("role", ".citation-list, .citation");
@@ -71,7 +71,7 @@ all('[data-bs-toggle="dropdown"]').forEach((button) => {
   });
 });
 
-// A side bar that has no room on the screen opens in a dialog, which borrows its content.
+// A side bar that does not fit on the screen opens in a dialog, which borrows its content.
 for (const side of ["primary", "secondary"]) {
   const bar = one(`#pst-${side}-sidebar`);
   const drawer = one(`#pst-${side}-sidebar-modal`);
@@ -96,10 +96,10 @@ for (const side of ["primary", "secondary"]) {
 window.toggleFullScreen = () =>
   document.fullscreenElement ? document.exitFullscreen() : one("html").requestFullscreen();
 
-// The list of chapters stays where it was, unless the current page is out of sight there.
+// The list of chapters keeps its scroll position, unless the current page is out of sight there.
 const chapters = one("#pst-primary-sidebar");
 const scrolled = Number(sessionStorage.getItem("sidebar-scroll-top"));
-if (scrolled) chapters.scrollTop = scrolled; // which lays the page out at once
+if (scrolled) chapters.scrollTop = scrolled; // this forces a layout
 requestAnimationFrame(() => {
   const here = chapters.querySelector("li.current > a")?.getBoundingClientRect();
   const bar = chapters.getBoundingClientRect();
@@ -121,23 +121,23 @@ addEventListener("pagehide", () =>
   sessionStorage.setItem(heights, JSON.stringify(waits.map((section) => section.offsetHeight)))
 );
 
-// --- where on the page the reader is ---------------------------------------------------------------
+// --- the section that is being read --------------------------------------------------------------
 
 const entries = all("#pst-page-toc-nav a[href^='#']:not([href='#'])").map((link) => ({
   link,
   section: document.getElementById(decodeURIComponent(link.hash.slice(1))),
 }));
 
-// Just below where links lead to.
+// Just below the height to which links scroll.
 const line = parseFloat(getComputedStyle(one("html")).scrollPaddingTop) + 48;
 
 const current = () => {
   const { scrollTop, scrollHeight, clientHeight } = one("html");
   const below = ({ section }, height) =>
-    // Of what is not laid out yet, only the outermost box has a place.
+    // In a section that is not laid out yet, only the outermost box has a position.
     !section.checkVisibility({ contentVisibilityAuto: true }) ||
     section.getBoundingClientRect().top > height;
-  // At its end the page cannot scroll further: there what was asked for counts, or what is last.
+  // A page cannot scroll beyond its end: there the section in the address counts, or the last one.
   const atEnd = scrollTop > 0 && scrollTop + clientHeight > scrollHeight - 2;
   const asked = entries.find(({ link }) => link.hash === location.hash);
   if (atEnd && asked && !below(asked, clientHeight)) return asked;
@@ -170,11 +170,11 @@ addEventListener("scroll", spySoon, { passive: true });
 addEventListener("hashchange", spySoon);
 spySoon();
 
-// --- what is wider than its place ------------------------------------------------------------------
+// --- content that is wider than its box ----------------------------------------------------------
 
 // A formula is set smaller if it then fits and can still be read, or else broken at its relations.
-// What is wider still scrolls: it shows at which end there is more, and the keyboard reaches it.
-// Nothing else is a stop of the Tab key.
+// Content that is still wider scrolls: it shows at which end there is more. Of these boxes, the Tab
+// key stops only at those that scroll.
 const SMALLEST = 0.72;
 const scrolling =
   ".katex-display, .pst-scrollable-table-container, .cell_output .output, .da-figure, pre";
@@ -222,12 +222,12 @@ const measure = () =>
     sizes.observe(box);
   });
 measure();
-// A font that arrives late makes a formula wider, and leaves its box as it is.
+// A font that loads late makes a formula wider, but does not change the size of its box.
 document.fonts.addEventListener("loadingdone", measure);
 
 // --- sliders --------------------------------------------------------------------------------------
 
-// The steps of large ones lie in files, which page_assets.py made, and come when all else is there.
+// page_assets.py moved the steps of large sliders into files, which are loaded after all else.
 addEventListener("load", () =>
   (window.requestIdleCallback ?? setTimeout)(() =>
     all("script[data-src]").forEach((place) => {
@@ -240,8 +240,8 @@ addEventListener("load", () =>
 
 // --- paper -----------------------------------------------------------------------------------------
 
-// Paper is light, shows sliders at their start, and is as wide as what A4 has between its margins.
-// The screen gets back what it had.
+// A printed page is light, shows sliders at their start, and is as wide as A4 between its margins.
+// After printing, the screen is restored.
 let before;
 const slide = (values) =>
   values.forEach(([input, value]) => {
@@ -263,8 +263,8 @@ addEventListener("afterprint", () => {
   measure();
 });
 
-// Formulas out of sight have not asked for their faces yet, and paper shows them all. A page counts
-// as loaded, and is printed by a command, only when they are there.
+// The faces of formulas off the screen are not loaded yet, but a printed page needs them. A page
+// counts as loaded, and a command prints it, only when its faces are loaded.
 const used = one('meta[name="da-faces"]')?.content.split(" ") ?? [];
 for (const face of document.fonts) {
   if (used.some((name) => face.family.includes(`KaTeX_${name}`))) face.load();

@@ -1,8 +1,8 @@
-/* The search of this book: sections, ranked in the browser, from an index that is a file beside
-   this one. It needs no server, and fetches nothing. MiniSearch counts words; what is here makes
-   words alike that a student takes for the same, and prefers words that stand together.
+/* The search of this book ranks sections in the browser, from an index in a file beside this one.
+   It needs no server, and fetches nothing. MiniSearch counts words; this script treats spellings
+   and names of the same thing as the same word, and prefers words that are next to each other.
 
-   `bookSearch` has no page in it, so that tests/test_search.py can run it in Node. */
+   `bookSearch` does not use the page, so that tests/test_search.py can run it in Node. */
 
 const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   const GREEK = Object.fromEntries(
@@ -13,14 +13,14 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   );
   const stemmer = new Stemmer();
   const ignored = new Set(stopwords.concat("can do does how we what when which who why you".split(" ")));
-  // What a question has beside the words that its answer has, too.
+  // Words of a question that its answer need not contain.
   const aside = new Set("vs versus difference between should use i my me explained".split(" "));
   const once = (make, known = new Map()) => (word) => {
     if (!known.has(word)) known.set(word, make(word));
     return known.get(word);
   };
 
-  // Small letters, no accents, Greek by name, American spelling made British.
+  // Small letters, no accents, Greek by name, one spelling for -ise and -ize, and for -our and -or.
   const plain = once((word) =>
     word
       .normalize("NFKD")
@@ -33,8 +33,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
   );
   const stem = once((word) => stemmer.stemWord(word));
 
-  // The words of a text with their places. "FlashAttention" and "cross-attention" are two words
-  // that stand together, and one.
+  // The words of a text with their places. "FlashAttention" and "cross-attention" count as two
+  // adjacent words, and as one word.
   const COMPOUND = /[\p{L}\p{N}\p{M}√]+(?:[-_–][\p{L}\p{N}\p{M}]+)*/gu;
   const PART = /√|[^-_–√]+?(?=(?<=\p{Ll})\p{Lu}\p{Ll}|[-_–√]|$)/gu;
   const split = (text) =>
@@ -75,7 +75,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
     return (lines[id] ??= { titles: titles.map(line), text: line(text) });
   };
 
-  // Names that the glossary gives to one thing.
+  // Sets of names that the glossary gives to the same thing.
   const synonyms = sections
     .filter(({ kind, titles }) => kind === "term" && titles.length > 1)
     .map(({ titles }) => titles.map((title) => split(title).flat().map(({ word }) => word)));
@@ -105,7 +105,7 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       })),
     })),
   });
-  // A word that the book does not have is taken for the commonest of those that are spelt nearly so.
+  // A word that the book does not contain is replaced by the most common word of similar spelling.
   const corrected = (word) => {
     if (word.length < 4 || !isTerm(word) || index.search(query([[word]], true)).length) return word;
     const near = new Map();
@@ -148,7 +148,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
       .sort((a, b) => b.score - a.score);
   };
 
-  // What a hit is quoted by: the passage with most of the words, in parts, and its first words.
+  // A hit is quoted by the passage with most of the words, in parts, or by names in its code. The
+  // link to the hit needs the first words of the passage.
   const BEFORE = 70;
   const LENGTH = 240;
   const quote = ({ id, terms: found }) => {
@@ -195,8 +196,8 @@ const bookSearch = ({ sections, pages, stopwords }, MiniSearch, Stemmer) => {
 // --- the page ------------------------------------------------------------------------------------
 
 const searchPage = () => {
-  const PAGES = 10; // in sight
-  const SECTIONS = 3; // of each
+  const PAGES = 10; // shown unfolded
+  const SECTIONS = 3; // of each page, shown unfolded
   const form = document.querySelector(".bd-search-container form.bd-search");
   const field = form.querySelector("input");
   const place = document.querySelector("#da-found");
@@ -214,7 +215,7 @@ const searchPage = () => {
 
   const link = ({ section, passage }) => {
     const { page, anchor, titles } = section;
-    // The browser goes to these very words, if it can; else to the section.
+    // The browser scrolls to these words if it can, and otherwise to the section.
     const words = passage.words
       ? `:~:text=${encodeURIComponent(passage.words).replace(/-/g, "%2D")}`
       : "";
@@ -254,7 +255,7 @@ const searchPage = () => {
     }
     said.textContent = hits.length
       ? `${count(hits.length, "section")} on ${count(pages.size, "page")}`
-      : `Nothing found for “${asked}”. Try fewer words, or look into the glossary.`;
+      : `Nothing found for “${asked}”. Try fewer words, or look in the glossary.`;
     const groups = [...pages].map(([page, found]) => group(page, found));
     place.append(make("ol", {}, ...groups.slice(0, PAGES)));
     const rest = groups.slice(PAGES);
@@ -280,7 +281,7 @@ const searchPage = () => {
   field.value = new URLSearchParams(location.search).get("q") ?? "";
   if (field.value) said.textContent = "Searching …";
   else field.focus();
-  setTimeout(show, 20); // once this can be seen
+  setTimeout(show, 20); // when the browser has drawn this
 };
 
 if (typeof document !== "undefined") searchPage();

@@ -1,1 +1,1 @@
-"""Every mechanism of the package beside PyTorch's attention: ``python -m benchmarks``."""
+"""Compare every mechanism of the package with PyTorch's attention: ``python -m benchmarks``."""

@@ -38,14 +38,14 @@ from derived_book.experiment_tables import markdown
 
 
 def whole(text: str) -> int:
-    """Read a whole number above 0 from the command line."""
+    """Convert a command-line argument to a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure time and memory of every mechanism and of PyTorch's attention, on one "
@@ -56,15 +56,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=CASES,
         metavar="NAME",
-        help=f"some of {', '.join(CASES)}; default: those without results of this machine, or with "
-        "results for other options or of other code; the reason is printed",
+        help=f"one or more of {', '.join(CASES)}; default: those that have no results on this "
+        "machine, or results for other options or other code; the reason is printed",
     )
     parser.add_argument(
         "--peers",
         nargs="*",
         choices=LIBRARIES,
         metavar="LIBRARY",
-        help=f"only other libraries, again: some of {', '.join(LIBRARIES)}; default: all",
+        help=f"measure only other libraries, again: {', '.join(LIBRARIES)}; default: all",
     )
     parser.add_argument("--all", action="store_true", help="measure everything again")
     parser.add_argument(
@@ -72,29 +72,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=whole,
         metavar="N",
-        help=f"default {LENGTHS}; others are a trial that writes no results "
-        "unless --output says where",
+        help=f"default {LENGTHS}; if given, the run is a trial, which writes no results "
+        "unless --output names a folder",
     )
     parser.add_argument(
         "--dims",
         nargs="+",
         type=whole,
         metavar="D",
-        help=f"features of a head; default {DIMS}, and otherwise as --lengths",
+        help=f"widths of a head; default {DIMS}; if given, a trial, as for --lengths",
     )
     parser.add_argument("--rounds", type=whole, default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="where results are, a folder for each machine and in it a file for each case; "
+        help="folder of the results, with a folder for each machine and a file for each case; "
         "default benchmarks/results, which the book shows",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is to be measured, write the results, and print their tables."""
+    """Measure cases and other libraries, write the results, and print their tables."""
     torch.set_num_threads(1)
     options = parse(arguments)
     lengths = sorted(set(options.lengths or LENGTHS))
@@ -133,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(results: Mapping[str, Any], lengths: Sequence[int], dims: Sequence[int]) -> None:
-    """Print the tables of what has been measured on this machine."""
+    """Print the tables of the results of this machine."""
     (done,) = results.values()
     print(f"{caption(done)}.\n{NOTE}\n")
     for dim, length in itertools.product(dims, lengths):
         print(markdown(time_table(dict(results), length=length, dim=dim)) + "\n")
-    print("Extra memory at its peak, and its growth from half that length:\n")
+    print("Peak of the extra memory, and its growth from half that length:\n")
     print(markdown(memory_table(done)))
 
 

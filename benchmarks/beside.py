@@ -1,4 +1,4 @@
-"""Measure what other libraries have: each peer with ours and SDPA, in the same rounds."""
+"""Measure other libraries: each peer in the same rounds as our form and SDPA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = [512, 1024, 2048, 4096]
 def calls_of(
     baseline: str, peers: Mapping[str, Peer], length: int, dim: int, tensors: list[Tensor]
 ) -> dict[str, run.Call]:
-    """Return what is timed at one length: the baseline, ours and the peers, by `ours` and name."""
+    """Return the calls to time at one length, by name: the baseline, our forms and the peers."""
     beside = BASELINES[baseline]
     calls = {baseline: run.call(beside.fast, tensors, beside.options(length, dim))}
     for name, peer in peers.items():
@@ -34,7 +34,7 @@ def calls_of(
 
 
 def ours(peer: Peer) -> str:
-    """Name the case of ours: it is timed once, if several stand beside it."""
+    """Return a name for our form, which is timed once even if it has several peers."""
     return f"ours: {peer.ours.label}"
 
 
@@ -52,7 +52,7 @@ def compare(
     point: tuple[int, int, torch.dtype, str],
     rounds: int,
 ) -> dict[str, dict[str, Any]]:
-    """Time and weigh peers at a D, N, dtype and mode: a row for each."""
+    """Measure time and memory of peers at one D, N, dtype and mode; return a row for each."""
     dim, length, dtype, mode = point
     peers = {name: peer for name, peer in peers.items() if lengths_of(peer, [length])}
     tensors = run.inputs(length, dtype, mode != run.MODES[0], dim)
@@ -84,12 +84,12 @@ def lengths_of(peer: Peer, lengths: Sequence[int]) -> list[int]:
 
 
 def settings(peer: Peer, lengths: Sequence[int], dims: Sequence[int]) -> Any:
-    """Return what the numbers of a peer depend on, as JSON has it."""
+    """Return the settings that determine the numbers of a peer, for JSON."""
     return run.settings(peer.ours, lengths_of(peer, lengths), dims)
 
 
 def title(peer: Peer) -> dict[str, str]:
-    """Return what a file says of its peer that can change without measuring again."""
+    """Return the entries of a results file that can change without a new measurement."""
     beside = BASELINES[peer.ours.baseline].label
     return {
         "label": peer.label,
@@ -106,7 +106,7 @@ def measure(
     dims: Sequence[int],
     rounds: int,
 ) -> Files:
-    """Measure peers of one baseline: what the results file of each is to hold."""
+    """Measure peers of one baseline; return the contents of the results file of each."""
     (baseline,) = {peer.ours.baseline for peer in peers.values()}
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for point in run.points(dims, lengths):
@@ -140,9 +140,10 @@ def main(
     folder: Path | None,
     again: bool,
 ) -> Files:
-    """Measure peers of libraries, those with results only `again`, and print their table.
+    """Measure the peers of libraries, and print their table.
 
-    Results are written into ``folder/peers``, where there is a folder.
+    If there is a `folder`, results are written into ``folder/peers``, and peers whose results are
+    up to date are skipped, unless `again` is True.
     """
     lengths = sorted(set(lengths or LENGTHS))
     peers, missing = load(libraries)

@@ -1,7 +1,7 @@
-"""What is timed: PyTorch's own attention, and each mechanism of the package beside it.
+"""The cases to time: PyTorch's own attention, and each mechanism of the package.
 
-The cases are the registry's, `derived_attention.registry`: a new entry there is a new
-case, or two where it can be causal.
+Each entry of the registry, `derived_attention.registry`, gives one case, or two if it can be
+causal.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ HEADS, DIM = 8, 64
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time.
+    """A mechanism or a baseline to time.
 
     Attributes
     ----------
     label : str
-        What a table calls it.
+        Its name in tables.
     fast, reference : callable
         Its two forms, functions of q, k, v and `options`.
     options : callable
-        The options at a sequence length N, and D if it is not 64. Tensors among them are
-        parameters: they are brought to the inputs' dtype and device, and get a gradient.
+        Returns the options for a sequence length N and a head width D, by default 64. Tensors are
+        parameters: they are converted to the inputs' dtype and device, and get a gradient.
     baseline : str
-        The name in `BASELINES` of what it is beside.
+        The name, in `BASELINES`, of the case with which it is compared.
     goal : pair of floats, optional
-        Largest times, forward and with backward, as shares of the baseline's: see `Entry.goals`.
+        Largest shares of the baseline's time, forward and forward + backward: see `Entry.goals`.
     reference_length : int
         Longest N for which to measure the reference's memory at N and 2N.
     """
@@ -83,7 +83,7 @@ def dense_shifted_mixture(
 def lasso_by_large_inverse(
     q: Tensor, k: Tensor, v: Tensor, *, lam: float = 0.1, rho: float = 10.0, iterations: int = 5
 ) -> Tensor:
-    """Return lasso attention by the printed ADMM, corrected, with an inverse (M, M)."""
+    """Return lasso attention by the paper's ADMM, corrected, with an inverse of shape (M, M)."""
     inverse = torch.linalg.inv(k @ k.mT + rho * torch.eye(k.shape[-2]).to(k))
     b = q @ k.mT
     z = u = torch.zeros_like(b)
@@ -94,7 +94,7 @@ def lasso_by_large_inverse(
     return z @ v
 
 
-# The references of mixtures take O(N²D): nobody's choice where memory counts.
+# They are measured instead of references, because those of mixtures need O(N²D) memory.
 DENSE: dict[str, Mechanism] = {
     "mgk": dense_mixture,
     "hard_mgk": functools.partial(dense_mixture, hard=True),
@@ -105,7 +105,7 @@ DENSE["lasso"] = lasso_by_large_inverse
 
 
 def two_heads(form: Mechanism) -> Mechanism:
-    """Attend with twice the heads, one for each key of `two_keys`, and add up in pairs."""
+    """Return a form with two heads for each head, one per key, whose outputs are added."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         keys = torch.cat([k, -k.flip(-2)], -3)

@@ -1,4 +1,4 @@
-"""Tables and figures of what ``python -m benchmarks`` has measured, from its JSON alone."""
+"""Make tables and figures from the JSON results of ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from derived_book.experiment_tables import Table
 
 SCHEMA = 2
-DIM = 64  # of rows that were written before there were others
+DIM = 64  # of rows that name no D, because they are older than other widths
 RESULTS = Path(__file__).parent / "results"
 MODES = ("forward", "forward + backward")
 GOAL: dict[str, Any] = {
     "length": 4096,
     "dtype": "float32",
-}  # of the rows that the goals on CPUs are for, in each mode
+}  # the rows to which the goals for CPUs apply, in each mode
 NOTE = (
     "Operations are those of the matrix products, as a share of the operations that SDPA needs "
     "without a mask. The two goals are for forward and forward + backward on one thread of a CPU. "
     "A case meets its goals if it meets both on every CPU that was measured."
 )
 
-_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # of the first and the second library for one of ours
+_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # for the first and the second library of a mechanism
 
 Files = dict[str, dict[str, Any]]  # by case
 
@@ -32,21 +32,21 @@ Files = dict[str, dict[str, Any]]  # by case
 def load(
     names: Iterable[str] | None = None, folder: Path = RESULTS, peers: bool = False
 ) -> dict[str, Files]:
-    """Read results by machine and by case: those of CPUs first.
+    """Return results by machine and by case, those of CPUs first.
 
     Parameters
     ----------
     names : iterable of str, optional
         Cases; default all.
     folder : Path
-        Has a folder for each machine, with a file for each case.
+        Contains a folder for each machine, with a file for each case.
     peers : bool
-        Whether to read what was measured of other libraries instead.
+        Whether to read the results of other libraries instead.
 
     Raises
     ------
     ValueError
-        If a file was written under another schema.
+        If a file has another schema.
     """
     found: dict[str, Files] = {}
     for name in ["*"] if names is None else names:
@@ -62,7 +62,7 @@ def load(
 
 
 def machine_name(machine: dict[str, Any]) -> str:
-    """Return what a machine is called: its GPU, or else its processor."""
+    """Return the name of a machine: that of its GPU, or else of its processor."""
     name = machine["gpu"] or machine["processor"]
     return " ".join(re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b", " ", name).split())
 
@@ -83,11 +83,11 @@ def time_table(
     Parameters
     ----------
     results : dict
-        What `load` returns; each dtype of each machine gets its columns, with empty cells for what
-        it has not measured.
+        As returned by `load`. Each dtype of each machine gets its own columns, in which cells
+        without a measurement are empty.
     names : iterable of str, optional
-        Cases; default all. Their baselines come first, with the time that is 1: its range, where
-        cases were measured at other times.
+        Cases; default all. Their baselines come first, with the time that counts as 1, or its
+        range if it was measured several times.
     length, dim : int
         N and D.
 
@@ -99,7 +99,7 @@ def time_table(
     Raises
     ------
     ValueError
-        If no machine has what is asked for.
+        If no machine has results for one of the cases at this N and D.
     """
     cases = _choose(results, names)
     kinds = [
@@ -114,7 +114,7 @@ def time_table(
         for name in cases
     }
     size = f", D = {dim}" if dim != DIM else ""
-    header = [f"time, N = {length}{size}", "beside", "operations", "goal"]
+    header = [f"time, N = {length}{size}", "baseline", "operations", "goal"]
     for machine, dtype in kinds:
         of = f" ({machine_name(_first(results[machine])['machine'])}, {dtype})"
         header += [mode + of * (len(kinds) > 1) for mode in MODES]
@@ -136,7 +136,7 @@ def time_table(
 def memory_table(files: Files) -> Table:
     """Return the peak of the extra memory, and its growth from half that length.
 
-    The last column is how many times as much the formula needs, where both are of one length.
+    The last column divides the formula's memory by ours, if both were measured at one length.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def memory_table(files: Files) -> Table:
     """
     header = [f"extra memory, {machine_name(_first(files)['machine'])}"]
     header += [part + column for part in ("", "formula: ") for column in ("N", *MODES)]
-    header.append("formula, forward, times as much")
+    header.append("formula / our form, forward")
     rows = {label: files[names[0]]["baseline_memory"] for label, names in _baselines(files).items()}
     rows |= {data["label"]: data["memory"] for data in files.values()}
     return header, [[label, *_memory(found)] for label, found in rows.items()]
@@ -162,7 +162,7 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
     Parameters
     ----------
     files : dict
-        What `load` returns of the peers of one machine.
+        Results of other libraries on one machine, by name, from `load`.
     length, dim : int
         N, or the longest below it that was measured, and D.
 
@@ -186,7 +186,7 @@ def peer_table(files: Files, length: int = GOAL["length"], dim: int = DIM) -> Ta
 
 
 def load_gpu(folder: Path = RESULTS) -> dict[str, Any] | None:
-    """Read the newest table that ``python -m benchmarks.gpu.table`` has measured, if any."""
+    """Return the newest table of ``python -m benchmarks.gpu.table``, or None if there is none."""
     found = [json.loads(path.read_text("utf8")) for path in folder.glob("gpu-table-*.json")]
     return max(found, key=lambda data: data["date"], default=None)
 
@@ -199,12 +199,12 @@ def gpu_table(data: dict[str, Any], lengths: Sequence[int] | None = None) -> Tab
     data : dict
         What `load_gpu` returns.
     lengths : sequence of int, optional
-        Of the columns; default the second and the third that were measured.
+        N of the columns; default the second and the third that were measured.
 
     Returns
     -------
     header, rows
-        Lists of text. Mixtures are beside SDPA with twice the heads.
+        Lists of text. Mixtures are compared with SDPA with twice the heads.
     """
     lengths = list(lengths or data["lengths"][1:3])
     dim = min(data["dims"])
@@ -229,7 +229,7 @@ def _gpu_share(cell: dict[str, Any] | None, mode: str) -> str:
 
 
 def caption(files: Files) -> str:
-    """One line on where the numbers of a machine come from."""
+    """Return a line that states the origin of a machine's numbers."""
 
     def all_of(values: Iterable[Any]) -> str:
         return " and ".join(dict.fromkeys(map(str, values)))
@@ -258,7 +258,7 @@ def _first(files: Files) -> dict[str, Any]:
 
 
 def _choose(results: dict[str, Files], names: Iterable[str] | None) -> Files:
-    """Return the cases asked for, as the first machine that has each describes them."""
+    """Return the cases `names`, each as described by the first machine that has it."""
     cases: Files = {}
     for files in results.values():
         cases = files | cases
@@ -272,7 +272,7 @@ def _choose(results: dict[str, Files], names: Iterable[str] | None) -> Files:
 
 
 def _baselines(cases: Files) -> dict[str, list[str]]:
-    """Return the names of cases by the label of what they are beside."""
+    """Return the names of cases by the label of their baseline."""
     found: dict[str, list[str]] = {}
     for name, case in cases.items():
         found.setdefault(case["baseline"]["label"], []).append(name)
@@ -288,7 +288,7 @@ def _time(
 
 
 def _goal(name: str, goal: Sequence[float] | None, results: dict[str, Files]) -> str:
-    """Goals, forward and with backward, and verdict, where a CPU has measured the case."""
+    """Return both goals and the verdict, or "" if there is no goal or no result of a CPU."""
     found = {
         machine_name(files[name]["machine"]): [
             row["ratio"]["median"]
@@ -316,14 +316,14 @@ def _share(row: dict[str, Any] | None) -> str:
 
 
 def _seconds(rows: Iterable[dict[str, Any] | None]) -> str:
-    """Return the baseline's time, from the least to the greatest median."""
+    """Return the baseline's time, from the smallest to the largest median."""
     medians = sorted(row["baseline_seconds"]["median"] for row in rows if row)
     texts = [f"{s:.2f} s" if s >= 1 else f"{1000 * s:.3g} ms" for s in medians]
     return "1 = " + " to ".join(dict.fromkeys([texts[0], texts[-1]])) if texts else ""
 
 
 def _memory(rows: list[dict[str, Any]]) -> list[str]:
-    """Cells for rows of both forms, each in both modes."""
+    """Return the cells for both forms, each in both modes."""
     (fast, _, formula, _) = rows
     cells = []
     for row in rows:
@@ -341,12 +341,12 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
 def growth(files: Files) -> Any:
     """Draw the time of a forward pass against N, without a mask and causal: ours, peers and SDPA.
 
-    Ours are solid and labelled. The line of a library is dashed or dotted, in the colour of ours.
+    Our lines are solid and labelled. A library's line is dashed or dotted, in the colour of ours.
 
     Parameters
     ----------
     files : dict
-        What `load` returns of the peers of one machine.
+        Results of other libraries on one machine, by name, from `load`.
     """
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
@@ -388,7 +388,7 @@ def growth(files: Files) -> Any:
 
 
 def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[float]:
-    """Return the median ratio to the baseline's time, if there is one."""
+    """Return the median ratio to the baseline's time, or an empty list if there is none."""
     wanted = (length, dim, mode)
     return [
         row["ratio"]["median"]
@@ -398,7 +398,7 @@ def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[fl
 
 
 def _label(ax: Any, ends: dict[str, tuple[float, str]], right: int) -> None:
-    """Write names behind the ends of lines; where two would overlap, both give way."""
+    """Write names to the right of lines, and move names apart that would overlap."""
     import numpy as np
 
     low, high = np.log10(ax.get_ylim())
@@ -419,7 +419,7 @@ def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
     Parameters
     ----------
     files : dict
-        What `load` returns of the cases of one machine.
+        Results of one machine, by case, from `load`.
     length, dim : int
         N and D.
     """

@@ -1,4 +1,4 @@
-"""Measure cases on a CPU: time in rounds with their baseline, and memory as N doubles."""
+"""Measure cases on a CPU: their time in rounds with their baseline, their memory at N and 2N."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from derived_book.training.measure import count_flops, machine, peak_bytes
 from derived_book.training.run_key import PACKAGE
 
 BATCH = 1
-MEMORY_LENGTH = 2048  # memory is measured here, or at half the longest N, and at twice that
+MEMORY_LENGTH = 2048  # memory is measured at this N, or at half the longest if shorter, and at 2N
 LENGTHS = [1024, 4096]
 DIMS = [DIM]
 ROUNDS = 9
@@ -39,7 +39,7 @@ Call = Callable[[], Any]
 
 
 def inputs(length: int, dtype: torch.dtype, training: bool, dim: int = DIM) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output: standard normal, the same at every call."""
+    """Return q, k, v and the output's gradient (B, H, N, D): standard normal, always the same."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, length, dim)
     q, k, v, gradient = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
@@ -47,7 +47,7 @@ def inputs(length: int, dtype: torch.dtype, training: bool, dim: int = DIM) -> l
 
 
 def call(form: Mechanism, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
-    """Return what is timed: the forward pass, and the backward one where q asks for gradients."""
+    """Return the call to time: the forward pass, and the backward pass if q needs a gradient."""
     q, k, v, gradient = tensors
     options = {
         name: x.to(q).requires_grad_(q.requires_grad) if isinstance(x, Tensor) else x
@@ -63,14 +63,14 @@ def call(form: Mechanism, tensors: Sequence[Tensor], options: Mapping[str, Any])
 
 
 def seconds(fn: Call) -> float:
-    """Time one call: the processor's time of this process, so that others do not count."""
+    """Return the CPU seconds that one call takes in this process; other processes do not count."""
     start = time.process_time()
     fn()
     return time.process_time() - start
 
 
 def time_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, np.ndarray]:
-    """Time all calls once a round, each round in another order; a first round does not count."""
+    """Return the seconds of every call in each round, in random order, after an untimed round."""
     taken = {name: np.empty(rounds) for name in calls}
     order = np.random.default_rng(0)
     for turn in range(-1, rounds):
@@ -82,7 +82,7 @@ def time_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, np.ndarray]
 
 
 def quartiles(values: np.ndarray) -> dict[str, float]:
-    """Median and quartiles, as JSON has them."""
+    """Return median and quartiles by name, for JSON."""
     return dict(zip(("q1", "median", "q3"), np.quantile(values, [0.25, 0.5, 0.75]), strict=True))
 
 
@@ -95,9 +95,9 @@ def time_cases(
     rounds: int,
     dim: int = DIM,
 ) -> dict[str, dict[str, Any]]:
-    """Time cases with their baseline, at one length and in one dtype and mode: a row for each.
+    """Time cases and their baseline at one N, D, dtype and mode; return a row for each case.
 
-    A ratio is taken within each round, so that a slow minute of the machine cancels.
+    Each ratio is taken within a round, so that slow periods of the machine cancel.
     """
     tensors = inputs(length, dtype, mode != MODES[0], dim)
     cases = {baseline: BASELINES[baseline], **{name: CASES[name] for name in names}}
@@ -122,7 +122,7 @@ def time_cases(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name without its library's."""
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -130,10 +130,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def weigh(case: Case, form: str, mode: str, longest: int) -> dict[str, Any]:
-    """Measure the extra memory of one form of a case at two lengths.
+    """Return the extra memory of one form of a case at two lengths, in bytes.
 
-    Allocations are counted, not the resident memory of the process: the numbers are exact, and the
-    same every time.
+    Allocations are counted instead of the resident memory of the process, so the numbers are exact
+    and do not vary.
     """
     length = max(1, min(longest // 2, MEMORY_LENGTH))
     if form == "reference":
@@ -147,7 +147,7 @@ def weigh(case: Case, form: str, mode: str, longest: int) -> dict[str, Any]:
 
 
 def weigh_forms(name: str, case: Case, longest: int) -> list[dict[str, Any]]:
-    """Measure both forms of a case in both modes."""
+    """Measure the memory of both forms of a case in both modes."""
     progress(f"memory: {name}")
     return [weigh(case, f, mode, longest) for f in ("fast", "reference") for mode in MODES]
 
@@ -162,7 +162,7 @@ def run(
     dims: Sequence[int],
     rounds: int,
 ) -> dict[str, dict[str, Any]]:
-    """Measure cases of one baseline: what the results file of each is to hold."""
+    """Measure cases of one baseline; return the contents of the results file of each."""
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for dim, length, dtype, mode in points(dims, lengths):
         where = f"N = {length}, D = {dim}, {dtype_name(dtype)}, {mode}"
@@ -202,7 +202,7 @@ def processor() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package that is installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -210,13 +210,13 @@ def version_of(package: str) -> str | None:
 
 
 def title(case: Case) -> dict[str, Any]:
-    """Return what a file says of its case that can change without measuring again."""
+    """Return the entries of a results file that can change without a new measurement."""
     beside = {"name": case.baseline, "label": BASELINES[case.baseline].label}
     return {"label": case.label, "goal": list(case.goal) if case.goal else None, "baseline": beside}
 
 
 def settings(case: Case, lengths: Sequence[int], dims: Sequence[int]) -> dict[str, Any]:
-    """Return what the numbers of a case depend on, as JSON has it."""
+    """Return the settings that determine the numbers of a case, for JSON."""
     return {
         "B": BATCH,
         "H": HEADS,
@@ -228,7 +228,7 @@ def settings(case: Case, lengths: Sequence[int], dims: Sequence[int]) -> dict[st
 
 
 def plain(x: Any) -> Any:
-    """Return an option as JSON has it: of tensors the shape, of functions the name."""
+    """Return an option for JSON: the shape of a tensor, the name of a function."""
     if isinstance(x, Tensor):
         return list(x.shape)
     if isinstance(x, (list, tuple)):
@@ -237,11 +237,11 @@ def plain(x: Any) -> Any:
 
 
 def code(case: Case) -> str:
-    """Return a SHA-256 of the code of a case's fast form, but for docstrings, comments and layout.
+    """Return a SHA-256 of the code of a case's fast form, without docstrings, comments and layout.
 
-    It is that of its module and of all that this one imports of the package. The registry is left
-    out: it names every mechanism, and options are settings. So are PyTorch, what measures, and the
-    formula that is weighed beside, whose module imports every mechanism as well.
+    It covers the module of the form and all modules of the package that this one imports, directly
+    or indirectly. It excludes the registry, which names every mechanism and whose options are
+    settings, PyTorch, the benchmark, and the formula, whose module imports every mechanism.
     """
     pending, seen = PACKAGE.modules(inspect.unwrap(case.fast).__module__), set[str]()
     while pending:
@@ -258,32 +258,32 @@ def code(case: Case) -> str:
 
 
 def why_outdated(path: Path, wanted: Mapping[str, Any], code: str | None = None) -> str:
-    """Return why there is something to measure, or nothing: "".
+    """Return why a case has to be measured, or "" if its results are up to date.
 
-    There are no results yet, or those of other settings than `wanted`; or, where it is given, of
-    other `code`, which a file may not know.
+    Results are outdated if their schema is old, if their settings are not `wanted`, or if `code` is
+    given and the file names another code or none.
     """
     if not path.exists():
         return "there are no results yet"
     data = json.loads(path.read_text("utf8"))
     if data.get("schema") != SCHEMA:
-        return f"results have schema {data.get('schema')}, and {SCHEMA} is wanted"
+        return f"the results have schema {data.get('schema')} instead of {SCHEMA}"
     if data["settings"] != wanted:
-        return "results are for other settings"
+        return "the results are for other settings"
     if code is None or data.get("code") == code:
         return ""
     return "the code has changed" if data.get("code") else "the file does not name the code"
 
 
 def must_measure(path: Path, wanted: Mapping[str, Any], code: str) -> bool:
-    """Return whether there is something to measure, and why on standard error."""
+    """Return whether a case has to be measured; print the reason on standard error."""
     if reason := why_outdated(path, wanted, code):
-        progress(f"to measure: {path.parent.name}/{path.stem}, as {reason}")
+        progress(f"to measure: {path.parent.name}/{path.stem}, because {reason}")
     return bool(reason)
 
 
 def rename(folder: Path) -> None:
-    """Bring labels and goals in the results of all machines in step with the registry."""
+    """Update labels, goals and baselines in the results of all machines from the registry."""
     for path in folder.glob("*/*.json"):
         data = json.loads(path.read_text("utf8"))
         if path.stem in CASES and data != (new := data | title(CASES[path.stem])):
@@ -291,15 +291,15 @@ def rename(folder: Path) -> None:
 
 
 def save(path: Path, data: Mapping[str, Any]) -> None:
-    """Write results, wholly or not at all."""
+    """Write results as JSON, in one atomic step."""
     write_atomically(path, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 @functools.cache
 def commit() -> str | None:
-    """Name the commit that is checked out, with a mark where files differ from it.
+    """Return the commit that is checked out, marked if files differ from it; None without git.
 
-    It is looked up once, before this run itself writes files.
+    It is looked up only once, because the run itself writes files.
     """
     git = shutil.which("git")
     if git is None:
@@ -311,5 +311,5 @@ def commit() -> str | None:
 
 
 def progress(message: str) -> None:
-    """Print on standard error what is being measured."""
+    """Print a message on standard error."""
     print(message, file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Time every mechanism beside its shortest correct form, at the sizes at which the book trains.
+"""Compare every mechanism with its shortest correct form, at the sizes at which the book trains.
 
-``python -m benchmarks.small_sizes`` writes one file for this machine, and with names of mechanisms
-replaces their rows in it. The shortest form is the formula with its (N, M) matrix, or one call of
-SDPA where that computes the same; the faster of the two counts. Batch, heads and width are those of
-the book's models, forward and backward.
+``python -m benchmarks.small_sizes`` writes one file for this machine; with names of mechanisms, it
+replaces only their rows. The shortest form is the formula with its (N, M) matrix, or one call of
+SDPA if that computes the same; the faster of the two counts. Batch, heads and width are those of
+the book's models, and the times include the backward pass.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from derived_book.experiment_tables import markdown
 BATCH, HEADS, DIM = 16, 4, 16
 LENGTHS = (16, 64, 256, 512)
 ROUNDS = 15
-BRIEF = 0.01  # seconds: shorter calls have as many more rounds
-LIMIT = 1.05  # of the shortest form's time
-HOPELESS = 3  # times the fast form's time: what is so slow is timed once
-DECIDED = 0.2  # of the shortest form's time: longer sequences are not measured
+BRIEF = 0.01  # seconds; shorter calls are timed in proportionally more rounds
+LIMIT = 1.05  # times the shortest form's time; what takes longer is listed
+HOPELESS = 3  # times the fast form's time; slower forms are timed once
+DECIDED = 0.2  # times the shortest form's time; below it, no longer sequence is measured
 
 
 def masked(pattern: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -47,7 +47,7 @@ def masked(pattern: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Attend R·M keys (…, R, M, D) by distance: softmax of q·k/√D − ‖k‖²/2√D."""
+    """Return attention to R·M keys (…, R, M, D): softmax of q·k/√D − ‖k‖²/2√D."""
     R, M, D = k.shape[-3:]
     bias = -k.square().sum(-1).flatten(-2).unsqueeze(-2) / (2 * D**0.5)  # (…, 1, R·M)
     if is_causal:
@@ -58,7 +58,7 @@ def joined(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tenso
 
 
 def joined_shifted(q: Tensor, k: Tensor, v: Tensor, *, shifts: Tensor, **own: Any) -> Tensor:
-    """Attend the R shifted copies of each key."""
+    """Return attention to the R shifted copies of each key."""
     return joined(q, shifted_keys(k, shifts), v, **own)
 
 
@@ -79,7 +79,7 @@ def forms(name: str, entry: Entry, is_causal: bool) -> dict[str, Callable[..., T
 
 
 def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, Any]:
-    """Time the forms of a mechanism in the same rounds; return their seconds and the ratio."""
+    """Time a mechanism's forms in the same rounds; return the fast form's seconds and ratio."""
     entry = MECHANISMS[name]
     options = entry.options(length, HEADS, DIM) | ({"is_causal": True} if is_causal else {})
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, A
         for form, function in forms(name, entry, is_causal).items()
     }
     outputs = {form: function()[0] for form, function in calls.items()}
-    near = 1e-2 * float(outputs["fast"].norm())  # of float32; a code of the lasso may change sides
+    near = 1e-2 * float(outputs["fast"].norm())  # rounding may switch a lasso code on or off
     for form, output in outputs.items():
         if not (off := float((output - outputs["fast"]).norm())) <= near:
             raise ValueError(f"{form} of {name} is off by {off:.3g}; expected at most {near:.3g}")
@@ -113,10 +113,10 @@ def compare(name: str, is_causal: bool, length: int, rounds: int) -> dict[str, A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the mechanisms that are named, or all; write the file, and print the ratios."""
+    """Measure the named mechanisms, or all; write the file, and print the ratios."""
     names = list(arguments if arguments is not None else sys.argv[1:]) or list(MECHANISMS)
     if unknown := [name for name in names if name not in MECHANISMS]:
-        sys.exit(f"{unknown[0]!r} is no mechanism; expected some of {', '.join(MECHANISMS)}")
+        sys.exit(f"{unknown[0]!r} is not a mechanism; expected some of {', '.join(MECHANISMS)}")
     torch.set_num_threads(1)
     rows = []
     for name in names:
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": LENGTHS, "rounds": ROUNDS}
     run.save(path, {"machine": here, "settings": settings, "rows": rows})
     slow = [row for row in rows if row["ratio"]["median"] > LIMIT]
-    header = ["mechanism", "N", "beside", "ratio"]
+    header = ["mechanism", "N", "compared with", "ratio"]
     lines = [
         [
             row["mechanism"] + ", causal" * row["causal"],
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         for row in slow
     ]
-    print(f"\n{len(slow)} of {len(rows)} take more than {LIMIT} of the shortest form's time.\n")
+    print(f"\n{len(slow)} of {len(rows)} take more than {LIMIT} times the shortest form's time.\n")
     print(markdown((header, lines)))
     return 0
 

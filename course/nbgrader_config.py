@@ -7,7 +7,7 @@ from nbgrader import preprocessors as theirs
 
 from derived_book import grading
 
-# Silences SQLAlchemy, which warns once a student because of how nbgrader uses its database.
+# Silences SQLAlchemy, which warns for each student because of how nbgrader uses its database.
 warnings.filterwarnings("ignore", message="Object of type .* not in session")
 
 c = get_config()  # noqa: F821
@@ -19,7 +19,7 @@ if "autograde" in sys.argv:
     c.Application.log_level = "WARN"
 c.ClearSolutions.code_stub = {"python": "# Your answer, instead of the three dots."}
 c.ClearSolutions.text_stub = "*Your answer.*"
-# The scheme of an answer that is marked by hand stands in the locked cell above it.
+# The locked cell above an answer that is marked by hand contains the marking scheme.
 c.ClearMarkScheme.enforce_metadata = False
 c.Autograde.pre_convert_hook = grading.find_renamed
 c.Autograde.exporter_class = grading.Reader
@@ -40,10 +40,10 @@ c.Autograde.autograde_preprocessors = [
     theirs.CheckCellMetadata,
     grading.Summary,
 ]
-# nbgrader gives no points to a cell that warns; a warning is no error here.
+# nbgrader gives no points to a cell with a warning, but here a warning is no error.
 c.IgnorePattern.enabled = True
 c.IgnorePattern.pattern = "(?s).*"
-# What students get back has neither hidden tests nor expected answers.
+# The feedback for students contains neither hidden tests nor expected answers.
 c.GenerateFeedback.preprocessors = [
     theirs.GetGrades,
     theirs.ClearHiddenTests,

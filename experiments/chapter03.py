@@ -1,7 +1,7 @@
 """Compress key-value caches of small models by regression: ``python -m experiments.chapter03``.
 
-A quarter of an hour on one thread of a CPU. Each model of `small_model` is trained once for each
-number of steps; all arms then see the same heads.
+This takes a quarter of an hour on one thread of a CPU. `small_model` is trained once for each seed
+and number of steps, and all arms compress the same heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BELOW = dict(zip(page.RULES, REFITTED, strict=True)) | dict.fromkeys(REFITTED[:3
 
 @functools.lru_cache(maxsize=2)
 def heads(seed: int, steps: int, windows: int) -> tuple[Any, ...]:
-    """Train a small model; return the page's cache and later queries, and its parameters."""
+    """Train a small model; return its cache, its later queries and its number of parameters."""
     model = small_model(softmax_attention, text="python", seed=seed, steps=steps)
     cost = attention_cost(model, torch.zeros(1, model.length, dtype=torch.int64))
     return *page.read(model, windows), cost["parameters"]

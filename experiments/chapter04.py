@@ -1,8 +1,8 @@
-"""How much of the values a layer recalls, for chapter 4: ``python -m experiments.chapter04``.
+"""Measure how much of the values a layer recalls: ``python -m experiments.chapter04``.
 
-Half an hour on one thread of a CPU. Each arm is one layer of attention that is asked for
-every value of a sequence, and the chapter predicts the largest share of their variance that it can
-return. The results go to the records.
+This takes half an hour on one thread of a CPU. Each arm is one layer of attention that has to
+recall every value of a sequence. The chapter predicts the largest share of the values' variance
+that the layer can recall. The results are written to the records.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from experiments.protocol import POINT, TUNING_SEEDS, command, experiment
 
 page = chapter("04")
 PAIRS, WINDOW = 32, 4
-TEST_SEED, TESTED = 2**31, 16  # of the keys of an evaluation; sequences, each asked in N orders
+TEST_SEED, TESTED = 2**31, 16  # seed of a test's keys; its sequences, each asked in N orders
 
 
 @mechanism
 def masked_after(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Attend all keys, and drop the weights outside a window: h sums over all keys."""
+    """Return softmax attention to all keys, without the weights outside a window."""
     near = window_mask(q.shape[-2], k.shape[-2], WINDOW)
     return (attention_weights(q, k, scale=scale) * near) @ v
 
@@ -78,8 +78,8 @@ ARMS: dict[str, tuple[Callable[..., nn.Module], int, int, int]] = {
     "position only": (partial(PositionOnlyAttention, length=PAIRS), 4, PAIRS, 0),
 }
 
-# Numbers are the page's limits, of features over pairs, or of pairs that a window sees. For one
-# head and for products there is only the share that they do not pass.
+# The numbers are the page's limits: features divided by pairs, or the share of pairs in a window.
+# For one head and for quadratic features the page predicts only a share that they do not exceed.
 BELOW = {
     "linear, 1 head": 0.8,
     "linear, 4 heads": 8 / PAIRS + POINT,
@@ -90,7 +90,7 @@ BELOW = {
 
 
 class WithNetwork(page.Recall):
-    """The page's `Recall`, and a network that reads the outputs of its layer."""
+    """The page's `Recall`, with a residual network after its layer."""
 
     def __init__(self, layer: Callable[..., nn.Module], heads: int, hidden: int) -> None:
         super().__init__(layer, heads)
@@ -105,7 +105,7 @@ class WithNetwork(page.Recall):
 
 @torch.no_grad()
 def sampled(model: nn.Module, pairs: int, times: int) -> float:
-    """Return the page's `share_recalled` of any model, estimated from so many sequences."""
+    """Return an estimate of the share that any model recalls, from `times` sequences."""
     error = size = 0.0
     for _ in range(times // TESTED):
         keys, values, asked, order = page.draw(TESTED, pairs)

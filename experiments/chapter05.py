@@ -1,7 +1,7 @@
 """Record the runs of chapter 5: ``python -m experiments.chapter05``.
 
-A quarter of an hour on one thread of a CPU. One layer looks values up by keys that are drawn anew
-for each sequence, with a vector added to all its tokens.
+This takes a quarter of an hour on one thread of a CPU. One layer looks up values by keys that are
+drawn for each sequence, and one vector is added to all tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ page = chapter("05")
 
 
 class UnitTokens(MultiheadAttention):
-    """Softmax attention whose queries and keys are made of tokens of one length, √D."""
+    """Softmax attention whose queries and keys are computed from tokens of one length, √D."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Attend; queries and keys keep their directions."""
+        """Attend with rescaled tokens, which keep their directions."""
         query, key = (F.rms_norm(x, x.shape[-1:]) for x in (query, key))
         return super().forward(query, key, value, **options)
 
@@ -71,7 +71,7 @@ ARMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 COLUMNS = [("accuracy", "accuracy, %", 100, 1), ("found", "asked pair on top, %", 100, 1)]
 STEPS = (125, 250, 500)
-BELOW = {  # numbers are the theorem's ceilings, and a guess
+BELOW = {  # the numbers are the theorem's ceilings, and the score of a guess
     "softmax": page.ceiling(3) + POINT,
     "softmax, four heads": page.ceiling(3),
     "softmax, size 6": page.ceiling(6) + POINT,

@@ -1,7 +1,7 @@
-"""Train what chapter 6 predicts: ``python -m experiments.chapter06``.
+"""Train the models whose results chapter 6 predicts: ``python -m experiments.chapter06``.
 
-Half an hour on one thread of a CPU. What has finished is not repeated. The results go to
-the records.
+This takes half an hour on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def answer(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 
 def of_layer(model: nn.Module, *inputs: Tensor) -> dict[str, float]:
-    """Return what the attention costs, and the taps of the learned filters, by name and place."""
+    """Return the costs of the attention, and the taps of learned filters, by name and position."""
     found = {k: w[0] for k, w in model.attend.named_parameters() if w.shape == (1, 2)}
     taps = {f"{k}{i}": w[i].item() for k, w in found.items() for i in range(2)}
     return attention_cost(model, *inputs) | taps

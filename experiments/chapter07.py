@@ -1,7 +1,7 @@
-"""Train what chapter 7 predicts: ``python -m experiments.chapter07``.
+"""Train the models whose results chapter 7 predicts: ``python -m experiments.chapter07``.
 
-Half an hour on one thread of a CPU. What has finished is not repeated. Results go to the
-records.
+This takes half an hour on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def answer(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
     return found
 
 
-# Orders that ceilings predict: each arm is below the next one.
+# Orders that the page's ceilings predict: each arm is below the next one.
 ORDERS = {
     "fine": ["position only", "all 8", "all 4", "all 2", "all 1"],
     "coarse": ["position only", "all 8", "all 1", "all 2", "all 4"],

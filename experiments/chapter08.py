@@ -1,8 +1,8 @@
-"""What cheap attentions recall, also with coarse heads: ``python -m experiments.chapter08``.
+"""Measure the recall of cheap attentions and coarse heads: ``python -m experiments.chapter08``.
 
-Half an hour on one thread of a CPU. Each arm is one layer that is asked for values, or for
-means of two neighbouring values, and chapter 8 predicts the largest share of their variance that
-it can return. The results go to the records.
+This takes half an hour on one thread of a CPU. Each arm is one layer that has to recall values, or
+means of two neighbouring values. Chapter 8 predicts the largest share of their variance that the
+layer can recall. The results are written to the records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def recall(arm: str, seed: int, steps: int, lr: float, *, window: int) -> dict[s
 
 COLUMNS = [("recalled", "share recalled, %", 100, 1)]
 STEPS = (300, 600)
-SCALE_2 = (1 + 1 / (page.N - 1)) / 4  # most that heads of scale 2 recall of single values
+SCALE_2 = (1 + 1 / (page.N - 1)) / 4  # limit of heads of scale 2 for single values
 FINE_BELOW: dict[str, str | float] = {
     f"Mrs + {base}": base
     for base in ("Linformer, r = 8", "Luna, r = 8", "Performer, r = 8", "MRA-2, 1 block")

@@ -1,7 +1,7 @@
-"""Train what chapter 10 predicts: ``python -m experiments.chapter10``.
+"""Train the models whose results chapter 10 predicts: ``python -m experiments.chapter10``.
 
-Twenty minutes on one thread of a CPU. What has finished is not repeated. The results go to
-the records.
+This takes twenty minutes on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def look_up(arm: str, seed: int, steps: int, lr: float, experiment: str) -> dict
 
 @torch.no_grad()
 def fetched(model: Any, inputs: tuple[Tensor, ...], answers: Tensor) -> dict[str, float]:
-    """Return what a model with two answers fetches.
+    """Return what a model with two answers reads from its two records.
 
-    The mean weights of the two records, where they differ; the share of answers whose two likeliest
-    values are the right values of both questions, where these differ; there also the share of pairs
-    of questions that get one answer for both, and of answers that are the value of the record with
-    the larger weight; the cross-entropy.
+    The first numbers are the mean weights of the records, if these differ. The next three are for
+    pairs of questions whose right values differ: the share of answers whose two likeliest values
+    are both right values, the share of pairs that get the same answer twice, and the share of
+    answers that are the value of the record with the larger weight. The last is the cross-entropy.
     """
     names, _, asked = inputs
     question, records = model.tokens(*inputs)
@@ -74,7 +74,10 @@ def fetched(model: Any, inputs: tuple[Tensor, ...], answers: Tensor) -> dict[str
 
 
 def shares(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
-    """Return, for two keys, the share of the first in all weights, and its prior."""
+    """Return, for two keys, the mean weight of the first, its prior, and the share of clear cases.
+
+    A case is clear if the weight is below 0.1 or above 0.9.
+    """
     layer = model.attend
     if not isinstance(layer, MixtureAttention) or layer.components == 1:
         return {}
@@ -87,8 +90,8 @@ def shares(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
 
 COLUMNS = [("accuracy", "right, %", 100, 1)]
 BUDGETS = {"both": (300, 600), "either": (300, 600, 1200), "widths": (200, 400)}
-CHANCE = 1 / page.N + (1 - 1 / page.N) / page.S  # that both answers are the same value
-ONE_PLACE = (1 + (1 + CHANCE) / 2) / 2  # most that a layer with one place answers of both
+CHANCE = 1 / page.N + (1 - 1 / page.N) / page.S  # of both answers being the same value
+ONE_PLACE = (1 + (1 + CHANCE) / 2) / 2  # limit of a layer that reads one place
 PLACES = ["one head, D = 32", "one head, D = 64", page.HAND, "two keys, D = 32"]
 OTHERS = ["two softmax heads, D = 2", "one Gaussian, D = 2"]
 BELOW: dict[str, dict[str, str | float]] = {

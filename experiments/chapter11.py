@@ -1,7 +1,7 @@
-"""Train what chapter 11 predicts: ``python -m experiments.chapter11``.
+"""Train the models whose results chapter 11 predicts: ``python -m experiments.chapter11``.
 
-Ten minutes on one thread of a CPU. What has finished is not repeated. The results go to the
-records.
+This takes ten minutes on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXPERIMENTS = {
         COLUMNS,
         steps=(200, 400, 800),
         below={
-            f"{name}, {groups} groups": 0.1  # what the page says of all controls
+            f"{name}, {groups} groups": 0.1  # the page's limit for all controls
             for name in ("uniform", "position only")
             for groups in (4, 32)
         },

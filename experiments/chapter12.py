@@ -1,7 +1,7 @@
-"""Train what chapter 12 predicts: ``python -m experiments.chapter12``.
+"""Train the models whose results chapter 12 predicts: ``python -m experiments.chapter12``.
 
-Twenty minutes on one thread of a CPU. What has finished is not repeated. The results go to
-the records.
+This takes twenty minutes on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ def objective(arm: str, seed: int, steps: int, lr: float) -> dict[str, float]:
 
 
 def inside(model: SeriesClassifier, x: Tensor) -> dict[str, float]:
-    """Return what the objective sees in the heads of a model, and what singular vectors they hold.
+    """Return the size of the objective J in the heads of a model, and the numbers of `singular`.
 
-    Of J, as in `ksvd_objectives`: the root of the mean square of its mean over heads (``"J"``), and
-    of the J of each head (``"J of heads"``). The root of the mean square of E is ``"scores"``. The
-    rest, from `singular`, are means over layers.
+    J is that of `ksvd_objectives`. ``"J"`` is the root mean square of its mean over heads, and
+    ``"J of heads"`` that of the J of each head. The numbers of `singular` are means over layers.
     """
     calls: list[tuple[Any, Tensor]] = []
     hooks = [
@@ -104,10 +103,10 @@ def singular(
 ) -> dict[str, Tensor]:
     """Compare scores E, R (B, H, N, s) with the singular vectors of their kernel matrices K.
 
-    Means over heads and series: the ``overlap`` of the span of E's columns with that of the first s
-    left singular vectors; |cos| between a column of E and K times that of R, 1 where J is
-    stationary (``aligned``). The median of λ σ₁ / N: J has no other stationary point than 0 where
-    that is below 1 (``reach``). The root of the mean square of E (``scores``).
+    Means over heads and series are ``overlap``, of the span of E's columns with that of the first s
+    left singular vectors, and ``aligned``, |cos| between a column of E and K times that of R, which
+    is 1 if J is stationary. ``reach`` is the median of λ σ₁ / N; if this is below 1, J has no
+    stationary point but 0. ``scores`` is the root mean square of E.
     """
     q, k, v, W_e, W_r = (x.double() for x in (q, k, v, W_e, W_r))
     e, r = primal_scores(q, k, v, W_e=W_e, W_r=W_r)
@@ -123,8 +122,8 @@ def singular(
     return {"scores": scores, "reach": reach, "overlap": overlap.mean(), "aligned": aligned.mean()}
 
 
-CEILING = 1 / page.PAIRS  # of questions that a layer cannot answer
-ONE_KIND = (1 + CEILING) / 2 + POINT  # of a layer that answers one kind of question
+CEILING = 1 / page.PAIRS  # for questions that a layer cannot answer
+ONE_KIND = (1 + CEILING) / 2 + POINT  # limit of a layer that answers one kind of question
 EXPERIMENTS = {
     "questions": experiment(
         "questions by name and by place",

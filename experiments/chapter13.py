@@ -1,7 +1,7 @@
-"""Train what chapter 13 predicts: ``python -m experiments.chapter13``.
+"""Train the models whose results chapter 13 predicts: ``python -m experiments.chapter13``.
 
-Twenty minutes on one thread of a CPU. What has finished is not repeated. The results go to
-the records.
+This takes twenty minutes on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Train detectors whose attention has no matrices: ``python -m experiments.chapter14``.
+"""Train detectors whose cross-attention is replaced: ``python -m experiments.chapter14``.
 
-About six hours on one thread of a CPU. A run that has finished is not repeated. The results go
-to the records, from where chapter 14 reads them.
+This takes about six hours on one thread of a CPU. Finished runs are not repeated. The results are
+written to the records, from which chapter 14 reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPERIMENTS = {
         list(page.AT_CROSS),
         COLUMNS,
         steps=STEPS,
-        # Attention that is left out gives all pictures the same six answers.
+        # Without cross-attention all pictures get the same six answers, so one seed is enough.
         seeds=dict.fromkeys(page.AT_CROSS, 5) | {"left out": 1},
         longer=("lasso, ρ = 10", "lasso, ρ = 1000", "position only"),
         place="cross",

@@ -1,7 +1,8 @@
-"""Train what chapter 15 predicts: ``python -m experiments.chapter15``.
+"""Train the models whose results chapter 15 predicts: ``python -m experiments.chapter15``.
 
-About an hour on one thread of a CPU. All arms share the page's layer, `Memory`; they differ in what
-it keeps of the past. What has finished is not repeated. The results go to the records.
+This takes about an hour on one thread of a CPU. All arms share the page's layer, `Memory`, and
+differ in what the layer keeps of the past. Finished runs are not repeated. The results are written
+to the records.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def learn(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, fl
 
 CONTROLS = ["uniform", "alone", "position only"]
 ORDER_BLIND = ["softmax", "linear", "ridge"]
-HALF = 0.5 + 4 * 0.5 / 8000**0.5  # an order-blind layer's limit, and four standard errors of a run
+HALF = 0.5 + 4 * 0.5 / 8000**0.5  # an order-blind layer's limit, plus four standard errors
 FAR = [("far", "places 225–256, right, %", 100, 1), ("near", "places 25–32, right, %", 100, 1)]
 EXPERIMENTS = {
     "overwritten": experiment(

@@ -1,8 +1,8 @@
-"""Train what chapter 16 predicts: ``python -m experiments.chapter16``.
+"""Train the models whose results chapter 16 predicts: ``python -m experiments.chapter16``.
 
-About an hour on one thread of a CPU. One head looks values up by their names, and the arms differ
-in what is kept of the past, or in how it is weighted. What has finished is not repeated. The
-results go to the records.
+This takes about an hour on one thread of a CPU. One head looks up values by their names. The arms
+differ in what the head keeps of the past, or in how it weights the past. Finished runs are not
+repeated. The results are written to the records.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def look_up(arm: str, seed: int, steps: int, lr: float, experiment: str) -> dict
 
 ABSENT = ["softmax", "softmax, gated output", "differential", "sink", "off by one", "ridge"]
 ABSENT += ["uniform", "alone", "position only"]
-ANSWERS = page.ANSWERED * (page.TAU**2 + 1)  # mean size of an answer, for each number of it
+ANSWERS = page.ANSWERED * (page.TAU**2 + 1)  # mean square of a component of an answer
 AVERAGES = 1 - page.ANSWERED * (1 - page.ANSWERED) * page.TAU**2 / ANSWERS  # limit of averages
-MEAN = page.ANSWERED**2 * (page.TAU**2 + 1 / page.PAIRS) / ANSWERS  # of uniform weights
+MEAN = page.ANSWERED**2 * (page.TAU**2 + 1 / page.PAIRS) / ANSWERS  # score of uniform weights
 EXPLAINED = [("explained", "explained, %", 100, 1)]
 EXPERIMENTS = {
     "absent": experiment(
@@ -69,7 +69,7 @@ EXPERIMENTS = {
         seeds=5,
         below={
             "6 + 6": "r = 12",
-            "r = 8": 6 / 12 + POINT,  # what is left if a name takes two numbers, as on a circle
+            "r = 8": 6 / 12 + POINT,  # the rest if a name takes two numbers, as on a circle
             "r = 12": 10 / 12 + POINT,
             "r = 14": 1 + POINT,
         },

@@ -1,9 +1,9 @@
-"""Train every mechanism on what a layer may be needed for: ``python -m experiments.chapter17``.
+"""Train every mechanism for the jobs of chapter 17: ``python -m experiments.chapter17``.
 
-Eight to eleven hours on one thread of a CPU. A new entry of the registry is a new row. What has
-finished is not repeated. The results go to the records, from where chapter 17 reads them.
-``python -m experiments.chapter17 cost`` measures what a step of training takes at the lengths of
-the tasks: on a machine that does nothing else.
+This takes eight to eleven hours on one thread of a CPU. A new entry of the registry adds an arm.
+Finished runs are not repeated. The results are written to the records, from which chapter 17 reads
+them. ``python -m experiments.chapter17 cost`` measures the time and memory of a training step at
+the lengths of the tasks; run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def scores(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, f
 
 
 def carried(model: nn.Module, longer: nn.Module) -> nn.Module:
-    """Give what `model` has learned to a model for more tokens, where shapes agree."""
+    """Copy the parameters of `model` into a model for more tokens, if shapes agree; return it."""
     known, fresh = model.state_dict(), longer.state_dict()
     longer.load_state_dict(
         {key: known[key] if known[key].shape == x.shape else x for key, x in fresh.items()}
@@ -109,13 +109,13 @@ EXPERIMENTS = {
 }
 
 
-# --- what a step takes at these lengths -----------------------------------------------------------
+# --- the cost of a step at these lengths ----------------------------------------------------------
 
 BATCHES = {64: 16, LONG: 1}  # sequences of a step, by their length
 
 
 def step(arm: str, length: int) -> Callable[[], None]:
-    """Return the attention layer of an arm, forward and backward, as in a step of training."""
+    """Return a call of the attention layer of an arm, forward and backward, as in training."""
     torch.manual_seed(0)
     layer = page.Frame(page.plug(arm, length), length, page.VALUES).layer.attention
     x = torch.randn(BATCHES[length], length, page.DIM, requires_grad=True)
@@ -127,7 +127,7 @@ def step(arm: str, length: int) -> Callable[[], None]:
 
 
 def cost(rounds: int = 15) -> dict[str, Any]:
-    """Measure time and memory of all attention layers side by side, in rounds, on one thread."""
+    """Measure time and memory of all attention layers in the same rounds; return the record."""
     rows = []
     for length in BATCHES:
         calls = {arm: step(arm, length) for arm in ARMS}

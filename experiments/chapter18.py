@@ -1,9 +1,9 @@
 """Train the example of chapter 18, sparsemax attention: ``python -m experiments.chapter18``.
 
-About two hours on one thread of a CPU. *longer* trains two arms to look a value up among 64 tokens,
-and reads the trained models among more, which are records that nobody asks for. The others are the
-jobs of chapter 17, with its frame and budgets, for one row more. What has finished is not repeated.
-The results go to the records, where the chapter reads them.
+This takes about two hours on one thread of a CPU. *longer* trains two arms to look up a value among
+64 tokens, and tests them among more tokens, which are records that no question is about. The others
+are the jobs of chapter 17, with its model and budgets, for one more arm. Finished runs are not
+repeated. The results are written to the records, from which the chapter reads them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def sparsemax(s: Tensor) -> Tensor:
 
 @mechanism
 def sparsemax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
-    """Attend with sparsemax weights; the chapter has the form that stores no matrix."""
+    """Return attention with sparsemax weights; the chapter has a form that stores no matrix."""
     return sparsemax(scaled(q, scale) @ k.mT) @ v
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Have the mechanism of this chapter in the registry, for a while."""
+    """Keep the mechanism of this chapter in the registry during a block."""
     MECHANISMS["sparsemax"] = Entry("Sparsemax", "#b4641e", 18, sparsemax_attention)
     try:
         yield
@@ -62,7 +62,7 @@ def registered() -> Iterator[None]:
 def among(sets: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw `look_up` for 64 tokens, and records of the other 32 names, up to `length` tokens.
 
-    Returns names and values (B, N), and where the 32 questions stand and their answers (B, 32).
+    Return names and values (B, N), and the positions of the 32 questions and their answers (B, 32).
     """
     names, values, answers = page.look_up(sets, LENGTHS[0])
     missing = torch.ones(sets, page.NAMES).scatter(1, names, 0)
@@ -76,14 +76,14 @@ def among(sets: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def read(model: nn.Module, length: int, sets: int = 8) -> tuple[float, float]:
-    """Return the share of right answers, and the weight of the record in the head with most."""
+    """Return the share of right answers, and the largest weight that a head gives the record."""
     right, weight = [], []
     layer = model.layer
     for _ in range(sets):
         names, values, asking, answers = among(1, length)
         tokens = model.name(names) + model.value(values)
         y, at = layer.norm1(tokens), asking[..., None]
-        q, x = (z.take_along_dim(at, 1) for z in (y, tokens))  # only 32 tokens attend
+        q, x = (z.take_along_dim(at, 1) for z in (y, tokens))  # only the 32 questions attend
         h, A = layer.attention(q, y, y, average_attn_weights=False)  # A: (1, H, 32, N)
         x = x + h
         logits = model.read(model.norm(x + layer.feedforward(layer.norm2(x))))
@@ -95,7 +95,7 @@ def read(model: nn.Module, length: int, sets: int = 8) -> tuple[float, float]:
 
 
 def sharpened(model: nn.Module, factor: float) -> nn.Module:
-    """Return a copy whose scores are multiplied."""
+    """Return a copy of a model whose scores are multiplied by `factor`."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for x in (model.layer.attention.in_proj_weight, model.layer.attention.in_proj_bias):
@@ -123,8 +123,8 @@ def jobs(arm: str, seed: int, steps: int, lr: float, task: str) -> dict[str, flo
 
 
 EXPERIMENTS = {
-    # A learning rate is chosen by what the trained model reads among most tokens, so that none is
-    # chosen for what every arm can do.
+    # The accuracy among 4096 tokens chooses the learning rates, because every arm can do the task
+    # among 64 tokens.
     "longer": experiment(
         "a value by its name, read among more tokens than in training",
         longer,

@@ -1,7 +1,7 @@
-"""Train what chapter P predicts: ``python -m experiments.chapterP``.
+"""Train the models whose results chapter P predicts: ``python -m experiments.chapterP``.
 
-Ten minutes on one thread of a CPU. A layer says which of two tokens came last. The arms differ
-in how it is given positions, and every model is tested at other lengths than that of its training.
+This takes ten minutes on one thread of a CPU. A layer decides which of two tokens came last. The
+arms differ in how they encode positions, and every model is tested at other lengths, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXPERIMENTS = {
         ],
         steps=(250, 500, 1000),
         best=min,
-        below=dict.fromkeys(("none", "uniform"), math.log(2) - POINT),  # a guess has log 2
+        below=dict.fromkeys(("none", "uniform"), math.log(2) - POINT),  # a guess has the loss log 2
     ),
 }
 

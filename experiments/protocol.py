@@ -1,17 +1,17 @@
-"""Experiments that are recorded: arms and seeds of one task, run once and written for a chapter.
+"""Run recorded experiments: arms and seeds of one task, run once and written for a chapter.
 
 They train the models that the chapter's page defines (`experiments.page_models`), on the CPU with
 one thread for each run unless a device is set.
 
-`experiment` describes one by the protocol of appendix E. The learning rate of each arm is chosen at
-the last number of steps, by the worst of three seeds that are not used again (and by their mean if
-the worst tie), from a grid that grows until the best rate is inside it, and up to 0.1 for an arm
-that learns at no lower rate. A rate that one seed rules out is not tried with the others. Then
-every arm runs with every seed at each number of steps: the last is twice the budget, the one before
-it, and doubling the budget may not change the verdict.
-An arm of which a run collapses after it had learned runs again at the next lower rate. An arm that
-the page places below another one, or below a number, also runs for eight times the last number of
-steps, and the experiment is not written if it is no longer below then.
+`experiment` describes one that follows the protocol of appendix E. The learning rate of each arm is
+chosen at the last number of steps, by the worst of three seeds that are not used again (and by
+their mean if the worst tie), from a grid that grows until the best rate is inside it, and up to 0.1
+for an arm that learns at no lower rate. A rate that one seed rules out is not tried with others.
+Then every arm runs with every seed at each number of steps. The last number is twice the one before
+it, the budget, and doubling the budget must not change the verdict.
+If a run of an arm collapses after it has learned, the arm runs again at the next lower rate. An arm
+that the page places below another one, or below a number, also runs for eight times the last number
+of steps, and the experiment is not written if the arm is no longer below after them.
 
 `derived_book.scores` reads the results at the budget, `derived_book.curves` those of all steps, and
 `derived_book.tuning_table` shows how the rates were chosen.
@@ -47,11 +47,11 @@ GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # all rates that may be
 FIRST_RATES = GRID[2:5]
 HIGHEST = GRID[6]  # an arm that learns at no lower rate is tried up to here
 CONTROLS = ("uniform", "alone", "position only")
-BLIND = CONTROLS[:2]  # which choose nothing; a layer that sees positions can be as good as any arm
+BLIND = CONTROLS[:2]  # they choose nothing; a layer that sees positions can equal any arm
 TUNING_SEEDS = (1000, 1001, 1002)
-TIE, TIE_SHARE = 0.005, 0.01  # scores tie within so much, or within this share of their range
+TIE, TIE_SHARE = 0.005, 0.01  # scores tie within this, or this share of their range
 LONGER, LONG_SEEDS = 8, (0, 1, 2)
-POINT = 0.01  # allowed above a computed limit that an arm reaches, since its score is an estimate
+POINT = 0.01  # margin above a computed limit that an arm reaches, as its score is an estimate
 RULE = (
     "Each learning rate is chosen after {steps:,} steps by the {seeds}, from a grid that grows "
     "until the best rate is inside it or ties with its neighbour there, and up to 0.1 for an arm "
@@ -80,19 +80,19 @@ def experiment(
 ) -> dict[str, Any]:
     """Describe an experiment of the protocol.
 
-    ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` rise, and the last is
-    twice the one before it, the budget. The metric of the first column chooses learning rates, and
-    decides what is below what; `best` is max or min of it. With a `rate`, all arms have this one.
+    ``function(arm, seed, steps, lr, **settings)`` makes one run. `steps` increase, and the last is
+    twice the one before it, the budget. The metric of the first column chooses learning rates and
+    decides the orders in `below`; `best` is max or min of it. If `rate` is given, all arms have it.
     A mapping `seeds` gives the number of seeds of some arms, and all others have eight: one seed is
     enough for an arm that cannot do the task, as the page has computed. `tuning_seeds` choose the
-    learning rates: one is enough where scores differ little between seeds. Two scores that choose
-    rates tie if they differ by at most `tie`; without it, as in `choose_rate`.
+    learning rates: one is enough if scores differ little between seeds. Two scores that choose
+    rates tie if they differ by at most `tie`, or, without it, by the rule of `choose_rate`.
 
-    `below` has the arms that the page's verdict places below another arm or below a number, which
-    means that they score worse, and what they are below: ``{"latent 8": "full", "rank 8": 0.5}``.
-    Each of them also runs for eight times the last number of steps, and so do the arms `longer`, of
-    which nothing is checked. `columns` are (metric, heading, factor, decimals); further arguments
-    are settings, which all runs get.
+    `below` maps each arm that the page's verdict places below another arm or a number, because it
+    scores worse, to this arm or number: ``{"latent 8": "full", "rank 8": 0.5}``. These arms also
+    run for eight times the last number of steps. So do the arms in `longer`, for which no order is
+    checked. `columns` are (metric, heading, factor, decimals); further arguments are settings,
+    which all runs get.
     """
     if len(steps) < 2 or list(steps) != sorted(set(steps)) or steps[-1] != 2 * steps[-2]:
         raise ValueError(f"steps is {steps}; expected rising numbers, the last twice the budget")
@@ -105,7 +105,7 @@ def experiment(
         raise ValueError(f"seeds has {unknown}; expected arms of {list(names)}")
     fewest = min((counts.get(arm, SEEDS) for arm in arms), default=len(LONG_SEEDS))
     if fewest < len(LONG_SEEDS):
-        raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} with below")
+        raise ValueError(f"seeds is {fewest}; expected at least {len(LONG_SEEDS)} for longer runs")
     return {
         "title": title,
         "function": function,
@@ -134,7 +134,7 @@ def run(
     workers: int = 1,
     kept: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Run one experiment, or read what of it has been run; return what is to be written.
+    """Make or read the runs of one experiment; return the contents of its record.
 
     A run that is among the rows `kept` is taken from there.
     """
@@ -185,8 +185,8 @@ def watched(
 def load_series_for(seed: int, name: str) -> SeriesData:
     """Load a set of series; for a tuning seed, without its test split.
 
-    A quarter of the training split is then the test split, another one for each seed. So no
-    learning rate is chosen by the series that the page's scores are of.
+    A quarter of the training split, another one for each seed, is then the test split. So the
+    series that choose learning rates are not those of the page's scores.
     """
     data = load_series(name)
     if seed not in TUNING_SEEDS:
@@ -202,16 +202,16 @@ def load_series_for(seed: int, name: str) -> SeriesData:
 
 
 def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a run of an experiment from its others."""
+    """Return the values that identify a run of an experiment."""
     return tuple(row.get(key) for key in ("arm", "seed", "steps", "lr"))
 
 
 def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that are written at `path`, if they are of the same settings.
+    """Return the runs of the record at `path`; ValueError if its settings differ from the plan's.
 
-    Times are left out unless this machine wrote the record today, with as many threads. A run that
-    chose a learning rate has only the metric that chooses. A run without ``"collapsed"`` is
-    repeated.
+    Times are left out unless this machine wrote the record today, with as many threads. In a run
+    that chose a learning rate, only the metric of this choice is known. `run` repeats a run that
+    has no ``"collapsed"``.
     """
     data = json.loads(path.read_text())
     if data["settings"] != plan["settings"]:
@@ -224,7 +224,7 @@ def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
-    """Choose the rates, make all runs and the longer ones; return what is written of them."""
+    """Choose the rates, make all runs and the longer ones; return their part of the record."""
     steps, fixed, metric = plan["steps"], plan["rate"], plan["columns"][0][0]
     first, *more = map(str, plan["tuning_seeds"])
     seeds = f"worst of the seeds {', '.join((first, *more))}, and by their mean where the worst tie"
@@ -260,7 +260,7 @@ def _decided(plan: dict[str, Any], results: Results) -> dict[str, Any]:
 
 
 def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
-    """Return the runs that choose learning rates: for each arm until its rate is chosen."""
+    """Make runs of each arm until its learning rate is chosen, and return these runs."""
     rows: list[dict[str, Any]] = []
     while asked := [run for arm in plan["names"] for run in _next_runs(plan, rows, arm)]:
         rows += results(asked)
@@ -268,10 +268,10 @@ def _tuned(plan: dict[str, Any], results: Results) -> list[dict[str, Any]]:
 
 
 def _next_runs(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
-    """Return the runs that an arm needs next to choose its rate: none if it is chosen.
+    """Return the runs that an arm needs next to choose its rate, or none if it is chosen.
 
-    Each rate is tried with the first seed, and the most promising one with all. As the worst seed
-    decides, a rate of which one seed is worse than that of another rate needs no further runs.
+    Each rate is tried with the first seed, and the most promising one with all. The worst seed
+    decides, so a rate needs no further runs if one of its seeds is worse than all of another rate.
     """
     seeds, tried = plan["tuning_seeds"], _tried(plan, rows, arm)
     asked = [(lr, seeds[:1]) for lr in FIRST_RATES if lr not in tried]
@@ -296,8 +296,9 @@ def rate_of(
 ) -> tuple[float, float | None]:
     """Return the best rate that was tried of an arm, and the one to try before that is final.
 
-    As `choose_rate` does; but an arm of which some seed scores no better than the mean of a layer
-    that chooses nothing may learn at a higher rate only, so all rates up to 0.1 are tried.
+    They are those of `choose_rate`, except if at each rate some seed of the arm scores no better
+    than the mean of a layer that chooses nothing. Such an arm may learn only at a higher rate, so
+    all rates up to 0.1 are tried.
     """
     tried = _tried(plan, rows, arm)
     best, more = choose_rate(tried, plan["tie"])
@@ -310,7 +311,7 @@ def rate_of(
 
 
 def _tried(plan: dict[str, Any], rows: list[dict[str, Any]], arm: str) -> dict[float, list[float]]:
-    """Return the scores of an arm at each rate; larger is better, and -inf a collapse."""
+    """Return the scores of an arm at each rate: larger is better, and -inf is a collapse."""
     metric, sign = plan["columns"][0][0], 1 if plan["best"] is max else -1
     scores: dict[float, list[float]] = {}
     for row in rows:
@@ -326,16 +327,16 @@ def choose_rate(
     """Return the best of the rates that were tried, and the one to try before that is final.
 
     The best rate is the one whose worst score is best; of those that tie, the one with the best
-    mean. There is no other to try if it is not at an edge. If it is, but its inner neighbour ties
-    in both, the neighbour is chosen. Two scores tie if they differ by at most 0.005, or by 1 % of
-    the range of the arm's worst scores, or by at most `tie` if it is given. A rate at the end of
-    `GRID` is final.
+    mean. It is final if it is not at an edge. If it is at an edge, but its inner neighbour ties
+    with it in both numbers, the neighbour is chosen and final. Two scores tie if they differ by at
+    most `tie`, or, if this is None, by at most 0.005 or 1 % of the range of the arm's worst scores.
+    A rate at the end of `GRID` is final.
 
     Parameters
     ----------
     scores : mapping
-        The scores of each rate, larger is better, -inf where a run collapsed; at least two rates
-        of `GRID` without a gap.
+        The scores of at least two rates of `GRID` without a gap: larger is better, and -inf is a
+        collapse.
     """
     rates = sorted(scores)
     worst, mean = ({r: f(scores[r]) for r in rates} for f in (min, lambda x: sum(x) / len(x)))
@@ -352,7 +353,7 @@ def choose_rate(
 
 
 def _tolerance(scores: Iterable[float], tie: float | None) -> float:
-    """Return by how much two of an arm's scores may differ that tie."""
+    """Return the largest difference at which two of an arm's scores tie."""
     if tie is not None:
         return tie
     finite = [x for x in scores if math.isfinite(x)] or [0.0]
@@ -367,9 +368,9 @@ def _steady(
     seeds: Mapping[str, Sequence[int]],
     rates: dict[str, float],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run arms at their rates, which are lowered in place while a run of an arm collapses.
+    """Run arms at their rates; while a run of an arm collapses, lower its rate in `rates`.
 
-    Returns the last runs of each arm, and all that collapsed.
+    Return the last runs of each arm, and all runs that collapsed.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     collapses: list[dict[str, Any]] = []
@@ -391,12 +392,12 @@ def _steady(
 
 
 def changed_orders(data: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    """Return a sentence for each arm whose longer runs do not support what `below` says.
+    """Return a sentence for each arm whose longer runs do not support its order in `below`.
 
     They are compared by pairs of seeds with the runs of the other arm: its longer ones, if there
-    are any, otherwise those of the last number of steps. Three seeds decide little. So where their
-    interval leaves the order open, the order is supported if at least half of the difference after
-    the last number of steps is left.
+    are any, otherwise those of the last number of steps. Because three seeds decide little, an
+    order that their interval leaves open is supported if at least half of the difference after the
+    last number of steps remains.
     """
     if not plan.get("below"):
         return []
@@ -419,7 +420,7 @@ def changed_orders(data: dict[str, Any], plan: dict[str, Any]) -> list[str]:
             word = decided(mine, theirs, paired=True)
             left = sum(theirs) - sum(mine)
         if word != "behind" and not left >= (sum(earlier) - sum(before)) / 2 > 0:
-            means = " beside ".join(f"{sign * sum(x) / len(x):.3g}" for x in (mine, theirs))
+            means = " against ".join(f"{sign * sum(x) / len(x):.3g}" for x in (mine, theirs))
             found.append(
                 f"`below` places {arm} below {other}; after {LONGER * steps:,} steps it is {word} "
                 f"({metric} {means}, {len(mine)} seeds)"
@@ -434,21 +435,21 @@ def command(
     text: str | None,
     arguments: Sequence[str] | None,
 ) -> int:
-    """Run what a command line asks for of the module `prefix`, write it, and print its tables."""
+    """Run the experiments that a command line names, write their records, print their tables."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments.{prefix}", description=text)
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"one or more of {', '.join(experiments)}; default, all",
+        help=f"one or more of {', '.join(experiments)}; default: all",
     )
     add = parser.add_argument
     add("--workers", type=int, default=1, help="number of processes (default 1)")
-    add("--keep", action="store_true", help="reuse the runs of the record; run what it lacks")
+    add("--keep", action="store_true", help="reuse recorded runs, and make the missing ones")
     asked = parser.parse_args(arguments)
     names = asked.names or list(experiments)
     if unknown := [name for name in names if name not in experiments]:
-        parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(experiments)}")
+        parser.error(f"names has {', '.join(unknown)}; expected some of {', '.join(experiments)}")
     torch.set_num_threads(1)
     refused = False
     for name in names:

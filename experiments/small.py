@@ -1,7 +1,7 @@
 """Train the small model of chapter 1: ``python -m experiments.small``.
 
-An hour and a half on one thread of a CPU. A run that has finished is not repeated. The results go
-to the records, from where chapter 1 reads them.
+This takes an hour and a half on one thread of a CPU. Finished runs are not repeated. The results
+are written to the records, from which chapter 1 reads them.
 """
 
 from __future__ import annotations

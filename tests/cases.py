@@ -1,4 +1,4 @@
-"""A mechanism of the registry on random tensors, as the contract has them, for other tests."""
+"""The cases of the contract, each a mechanism on random tensors, for other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Settings and fixtures that the test files share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# Only jsonschema looks for it, and importing it takes longer than PyTorch.
+# Only jsonschema imports this module, and the import takes longer than that of PyTorch.
 sys.modules.setdefault("rfc3987_syntax", None)
-# Without a GPU, kernels run in Triton's interpreter, which has to be known before they are defined.
+# Without a GPU, kernels run in Triton's interpreter; Triton reads this when it defines them.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -24,28 +24,28 @@ ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disabl
     --disable-background-networking --disable-component-update""".split()
 
 
-# Longest first: no worker ends alone with one of them, nor steals half of a file from another, for
-# which it would make the file's fixtures again.
+# Longest first, so that none of them is left to the last worker, and no worker takes over half of a
+# file from another, which would set up the file's fixtures twice.
 LONGEST = """course book standin ledger_page notebooks workers pdf references new protocol execute
     set_up slides versions kernels_compiled""".split()
 
 
 @pytest.hookimpl(optionalhook=True)  # xdist may be off
 def pytest_xdist_auto_num_workers():
-    """On two cores let a third worker compute while others wait for a kernel or for a browser."""
+    """Return 3 workers for two cores: one computes while others wait for a kernel or browser."""
     return 3 if os.cpu_count() == 2 else None
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest or share what takes long to make."""
+    """Sort the tests: slow files, and those with slow shared fixtures, come first."""
     rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def pytest_collection_finish():
-    """Spare the garbage collector and keys of stored runs what the tests are made of.
+    """Exclude the tests from garbage collection and from the keys of stored runs.
 
-    A key contains all modules of the user's: of this process, those of every test file.
+    A key contains all modules of the user, which in this process are all test files.
     """
     gc.collect()
     gc.freeze()
@@ -55,23 +55,23 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def no_short_forms(monkeypatch):
-    """Let short sequences run the forms of long ones."""
+    """Make short sequences use the forms for long ones."""
     monkeypatch.setattr(convention, "HAS_SHORT_FORMS", False)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch, no_short_forms):
-    """Let 9 keys need several blocks of queries, one of them not whole, and two heads at a time."""
+    """Make 9 keys need several blocks of queries, one of them partial, for two heads at a time."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * 9 * 2)
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """Start the browser once per worker: Playwright allows no second one beside it."""
+    """Start one browser per worker, because Playwright allows no second one beside it."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip("NO BROWSER: install chromium, or else NOTHING of what readers see is tested")
+        pytest.skip("NO BROWSER: THE PAGES ARE NOT TESTED AS READERS SEE THEM; install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""What several test files of attention share: marks, inputs, gradients, comparisons."""
+"""Marks, inputs, gradients and comparisons that several test files of attention share."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ needs_inductor = pytest.mark.skipif(
     " " in sys.prefix, reason="NOT TESTED: INDUCTOR CANNOT COMPILE IN A PATH WITH A SPACE"
 )
 
-NO_TRITON = "NO TRITON HERE THAT KERNELS ARE TESTED ON: THEY ARE NOT TESTED"
+NO_TRITON = "KERNELS ARE NOT TESTED: TRITON IS MISSING OR TOO OLD"
 needs_triton = pytest.mark.skipif(not kernels.available(), reason=NO_TRITON)
-# What rehearses a GPU in Triton's interpreter: beside a GPU, conftest.py leaves the compiler on.
+# For tests that imitate a GPU in Triton's interpreter, which conftest.py sets only without a GPU.
 needs_interpreter = pytest.mark.skipif(
-    not kernels.uses_interpreter(), reason="NO INTERPRETER, AS THERE IS A GPU, OR NO TRITON"
+    not kernels.uses_interpreter(), reason="NOT TESTED: KERNELS DO NOT RUN IN TRITON'S INTERPRETER"
 )
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
@@ -47,12 +47,12 @@ every_causal_mechanism = pytest.mark.parametrize(
 
 
 def qkv(leading=(B, H), n=N, m=M, d=D, dv=DV, **options):
-    """Queries (..., n, d), keys (..., m, d) and values (..., m, dv)."""
+    """Return queries (..., n, d), keys (..., m, d) and values (..., m, dv)."""
     return tensors((*leading, n, d), (*leading, m, d), (*leading, m, dv), **options)
 
 
 def assert_all_close(left, right, tol, what=""):
-    """Compare two lists of tensors: shapes, dtypes and values."""
+    """Assert that two lists of tensors agree in shapes, dtypes and values."""
     assert len(left) == len(right), what
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         assert a.shape == b.shape and a.dtype == b.dtype, f"{what} [{i}]"
@@ -62,28 +62,28 @@ def assert_all_close(left, right, tol, what=""):
 
 
 def takes_no_bias(name):
-    """Whether keys have no score each: then a floating mask only says who is there: 0 or -inf."""
+    """Return whether a mechanism adds no mask to scores: floating masks contain only 0 and -inf."""
     return not MECHANISMS[name].biased
 
 
 def additive(mask, bias=0.0):
-    """The floating mask of a boolean one, as nn.TransformerEncoderLayer makes it."""
+    """Return a boolean mask as a floating one, as nn.TransformerEncoderLayer converts it."""
     return torch.zeros(mask.shape, dtype=torch.float64).add(bias).masked_fill(~mask, -math.inf)
 
 
 def with_gradients(form, inputs, **options):
-    """`output_and_gradients`, of those options too that are tensors and ask for a gradient."""
+    """Return `output_and_gradients`, also for options that are tensors with `requires_grad`."""
     learned = {k: x for k, x in options.items() if isinstance(x, torch.Tensor) and x.requires_grad}
 
     def function(q, k, v, *values):
-        zero = 0 * sum(x.sum() for x in values)  # what cancels, gets a zero for a gradient
+        zero = 0 * sum(x.sum() for x in values)  # an option that cancels gets a zero gradient
         return form(q, k, v, **{**options, **dict(zip(learned, values, strict=True))}) + zero
 
     return output_and_gradients(function, [*inputs, *learned.values()])
 
 
 def assert_learns(layer, x, what, **options):
-    """Some steps towards the identity make the loss fall, and change every parameter."""
+    """Assert that ten steps towards the identity reduce the loss and change every parameter."""
     x = x.detach()
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     before, losses = [p.detach().clone() for p in layer.parameters()], []

@@ -1,4 +1,4 @@
-"""A tiny model, data and loss of every kind, for the tests of the trainer and of the tasks."""
+"""Tiny models, data and losses of every kind for the tests of the trainer and the tasks."""
 
 import torch
 
@@ -25,7 +25,7 @@ def weights(model):
 
 
 def series(n=24, seed=0):
-    """Two classes that differ in the mean of one channel; lengths from 3 to 6."""
+    """Return series of two classes that differ in the mean of one channel; lengths 3 to 6."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(n) % 2
     x = torch.randn(n, 6, 3, generator=generator)
@@ -35,7 +35,7 @@ def series(n=24, seed=0):
 
 
 def images(n=24, seed=0):
-    """Two classes that differ in one patch of six; no padding."""
+    """Return images of two classes that differ in one of six patches, without padding."""
     y = torch.arange(n) % 2
     x = torch.randn(n, 6, 4, generator=torch.Generator().manual_seed(seed))
     x[:, 2] += 2.0 * y[:, None]
@@ -43,7 +43,7 @@ def images(n=24, seed=0):
 
 
 def scenes(n=24, seed=0):
-    """A bright square in one of four quarters, and in some a dark one in another: two classes."""
+    """Return scenes: a bright square in one quarter and, in two of three, a dark one in another."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(n)])
     corners = 8 * torch.stack([places % 2, places // 2], -1)  # (n, 2, 2)
@@ -59,7 +59,7 @@ def scenes(n=24, seed=0):
 
 
 def text(n=500, seed=0):
-    """Bytes of which each is the one before, or the next of three: 1 bit each."""
+    """Return bytes that each repeat the last byte or are the next of three: 1 bit per byte."""
     steps = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
     return (97 + steps.cumsum(0) % 3).to(torch.uint8)
 
@@ -88,7 +88,7 @@ def detector(seed=0, **changes):
     return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
 
 
-# --- Everything that `fit` takes: model, train and test of a size, loss, what the loss reports ----
+# --- What `fit` takes: model, batches of n examples, loss; and the numbers that the loss reports --
 
 KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),
@@ -101,4 +101,4 @@ KINDS = {
         {"loss", "class", "l1", "giou"},
     ),
 }
-SMALL = 8  # of 24 examples: 3 batches
+SMALL = 8  # batch size: 24 examples make 3 batches

@@ -1,4 +1,4 @@
-"""Where the tests find the checkout, its settings, and the built book."""
+"""Paths and settings of the checkout and of the built book."""
 
 import tomllib
 from pathlib import Path

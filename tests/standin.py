@@ -1,16 +1,16 @@
 """A device without hardware, "standin", on which code fails where it would fail on a GPU.
 
-Its tensors hold tensors of the CPU. Each operation refuses to mix the two devices, unwraps its
-arguments, runs on the CPU, and wraps the result; a value that Python asks for, for which a GPU
-would have to finish its work, is counted as a synchronisation. PyTorch's fused attention is one
-operation, as on a GPU. It measures no time, and neither `torch.compile` nor kernels run on it.
+Its tensors are wrappers of CPU tensors. Each operation refuses to mix the two devices, unwraps its
+arguments, runs on the CPU, and wraps the result. If Python reads a value for which a GPU would have
+to finish its work, a synchronisation is counted. PyTorch's fused attention is one operation, as on
+a GPU. No time is measured, and neither `torch.compile` nor kernels run on this device.
 
-Import it before anything computes a gradient, in a process of its own, as it changes PyTorch:
-``tests/test_standin.py`` starts one. As a command it runs chapters on this device::
+Import this module before any gradient is computed, in a separate process, because it changes
+PyTorch: ``tests/test_standin.py`` starts one. As a command it runs chapters on the device::
 
     python tests/standin.py 04_three_attentions 12_primal_attention
 
-For each it prints how many operations and synchronisations it took, or where it failed; the exit
+For each chapter it prints the numbers of operations and synchronisations, or the error; the exit
 status is the number of chapters that failed. Without a name it runs every page that has code.
 """
 
@@ -33,14 +33,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "standin"
 CPU = torch.device("cpu")
 ASKS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique"}
-ASKS |= {"_unique2", "unique_dim", "unique_consecutive"}  # operations whose result Python waits for
+ASKS |= {"_unique2", "unique_dim", "unique_consecutive"}  # operations whose results Python awaits
 MAY_MIX = {"copy_", "_copy_from", "_to_copy", "index", "index_put_", "_index_put_impl_"}
 counts = collections.Counter(operations=0, synchronisations=0)
-places = collections.Counter()  # where a synchronisation was asked for
+places = collections.Counter()  # the lines of code that caused synchronisations
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What PyTorch expects of ``torch.standin``."""
+    """The functions that PyTorch expects in ``torch.standin``."""
 
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
@@ -62,7 +62,7 @@ backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
 
 
 class StandIn(Tensor):
-    """A tensor of the device "standin"; `raw` is the tensor of the CPU that it holds."""
+    """A tensor on the device "standin"; `raw` is the CPU tensor that it wraps."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -92,7 +92,7 @@ class StandIn(Tensor):
     __array__ = numpy
 
     def __reduce_ex__(self, protocol):
-        return self.raw.__reduce_ex__(protocol)  # a file has numbers; a reader moves them
+        return self.raw.__reduce_ex__(protocol)  # a file stores the CPU tensor
 
     def __getitem__(self, index):
         return super().__getitem__(with_tensors(index))
@@ -102,19 +102,19 @@ class StandIn(Tensor):
 
 
 def with_tensors(index):
-    """Return an index with tensors for lists, which C++ would make of them."""
+    """Return an index with its lists converted to tensors, as C++ would convert them."""
     if isinstance(index, tuple):
         return tuple(torch.tensor(x) if isinstance(x, list) else x for x in index)
     return torch.tensor(index) if isinstance(index, list) else index
 
 
 def here(device):
-    """Whether a device is this one."""
+    """Return whether a device is the stand-in."""
     return device is not None and torch.device(device).type == NAME
 
 
 def synchronise():
-    """Count that Python waits for the device, and where."""
+    """Count a synchronisation, and the line of the library that caused it."""
     counts["synchronisations"] += 1
     own = [f for f in traceback.extract_stack() if "derived_attention" in f.filename]
     if own:
@@ -122,8 +122,8 @@ def synchronise():
 
 
 def waits(name, args, kwargs, ours, foreign, to_cpu):
-    """Whether CUDA would let Python wait until all earlier work of the device is done."""
-    if name in ("_to_copy", "copy_", "_copy_from"):  # from one device to the other
+    """Return whether CUDA would make Python wait for all earlier work of the device."""
+    if name in ("_to_copy", "copy_", "_copy_from"):  # copies between the devices
         asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         crosses = bool(foreign) or to_cpu or not ours or not isinstance(args[0], StandIn)
         return crosses and (to_cpu or not asked)
@@ -135,14 +135,14 @@ def waits(name, args, kwargs, ours, foreign, to_cpu):
 
 
 def run(operation, args, kwargs):
-    """Run an operation on what its arguments hold."""
+    """Run an operation on the CPU tensors of its arguments; return its wrapped result."""
     counts["operations"] += 1
     name = operation._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     ours = [x for x in tensors if isinstance(x, StandIn)]
     foreign = [x for x in tensors if not isinstance(x, StandIn) and x.dim() > 0]
     if ours and foreign and name not in MAY_MIX:
-        raise RuntimeError(f"tensors are on {NAME}:0 and on cpu, in {name}; expected one device")
+        raise RuntimeError(f"{name} has tensors on {NAME}:0 and on cpu; expected one device")
     to_cpu = name == "_to_copy" and kwargs.get("device") is not None and not here(kwargs["device"])
     if waits(name, args, kwargs, ours, foreign, to_cpu):
         synchronise()
@@ -159,7 +159,7 @@ def run(operation, args, kwargs):
             return x
         if id(x) not in known:
             return StandIn(x)
-        if known[id(x)].shape != x.shape:  # a wrapper cannot grow with what it holds
+        if known[id(x)].shape != x.shape:  # the shape of a wrapper is fixed
             raise NotImplementedError(f"{operation} changes the size of its argument")
         return known[id(x)]
 
@@ -169,7 +169,7 @@ def run(operation, args, kwargs):
 
 
 def raw(x):
-    """Return what is to be given to the CPU for an argument."""
+    """Return an argument as the operation on the CPU takes it."""
     if isinstance(x, StandIn):
         return x.raw
     return CPU if isinstance(x, torch.device) and x.type == NAME else x
@@ -177,11 +177,11 @@ def raw(x):
 
 library = torch.library.Library("_", "IMPL")
 library.fallback(lambda operation, *args, **kwargs: run(operation, args, kwargs), "PrivateUse1")
-library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # casts nothing
+library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast casts nothing
 
 
 def maker(operation):
-    """Make a tensor on the CPU and wrap it; C++ would fill an empty one, whose shape is known."""
+    """Return `operation` on the CPU: C++ would resize an empty wrapper, whose shape is fixed."""
     return lambda *args, **kwargs: run(operation, args, kwargs)
 
 
@@ -191,11 +191,11 @@ for overload in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):
     operation = getattr(getattr(torch.ops.aten, packet), kind or "default")
     made_here.impl(overload, maker(operation))
 
-# --- what C++ makes without asking the device -----------------------------------------------------
+# --- tensors that C++ makes without calling the device --------------------------------------------
 
 
 def made_on_cpu(make):
-    """Let a function that makes tensors of numbers make them on the CPU, and move them."""
+    """Return a function that makes a tensor from numbers on the CPU, and then moves it."""
 
     @functools.wraps(make)
     def made(*args, device=None, requires_grad=False, **kwargs):
@@ -232,7 +232,7 @@ _sdpa = F.scaled_dot_product_attention
 def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """PyTorch's attention; on this device by the CPU's fused kernel, where a GPU has one."""
+    """Compute PyTorch's attention, here by the CPU's fused kernel wherever a GPU has one."""
     tensors = query, key, value
     fused = all(isinstance(x, StandIn) and x.dim() == 4 and x.stride(-1) == 1 for x in tensors)
     if not fused or dropout_p or (attn_mask is not None and attn_mask.requires_grad):
@@ -255,7 +255,7 @@ F.scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attentio
 
 @contextlib.contextmanager
 def counting():
-    """Count operations and synchronisations in a with block."""
+    """Reset the counts, and yield them: they count what happens in a with block."""
     counts.update(operations=-counts["operations"], synchronisations=-counts["synchronisations"])
     places.clear()
     yield counts
@@ -265,7 +265,7 @@ def counting():
 
 
 def run_chapter(path):
-    """Run the code of a page, with this device in the place of a GPU."""
+    """Run the code of a page; raise RuntimeError with the cell that fails."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -288,21 +288,21 @@ def run_chapter(path):
 
 
 def computing_there(measured):
-    """Refuse to measure a function that runs nothing on the device that its caller names."""
+    """Wrap `measured` to raise RuntimeError if `fn` runs nothing on the stand-in, its `device`."""
 
     @functools.wraps(measured)
     def refusing(fn, *, device):
         before = counts["operations"]
         found = measured(fn, device=device)
         if here(device) and counts["operations"] == before:
-            raise RuntimeError(f"fn runs nothing on {NAME}; a GPU's memory would be read as 0")
+            raise RuntimeError(f"fn runs nothing on {NAME}; expected an operation on that device")
         return found
 
     return refusing
 
 
 def main(names):
-    """Run chapters; return how many failed."""
+    """Run chapters, or all pages with code, on the stand-in; return how many failed."""
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root / "_ext"), str(root)]
     import dataclasses

@@ -1,8 +1,8 @@
-"""What has to run on the device of `standin`; `test_standin` runs this in a process of its own."""
+"""Tests on the device of `standin`; `test_standin` runs them in a separate process."""
 
 from __future__ import annotations
 
-import standin  # first, as it changes PyTorch  # isort: skip
+import standin  # first, because it changes PyTorch  # isort: skip
 
 import copy
 
@@ -24,7 +24,7 @@ DEVICE = torch.device(standin.NAME)
 
 
 def moved(x):
-    """A copy on the device, which asks for a gradient where the original does."""
+    """Return a copy on the device, with the `requires_grad` of the original."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach().to(DEVICE).requires_grad_(x.requires_grad)
@@ -45,13 +45,13 @@ def test_the_device_refuses_to_mix_and_counts_what_waits():
         x.numpy()
     waiting = {
         "a number": lambda: x[0].item(),
-        "a truth": lambda: bool((x > 0).all()),
+        "a truth value": lambda: bool((x > 0).all()),
         "a copy to the CPU": lambda: x.cpu(),
         "a copy from the CPU": lambda: y.to(DEVICE),
-        "numbers of Python": lambda: torch.tensor([1.0, 2.0], device=DEVICE),
+        "a list of numbers": lambda: torch.tensor([1.0, 2.0], device=DEVICE),
         "a list as an index": lambda: x[[0, 2]],
-        "as many as are True": lambda: x[x > 0],
-        "their places": lambda: x.nonzero(),
+        "a boolean index": lambda: x[x > 0],
+        "the indices of nonzero entries": lambda: x.nonzero(),
     }
     for what, ask in waiting.items():
         with standin.counting() as counts:
@@ -73,7 +73,7 @@ def test_the_device_refuses_to_measure_what_runs_on_the_cpu():
         peak(lambda: x + 1, device=DEVICE)
 
 
-# Of a mechanism, causal or not, that chooses its way by the numbers it is given.
+# Synchronisations of the mechanisms, causal or not, whose computation depends on their inputs.
 ASK_FOR_NUMBERS = {("performer", True): 1, ("smgk", True): 2, ("smgk", False): 2}
 
 # --- every mechanism, layer, model and plug -------------------------------------------------------
@@ -81,13 +81,13 @@ ASK_FOR_NUMBERS = {("performer", True): 1, ("smgk", True): 2, ("smgk", False): 2
 
 @every_mechanism
 def test_mechanism(name):
-    """Values and gradients of q, k, v, parameters and masks are those of the CPU."""
+    """Compare outputs and the gradients of q, k, v, parameters and masks with those on the CPU."""
     keep = boolean(23)
     masks = [{"attn_mask": keep}, {"attn_mask": added(Case(name).entry, keep)}]
     if MECHANISMS[name].any_mask:
         masks.append({"attn_mask": boolean(21, 23)})
     for options in variants(Case(name).entry, {}, *masks, {"dropout_p": 1.0}):
-        kinds = ((torch.float64, 1e-8), (torch.float32, 1e-2))  # what masks do is one dtype's
+        kinds = ((torch.float64, 1e-8), (torch.float32, 1e-2))  # masks are tested in float64 only
         for dtype, tol in kinds[: 1 + ("attn_mask" not in options)]:
             case = Case(name, leading=(2, 4), dtype=dtype, **options)
             if case.entry.square and "attn_mask" in options:
@@ -131,7 +131,7 @@ def test_functions_beside_the_mechanisms():
 
 
 def test_functions_that_cut_sequences_there():
-    """The sums of 64 tokens at a time, and Performer's segments, which grow."""
+    """Test running sums in chunks of 64 tokens, and Performer's segments of growing length."""
     for n in (0, 1, 64, 150):
         x = torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
         results = []
@@ -149,7 +149,7 @@ def test_functions_that_cut_sequences_there():
         there = copy.copy(case)
         there.tensors = {key: moved(x) for key, x in case.tensors.items()}
         expected = case.results("reference")
-        assert_all_close(back(there.results()), expected, 1e-7, f"keys {growth} times as long")
+        assert_all_close(back(there.results()), expected, 1e-7, f"keys {growth} times as large")
 
 
 @every_mechanism
@@ -160,7 +160,7 @@ def test_layer(name):
     calls += [{"is_causal": True}, {"is_causal": True, "key_padding_mask": GONE}] * entry.causal
     for given in calls:
         if name == "conv1d" and "is_causal" in given:
-            continue  # its layer is told when it is made
+            continue  # its layer takes `causal` when it is made
         given = {"need_weights": False} | given
         results = []
         on_device = {key: moved(value) for key, value in given.items()}
@@ -189,7 +189,7 @@ def test_models(name):
 
 
 def test_plugs():
-    """Every mechanism in one model of theirs, and softmax in all of them."""
+    """Run every mechanism in one model of the other libraries, and softmax in all three."""
     import test_plugs as theirs
 
     from derived_attention import plugs
@@ -213,14 +213,14 @@ def test_plugs():
 
 # --- training -------------------------------------------------------------------------------------
 
-# What a step waits for: the steps that are real are picked; boxes are matched on the CPU.
-PER_STEP = {"steps": 3, "scenes": 8}
-PER_EPOCH = 2  # were all losses finite, and what are the numbers; a detector has them already
+# How often a step waits for the device: a detector's boxes are matched on the CPU.
+PER_STEP = {"scenes": 8}
+PER_EPOCH = 2  # to test for finite losses, and to read the numbers, which a detector already has
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit(kind):
-    """It learns what it learns on the CPU, and no step waits for the device."""
+    """Training gives the numbers of the CPU, and steps wait only as often as `PER_STEP` says."""
     make_model, data, loss, _ = KINDS[kind]
     histories = []
     for device in ("cpu", DEVICE):

@@ -1,4 +1,4 @@
-"""The benchmark: what it times is what the pages derive, and what it writes is whole."""
+"""The benchmark: it times the forms that the pages derive, and its results are complete."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_the_command_writes_a_file_for_each_case_and_prints_tables(tmp_path, cap
     ("arguments", "message"),
     [
         (["--cases", "linear", "quadratic"], "invalid choice: 'quadratic'"),
-        (["--lengths", "0"], "'0' is no whole number above 0"),
-        (["--rounds", "1.5"], "'1.5' is no whole number above 0"),
-        (["--dims", "-8"], "'-8' is no whole number above 0"),
+        (["--lengths", "0"], "'0' is not a whole number above 0"),
+        (["--rounds", "1.5"], "'1.5' is not a whole number above 0"),
+        (["--dims", "-8"], "'-8' is not a whole number above 0"),
         (["--peers", "nobody"], "invalid choice: 'nobody'"),
     ],
 )
@@ -120,7 +120,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     assert measured("--lengths", "1024", "1024") == set(CASES)
     assert measured("--dims", "64") == set(CASES) and libraries == [(LIBRARIES, None, True)]
-    assert not list(tmp_path.iterdir()), "a trial writes nothing"
+    assert not list(tmp_path.iterdir()), "a trial run must write nothing"
     assert measured("--cases", "window", "bn") == {"window", "bn"} and not libraries
     assert measured() == set(CASES) - {"window", "bn"}
     assert libraries == [(LIBRARIES, tmp_path / HERE, False)]
@@ -134,7 +134,7 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     before = {path: path.read_bytes() for path in tmp_path.glob("*/*.json")}
     assert measured() == {"mgk", "bn"}
     changed = {path.stem for path in before if path.read_bytes() != before[path]}
-    assert changed == {"bn", "sh"}, "new names and goals take no time"
+    assert changed == {"bn", "sh"}, "new names and goals need no new measurement"
     assert json.loads((tmp_path / HERE / "sh.json").read_text("utf8"))["label"] == "another"
     file = tmp_path / HERE / "conv1d.json"
     data = json.loads(file.read_text("utf8"))
@@ -144,13 +144,13 @@ def test_only_what_has_no_results_for_its_settings_is_measured(tmp_path, monkeyp
     capsys.readouterr()
     assert measured() >= {"conv1d", "window", "window_causal", "strided"} and "bn" not in asked
     lines = capsys.readouterr().err.splitlines()
-    assert f"to measure: {HERE}/window, as the code has changed" in lines
-    assert f"to measure: {HERE}/conv1d, as the file does not name the code" in lines
+    assert f"to measure: {HERE}/window, because the code has changed" in lines
+    assert f"to measure: {HERE}/conv1d, because the file does not name the code" in lines
     assert measured() == set()
 
 
 def test_code_is_that_of_a_form_without_comments(monkeypatch):
-    name = "derived_attention.linear.triton"  # which mixtures of linear kernels reach
+    name = "derived_attention.linear.triton"  # also used by mixtures of linear kernels
     before = {case: run.code(CASES[case]) for case in ("linear", "mlk", "window")}
     changes = {
         "\n# a comment\n": set(),
@@ -186,7 +186,7 @@ def test_what_is_compared_and_is_not_the_registry_s_is_one_formula(name):
 
 
 def test_an_unknown_mechanism_is_not_measured():
-    with pytest.raises(SystemExit, match="'--help' is no mechanism; expected some of softmax"):
+    with pytest.raises(SystemExit, match="'--help' is not a mechanism; expected some of softmax"):
         small_sizes.main(["--help"])
 
 
@@ -194,7 +194,7 @@ def test_an_unknown_mechanism_is_not_measured():
 def test_what_is_short_at_small_sizes_computes_the_same(name, monkeypatch):
     monkeypatch.setattr(small_sizes, "BATCH", 2)
     for is_causal in (False, True):
-        row = small_sizes.compare(name, is_causal, 64, rounds=1)  # it compares all outputs
+        row = small_sizes.compare(name, is_causal, 64, rounds=1)  # raises if outputs differ
         assert row["beside"] in ("formula", "SDPA") and row["ratio"]["median"] > 0
 
 
@@ -237,7 +237,7 @@ def test_every_round_calls_everything_once_in_changing_order():
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
     taken = run.time_rounds(calls, 6)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert len(rounds) == 7, "one round more, that does not count"
+    assert len(rounds) == 7, "one more round, which does not count"
     assert {"".join(sorted(r)) for r in rounds} == {"abc"} and len(set(rounds)) > 1
     assert {name: len(seconds) for name, seconds in taken.items()} == dict.fromkeys("abc", 6)
 
@@ -275,9 +275,9 @@ def test_a_peer_that_differs_does_as_it_says(peers):
     ours = linear_attention(q, k, v, is_causal=True, feature_map=torch.exp)
     assert (form(q, k, v, bucket=1) - ours).abs().max() <= 1e-10
     another = torch.cat([v[..., :64, :], -v[..., 64:, :]], -2)
-    assert torch.equal(form(q, k, v), form(q, k, another)), "nobody sees the last 64"
+    assert torch.equal(form(q, k, v), form(q, k, another)), "no query attends to the last 64 keys"
     assert not torch.equal(form(q, k, v, bucket=1), form(q, k, another, bucket=1))
-    # Landmarks that are the tokens, four times each, leave nothing to approximate.
+    # Each key occurs four times in a row, so the landmarks are the keys, and the result is exact.
     k = torch.randn(1, 8, 128, 64, dtype=torch.float64).repeat_interleave(4, -2)
     v = torch.randn_like(k)
     exact = torch.nn.functional.scaled_dot_product_attention(3 * k, k, v)
@@ -335,14 +335,14 @@ def test_committed_results_are_whole_and_of_the_cases_as_they_are(folder):
         assert same and not old, f"{path.name}: run python -m benchmarks"
         assert data["rounds"] >= 7 and data["device"] == "cpu" and data["machine"]["gpu"] is None
         assert folder.name == report.slug(data["machine"])
-        assert not re.search(r"(?<!\w)/\w+/", text), "no path of the machine belongs there"
+        assert not re.search(r"(?<!\w)/\w+/", text), "results must contain no path of the machine"
         growth = {(x["form"], x["mode"]): x["bytes"][1] / x["bytes"][0] for x in data["memory"]}
-        assert max(growth["fast", mode] for mode in report.MODES) < 2.5, "a line, not a matrix"
-        # 4, less what it has beside the matrix: Luna's 128 packed keys count at N = 2048.
-        # Where each query has a (D, D) matrix of its own, that is more than the (N, N) one; the
-        # delta rule's formula has no other.
+        assert max(growth["fast", mode] for mode in report.MODES) < 2.5, "memory must grow like N"
+        # The growth is 4, less for other memory: Luna's 128 packed keys count at N = 2048. If each
+        # query has its own (D, D) matrix, these are larger than the (N, N) matrix; the delta rule's
+        # formula stores no other.
         own = path.stem in ("ridge", "ridge_causal", "lasso_causal", "delta", "delta_causal")
-        assert growth["reference", report.MODES[0]] > (1.9 if own else 3.3), "it stores a matrix"
+        assert growth["reference", report.MODES[0]] > (1.9 if own else 3.3), "no matrix is stored"
 
 
 @pytest.mark.parametrize("folder", MACHINES, ids=lambda folder: folder.name)
@@ -401,8 +401,8 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
     assert [row[0] for row in memory[1][:2]] == ["SDPA, twice the heads", CASES["mgk"].label]
     assert re.fullmatch(r"[\d.]+ MiB, ×\d\.\d", memory[1][1][2])
     beside, *factors = (row[-1] for row in memory[1])
-    assert beside == "", "of other lengths"
-    assert min(map(float, factors)) >= 40, "what O(N) saves at N = 4096"
+    assert beside == "", "the baseline has no factor: its two lengths differ"
+    assert min(map(float, factors)) >= 40, "O(N) memory must save a factor of 40 at N = 4096"
     assert all(re.fullmatch(r"[\d.]+ GiB, ×[34]\.\d", row[5]) for row in memory[1][1:])
     for made in (report.time_table(measured), memory, (header, rows)):
         check_shape(made)
@@ -412,7 +412,7 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     amd = {
         name: copy.deepcopy(measured["amd-epyc"][name]) for name in ("linear_causal", "bn_causal")
     }
-    for data in amd.values():  # whatever was measured
+    for data in amd.values():  # so that measured ratios do not matter
         for row, ratio in zip(data["times"][2:4], (0.119, 0.149), strict=True):
             row["ratio"]["median"] = ratio
     intel, cuda = (copy.deepcopy(amd) for _ in range(2))
@@ -443,7 +443,7 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     assert all(linear[4:]) and all(bn[4:8]) and bn[8:] == [""] * 4
     assert re.fullmatch(r"1 = \d+ ms to 1.50 s", baseline[6])
     gpu = report.time_table({"nvidia-h200": cuda}, ["linear_causal"])
-    assert gpu[1][1][3] == "", "no goal for a GPU"
+    assert gpu[1][1][3] == "", "goals are for CPUs only"
     rounds = amd["bn_causal"]["rounds"]
     assert f"threads: 1; B = 1, H = 8, D = 64; medians of {rounds} rounds" in report.caption(amd)
     assert report.caption(cuda).startswith("NVIDIA H200; B = 1, H = 8, D = 64;")

@@ -46,7 +46,7 @@ def is_of_the_five(item):
 def test_the_inventory_has_the_shared_one_and_what_has_no_number():
     shared = ROOT.parent / "shared" / "inventory.csv"
     ours = claims.inventory()
-    if shared.exists():  # outside this project's own machines there is only our copy
+    if shared.exists():  # only this project's own machines have the file
         for row in csv.DictReader(shared.read_text("utf8").splitlines()):
             assert ours[row["id"]] | {"role": ""} == {
                 "kind": row["kind"], "topic": row["topic"], "role": "",
@@ -212,7 +212,7 @@ def test_the_readme_counts_as_the_ledger_does(five):
     counts, text = claims.count(five), " ".join((ROOT / "README.md").read_text("utf8").split())
     said = [f"{counts['testable']} numbered statements", f"{counts['errors']} distinct errors"]
     said.append(f"{counts['unnumbered errors']} more in sentences and tables without a number")
-    assert all(words in text for words in said), f"README.md must say {said}"
+    assert all(words in text for words in said), f"README.md must contain {said}"
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_the_api_needs_only_what_the_book_installs():
     names = re.findall(r"automodule:: (\S+)", text)
     modules = " ".join(re.findall(r"{modules} (.*)", text)).split()
     names += [f"{registry.PACKAGE}.{module}" for module in modules]
-    # Triton comes with PyTorch's builds for CUDA, and with the tests' tools; `make book` has none.
+    # PyTorch's builds for CUDA and the tests' tools include Triton; `make book` does not.
     code = "import importlib, sys; sys.modules['triton'] = None\n"
     code += "for name in sys.argv[1:]: importlib.import_module(name)"
     subprocess.run([sys.executable, "-c", code, *names], check=True)
@@ -320,13 +320,13 @@ def test_a_page_between_chapters_has_a_letter_and_shifts_no_chapter():
     assert book.number("book/A_plugs") == "A" and book.number("book/glossary") is None
     names = ("book/positions", "book/audit_wavelets", "book/02_duality", "book/A_plugs")
     assert [book.short_name(page) for page in names] == ["ch. P", "audit III", "ch. 2", "app. A"]
-    assert not set(book.LETTERS.values()) & set("ABCDE"), "the letters of appendices"
+    assert not set(book.LETTERS.values()) & set("ABCDE"), "A to E are the letters of appendices"
 
 
 def test_launch_buttons_appear_just_when_there_is_a_repository():
     page = (HTML / "book" / "01_attention.html").read_text("utf8")
     assert ("colab.research" in page) == bool(book.repository()[0])
-    assert "executablebooks/jupyter-book" not in page, "Jupyter Book's default repository"
+    assert "executablebooks/jupyter-book" not in page, "a link to Jupyter Book's repository"
 
 
 def test_a_page_takes_a_report_of_its_mistakes_if_there_is_a_repository(monkeypatch):
@@ -367,7 +367,7 @@ def test_the_repository_s_url_comes_from_the_environment_unless_only_the_committ
 
 
 def test_the_archive_holds_the_whole_site():
-    # Other tests read the pages meanwhile: the book as it is, whatever has changed since its build.
+    # Other tests read the pages meanwhile, so an outdated book must not be rebuilt here.
     command = [
         "make",
         "zip",
@@ -409,9 +409,9 @@ def test_audit_of_mixtures_shows_no_bound_that_an_explicit_mixture_beats():
     for width, least in np.array(shown, float):
         two = norm.pdf([x - apart, x + apart], scale=width).mean(0)  # components at ± apart
         best = np.abs(density - two).max(1).min()
-        assert least <= best, f"σ = {width}: {least} is shown, and a mixture misses by {best:.4f}"
+        assert least <= best, f"σ = {width}: the page shows {least}; a mixture has error {best:.4f}"
         near += best - least < 0.002
-    assert near > 10, "too far from the truth to tell which way a bound was rounded"
+    assert near > 10, "too few bounds are close enough to show which way they were rounded"
 
 
 def test_all_attentions_are_on_one_page_and_fit_it():

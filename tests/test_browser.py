@@ -1,7 +1,7 @@
-"""The built pages in a real browser, as a reader meets them: on a laptop, on a phone, in the dark.
+"""The built pages in a real browser, as readers see them: on a laptop, on a phone, in dark mode.
 
 Every check is a function from a loaded page to a list of problems. `test_defects_are_found` breaks
-a page on purpose and expects each of them to notice.
+a page on purpose and expects a report of each defect.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def web(origins):
 def page(browser):
     """Return an empty page without history, on a laptop in light mode."""
     size = {"width": 1280, "height": 900}
-    # Reduced motion: else checks would look into the middle of the theme's animations.
+    # Reduced motion, because checks would otherwise run in the middle of the theme's animations.
     with browser.new_context(viewport=size, reduced_motion="reduce") as context:
         context.set_default_timeout(15_000)
         page = context.new_page()
@@ -89,7 +89,7 @@ def watched(page, origin: str):
             problems.append(f"status {response.status}: {response.url}")
 
     def failed(request):
-        if request.failure != "net::ERR_ABORTED":  # the icon's, when a page changes its address
+        if request.failure != "net::ERR_ABORTED":  # of the icon, when the address changes
             problems.append(f"failed request: {request.url}")
 
     def said(message):
@@ -245,7 +245,7 @@ def stuck_sliders(page) -> list[str]:
         knob, seen = figure.locator("input[type=range]"), {}
         last = knob.get_attribute("max")
         for key, position in (("Home", "0"), ("ArrowRight", "1"), ("End", last)):
-            knob.press(key)  # takes the focus back, if a script of the theme has it
+            knob.press(key)  # also takes the focus back from a script of the theme
             moving = figure.locator("g[data-m]")
             drawing = moving.evaluate_all("nodes => nodes.map(node => node.innerHTML)")
             spoken = knob.get_attribute("aria-valuetext")
@@ -332,8 +332,8 @@ def barriers(page) -> list[str]:
         for (const node of document.querySelectorAll("pre")) node.textContent = node.textContent;
     }""")
     page.evaluate(AXE.read_text("utf8"))
-    options = {"resultTypes": ["violations"], "preload": False}  # no rule that runs reads styles
-    elsewhere = ("scrollable-region-focusable", "color-contrast")  # in `unreachable` and `faint`
+    options = {"resultTypes": ["violations"], "preload": False}  # no rule that runs needs styles
+    elsewhere = ("scrollable-region-focusable", "color-contrast")  # see `unreachable` and `faint`
     options["rules"] = {rule: {"enabled": False} for rule in elsewhere}
     result = page.evaluate("options => axe.run(document, options)", options)
     return [
@@ -380,7 +380,7 @@ def dead_links(pages: dict[str, Links], name: str) -> list[str]:
         path, anchor = unquote(urlsplit(path).path).lstrip("/"), unquote(anchor)
         if not (HTML / path).is_file():
             problems.append(f"{name}: no such file: {address}")
-        elif "=" in anchor:  # a choice of the ledger's rows
+        elif "=" in anchor:  # a filter of the ledger
             continue
         elif anchor and path in pages and (times := pages[path].ids.count(anchor)) != 1:
             problems.append(f"{name}: {times} anchors for {address}")
@@ -407,7 +407,7 @@ def test_page(page, origins, name):
     """
     with watched(page, origins["file"]) as problems:
         page.set_viewport_size({"width": 320, "height": 844})
-        first, last = ("light", "dark")[:: (-1) ** PAGES.index(name)]  # of which axe sees the last
+        first, last = ("light", "dark")[:: (-1) ** PAGES.index(name)]  # axe checks the last one
         page.emulate_media(color_scheme=first)
         visit(page, f"{origins['file']}{name}.html")
         problems += [f"folded: {found}" for found in overflowing(page)]
@@ -419,7 +419,7 @@ def test_page(page, origins, name):
         page.emulate_media(color_scheme=last)
         page.wait_for_function(f"document.documentElement.dataset.theme === '{last}'")
         problems += [f"{last}: {found}" for found in faint(page)]
-        problems += barriers(page)  # changes the page: last
+        problems += barriers(page)  # last, because it changes the page
     report(problems)
 
 
@@ -493,7 +493,7 @@ def test_search_leads_to_the_section(page, origins, scheme):
         page.wait_for_url("**/search.html?q=shell*game")
         found = page.locator("#da-found a")
         found.first.wait_for()
-        assert "ball" in page.inner_text("#da-found li p >> nth=0"), "no quotation"
+        assert "ball" in page.inner_text("#da-found li p >> nth=0"), "the result has no quotation"
         page.focus("main form.bd-search input")
         for _ in range(3):
             page.keyboard.press("Tab")
@@ -521,7 +521,7 @@ def test_search_follows_what_is_typed(page, web):
     page.fill("main form.bd-search input", "xyzzyq")
     page.locator("#da-found-count", has_text="Nothing found").wait_for()
     assert not page.locator("#da-found a").count()
-    page.reload()  # the address keeps the words
+    page.reload()  # the address contains the words
     page.locator("#da-found-count", has_text="xyzzyq").wait_for()
 
 
@@ -577,7 +577,7 @@ def test_tab_key_reaches_the_slider(page, web):
         page.keyboard.press("Tab")
         if page.evaluate(focused):
             return
-    pytest.fail("400 times Tab from the top of the page does not reach the slider")
+    pytest.fail("pressing Tab 400 times from the top of the page does not reach the slider")
 
 
 def test_a_wide_formula_is_reachable_and_shows_where_there_is_more(page, web):
@@ -616,7 +616,7 @@ def test_contents_follow_the_reader(page, web, width):
         const { top } = document.getElementById(id).getBoundingClientRect();
         return top >= 0 && top < innerHeight;
     }"""
-    for link in links if width == 1280 else links[1::4]:  # one script for every width
+    for link in links if width == 1280 else links[1::4]:  # the script is the same for every width
         page.evaluate("link => document.querySelector(link).scrollIntoView()", link)
         at_end = "scrollY + innerHeight > document.body.scrollHeight - 3"
         page.wait_for_function(f"String({active}) === {link!r} || {at_end}", timeout=2000)
@@ -631,12 +631,12 @@ def test_contents_follow_the_reader(page, web, width):
     page.wait_for_timeout(300)
     page.reload()
     page.wait_for_timeout(300)
-    assert page.evaluate(on_screen, links[-2][1:]), "a reload leads elsewhere"
+    assert page.evaluate(on_screen, links[-2][1:]), "a reload scrolls to another place"
 
 
 def test_links_to_claims_arrive(page, web, parsed):
     links = [link for link in parsed["book/ledger.html"].links if "#claim-" in link]
-    assert len(links) > 4, "the ledger links to no claim"
+    assert len(links) > 4, "the ledger must link to more than four claims"
     for link in links[:: len(links) // 4]:
         page.goto(f"{web}book/{link}")
         page.wait_for_timeout(300)
@@ -708,7 +708,7 @@ def test_paper_shows_what_the_screen_folds_and_of_solutions_those_that_were_open
     assert others and not any(solution.is_visible() for solution in others)
     assert page.locator("h1:visible").inner_text().startswith("5. Batch normalisation")
     boxes = page.locator("details.hide:not([open]):visible, .da-ctl:visible, .bd-header:visible")
-    assert not boxes.count(), "what only a click can use is on paper"
+    assert not boxes.count(), "the print shows controls that need a click"
 
 
 def test_paper_shows_folded_tables(page, web):
@@ -747,7 +747,7 @@ def test_sections_are_as_tall_as_they_say(page, web, width):
 
 def test_the_first_print_has_every_letter(page, web, tmp_path):
     """A command prints when a page counts as loaded, before anybody has looked at it."""
-    page.route("**/book.js*", lambda route: route.abort())  # which asks for all faces
+    page.route("**/book.js*", lambda route: route.abort())  # which loads all font faces
     visit(page, f"{web}book/11_singular_vectors.html")
     unfold(page)
     settle(page)
@@ -850,7 +850,7 @@ def test_ledger_is_filtered_by_keyboard(page, origins, scheme):
         assert shown(page) == chosen and "004.thm1" in chosen and len(chosen) < len(wrong)
         page.reload()
         settle(page)
-        assert shown(page) == chosen, "the address does not hold the choice"
+        assert shown(page) == chosen, "a reload must keep the filter in the address"
         page.locator(".da-filter button").focus()
         page.keyboard.press("Enter")
         page.wait_for_function("!location.hash")
@@ -872,7 +872,7 @@ def test_ledger_follows_its_address(page, web):
     assert shown(page) == rows.evaluate_all("a => a.map(r => r.id)")
     hidden = page.locator("tr.verdict-holds:not([id^='000.'])").first
     assert not hidden.is_visible()
-    page.evaluate(f"location.hash = '{hidden.get_attribute('id')}'")  # not filtered away
+    page.evaluate(f"location.hash = '{hidden.get_attribute('id')}'")  # an address shows hidden rows
     hidden.wait_for()
 
 

@@ -1,4 +1,4 @@
-"""How far it is from a public call to its first matrix product, in calls of our own functions."""
+"""The number of the library's calls between a public call and its first matrix product."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ ATTENDS = {"bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"}
 PRODUCTS = ATTENDS | {"mm", "addmm"}
 N, H, D = 64, 4, 16
 MOST = 20
-LONG = 600  # more tokens than a short form takes: forms by blocks call functions of their own
+LONG = 600  # too many tokens for a short form: forms by blocks call more functions
 MORE = {"window": 31, "strided": 42, "fixed": 33, "fmm": 40, "mra": 29, "mgk": 29, "hard_mgk": 54}
 
 
@@ -63,7 +63,7 @@ def test_a_mechanism_reaches_its_first_product_in_few_calls(name, N):
     entry = MECHANISMS[name]
     for is_causal in [False, True] if entry.causal else [False]:
         options = entry.options(N, H, D) | {"is_causal": is_causal}
-        entry.fast(*inputs(entry, N), **options)  # what is computed once is there
+        entry.fast(*inputs(entry, N), **options)  # fill the caches first
         names = calls_to_product(entry.fast, *inputs(entry, N), **options)
         most = MOST if N < LONG else MORE.get(name, MOST + 4)
         assert len(names) <= most, names

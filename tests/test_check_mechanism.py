@@ -1,4 +1,4 @@
-"""`check_mechanism` bites: a mistake breaks the promise that it is about, and no other."""
+"""`check_mechanism` finds mistakes: each breaks the promise that it concerns, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from derived_attention.common.checks import (
 from derived_attention.common.convention import share_heads
 from derived_attention.testing.contract import PROMISES
 
-WRONG = {}  # name: the function, the promise it breaks, and what is said of it
+WRONG = {}  # name: the function, the promise that it breaks, and words of the report
 QUICK = [name for name in PROMISES if name not in ("compile", "memory")]
 
 
@@ -36,7 +36,7 @@ def breaks(promise, words):
             return function(q, k, v, attn_mask, dropout_p, is_causal, **rest)
 
         WRONG[function.__name__] = functools.wraps(function, updated=())(attend), promise, words
-        del attend.__wrapped__  # the signature is that of `attend`
+        del attend.__wrapped__  # so that the signature is that of `attend`
         return function
 
     return enter
@@ -176,7 +176,7 @@ def copies_shared_heads(q, k, v, *rest, enable_gqa, **options):
     return softmax_attention(q, k, v, *rest, **options)
 
 
-WRONG["copies_shared_heads"][0].shared = True  # as the function says of itself
+WRONG["copies_shared_heads"][0].shared = True  # as a function declares that it can share heads
 
 
 @breaks("empty inputs", "raises IndexError: no key")
@@ -297,7 +297,7 @@ def test_without_a_formula_the_first_message_names_the_fault(function, first, wo
     assert words in next(x.text for x in report.results if x.promise == first)
 
 
-# --- limits: what is inside passes, and what is outside fails -------------------------------------
+# --- limits: sizes inside a limit pass, and sizes outside fail ------------------------------------
 
 
 def after(change):
@@ -322,7 +322,7 @@ def drops_a_share(size, q, k, v, attn_mask=None, dropout_p=0.0, *rest, **options
     return torch.where(torch.rand(A.shape) < dropout_p + size, 0, A / (1 - dropout_p)) @ v
 
 
-# the promise, what is done, inside of the limit, and outside by less than twice
+# the promise, the change, a size inside the limit, and a size outside
 LIMITS = [
     ("values", after(lambda x, by: x + by), 0.7e-10, 2.5e-10),
     ("dtypes", after(lambda x, by: x * (1 + by * torch.finfo(x.dtype).eps)), 2, 7),
@@ -413,4 +413,4 @@ def test_what_it_cannot_check_is_named(arguments, options, error, match):
 def test_pytorch_s_own_attention_can_be_checked():
     report = check_mechanism(F.scaled_dot_product_attention, by_hand, promises=QUICK, verbose=False)
     assert report.failed == ["masks over keys", "bad arguments"], str(report)
-    assert "IndexError: Dimension out of range" in str(report)  # of a mask (M,)
+    assert "IndexError: Dimension out of range" in str(report)  # for a mask of shape (M,)

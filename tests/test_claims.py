@@ -1,4 +1,4 @@
-"""Each check passes what is true, rejects what is not, and refuses to be unable to fail."""
+"""Each check accepts what is true, rejects what is false, and is refused if it cannot fail."""
 
 import dataclasses
 import html
@@ -18,7 +18,7 @@ from derived_book import claims
 from derived_book.claims import ClaimError
 
 x, y = sympy.symbols("x y")
-one, two, three = (np.array(n) for n in (1.0, 2.0, 3.0))  # checks of typed numbers are refused
+one, two, three = (np.array(n) for n in (1.0, 2.0, 3.0))  # computed: checks of literals are refused
 pair = np.cumsum([1.0, 1.0])
 rng = np.random.default_rng(0)
 error = partial(claims.refuted, "001.thm1", grade="error", correction="a factor is missing")
@@ -125,7 +125,7 @@ def test_refuted_needs_a_violation_and_a_correction_that_survives():
         error(printed=1.8, actual=two, corrected=1.9)
     with pytest.raises(ClaimError, match="not refuted"):
         error(printed=1.0, actual=one, corrected=1.0, relation="==")
-    with pytest.raises(ClaimError, match="not refuted"):  # as inexact as the correction may be
+    with pytest.raises(ClaimError, match="not refuted"):  # an error that a correction may have
         error(printed=1 - 5e-6, actual=one, corrected=1 + 5e-6, tol=1e-6)
     with pytest.raises(ValueError, match="relation"):
         error(printed=1, actual=two, corrected=3, relation="<")
@@ -156,7 +156,7 @@ def test_a_correction_that_nearly_anything_survives_is_none():
     error(printed=1.9, actual=two, corrected=3, correction="ten times the margin")
     with pytest.raises(ClaimError, match=r"correction has slack 1.1, .* violated by 0.1"):
         error(printed=1.9, actual=two, corrected=3.1)
-    many = [[2.0, 5.0], [1.9, 5.0], [1e6, 5.5]]  # the second instance shows that it is sharp
+    many = [[2.0, 5.0], [1.9, 5.0], [1e6, 5.5]]  # the second instance shows that the bound is sharp
     error(printed=many[1], actual=pair * [2, 2.5], corrected=many[2])
 
 
@@ -184,7 +184,7 @@ def test_entries_of_different_sizes_need_relative_errors():
     wrong = sizes * np.where(sizes == 1, 1 + 1e-6, 1)
     with pytest.raises(ClaimError, match="error 1.000e-06 exceeds"):
         claims.equal(None, wrong, sizes, mutant=root(sizes), relative=True)
-    for hidden in (sizes, 1e-150 * pair):  # one hides the others; all vanish beside 1
+    for hidden in (sizes, 1e-150 * pair):  # one hides the others; all are tiny beside 1
         with pytest.raises(ClaimError, match="pass relative=True"):
             claims.equal("000.eq1", root(hidden) ** 2, hidden, mutant=root(hidden))
         claims.equal("000.eq1", root(hidden) ** 2, hidden, mutant=root(hidden), relative=True)
@@ -192,7 +192,7 @@ def test_entries_of_different_sizes_need_relative_errors():
     claims.equal("000.eq1", zeros, [1.0, 0.0], mutant=pair, relative=True)
     with pytest.raises(ClaimError, match="error inf"):
         claims.equal(None, pair, zeros, mutant=zeros + pair**2, relative=True)
-    claims.equal("000.eq1", np.log(one), 0.0, mutant=two)  # nothing but zeros hides nothing
+    claims.equal("000.eq1", np.log(one), 0.0, mutant=two)  # zeros alone hide nothing
 
 
 def test_an_item_s_tolerance_is_small():
@@ -204,7 +204,7 @@ def test_an_item_s_tolerance_is_small():
     ):
         with pytest.raises(ClaimError, match="expected at most 1e-05"):
             check()
-    claims.equal(None, two, 2.001, tol=1e-3, mutant=one)  # a fact of one's own: a simulation
+    claims.equal(None, two, 2.001, tol=1e-3, mutant=one)  # allowed without an item: a simulation
 
 
 def test_a_mutant_within_ten_times_the_tolerance_is_not_rejected():
@@ -240,7 +240,7 @@ def test_one_expression_on_both_sides_or_one_array_is_refused():
         claims.inequality(None, a, a[:], mutant=a - pair)
     with pytest.raises(ClaimError, match="left and right are the same array"):
         claims.equal(None, torch.from_numpy(a)[:2], a, mutant=pair)
-    claims.equal(None, pair**0.5, root(pair), mutant=pair)  # another way to it
+    claims.equal(None, pair**0.5, root(pair), mutant=pair)  # computed in another way
 
 
 def compare(left, right):
@@ -269,9 +269,9 @@ def test_a_check_of_typed_numbers_is_refused():
     ):
         with pytest.raises(ClaimError, match="the mutant is a literal"):
             typed()
-    compare(three, 3)  # what a function is given is not known to be typed
-    claims.equal(None, np.mean(table["printed"]), 39.6, mutant=two)  # arithmetic on a print
-    claims.equal(None, 2 * a, three * 4, mutant=a**2)  # and with a number that has a name
+    compare(three, 3)  # arguments of a function do not count as literals
+    claims.equal(None, np.mean(table["printed"]), 39.6, mutant=two)  # arithmetic on printed numbers
+    claims.equal(None, 2 * a, three * 4, mutant=a**2)  # and with a named number
 
 
 def test_one_check_under_two_names_is_refused_but_for_another_source():
@@ -294,7 +294,7 @@ def test_one_check_with_other_last_digits_is_refused_under_a_second_name():
     with pytest.raises(ClaimError, match="000.eq11: this is the check of 000.eq10"):
         claims.equal("000.eq11", root(A**2) + 1e-15, abs(A), mutant=A)
     way = np.exp(np.log(abs(A)))
-    other = claims.equal("000.eq11", way, abs(A) + way - way, mutant=A**2)  # another mistake
+    other = claims.equal("000.eq11", way, abs(A) + way - way, mutant=A**2)  # another mutant
     zeros = [np.log(one) + n * 1e-17 for n in range(2)]
     claims.equal("000.eq12", zeros[0], 0.0, mutant=two)
     with pytest.raises(ClaimError, match="this is the check of 000.eq12"):
@@ -320,7 +320,7 @@ def test_a_refused_check_is_free_for_another_item():
     claims.equal("000.eq11", two, 2.0, mutant=one)
     with pytest.raises(ClaimError, match="this is the check"):
         claims.equal("000.eq10", two, 2.0, mutant=three)
-    claims.equal("000.eq12", two, 2.0 + 1e-13, mutant=three)  # the refused one has left nothing
+    claims.equal("000.eq12", two, 2.0 + 1e-13, mutant=three)  # the refused check was not recorded
 
 
 def test_a_definition_is_what_the_inventory_calls_one():
@@ -374,7 +374,7 @@ def test_items_come_from_a_cell_of_the_page_itself(tmp_path, monkeypatch, capsys
     for cell, problem in cells.items():
         result = shell.run_cell(cell, store_history=True)
         assert problem in str(result.error_in_exec) and (problem or result.success), cell
-    del sys.modules["hidden"]  # a key of stored runs contains a user's modules
+    del sys.modules["hidden"]  # keys of stored runs contain the user's modules
 
 
 def test_without_a_source_values_alone_are_checked():
@@ -517,7 +517,7 @@ def test_a_ledger_with_a_margin_that_is_no_number_is_not_written():
         claims.to_json(bad)
 
 
-# --- What is measured -----------------------------------------------------------------------------
+# --- Measurements ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paired", [True, False])

@@ -1,4 +1,4 @@
-"""Comparatives that pages use of experiments are found, listed, and guarded by assertions."""
+"""Comparatives in what pages say about experiments are found and guarded by assertions."""
 
 import re
 from itertools import pairwise

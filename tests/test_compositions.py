@@ -1,4 +1,4 @@
-""" "Mrs" + base: heads at several scales that run another attention than softmax (chapter 8)."""
+""" "Mrs" + base: heads at several scales that run an attention other than softmax (chapter 8)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def head(run, q, k, v, there, s, start=0):
 def test_function_is_pool_base_repeat(name, class_token):
     own, entry = options_of(name), MECHANISMS[name]
     padding = boolean(B, 1, 1, N)
-    padding[0, ..., 6:12] = False  # whole windows are not there
+    padding[0, ..., 6:12] = False  # whole windows are padding
     for mask in (torch.ones(N, dtype=torch.bool).expand(B, 1, 1, N), padding):
 
         def naive(q, k, v, mask=mask, **own):

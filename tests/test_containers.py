@@ -1,4 +1,4 @@
-"""Containers, as far as they can be tried without one: files, versions, users, targets, ports."""
+"""Containers, tested without running one: files, versions, users, targets and ports."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_every_line_is_an_instruction_and_the_first_is_from():
     assert lines[0][0] == "FROM" and not {name for name, _ in lines} - KNOWN
     assert all(len(line) == 2 for line in lines)
     for rest in value("CMD"):
-        assert isinstance(json.loads(rest), list), "a shell would swallow the signal to stop"
+        assert isinstance(json.loads(rest), list), "a shell would not pass on the signal to stop"
 
 
 def test_what_is_copied_is_there_and_not_ignored():
@@ -88,7 +88,7 @@ def test_the_copied_files_are_enough_to_install(context):
     )
     assert "_ext/environment.py" in run.stdout
     metadata = ProjectMetadata(str(context), PluginManager())
-    metadata.validate_fields()  # the README, the licence and the version are found
+    metadata.validate_fields()  # needs the README, the licence and the version
     assert metadata.version == __version__
 
 
@@ -105,7 +105,7 @@ def test_all_name_the_same_python_and_it_is_a_tested_one():
     assert version in SpecifierSet(PROJECT["requires-python"])
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
     head = (ROOT / "constraints.txt").read_text("utf8")
-    assert "torch==" in head, "the image installs the versions of the lock"
+    assert "torch==" in head, "constraints.txt must pin torch for the image"
 
 
 def test_torch_is_one_that_the_installer_knows():
@@ -141,7 +141,7 @@ def test_the_devcontainer_is_the_same_machine():
 
 def test_binder_runs_its_script_and_conda_s_file_is_one():
     script = ROOT / "binder" / "postBuild"
-    assert script.stat().st_mode & 0o111, "Binder runs it only if it may be executed"
+    assert script.stat().st_mode & 0o111, "Binder runs the script only if it is executable"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert "_ext/environment.py" in script.read_text("utf8")
     extras = script.read_text("utf8").split()[-1]

@@ -1,8 +1,8 @@
-"""The registry keeps the contract: every mechanism, its fast form and its formula, every promise.
+"""Every mechanism of the registry keeps the contract, in its fast form and in its formula.
 
 The promises are functions of `derived_attention.testing.contract`, which readers can try on
-mechanisms of their own; `test_check_mechanism` shows that they bite. A family's own file tests what
-is special about it, and `test_contract_layers` the layers.
+mechanisms of their own; `test_check_mechanism` shows that they find mistakes. The special
+properties of a family are tested in its own file, and layers in `test_contract_layers`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_LONG_FORMS = """values, gradients, scale, dtypes, masks over keys, dead rows,
     large scores, further derivatives, vmap, empty inputs, one key"""
 OF_LONG_FORMS = [name.strip() for name in OF_LONG_FORMS.split(",")]
 WITH_SHORT_FORMS = "linear conv1d conv2d mra mgk hard_mgk smgk ridge sink selected".split()
-# Neither do weights of sums add up to 1, nor is Primal-Attention A V.
+# Weights of sums do not add up to 1, and the output of Primal-Attention is not A V.
 SUMS = ("ridge", "lasso", "primal", "delta", "sink")
 UNTRIED = {("one key", name) for name in SUMS} | {("dropout", "primal")}
 
@@ -109,7 +109,7 @@ def test_the_recorder_sees_the_matrix_of_the_formula(name):
 def test_fast_equals_reference_for_any_shape(name, leading, lengths, widths, kind, seed):
     entry, (n, m), (d, dv) = MECHANISMS[name], lengths, widths
     m = n if entry.square else m
-    d = max(d, 2) if name == "delta" else d  # one feature may be so near 0 that 1/k² has no digits
+    d = max(d, 2) if name == "delta" else d  # one feature may be so near 0 that 1/k² is inexact
     full = (*leading, n if entry.any_mask else 1, m)
     generator = torch.Generator().manual_seed(seed)
     shape = [x if torch.rand((), generator=generator) < 0.7 else 1 for x in full]
@@ -132,7 +132,7 @@ def test_values_are_not_looked_at_where_there_are_none():
         assert out.shape == case.tensors["v"].shape and out.is_meta, name
 
 
-# --- on a GPU, and the public face ---------------------------------------------------------------
+# --- on a GPU, and the public names --------------------------------------------------------------
 
 
 @cuda

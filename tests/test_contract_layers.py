@@ -1,4 +1,4 @@
-"""What the layer of every mechanism promises: to be a drop-in for ``nn.MultiheadAttention``."""
+"""The layer of every mechanism is a drop-in replacement for ``nn.MultiheadAttention``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from derived_attention.layer import ALL, KEY, VALUE
 from derived_attention.registry import MECHANISMS
 
 N, E = 21, 12
-GONE = torch.arange(N) >= torch.tensor([N - 5, N])[:, None]  # where a sequence has ended
+GONE = torch.arange(N) >= torch.tensor([N - 5, N])[:, None]  # True after the end of a sequence
 
 
 def make_layer(name, dtype=torch.float64, heads=H, **own):
@@ -170,7 +170,7 @@ class Doubled(nn.Module):
         return 2 * self.inner(x)
 
 
-CALLING = {  # layers with more modules than the sample options give
+CALLING = {  # options for layers with more modules than the sample options make
     "delta": {"gated": True},
     "fmm": {"feature_maps": [nn.Sequential(nn.Linear(4, 4), nn.Softplus())]},
     "mrs": {"scales": [2] * H},

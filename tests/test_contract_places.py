@@ -1,8 +1,8 @@
-"""What a layer promises in every place of a model: to mean what was declared, and to see no future.
+"""In every place of a model, a layer does what was declared and does not depend on the future.
 
-Self or cross is declared when a layer is made. So which objects its arguments are, and who hands
-them on, makes no difference. In a decoder it is right, or refused. A padded causal batch is as good
-as its sequences one by one.
+Self- or cross-attention is declared when a layer is made, so it makes no difference which objects
+are passed, and by which function. In a decoder the layer is right, or it is refused. A padded
+causal batch gives the results of its sequences one by one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from derived_book.tasks.model import make_attention
 
 MIXING = [name for name, entry in MECHANISMS.items() if not entry.alone]
 BARE = [name for name in MECHANISMS if name in ("softmax", "ridge", "lasso")]
-causal_of = {"conv1d": {"causal": True}}  # what a layer has to know before its first use
+causal_of = {"conv1d": {"causal": True}}  # options that a layer takes when it is made
 
-# --- self or cross is declared -------------------------------------------------------------------
+# --- self- or cross-attention is declared --------------------------------------------------------
 
 
 class Called(nn.Module):
@@ -61,7 +61,7 @@ CHANGES = {
     "one tensor": lambda x: x,
     "copies": lambda x: x.clone(),
     "views": lambda x: x.view(x.shape[0], -1, x.shape[-1]),
-    "what operations made": lambda x: 1 * x,
+    "the result of an operation": lambda x: 1 * x,
 }
 
 
@@ -143,7 +143,7 @@ def test_a_layer_that_is_not_declared_says_so_where_it_matters(name):
         make_layer(name, cross=1)
 
 
-# --- no place of a model shows the future --------------------------------------------------------
+# --- no place of a model depends on the future ---------------------------------------------------
 
 
 def disturbed(x, t, size=5.0):

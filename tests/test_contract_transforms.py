@@ -1,7 +1,7 @@
-"""What every mechanism and layer promises to who transforms it: to be right, or to raise.
+"""Transformed mechanisms and layers give the right result, or raise an error.
 
-Second derivatives, ``torch.func``, checkpointing, export, the meta device, nested tensors,
-quantisation, replicas. And how time and memory grow in training.
+The transformations are batched gradients, ``torch.func``, checkpointing, export, the meta device,
+nested tensors, quantisation and replicas. Other tests bound the growth of time and memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_gradients_of_many_outputs_at_once(name):
                 out, x, torch.eye(len(out), dtype=out.dtype), retain_graph=True,
                 is_grads_batched=True,
             )  # fmt: skip
-            with torch.no_grad():  # jacrev asks for gradients itself
+            with torch.no_grad():  # jacrev computes gradients itself
                 found = [batched, torch.func.jacrev(run)(x.detach())]
             for jacobian in found:
                 assert_all_close([jacobian.detach()], [loop], 1e-10, f"{name}, {key}")
@@ -73,7 +73,7 @@ class Made(TorchDispatchMode):
         return out
 
 
-# How much more a sequence four times as long may take: 4 is linear, 8 is N√N, 16 quadratic.
+# Limits of the growth for four times the length: 4 is linear, 8 is N√N, 16 is quadratic.
 GROWTH = {name: 4.2 for name, entry in MECHANISMS.items() if entry.linear}
 GROWTH |= {"strided": 8.4, "fixed": 8.4}
 
@@ -166,7 +166,7 @@ def test_layer_comes_from_the_meta_device_by_its_state(name):
     empty = MECHANISMS[name].make_layer(E, H, N, dtype=torch.float64, device="meta")
     with torch.no_grad():
         for x in (empty := empty.to_empty(device="cpu")).state_dict().values():
-            x.fill_(math.nan)  # what memory may hold
+            x.fill_(math.nan)  # memory may contain anything
         for key, x in empty.named_buffers():
             assert key in empty.state_dict() or not x.is_floating_point(), f"{name}: {key} is lost"
     empty.load_state_dict(layer.state_dict())
@@ -218,7 +218,7 @@ def test_layer_takes_nested_tensors(name):
     slow = encoder(x, src_key_padding_mask=GONE)
     with torch.no_grad():
         fast = encoder(x, src_key_padding_mask=GONE)
-    assert not fast[GONE].any(), "PyTorch did not make a nested tensor: this tests nothing"
+    assert not fast[GONE].any(), "PyTorch made no nested tensor, so this tests nothing"
     torch.testing.assert_close(fast[~GONE], slow[~GONE])
 
 

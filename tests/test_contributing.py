@@ -1,4 +1,4 @@
-"""What strangers meet first: forms for issues, what to type, how to cite, and the changes."""
+"""What newcomers read first: issue forms, commands, the citation, and the changes."""
 
 import re
 
@@ -10,7 +10,7 @@ from derived_attention import __version__
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
-# GitHub's schema for issue forms: what a field's attributes and an element may have.
+# GitHub's schema for issue forms: the keys of a form; required and optional attributes of fields.
 TOP = {"name", "description", "body", "title", "labels", "assignees", "projects", "type"}
 FIELDS = {
     "markdown": ({"value"}, set()),
@@ -82,7 +82,7 @@ def test_a_broken_form_is_noticed(change, fault):
     assert fault in " ".join(faults(form))
 
 
-# --- what one is told to type ---------------------------------------------------------------------
+# --- the commands that pages give -----------------------------------------------------------------
 
 
 def commands(name):
@@ -113,7 +113,7 @@ def test_what_one_is_told_to_run_exists():
     assert "CITATION.cff" in files and not [x for x in files if not (ROOT / x).exists()]
 
 
-# --- how to cite, and what has changed ------------------------------------------------------------
+# --- the citation and the changes -----------------------------------------------------------------
 
 
 def test_the_citation_is_one_of_this_version():
@@ -143,7 +143,7 @@ def test_changes_are_listed_newest_first_by_semantic_version():
     versions = [tuple(map(int, x.groups())) for x in found]
     assert versions == sorted(versions, reverse=True) and len(set(versions)) == len(versions)
     for block in re.split(r"^## .+$", text, flags=re.M)[1:]:
-        assert re.search(r"^- \S", block, flags=re.M), "a version without a line"
+        assert re.search(r"^- \S", block, flags=re.M), "a version must list a change"
 
 
 def test_the_page_of_references_cites_the_book_as_the_citation_file_does():

@@ -1,6 +1,6 @@
 """Attention-Conv1D and -Conv2D: mixing matrices, filters, padding, the layers, CvT.
 
-What they have in common with every mechanism is in `test_contract`.
+`test_contract` tests what they have in common with all mechanisms.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_fast_equals_reference_for_all_filters(kind):
         for shape in ((s,), (H, s)):
             assert_forms_agree(FORMS_1D, [*qkv(), filters(*shape)], f"{shape}", **options)
     own = [*qkv(), filters(H, 3), filters(4, seed=8)]
-    assert_forms_agree(FORMS_1D, own, "keys have their own", **options)
+    assert_forms_agree(FORMS_1D, own, "keys have their own filter", **options)
 
 
 @pytest.mark.parametrize("class_token", [False, True])
@@ -159,7 +159,7 @@ def test_fast_equals_reference_for_all_filters_on_a_grid(class_token):
         assert_forms_agree(FORMS_2D, [*inputs, filters(H, *sizes)], f"{sizes}", **options)
     shared, own = filters(2, 3), filters(H, 3, 1, seed=8)
     assert_forms_agree(FORMS_2D, [*inputs, shared], "shared", **options)
-    assert_forms_agree(FORMS_2D, [*inputs, shared, own], "keys have their own", **options)
+    assert_forms_agree(FORMS_2D, [*inputs, shared, own], "keys have their own filter", **options)
     masked = options | {"attn_mask": torch.arange(n) % 3 > 0}
     assert_forms_agree(FORMS_2D, [*inputs, shared, own], "masked", **masked)
 
@@ -204,13 +204,13 @@ def test_sums_are_wide_in_half_precision(dtype):
     wide = torch.float32 if autocast else dtype
     _, k, v = (x.detach() for x in qkv(n=M, dtype=wide))
     q = qkv(n=1, dtype=wide)[0].detach().expand(B, H, M, D)
-    large = 2049 if autocast else 2048  # bfloat16 makes 2048 of it
+    large = 2049 if autocast else 2048  # bfloat16 rounds it to 2048
     weight = torch.tensor([large, 0.5, -2048], dtype=wide)
     exact = softmax_attention_reference((large - 2047.5) * q.double(), k.double(), v.double())
     for form in FORMS_1D:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             out = form(q, k, v, weight=weight, key_weight=torch.ones(1, dtype=wide))
-        inner = (out - exact)[..., 1:-1, :]  # at the ends only one of the two is there
+        inner = (out - exact)[..., 1:-1, :]  # at the ends, one of the large terms is missing
         assert inner.norm() < 0.02 * exact.norm()
 
 
@@ -352,7 +352,7 @@ def by_hand(layer, x, grid, class_token, steps):
         weight, norm = convolution[1].weight, convolution[2]
         assert weight.shape[:2] == (E, 1) and convolution[1].bias is None
         image = x[:, int(class_token) :].mT.unflatten(-1, grid)
-        # the same padding of a step 1, and every step-th of its rows and columns
+        # padded as for step 1, of which every step-th row and column is kept
         mixed = F.conv2d(image, weight, padding="same", groups=E)[..., ::step, ::step]
         assert mixed.shape[-2:] == tuple(-(-n // step) for n in grid)
         shape = (1, E, 1, 1)

@@ -1,4 +1,4 @@
-"""Assignments from the pages: nothing is given away, and nbgrader marks what students hand in."""
+"""Assignments from the pages: they show no solution, and nbgrader marks what students hand in."""
 
 import copy
 import csv
@@ -23,7 +23,7 @@ from derived_book.exercises import ExerciseError, check_properties
 from exercises import SOLUTION, plain, read_exercises
 
 NAMES = [course.assignment(page) for page in course.pages()]
-RUN = 8  # words and signs in a row that no two texts share by chance
+RUN = 8  # two texts do not share 8 words and signs in a row by chance
 PROBLEM = (ROOT / "course" / "own_questions.md").read_text("utf8")
 
 
@@ -57,7 +57,7 @@ def title_of(notebook):
     return notebook.cells[0].source.splitlines()[0].removeprefix("# ")
 
 
-# --- what is written -----------------------------------------------------------------------------
+# --- the assignments -----------------------------------------------------------------------------
 
 
 def test_every_page_with_exercises_has_an_assignment_in_the_order_of_the_book():
@@ -85,9 +85,9 @@ def test_students_get_no_solution(name):
             assert not (runs(solution) & given) - public, exercise.label
         assert exercise.name == "" or f"{exercise.name} = ...\n{course.STUB}" in text
     assert not re.search("BEGIN|END (SOLUTION|HIDDEN|MARK)|check_refuses|Rubric", text)
-    lecturers = text_of(source)  # has what the students' has not
+    lecturers = text_of(source)  # contains what the students' version lacks
     assert not re.search(r"\bSEED\b", text)
-    other = course.source(title_of(source), name, exercises, 8)  # of another group
+    other = course.source(title_of(source), name, exercises, 8)  # for another group
     assert students == course.for_students(other) and (name != "chapter05" or other != source)
     assert all(e.code in lecturers and e.solution in lecturers for e in exercises)
     assert re.search("Rubric|Solution", lecturers)
@@ -111,7 +111,7 @@ def test_cells_are_what_nbgrader_asks_for(name):
     assert total == sum(sum(course.points(e)) for e in exercises)
     for cell in graded:
         kind = cell.metadata["nbgrader"]
-        if cell.cell_type == "code":  # graded by its outcome, and not the student's
+        if cell.cell_type == "code":  # graded by its outcome; students cannot edit it
             assert kind["locked"] and not kind["solution"]
             assert cell.source.count("### BEGIN HIDDEN TESTS") == 1
         else:
@@ -128,10 +128,10 @@ def test_an_assignment_trains_nothing_and_has_the_chapter_s_words(name):
             assert not re.match(r"(run|model)\b|.*\b(train|start|run_grid|fit)\(", statement)
     page = next(page for page in course.pages() if course.assignment(page) == name)
     notebook = nbformat.read(ROOT / "notebooks" / f"{page}.ipynb", as_version=4)
-    text = re.sub(r"\[([^\]]*)\]\([^)\s]*\.ipynb[^)]*\)", r"\1", text_of(notebook))  # no links
+    text = re.sub(r"\[([^\]]*)\]\([^)\s]*\.ipynb[^)]*\)", r"\1", text_of(notebook))  # without links
     theirs = "".join(words(re.sub("^> ?", "", text, flags=re.M).translate(QUOTES)))
     for exercise in exercises:
-        if exercise.label != "ex-02-merge":  # has a theorem inside, whose number is its own
+        if exercise.label != "ex-02-merge":  # contains a theorem with its own number
             assert "".join(words(exercise.text.translate(QUOTES))) in theirs, exercise.label
             assert f"Exercise{exercise.number}(" in theirs
 
@@ -240,7 +240,7 @@ def test_hidden_tests_take_the_solution_and_nothing_else(label, capsys):
         graded(exercise, "")
     with pytest.raises(ExerciseError, match=exercise.mistakes[0].message):
         graded(exercise, exercise.mistakes[0].code)
-    # Right for the draws that students see, and for no others.
+    # This answer is right for the draws that students see, and for no others.
     knows = "import torch\nright, first = {0}, torch.Generator().manual_seed(0).initial_seed()\n"
     knows += "def {0}(*x):\n    return right(*x) * (torch.initial_seed() == first)"
     with pytest.raises(ExerciseError):
@@ -265,10 +265,10 @@ def test_a_solution_that_does_not_pass_is_named():
     assert said.startswith("ex-05-rms: ExerciseError") and "ratio of two weights" in said
     assert 0 < seconds < 600 and 1e8 < memory < 4e9
     _, seconds, least = course.prove([], 7)
-    assert seconds < 1 and least < 5e7 < memory, "of its own process alone"
+    assert seconds < 1 and least < 5e7 < memory, "only its own process must be measured"
 
 
-# --- what is handed in ---------------------------------------------------------------------------
+# --- submissions ---------------------------------------------------------------------------------
 
 
 def restored(*changes):
@@ -416,7 +416,7 @@ def test_a_renamed_notebook_is_found_and_two_of_them_are_not(tmp_path):
     shutil.copy(other, tmp_path / "chapter05 (2).ipynb")
     grading.find_renamed("chapter05", "*", given)
     assert "chapter05 (2).ipynb were handed in" in grading._ours_in(target)["ungraded"]
-    target.write_text("")  # the student's own file stays, whatever is in it
+    target.write_text("")  # the student's own file stays, whatever it contains
     grading.find_renamed("chapter05", "*", given)
     assert target.read_text() == ""
 
@@ -502,8 +502,8 @@ def school(tmp_path_factory):
     delete = DELETE.format(folder=str(folder), beside=str(folder.parent / "beside"))
     hand_in(folder, "hostile", [delete, LEAVE, PATCH])
     if not grading.fence_works():
-        shutil.rmtree(folder / "submitted" / "hostile")  # nothing would keep it from deleting
-    lost = folder / "submitted" / "lost" / "chapter05"  # another copy, in which nothing is done
+        shutil.rmtree(folder / "submitted" / "hostile")  # nothing would stop it from deleting files
+    lost = folder / "submitted" / "lost" / "chapter05"  # the students' version, unchanged
     lost.mkdir(parents=True)
     shutil.copy(folder.parent / "student" / "chapter05.ipynb", lost)
     for late in ("copies", "greedy"):
@@ -511,8 +511,8 @@ def school(tmp_path_factory):
         stamp.write_text("2026-11-12 20:00:00 UTC")
     with Gradebook(f"sqlite:///{folder}/gradebook.db") as gradebook:
         gradebook.update_or_create_assignment("chapter05", duedate="2026-11-10 12:00 UTC")
-    groups = ("[!chlrw]*", "[chlrw]*")  # of which the first only waits for a cell without end
-    with ThreadPoolExecutor() as pool:  # two at once
+    groups = ("[!chlrw]*", "[chlrw]*")  # the first mostly waits for an endless cell
+    with ThreadPoolExecutor() as pool:  # both groups at once
         grade = partial(nbgrader, folder, "autograde", "chapter05")
         said["autograde"] = "".join(pool.map(grade, (f"--student={x}" for x in groups)))
     nbgrader(folder, "generate_feedback", "chapter05", "--student=wrong")
@@ -524,7 +524,7 @@ def nbgrader(folder, *arguments):
     """Run a command of nbgrader as a lecturer does, in the environment; return what it says."""
     command = [sys.executable, "-m", "nbgrader", *arguments]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    world = os.environ | {"PATH": path}  # it calls alembic
+    world = os.environ | {"PATH": path}  # nbgrader calls alembic
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=world)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
@@ -610,7 +610,7 @@ def test_every_zero_has_a_reason(school):
     wrong, notes = outcome(folder, "wrong")
     assert "handed in as chapter05 (1).ipynb" in notes
     mistakes = {e.label: e.mistakes[0].message for e in assignments()["chapter05"][0] if e.name}
-    for label in ANSWERS[2:]:  # which are left as they were given out
+    for label in ANSWERS[2:]:  # these answers are unchanged
         mistakes[label] = "there is no answer"
     for label in ANSWERS:
         assert re.search(mistakes[label], wrong[f"{label}-check"])
@@ -640,7 +640,7 @@ def test_feedback_gives_no_hidden_test_and_no_expected_answer(school):
     assert "Failed: " in page and "check_refuses" not in page and "Expected answer" not in page
 
 
-# --- what happens in a semester ------------------------------------------------------------------
+# --- during a semester ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -669,7 +669,7 @@ def test_corrected_tests_count_after_a_new_release_and_late_hand_ins_lose_what_t
     assert "1 of 1, right: 30 of 40 points by checks;" in said and "common: corrected" in said
     with Gradebook(f"sqlite:///{later}/gradebook.db") as gradebook:
         gradebook.grant_extension("chapter05", "greedy", days=2)
-    nbgrader(later, "export", "--Grades.late=10")  # two days and eight hours
+    nbgrader(later, "export", "--Grades.late=10")  # `copies` is two days and eight hours late
     assert marks(later)["right"] == "37.0" and [*marks(later)] == sorted(marks(later))
     assert float(marks(later)["copies"]) == pytest.approx(0.7 * 32)
     assert float(marks(later)["greedy"]) == pytest.approx(0.9 * 10)
@@ -717,7 +717,7 @@ def test_problems_stand_behind_those_of_the_book(problems):
     )
     assert "SEED = 21\n" in text and "2 for the argument" in text_of(source)
     assert [e.number for e in found["exam"][1]] == ["1", "2"]
-    # A question may use what the chapter defines, whatever else has been chosen.
+    # A question may use the chapter's definitions, whichever questions are chosen with it.
     assert "def draws(" in text_of(course.source("Five", "quiz", [twice], 7))
     assert course.prove([twice], 7)[0] == []
 
@@ -741,7 +741,7 @@ def test_a_page_of_problems_that_cannot_be_read_says_why(problems, wrong, right,
 
 def test_a_label_stands_once_in_an_assignment(problems):
     exercises = course.course(problems)["chapter05"][1]
-    with pytest.raises(ValueError, match="quiz has 'own-05-twice.*' twice; expected a label once"):
+    with pytest.raises(ValueError, match="quiz contains 'own-05-twice.*' twice; expected each"):
         course.source("Quiz", "quiz", exercises[-1:] * 2, 7)
 
 
@@ -776,13 +776,13 @@ def test_sealed_problems_open_with_their_passphrase_alone(problems, tmp_path):
         course.unseal("a long passphrase", opened, archive)
     with pytest.raises(ValueError, match="has 5 characters; expected 12 or more"):
         course.seal(problems, "short", archive)
-    with pytest.raises(ValueError, match="holds no pages"):
+    with pytest.raises(ValueError, match="contains no pages"):
         course.seal(opened / "nothing", "a long passphrase", archive)
 
 
 @pytest.mark.parametrize("arguments", [["seal"], ["write", "problems"]])
 def test_a_folder_is_named_to_be_sealed_and_only_then(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(course, "seal", lambda *_: pytest.fail("sealed"))
+    monkeypatch.setattr(course, "seal", lambda *_: pytest.fail("`seal` was called"))
     monkeypatch.setattr(course.sys, "argv", ["course.py", *arguments])
     with pytest.raises(SystemExit):
         course.main()

@@ -1,4 +1,4 @@
-"""Series of the UEA archive: facts, standardisation, padding, and a missing network."""
+"""Series of the UEA archive: facts, standardisation, padding, and errors without a network."""
 
 import sys
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_variant_without_missing_values_is_read(tmp_path):
 @pytest.mark.parametrize("error", [URLError("no route"), ValueError("could not"), OSError("x")])
 def test_no_network(monkeypatch, tmp_path, error):
     def load(name, split, extract_path, **_):
-        folder = Path(extract_path) / name  # what aeon has made when the network goes away
+        folder = Path(extract_path) / name  # what aeon has written when the network fails
         folder.mkdir()
         (folder / f"{name}_TRAIN.ts").write_text("half a fi")
         raise error
@@ -147,7 +147,7 @@ def test_no_network(monkeypatch, tmp_path, error):
     for part in ("Libras is not shipped with aeon", "BasicMotions", "JapaneseVowels"):
         assert part in message
     assert str(tmp_path / "series" / "Libras") in message
-    assert list((tmp_path / "series").iterdir()) == []  # no half download is left to be believed
+    assert list((tmp_path / "series").iterdir()) == []  # no partial download is left
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Tables, curves, intervals and power of experiments that decide."""
+"""Tables, curves, confidence intervals and power of experiments."""
 
 import json
 from functools import partial

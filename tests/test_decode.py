@@ -1,4 +1,4 @@
-"""States: pieces of a sequence have the results of the whole, and a token costs the same."""
+"""States: a sequence in pieces gives the results of the whole, and all tokens cost the same."""
 
 import functools
 
@@ -101,7 +101,7 @@ def test_ridge_has_a_state_beside_its_other_options(options):
     whole = ridge_attention(q, k, v, is_causal=True, **options)
     cut = slice(30, None)
     state = ridge_state(k[..., : 30 + P, :], v[..., : 30 + P, :])
-    if P:  # the prefix is in the state
+    if P:  # the state contains the prefix
         options = {}
     rest = (q[..., cut, :], k[..., 30 + P :, :], v[..., 30 + P :, :])
     found = ridge_attention(*rest, is_causal=True, state=state, **options)
@@ -178,7 +178,7 @@ def test_layers_step_or_say_why_not(name):
 ])  # fmt: skip
 def test_options_of_layers_hold_for_steps(name, options):
     layer, x = layers(name, **options)
-    for parameter in layer.parameters():  # priors and λ that differ between heads
+    for parameter in layer.parameters():  # so that λ and others differ between heads
         parameter.data += 0.1 * torch.randn_like(parameter)
     whole = layer(x, x, x, is_causal=True, need_weights=False)[0]
     assert_all_close([steps(layer, x, CUTS["uneven"])], [whole], 1e-9, name)

@@ -1,4 +1,4 @@
-"""What is special about the delta rule: multipliers, sweeps, states, gates, and its layer."""
+"""Special properties of the delta rule: multipliers, sweeps, states, gates, and its layer."""
 
 import inspect
 import math
@@ -67,7 +67,7 @@ def test_chunks_equal_the_recurrence(few, n, m, causal, gated, erase, seed):
 def test_the_inverse_by_blocks_solves_the_system(C):
     torch.manual_seed(0)
     keys = F.normalize(torch.randn(3, C, 4, dtype=torch.float64), dim=-1)
-    keys[0] = keys[0, 0]  # all the same
+    keys[0] = keys[0, 0]  # all keys are equal
     A = (2 * keys @ keys.mT).tril(-1)  # β = 2 reflects: entries of powers of A grow like 2^C
     eye = torch.eye(C, dtype=A.dtype)
     exact = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
@@ -239,9 +239,9 @@ def test_transformers_has_the_same_gated_delta_rule():
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         own = dict(g=decay.transpose(1, 2), beta=beta.transpose(1, 2))
         own |= dict(initial_state=None, output_final_state=True)
-        form = inspect.unwrap(getattr(module, name))  # not the kernel that it looks for
+        form = inspect.unwrap(getattr(module, name))  # without the wrapper that looks for a kernel
         theirs, state = form(*moved, **own)
-        assert_all_close([ours], [theirs.transpose(1, 2)], 1e-5, name)  # they sum in float32
+        assert_all_close([ours], [theirs.transpose(1, 2)], 1e-5, name)  # theirs sums in float32
         assert_all_close([delta_state(k, v, beta=beta, decay=decay)], [state.mT], 1e-5, name)
 
 

@@ -1,7 +1,7 @@
-"""The delta rule by fla-core: its convention, by stand-ins, and when it runs.
+"""The delta rule by fla-core: its convention, tested with stand-ins, and when it runs.
 
-Its kernels need a GPU. A stand-in has the arguments of one and computes the recurrence of its
-documentation, token by token; another test holds it against the formulas that fla-core ships.
+The kernels need a GPU. A stand-in takes the arguments of a kernel and computes the documented
+recurrence token by token; another test compares it with the formulas that fla-core ships.
 """
 
 import importlib
@@ -145,8 +145,8 @@ def test_half_precision_is_not_widened_before_the_kernel(dtype, monkeypatch):
     assert out.dtype == dtype
     assert {seen[x].dtype for x in "qkv"} == {dtype}
     assert {seen[x].dtype for x in ("beta", "g", "initial_state")} == {torch.float32}
-    assert seen["g"].min() > -200 and bool((seen["g"].exp() == 0).all()), "sums keep weak decays"
-    assert seen["scale"] == 1.0, "fla-core's default is 1/√D"
+    assert seen["g"].min() > -200 and bool((seen["g"].exp() == 0).all()), "sums lose weak decays"
+    assert seen["scale"] == 1.0, "the scale must be passed: fla-core's default is 1/√D"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,7 +215,7 @@ def test_without_fla_core_chunks_run(stand_ins, monkeypatch):
     q, k, v, *_ = draw((2,), 5, 5)
     out = delta_attention(q, k, v, is_causal=True)
     assert torch.equal(out, delta_attention(q, k, v, is_causal=True, fused=False))
-    assert not stand_ins, "no GPU here"
+    assert not stand_ins, "fla-core must not run without a GPU"
     empty = delta_attention(q[:0], k[:0], v[:0], is_causal=True, fused=True)
     assert empty.shape == (0, 5, 3) and not stand_ins
 
@@ -249,7 +249,7 @@ def as_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "TRIED", {"N": 20, "M": 20, "H": 1})
     runs = engine.runs
 
-    def on_a_gpu(fused, q, *rest):  # which asks a tensor where it is
+    def on_a_gpu(fused, q, *rest):  # `runs` reads the tensor's device
         return runs(fused, OnAGpu(q), *rest) if fused is None else runs(fused, q, *rest)
 
     class OnAGpu(torch.Tensor):
@@ -286,9 +286,9 @@ def test_it_runs_by_default_where_it_agrees(monkeypatch, as_on_a_gpu):
     calls = install(monkeypatch)
     found = call()
     tried = len(calls)
-    assert tried == 2 and set(calls) == {"gated_delta_rule"}, "one trial, then the call itself"
+    assert tried == 2 and set(calls) == {"gated_delta_rule"}, "expected a trial, then the call"
     call()
-    assert len(calls) == tried + 1, "the verdict is kept"
+    assert len(calls) == tried + 1, "the verdict must be kept"
     assert_all_close(found, call(fused=False), 1e-4, "fla-core")
 
 
@@ -307,7 +307,7 @@ def test_chunks_run_where_it_disagrees_or_fails(change, said, monkeypatch, as_on
         again = call()
     assert len(seen) == 1 and len(calls) == 1
     for x in (found, again):
-        assert_all_close(x, call(fused=False), 0, "our chunks, no error")
+        assert_all_close(x, call(fused=False), 0, "our chunks must run without an error")
 
 
 def test_a_trial_names_what_it_tries():

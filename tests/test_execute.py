@@ -1,4 +1,4 @@
-"""What makes a page run again, and nothing else; what a kill or a damaged file costs: little."""
+"""Pages run again only if something that they use changes; kills and damage cost little."""
 
 import fcntl
 import os
@@ -126,12 +126,12 @@ def test_a_failing_page_is_reported_and_not_cached(project, capfd):
     assert "01_bad.md fails" in output.err and "ZeroDivisionError" in output.err
     assert re.search(r"of 2: 01_bad, .*FAILED$", output.out, flags=re.M)
     assert "of 2: 02_good, " in output.out
-    assert "IPKernelApp" not in output.err + output.out, "a kernel's own lines go to the log"
+    assert "IPKernelApp" not in output.err + output.out, "a kernel's own lines must go to the log"
     assert [p.name for p in execute.RUNS.rglob("*")] == ["02_good", "a.json"]
     write_page(project, "01_bad", "1 / 1")
     assert execute.main() == 0
     output = capfd.readouterr().out
-    assert "1 of 1: 01_bad" in output and "02_good" not in output, "only what changed runs"
+    assert "1 of 1: 01_bad" in output and "02_good" not in output, "only changed pages must run"
     assert execute.main() == 0
     assert capfd.readouterr().out == "No page has to run again.\n"
 
@@ -166,13 +166,13 @@ def results():
     [
         (lambda: cut(execute.RECORD), "executed.json", 2),
         (lambda: execute.RECORD.write_text("[]"), "executed.json", 2),
-        (lambda: (execute.CACHE / "global.db").write_text("no database"), "store of", 2),
-        (lambda: (execute.CACHE / "global.db").write_text(""), "store of", 2),
-        (lambda: cut(execute.CACHE / "global.db"), "store of", 2),
+        (lambda: (execute.CACHE / "global.db").write_text("no database"), "cache of", 2),
+        (lambda: (execute.CACHE / "global.db").write_text(""), "cache of", 2),
+        (lambda: cut(execute.CACHE / "global.db"), "cache of", 2),
         (lambda: shutil.rmtree(execute.CACHE), "01_a, 02_b", 2),
-        (lambda: cut(results()[0]), "Missing or damaged", 1),
-        (lambda: shutil.rmtree(results()[0].parent), "Missing or damaged", 1),
-        (lambda: results()[0].write_text("{}"), "Missing or damaged", 1),
+        (lambda: cut(results()[0]), "missing or damaged", 1),
+        (lambda: shutil.rmtree(results()[0].parent), "missing or damaged", 1),
+        (lambda: results()[0].write_text("{}"), "missing or damaged", 1),
     ],
 )
 def test_damaged_results_are_named_and_made_anew(recorded, capsys, damage, says, pages):
@@ -205,7 +205,7 @@ while (folder / "hold").exists():
 def wait_until(condition, seconds=30):
     end = time.time() + seconds
     while not condition():
-        assert time.time() < end, "waited in vain"
+        assert time.time() < end, "the condition was not met in time"
         time.sleep(0.05)
 
 
@@ -216,7 +216,7 @@ def alive(pid):
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="NOT TESTED: there is no /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_run_keeps_what_has_ended_and_leaves_no_kernel(project, capsys, number):
     (project / "_ext").mkdir()
@@ -264,7 +264,7 @@ def test_a_rendering_that_was_stopped_midway_begins_anew(tmp_path, monkeypatch, 
     assert "stopped midway" in capsys.readouterr().out
     (tmp_path / ".doctrees").mkdir()
     assert make_book.render() == 1
-    assert not (tmp_path / ".doctrees").exists(), "else the warning would not appear again"
+    assert not (tmp_path / ".doctrees").exists(), "otherwise the warning would not appear again"
     assert capsys.readouterr().err.splitlines()[:1] == ["a.md:3: WARNING: no"]
 
 
@@ -280,7 +280,7 @@ def test_the_log_has_no_colours_and_each_phase_is_named_once(tmp_path, monkeypat
     monkeypatch.setattr(make_book, "LOG", tmp_path / "build.log")
     monkeypatch.setattr(make_book, "ROOT", tmp_path)
     color = "\033[01m{}\033[39;49;00m{}"
-    lines = [("writing output... ", "")]  # of translations, of which there are none
+    lines = [("writing output... ", "")]  # for translations, though there are none
     lines += [("reading sources... ", "[ 50%] a"), ("reading sources... ", "[100%] b")]
     text = "\n".join(color.format(*line) for line in [*lines, ("writing output... ", "[ 50%] a")])
     assert make_book.follow([sys.executable, "-c", f"print({text!r}); raise SystemExit(3)"]) == 3

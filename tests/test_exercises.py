@@ -1,4 +1,4 @@
-"""Self-checks: they wait for an answer, accept the right one and explain the wrong one."""
+"""Self-checks wait for an answer, accept right answers and explain wrong ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Grids of runs: stored at once, skipped afterwards, never stale, never half."""
+"""Grids of runs: each is stored at once, then skipped, and never outdated or incomplete."""
 
 import functools
 import importlib.util
@@ -160,7 +160,7 @@ def test_changes_are_noticed_and_what_does_not_matter_is_not(page):
         assert page.run(change, grid=[{"seed": 0}])[1] == 1, what
     edit = ("note = calls", "note = calls  # a comment\nunused = 3\nother = calls")
     assert page.run(edit)[1] == 0
-    assert page.run()[1] == 0, "changed back: the first results are still there"
+    assert page.run()[1] == 0, "the first results must still be stored"
 
 
 def test_torch_and_profile_are_part_of_the_key(page, monkeypatch):
@@ -181,8 +181,8 @@ LOCAL = ("seed_everything(seed)", "from derived_book import claims")
 @pytest.mark.parametrize(
     ("module", "line", "edits", "runs"),
     [
-        ("derived_attention.softmax.core", "X = 1", [], 1),  # in a dict that it reads
-        ("derived_attention.softmax", "X = 1", [], 1),  # the package that it lies in
+        ("derived_attention.softmax.core", "X = 1", [], 1),  # in a dict that the function reads
+        ("derived_attention.softmax", "X = 1", [], 1),  # the package that contains the module
         ("derived_book.runtime", "X = 1", [], 1),
         ("derived_book.runtime", "X = 1", [LOCAL], 1),  # the class of a value that is read
         ("derived_book.runtime", "# a comment", [], 0),
@@ -253,7 +253,7 @@ def test_metrics_survive_the_file(tmp_path):
     assert fine["d"] == {"e": [1, 2]}
     assert odd["a"] == math.inf and odd["b"][0] == -math.inf and math.isnan(odd["b"][1])
     for path in tmp_path.rglob("*.json"):
-        text = path.read_text()  # strict JSON, which any other program reads
+        text = path.read_text()  # strict JSON, which any other program can read
         json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert str(run_grid(metrics, [{"kind": "fine"}, {"kind": "odd"}], tmp_path)) == str(first)
 
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_between_two_runs_is_laid_to_the_run_it_had(page):
     with pytest.raises(BrokenProcessPool) as caught:
         run_grid(page.load().train_once, CONFIGS, page.store, workers=Dying())
     assert caught.value.__notes__ == ["The run was train_once(**{'seed': 0})."]
-    assert len(page.run()[0]) == 3, "all claims are free again"
+    assert len(page.run()[0]) == 3, "all claims must be free again"
 
 
 def test_no_run_is_started_after_an_error(page):
@@ -327,7 +327,7 @@ def test_no_run_is_started_after_an_error(page):
     with pytest.raises(ArithmeticError, match="the first"):
         run_grid(page.load().train_once, CONFIGS, page.store, workers=workers)
     assert workers.calls == 2
-    assert len(list(page.store.rglob("*.json"))) == 1, "the second run is stored"
+    assert len(list(page.store.rglob("*.json"))) == 1, "the second run must be stored"
 
 
 def test_a_run_may_change_its_arguments(tmp_path):
@@ -399,7 +399,7 @@ def test_damaged_record_is_said_and_made_again(page, damage):
     assert json.loads(path.read_bytes())["result"] == json.loads(content)["result"]
     assert page.run()[1] == 0
     kept = [f.parent.suffix for f in page.files() if f.is_file() and f.suffix != ".json"]
-    assert kept == [".damaged"] * (damage == "folder"), "nothing is left but what is no run's"
+    assert kept == [".damaged"] * (damage == "folder"), "only files that are not runs may be left"
 
 
 # --- processes that die, and processes that share -------------------------------------------------
@@ -444,7 +444,7 @@ def started(target, *arguments):
     return process
 
 
-def values():  # no constant of this module, which would be part of every key
+def values():  # a function, because a constant of this module would be part of every key
     return [[seed] * 2000 for seed in range(len(TRIALS))]
 
 
@@ -504,7 +504,7 @@ def test_a_process_that_dies_lets_go_of_its_claim(shared):
     second = started(shared.run)
     shared.until(lambda: len(shared.begun()) == len(TRIALS), second)
     time.sleep(3 * experiments.POLL_INTERVAL)
-    assert second.is_alive() and shared.begun().count(3) == 1, "it waits for the run it has not"
+    assert second.is_alive() and shared.begun().count(3) == 1, "the second must wait for run 3"
     first.kill()
     first.join()
     shared.until(lambda: shared.begun().count(3) == 2, second)
@@ -514,7 +514,7 @@ def test_a_process_that_dies_lets_go_of_its_claim(shared):
     assert shared.run() == values()
 
 
-# --- what is seen of it ---------------------------------------------------------------------------
+# --- tables and progress --------------------------------------------------------------------------
 
 
 def test_a_notebook_sees_the_table_fill_and_keeps_nothing_of_it(page, monkeypatch):
@@ -561,7 +561,7 @@ def test_full_says_what_is_to_come_and_the_others_do_not(page, monkeypatch, caps
     assert first == "train_once: 3 runs, 1 of them stored. An estimate follows the first."
     assert "for 1,200 steps: 1 more, about less than a second if they are alike" in second
     page.run(counting)
-    assert capsys.readouterr().out == "", "everything is stored"
+    assert capsys.readouterr().out == "", "everything is stored, so nothing is announced"
 
 
 def test_duration():
@@ -575,7 +575,7 @@ def test_a_store_that_cannot_be_written_is_named_before_any_run(tmp_path, monkey
     monkeypatch.setenv("DERIVED_ATTENTION_RUNS", str(tmp_path / place))
     for store in (None, tmp_path / place):
         with pytest.raises(OSError, match=f"{place}/.* cannot be written .* as store, or set DERI"):
-            run_grid(lambda seed: pytest.fail("has run"), [{"seed": 0}], store)
+            run_grid(lambda seed: pytest.fail("a run was started"), [{"seed": 0}], store)
 
 
 def test_stored_runs_are_read_where_nothing_can_be_written(tmp_path, monkeypatch):
@@ -583,7 +583,7 @@ def test_stored_runs_are_read_where_nothing_can_be_written(tmp_path, monkeypatch
         return {"loss": 1.0}
 
     stored = run_grid(run, [{"seed": 0}], tmp_path)
-    monkeypatch.setattr(experiments, "make_folder", lambda *_: pytest.fail("made"))
+    monkeypatch.setattr(experiments, "make_folder", lambda *_: pytest.fail("a folder was made"))
     assert run_grid(run, [{"seed": 0}], tmp_path) == stored
 
 
@@ -641,10 +641,10 @@ def test_a_data_set_is_compared_by_its_values(tmp_path):
     assert values == [1, 2, 1] and len(list(tmp_path.rglob("*.json"))) == 2
 
 
-# --- Modules of the reader's own, beside the page ------------------------------------------------
+# --- The reader's own modules beside the page ----------------------------------------------------
 
 HELPER = "import json\nFACTOR = 2\n\ndef scale(x):\n    return FACTOR * x\n"
-WAYS = {  # how a page reaches helper.py: what it imports, and what the function says
+WAYS = {  # how a page uses beside_helper.py: its imports, and the function's result
     "a module": ("import beside_helper", "beside_helper.scale(seed)"),
     "a function": ("from beside_helper import scale", "scale(seed)"),
     "a class": (
@@ -710,7 +710,7 @@ class Beside:
 def beside(tmp_path, monkeypatch):
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "quick")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # edits are quicker than a file's clock
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two edits may have one time stamp
     beside = Beside(tmp_path)
     yield beside
     beside.forget()
@@ -723,7 +723,7 @@ def test_a_constant_of_a_module_beside_the_page_is_noticed(beside, way):
     beside.edit("FACTOR = 2", "FACTOR = 5  # more")
     changed, made = beside.again(way)
     assert made and changed != first
-    beside.edit("FACTOR = 5  # more", '"""Say."""\nFACTOR = 2')  # only what is code counts
+    beside.edit("FACTOR = 5  # more", '"""Say."""\nFACTOR = 2')  # comments do not count
     assert beside.again(way) == (first, False)
 
 

@@ -77,7 +77,7 @@ def test_what_is_beside_computes_what_ours_does(key):
 
 def test_a_rehearsal_measures_all_and_goes_on_where_it_stopped(three_cases, tmp_path, capsys):
     status, data = measured(tmp_path, "--minutes", "0")
-    assert status == 3 and "the same command goes on" in capsys.readouterr().out
+    assert status == 3 and "Run this command again" in capsys.readouterr().out
     status, data = measured(tmp_path)
     assert status == 0 and len(data["cells"]) == 9
     mixture = data["cells"]["mgk, N = 64, D = 8"]

@@ -86,7 +86,7 @@ def test_what_is_filled_in_keeps_every_promise(copy):
     [
         ("Huber", "NAME is 'Huber'; expected lower-case letters"),
         ("2nd", "NAME is '2nd'; expected lower-case letters"),
-        ("a_name_of_16_let", "a letter first, 15 at most"),
+        ("a_name_of_16_let", "beginning with a letter, 15 characters at most"),
         ("../up", "NAME is '../up'; expected lower-case letters"),
         ("softmax", "NAME is 'softmax', which is taken"),
         ("warm", "NAME is 'warm', which is taken"),

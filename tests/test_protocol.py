@@ -358,7 +358,7 @@ def test_an_order_that_changes_is_not_written(monkeypatch, store, capsys, below,
     assert not list(store.glob("*.json"))
     text = capsys.readouterr().out
     assert "small_tiny_cpu.json is not written: `below` places late below" in text
-    assert f"after 16 steps it is {word} (right 0.951 beside " in text
+    assert f"after 16 steps it is {word} (right 0.951 against " in text
     rates = "| late | 0.003 | ≤ 48.0 | 50.0 | ≤ 43.0 | none | 95.1 ± 0.1 |"
     assert "| attention | parameters" in text and rates in text
 
@@ -413,7 +413,7 @@ def test_a_longer_run_that_collapses_has_a_lower_rate():
         ({"below": {"c": "a"}}, r"below or longer has \['c'\]; expected arms of \['a', 'b'\]"),
         ({"below": {"a": "c"}}, r"below or longer has \['c'\]"),
         ({"longer": ["c"]}, r"below or longer has \['c'\]"),
-        ({"below": {"a": "b"}, "seeds": 2}, "seeds is 2; expected at least 3 with below"),
+        ({"below": {"a": "b"}, "seeds": 2}, "seeds is 2; expected at least 3 for longer runs"),
     ],
 )
 def test_what_is_below_is_an_arm(change, problem):
@@ -442,7 +442,7 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
     assert "| low | a number | 40.0% | 40.0% |" in text  # no interval of one run
     with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
         experiment("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
-    with pytest.raises(ValueError, match="seeds is 1; expected at least 3 with below"):
+    with pytest.raises(ValueError, match="seeds is 1; expected at least 3 for longer runs"):
         experiment("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=seeds, below={"low": 0.9})
 
 

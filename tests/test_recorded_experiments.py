@@ -266,4 +266,4 @@ def tiny(arm, seed, steps, lr, size):
 def test_an_unknown_experiment_is_refused(capsys):
     with pytest.raises(SystemExit):
         chapter10.main(["nothing"])
-    assert "no experiment nothing; there are both" in capsys.readouterr().err
+    assert "names has nothing; expected some of both" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_verify_says_what_agrees_and_goes_on_where_it_stopped(
     two_problems, monkeypatch, capsys, tmp_path
 ):
     assert verify.main(["--output", str(tmp_path), "--minutes", "0"]) == 3
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "Run the same command again to resume" in capsys.readouterr().out
     assert verify.main(["--output", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "interpreter" in said
@@ -70,7 +70,7 @@ def test_verify_names_a_kernel_that_is_wrong_or_fails(two_problems, monkeypatch,
     monkeypatch.setattr(kernel_cases, "results", wrong)
     assert verify.main([]) == 1
     said = capsys.readouterr().out
-    assert "NOT linear fp32" in said and "NOT mlk fp32" in said
+    assert "FAILED linear fp32" in said and "FAILED mlk fp32" in said
     assert "RuntimeError: out of resource: shared memory" in said
 
 

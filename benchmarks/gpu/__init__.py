@@ -1,1 +1,1 @@
-"""What runs once on a machine with a GPU: kernels against formulas, times, all chapters."""
+"""Checks and measurements on a machine with a GPU: kernels, times, and all notebooks."""

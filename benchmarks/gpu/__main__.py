@@ -1,10 +1,10 @@
-"""Run everything that needs a GPU, in steps that go on where they stopped: ``make gpu``.
+"""Run everything that needs a GPU, in steps that can be resumed: ``make gpu``.
 
-First the table of all mechanisms, then the kernels against their formulas, then all notebooks. Each
-step has a share of the minutes, and what a step leaves over goes to the next one. A step that takes
-longer is stopped and keeps what it has done; so does a machine that is taken away: the same command
-goes on. No network is needed, and any PyTorch with which the package runs. What each step printed
-is in ``benchmarks/results/gpu-<machine>.json``.
+The steps measure the table of all mechanisms, compare the kernels with their formulas, and run all
+notebooks. Each step has a share of the minutes, and unused time goes to the next one. A step that
+takes longer is stopped, and its results so far are kept. The same command resumes, even if the
+machine was lost. No network is needed, and any PyTorch with which the package runs is sufficient.
+``benchmarks/results/gpu-<machine>.json`` contains the output of each step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.report import RESULTS, slug
 from derived_book.training.measure import machine
 
 ROOT = Path(__file__).resolve().parents[2]
-REST = 12  # s between the minutes that a step is told and the time at which it is stopped
-TURNS = 4  # at most, of a step that has time left and says that it is unfinished
+REST = 12  # s from the end of a step's --minutes to the time at which it is stopped
+TURNS = 4  # largest number of calls of a step that is unfinished and has time left
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command for this Python, its name, and its share of the minutes."""
+    """A command for this Python, with its name and its share of the minutes."""
 
     name: str
     command: tuple[str, ...]
@@ -84,7 +84,7 @@ def call(step: Step, seconds: float) -> dict[str, Any]:
 
 
 def take(step: Step, end: float) -> dict[str, Any]:
-    """Call a step until it is done or the time ends."""
+    """Run a step, again while it is unfinished and time is left; return its last result."""
     for _ in range(TURNS):
         found = call(step, max(1.0, end - time.monotonic()))
         if found["state"] != "unfinished" or end - time.monotonic() < 2 * REST:
@@ -93,20 +93,20 @@ def take(step: Step, end: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Take the steps that are not done, and print how each ended; return 1 if one is not done."""
+    """Run the steps that are not done; return 1 if one is still not done, 2 without a GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=9.0, help="default %(default)s")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="steps' first words"
+        "--only", nargs="+", default=[""], metavar="WORD", help="prefixes of step names"
     )
-    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--again", action="store_true", help="repeat steps that are done")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
     options = parser.parse_args(arguments)
     if not (torch.cuda.is_available() or options.rehearse):
-        print("There is no GPU here. --rehearse takes the same steps at tiny sizes on the CPU.")
+        print("No GPU was found. --rehearse runs the same steps at tiny sizes on the CPU.")
         return 2
     file = options.output / f"gpu-{slug(machine())}.json"
     data: dict[str, Any] = json.loads(file.read_text("utf8")) if file.exists() else {}
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"    {line}" for line in found["said"]), flush=True)
     left = [step.name for step in wanted if data["steps"][step.name]["state"] != "done"]
     if left:
-        print(f"Not done: {', '.join(left)}. The same command tries them again. {file}")
+        print(f"Not done: {', '.join(left)}. Run the same command again to resume. {file}")
     else:
         print(f"All {len(wanted)} steps are done. {file}")
     return int(bool(left))

@@ -1,4 +1,4 @@
-"""What a user of a GPU could take instead: SDPA, FlexAttention and fla-core."""
+"""Calls that a user of a GPU could use instead of ours: SDPA, FlexAttention and fla-core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Calls = dict[str, Callable[[], Any]]  # forward, and forward + backward
 def call(
     form: Callable[..., Tensor], tensors: Sequence[Tensor], options: Mapping[str, Any]
 ) -> Calls:
-    """Return what is timed; tensors among the options are parameters, and get a gradient."""
+    """Return the calls to time; tensors among the options are parameters, and get a gradient."""
     q, k, v, gradient = tensors
     own = {
         name: x.to(q).requires_grad_() if isinstance(x, Tensor) else x
@@ -36,13 +36,13 @@ def call(
 
 
 def sdpa(tensors: Sequence[Tensor], is_causal: bool, heads: int = 1) -> Calls:
-    """Return a call of SDPA, on `heads` times the heads."""
+    """Return calls of SDPA with `heads` times the heads."""
     many = [leaf(torch.cat([x] * heads, 1)) for x in tensors]
     return call(F.scaled_dot_product_attention, many, {"is_causal": is_causal})
 
 
 def leaf(x: Tensor) -> Tensor:
-    """Return the same numbers as a tensor that has no history, and asks for a gradient as x."""
+    """Return the numbers of x as a tensor without history, which requires a gradient if x does."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
@@ -63,7 +63,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, blocks: Any) -> 
 def _kernel(*kind: Any) -> Callable[..., Tensor]:
     """Return a function that PyTorch compiles for one kind of call.
 
-    It has its own code, because PyTorch counts how often it compiles one code, and stops at eight.
+    It has its own code object, because PyTorch compiles one code object at most eight times.
     """
     own = types.FunctionType(_call.__code__.replace(co_name="flex"), globals())
     return torch.compile(own, fullgraph=True, dynamic=False)
@@ -71,7 +71,7 @@ def _kernel(*kind: Any) -> Callable[..., Tensor]:
 
 @functools.cache
 def _blocks(pattern: str, is_causal: bool, N: int, M: int, window: int, device: str) -> Any:
-    """Return the blocks of a pattern; key j of M = R·N keys belongs to token j mod N."""
+    """Return a pattern's blocks, or None; key j of M = R·N keys belongs to token j mod N."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _blocks(pattern: str, is_causal: bool, N: int, M: int, window: int, device: 
 def flex(
     pattern: str, tensors: Sequence[Tensor], is_causal: bool, options: Mapping[str, Any]
 ) -> Calls:
-    """Return a call of FlexAttention: ``"plain"``, ``"window"``, or a ``"bias"`` for each key."""
+    """Return calls of FlexAttention: ``"plain"``, ``"window"``, or a ``"bias"`` for each key."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias = None
@@ -97,7 +97,7 @@ def flex(
             k, v = k.flatten(-3, -2), v.unsqueeze(-3).expand(*[-1] * 2, R, -1, -1).flatten(-3, -2)
         N, M, window = q.shape[-2], k.shape[-2], options.get("window", 0)
         blocks = _blocks(pattern, is_causal, N, M, window, str(q.device))
-        if not q.is_cuda:  # where it has no gradients
+        if not q.is_cuda:  # where FlexAttention has no gradients
             q, k, v = (x.detach() for x in (q, k, v))
             bias = None if bias is None else bias.detach()
         kind = (pattern, is_causal, q.shape, q.requires_grad and torch.is_grad_enabled())
@@ -110,9 +110,9 @@ def flex(
 
 
 def fla(kind: str, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Calls:
-    """Return a call of fla-core: ``"linear"``, ``"delta"`` or ``"gated_delta"``, all causal.
+    """Return calls of fla-core: ``"linear"``, ``"delta"`` or ``"gated_delta"``, all causal.
 
-    Tokens come before heads in memory, as it wants them. On a CPU its formulas run instead.
+    Tokens come before heads in memory, as fla-core requires. On a CPU its formulas run instead.
     """
     first = [leaf(x.transpose(1, 2).contiguous()) for x in tensors]
     decay = {name: x.mT.contiguous() for name, x in options.items() if name == "decay"}

@@ -1,8 +1,8 @@
 """Run a notebook and sample how busy its process keeps the GPU.
 
-``python -m benchmarks.gpu.busy NOTEBOOK PROFILE FILE`` writes the share of samples in which the
-process's stream has work left, every second. Beside other processes on the same GPU, work that
-waits for theirs counts as well.
+``python -m benchmarks.gpu.busy NOTEBOOK PROFILE FILE`` writes FILE every second: the share of
+samples in which the process's default stream has unfinished work. If other processes use the same
+GPU, work that waits for theirs counts, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _sample(file: Path) -> None:
     while True:
         time.sleep(EVERY)
         samples += 1
-        cuda: Any = sys.modules.get("torch.cuda")  # which may not be there yet
+        cuda: Any = sys.modules.get("torch.cuda")  # None before the notebook imports it
         if getattr(cuda, "is_initialized", bool)():
             busy += not cuda.default_stream().query()
         if samples % round(1 / EVERY) == 0:

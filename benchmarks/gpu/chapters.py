@@ -1,9 +1,9 @@
-"""Run every notebook on the GPU at hand, side by side: ``python -m benchmarks.gpu.chapters``.
+"""Run all notebooks on this machine's GPU, in parallel: ``python -m benchmarks.gpu.chapters``.
 
-Chapters, audits and appendices run in the profile ``medium``, as many at a time as half the cores,
-each in a time limit of its own. For each the seconds are stored as it ends, with the share of them
-in which its process kept the GPU busy. ``--device cpu`` runs them with the GPU hidden, so that the
-table says where a miniature is faster without it.
+Chapters, audits and appendices run in the profile ``medium``, with a process for every second core
+and a time limit for each notebook. When one ends, its seconds are stored with the share of them in
+which its process kept the GPU busy. ``--device cpu`` hides the GPU, so that the table shows which
+notebooks are faster without it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from derived_book.training.measure import machine
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 PROFILE = "medium"
-UNFINISHED = 3  # what the command returns if it has to be called again
-LINES = 20  # of what a notebook printed that are kept
+UNFINISHED = 3  # exit status if the command has to be repeated
+LINES = 20  # last lines of a notebook's output that are kept
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Running:
             )
 
     def found(self, limit: float, stop: bool) -> dict[str, Any] | None:
-        """Return what is stored once it has ended; end it after `limit` seconds, or at `stop`."""
+        """Return the result, or None while it runs; end it after `limit` seconds, or at `stop`."""
         seconds = time.monotonic() - self.start
         code = self.process.poll()
         if code is None and not (stop or seconds > limit):
@@ -85,7 +85,7 @@ class Running:
 def run_all(
     paths: Sequence[Path], device: str, processes: int, limit: float, end: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run notebooks side by side; yield the name of each as it ends, with what was found."""
+    """Run notebooks in parallel; yield the name and the result of each when it ends."""
     waiting, running = list(paths), list[Running]()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -102,7 +102,7 @@ def run_all(
 
 
 def table(chapters: dict[str, Any]) -> Table:
-    """Return seconds on the GPU and on the CPU, and how busy the GPU was."""
+    """Return a table of seconds on the GPU and on the CPU, and of how busy the GPU was."""
     rows = []
     for name, found in sorted(chapters.items()):
         gpu, cpu = found.get("cuda", {}), found.get("cpu", {})
@@ -114,23 +114,23 @@ def table(chapters: dict[str, Any]) -> Table:
             + [f"{100 * share:.0f} %" if share is not None else "–"]
             + ["–" if len(both) < 2 else "CPU" if both[1] < both[0] else "GPU"]
         )
-    head = ["notebook", "on the GPU", "seconds", "seconds, CPU", "GPU busy", "faster on the"]
+    head = ["notebook", "state, GPU", "seconds, GPU", "seconds, CPU", "GPU busy", "faster on"]
     return head, rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the notebooks that are not done; return 1 if one failed, 3 if time ended."""
+    """Run the notebooks that are not done; return 1 if one failed, or 3 if one is unfinished."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.chapters", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=4.0, help="default %(default)s")
     parser.add_argument(
-        "--limit", type=float, default=150.0, help="seconds of a notebook; default %(default)s"
+        "--limit", type=float, default=150.0, help="seconds for a notebook; default %(default)s"
     )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="first words")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="name prefixes")
     parser.add_argument("--device", choices=("cuda", "cpu"))
-    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--again", action="store_true", help="repeat those that are done")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     file = options.output / f"gpu-chapters-{slug(machine())}.json"

@@ -1,7 +1,7 @@
-"""Problems for the kernels in which any two of their properties meet, and whether bits repeat.
+"""Problems for the kernels that cover every pair of property values, and a test of their bits.
 
-`derived_attention.common.kernel_cases` says what a problem is, and compares a kernel with PyTorch's
-form on it.
+`derived_attention.common.kernel_cases` defines a problem, and compares a kernel with PyTorch's form
+on it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from derived_attention.common.kernel_cases import DTYPES, PATTERNS, Trial, input
 
 
 def repeats(trial: Trial, times: int, device: Any = "cpu") -> bool:
-    """Return whether a kernel gives the same bits every time, whatever was in its memory before."""
+    """Return whether a kernel returns the same bits in all of `times` runs."""
     tensors, options = inputs(trial, device)
     first, *others = (results(trial, tensors, options | {"fused": True}) for _ in range(times))
     return all(torch.equal(x[name], first[name]) for x in others for name in first)
 
 
 def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield choices of a value for each factor, so that any two values meet at least once.
+    """Yield choices of a value for each factor, until each pair of values has occurred together.
 
-    The first choice that is left decides two factors, and each other one takes the value that meets
-    most of those decided for the first time.
+    The first pair that is left decides two factors. Each other factor takes the value that forms
+    the most new pairs with the values chosen before it.
     """
     names = list(factors)
     left = {
@@ -42,7 +42,7 @@ def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
             if name not in row:
                 values = range(len(factors[name]))
                 met = [len(left & _met(names, {**row, name: x})) for x in values]
-                # Of equals not always the first, which would be left with all the rest.
+                # Ties rotate, because otherwise the first value would be chosen in all of them.
                 row[name] = max(values, key=lambda x: (met[x], (x + turn) % len(values)))  # noqa: B023
         left -= _met(names, row)
         turn += 1
@@ -54,25 +54,25 @@ def _met(names: Sequence[str], row: Mapping[str, int]) -> set[Any]:
 
 
 def design(length: Callable[[Trial], int], widths: Sequence[tuple[int, int]]) -> Iterator[Trial]:
-    """Yield problems for every kernel, in which any two properties meet.
+    """Yield problems for all kernels but fla-core's that cover every pair of property values.
 
     Parameters
     ----------
     length : callable
-        Gives the larger of N and M for what else a trial is: tiles of wide numbers are small.
+        Returns the larger of N and M for a trial, as tiles of wide dtypes are small.
     widths : sequence of pairs
         D and Dv.
     """
     common: dict[str, Any] = {"dtype": tuple(DTYPES), "widths": widths, "strided": (False, True)}
-    common |= {"shares": ((1, 0.9), (0.3, 1), (1, 0.5))}  # N and M of the length
+    common |= {"shares": ((1, 0.9), (0.3, 1), (1, 0.5))}  # N and M as shares of the length
     sparse = {"kernel": PATTERNS, "mask": ("", "causal", "keys")}
     linear = {"kernel": ("linear", "mlk"), "mask": ("causal",), "R": (2, 3)}
     linear |= {"features": (False, True), "own": (False, True)}
     for factors in (common | linear, common | sparse):
         for row in pairs(factors):
             (D, DV), (n, m) = row.pop("widths"), row.pop("shares")
-            D, DV = min(D, 128), min(DV, 128)  # the widest
-            if "features" in row and row["dtype"] != "bf16":  # else many parts of 16 values
+            D, DV = min(D, 128), min(DV, 128)  # the largest width of the kernels
+            if "features" in row and row["dtype"] != "bf16":  # wider values need many parts of 16
                 DV = min(DV, 24)
             trial = Trial(**row, D=D, DV=DV, B=1 + row["strided"], H=1 + row.get("own", False))
             N, M = (int(length(trial) * x) | 1 for x in (n, m))

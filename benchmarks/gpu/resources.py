@@ -1,6 +1,6 @@
-"""What kernels use of a GPU, compiled ahead of time: no GPU and no driver are needed.
+"""Registers and shared memory of kernels that are compiled ahead of time, without a GPU or driver.
 
-``python -m benchmarks.gpu.resources`` prints a line of JSON for each kernel.
+``python -m benchmarks.gpu.resources`` prints a line of JSON for each kernel and architecture.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = (64, 128)  # others are padded to a power of two
 TYPES = {"N": "i32", "M": "i32", "H": "i32", "count": "i32", "priors_h": "i32", "scale": "fp32"}
 TYPES |= dict.fromkeys(("priors", "states", "scales", "slopes", "dpriors"), "*fp32")
-STRIDE = "i32:16"  # a multiple of 16, as are those of rows
+STRIDE = "i32:16"  # a multiple of 16, as the strides of rows are
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it is launched: what its compiler has to know, and no data.
+    """A kernel with everything that its compiler needs, and without data.
 
-    `arguments` has the type of each argument, as Triton writes it: ``"*bf16"``, ``"i32"``, and
-    ``"constexpr"`` for those of `constants`.
+    `arguments` maps each argument to its type in Triton's notation: ``"*bf16"``, ``"i32"``, or
+    ``"constexpr"`` for those in `constants`.
     """
 
-    name: str  # in a table
+    name: str  # in the output
     kernel: Any
     arguments: Mapping[str, str]
     constants: Mapping[str, Any]
@@ -68,7 +68,7 @@ def launches(head_dim: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def usage(launch: Launch, capability: int) -> dict[str, int]:
-    """Compile a kernel; return its registers a thread, and bytes of shared memory and of spills."""
+    """Compile a kernel; return registers per thread, and bytes of shared memory and of spills."""
     import triton
 
     compiled = compile_for(launch, capability)
@@ -85,13 +85,13 @@ def usage(launch: Launch, capability: int) -> dict[str, int]:
 
 
 def compile_for(launch: Launch, capability: int) -> Any:
-    """Return what Triton's compiler makes of a kernel: PTX and a cubin in its ``asm``."""
+    """Return a kernel compiled by Triton, with PTX and a cubin in its ``asm``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = list(launch.arguments)
-    # Pointers are multiples of 16 bytes, as PyTorch's are, and so are strides typed ":16".
+    # Pointers are multiples of 16 bytes, as in PyTorch; strides typed ":16" are multiples of 16.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
@@ -108,7 +108,7 @@ def compile_for(launch: Launch, capability: int) -> Any:
 
 
 def main() -> int:
-    """Print what each kernel takes on each architecture, for both head dimensions and dtypes."""
+    """Print the use of each kernel on each architecture, for both head dimensions and dtypes."""
     for dim, dtype, capability in itertools.product(HEAD_DIMS, DTYPES, ARCHITECTURES):
         for launch in launches(dim, dtype):
             what = {"kernel": launch.name, "D": dim, "dtype": NAMES[dtype], "sm": capability}

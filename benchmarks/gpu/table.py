@@ -1,17 +1,17 @@
-"""Measure every mechanism on the GPU at hand, beside what a user could take instead.
+"""Measure every mechanism on this machine's GPU, and what a user could use instead of it.
 
 ``python -m benchmarks.gpu.table --minutes 6`` writes one file, which the page *Speed* shows.
 
 - Sizes: B·H·N = 2¹⁸, with 16 heads up to N = 16,384 and 4 at 65,536; bfloat16.
-- A cell is a mechanism, causal or not, at one N and D. Its calls take turns, so that each ratio is
-  of the same second; each turn begins with a write of 128 MiB, which empties the L2 cache, as the
-  rest of a model does. A time is the median over the turns: at most 20 of them, no more after
-  0.2 s, but at least two.
-- Two calls come before: the first compiles and tunes, the second counts the memory.
-- Before anything is measured, processes side by side compile what the cells need, so that the one
-  that measures finds it on the disk.
-- The most important cells come first, and fla-core, which tunes itself for minutes, after ours.
-  Every cell is stored when it is done: the same command goes on, and a cell in which the process
+- A cell is a mechanism, causal or not, at one N and D. Its calls take turns, so that both times of
+  a ratio come from the same second. Before each call 128 MiB are written, which empties the L2
+  cache, as the rest of a model does. A time is the median over the turns: at least two, at most 20,
+  and none that starts after 0.2 s, except the second.
+- Before the turns, a first run of each call compiles and tunes, and a second counts the memory.
+- Before all measurements, parallel processes compile what the cells need, so that the measuring
+  process finds it on the disk.
+- The most important cells come first, and fla-core, which tunes itself for minutes, after our form.
+  Every cell is stored when it is done, so the same command resumes; a cell in which the process
   ended is left out.
 """
 
@@ -51,9 +51,9 @@ from derived_book.training.measure import machine
 from derived_book.training.run_key import PACKAGE
 
 OURS = "ours"
-UNFINISHED = 3  # what the command returns if it has to be called again
-LONGEST_CALL = 400.0  # ms: what takes longer is not measured at longer sequences
-LONGEST_CELL = 90.0  # s, with what its first calls compile and tune
+UNFINISHED = 3  # exit status if the command has to be repeated
+LONGEST_CALL = 400.0  # ms; a slower mechanism is not measured at larger N or D
+LONGEST_CELL = 90.0  # s, including the compilation and tuning of its first calls
 PATTERNS = {"softmax": "plain", "window": "window", "mgk": "bias", "smgk": "bias"}
 TUNED = ("ridge", "delta", "gated_delta")  # may run fla-core's kernels, so they come last
 
@@ -62,14 +62,14 @@ Cells = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how often."""
+    """The sizes to measure, and the number of turns."""
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     total: int = 2**18  # B·H·N
     heads: int = 16
-    lengths: tuple[int, ...] = (4096, 16384, 1024, 65536)  # by importance
-    first: int = 2  # of these, at the first of `dims`, before anything else
+    lengths: tuple[int, ...] = (4096, 16384, 1024, 65536)  # in order of importance
+    first: int = 2  # the number of lengths that come first, at the first of `dims`
     dims: tuple[int, ...] = (64, 128)
     turns: int = 20
     seconds: float = 0.2
@@ -121,7 +121,7 @@ def cases() -> list[Case]:
 
 
 def calls_of(case: Case, N: int, D: int, sizes: Sizes, fla: bool) -> dict[str, Calls]:
-    """Return what takes turns in a cell, by name; ours comes first."""
+    """Return the calls of a cell by name; ours comes first."""
     H = sizes.shape(N, D)[1]
     draw = torch.Generator(sizes.device).manual_seed(0)
     made = [
@@ -152,13 +152,13 @@ def calls_of(case: Case, N: int, D: int, sizes: Sizes, fla: bool) -> dict[str, C
 # --- one cell -------------------------------------------------------------------------------------
 
 
-class OutOfTimeError(BaseException):  # which nobody's `except Exception` catches
+class OutOfTimeError(BaseException):  # which no `except Exception` catches
     """A cell takes too long."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Stop a block after some seconds, as soon as it returns to Python."""
+    """Raise OutOfTimeError in a block after some seconds, as soon as it returns to Python."""
 
     def stop(*_: Any) -> None:
         raise OutOfTimeError
@@ -173,7 +173,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return in a line why something was not measured."""
+    """Return one line on why something was not measured."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, OutOfTimeError):
@@ -188,7 +188,7 @@ def free(sizes: Sizes) -> None:
 
 
 def weigh(call: Callable[[], Any], device: str) -> float | None:
-    """Return the extra memory of a call at its peak in MiB, on a GPU, after one that compiles."""
+    """Return the peak of a call's extra memory in MiB, after a first call; None on a CPU."""
     call()
     if device == "cpu":
         return None
@@ -201,7 +201,7 @@ def weigh(call: Callable[[], Any], device: str) -> float | None:
 
 
 def take_turns(calls: Mapping[str, Callable[[], Any]], sizes: Sizes) -> dict[str, list[float]]:
-    """Return the milliseconds of every call in each turn: between two events, on a GPU."""
+    """Return the milliseconds of every call in each turn, on a GPU between two events."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     cuda, names = sizes.device == "cuda", list(calls)
     other = torch.empty(2**27, dtype=torch.uint8, device=sizes.device) if cuda else None
@@ -229,7 +229,7 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], sizes: Sizes) -> dict[str
 
 
 def measure(calls: dict[str, Calls], mode: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """Measure calls in turns: for each its time and memory, or why there is none."""
+    """Measure calls in turns; return the time and memory of each, or why it was skipped."""
     found: dict[str, dict[str, Any]] = {}
     ready = {}
     for name, modes in calls.items():
@@ -239,7 +239,7 @@ def measure(calls: dict[str, Calls], mode: str, sizes: Sizes) -> dict[str, dict[
             ready[name] = modes[mode]
         except Exception as error:
             why = reason(error)
-        if why:  # here no frame of the error holds tensors any more
+        if why:  # only here, where no frame of the error holds tensors
             found[name] = {"skipped": why}
             free(sizes)
         if why and name == OURS:
@@ -249,7 +249,7 @@ def measure(calls: dict[str, Calls], mode: str, sizes: Sizes) -> dict[str, dict[
     return found
 
 
-ENGINES = {  # by what the names of kernels contain
+ENGINES = {  # patterns that the names of their kernels contain
     "SDPA": "flash_|fmha|cudnn.*sdpa",
     "FlexAttention": "flex|triton_tem",
     "fla-core": "chunk_|recompute_w_u|solve_tril",
@@ -257,7 +257,7 @@ ENGINES = {  # by what the names of kernels contain
 
 
 def engine(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return engine and name of a call's longest kernel, its share of time, and all launches."""
+    """Return engine, name and time share of a call's longest kernel, and the number of launches."""
     from torch.profiler import ProfilerActivity, profile
 
     with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as log:
@@ -312,7 +312,7 @@ def code() -> str:
 
 
 class Table:
-    """What has been measured, in a file that is whole at any time."""
+    """The measurements so far, in a file that is complete at any time."""
 
     def __init__(self, file: Path, sizes: Sizes, again: bool = False) -> None:
         here = machine()
@@ -340,12 +340,12 @@ class Table:
                 self.data = known
 
     def save(self) -> None:
-        """Write the file, wholly or not at all."""
+        """Write the measurements and verdicts in one atomic step."""
         self.data["goals"] = verdicts(self.data)
         run.save(self.file, self.data)
 
     def spend(self, what: str, seconds: float) -> None:
-        """Add to the seconds that something has taken."""
+        """Add to the recorded seconds of an activity."""
         self.data["seconds"][what] = round(self.data["seconds"].get(what, 0) + seconds, 1)
 
     def left(self) -> list[Job]:
@@ -354,7 +354,7 @@ class Table:
         return [job for job in jobs(self.sizes) if name_of(job) not in done]
 
     def too_long(self, job: Job, mode: str) -> str:
-        """Return why a cell is left out, if a smaller one of the mechanism took too long."""
+        """Return why a cell is left out, as a smaller one took too much time or memory, or ""."""
         for cell in self.data["cells"].values():
             smaller = (cell["N"], cell["D"]) != (job.N, job.D) and (
                 cell["N"] <= job.N and cell["D"] <= job.D
@@ -369,7 +369,7 @@ class Table:
         return ""
 
     def add(self, job: Job, seconds: float) -> None:
-        """Measure a cell; it is stored with the mark that the next one has begun."""
+        """Mark a cell as begun, save, and measure it; the next save stores what was measured."""
         case, key = job.case, job.case.key(job.N, job.D)
         B, H, *_ = self.sizes.shape(job.N, job.D)
         cell = {
@@ -387,7 +387,7 @@ class Table:
             self.data["cells"][key] = cell | {"times": {OURS: left_out}}
         self.save()
         times = self.times(job, cell, seconds)
-        if seconds < LONGEST_CELL and "'out of time'" in repr(times):  # the next process has more
+        if seconds < LONGEST_CELL and "'out of time'" in repr(times):  # a later call has more
             self.data["done"].pop()
             if before is None:
                 del self.data["cells"][key]
@@ -397,7 +397,7 @@ class Table:
             self.data["cells"][key] = (before or {}) | cell | {"times": times}
 
     def times(self, job: Job, cell: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return times and memory of a cell by call and mode; note the engine in the cell."""
+        """Return times and memory of a cell by call and mode; add the engine to `cell`."""
         times: dict[str, Any] = {OURS: {}}
         for mode in MODES:
             if why := self.too_long(job, mode):
@@ -425,7 +425,7 @@ def name_of(job: Job) -> str:
 
 CHEAPER = {"sh", "mrs", "mra", "window", "strided", "fixed", "selected", "linformer", "performer"}
 CHEAPER |= {"fmm", "luna", "primal", *(name for name, x in MECHANISMS.items() if x.linear)}
-GOALS: list[tuple[str, str, str, float]] = [  # mechanism, full or causal, beside, largest ratio
+GOALS: list[tuple[str, str, str, float]] = [  # mechanism, kind, alternative, largest ratio
     ("delta", "causal", FLA, 1.1),
     ("gated_delta", "causal", FLA, 1.1),
     ("ridge", "causal", SDPA, 3),
@@ -441,7 +441,7 @@ GOALS: list[tuple[str, str, str, float]] = [  # mechanism, full or causal, besid
 
 
 def all_goals(lengths: Sequence[int], dim: int) -> Iterator[tuple[str, str, int, int, str, float]]:
-    """Yield mechanism, kind, N, D, beside and largest ratio of every goal."""
+    """Yield mechanism, kind, N, D, alternative and largest ratio of every goal."""
     middle = lengths[-2]
     for name, kind, beside, most in GOALS:
         yield name, kind, middle, dim, beside, most
@@ -454,7 +454,7 @@ def all_goals(lengths: Sequence[int], dim: int) -> Iterator[tuple[str, str, int,
 
 
 def verdicts(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return for each goal the ratios that were found, and whether both of them meet it."""
+    """Return for each goal the ratios in both modes, and whether both of them meet it."""
     by_size = {
         (x["mechanism"], "causal" if x["causal"] else "full", x["N"], x["D"]): x["times"]
         for x in data["cells"].values()
@@ -477,8 +477,8 @@ def verdicts(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def goals_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the goals with what was found, for a table."""
-    head = ["mechanism", "N", "beside", "goal", *MODES, "verdict"]
+    """Return a table of the goals and their verdicts."""
+    head = ["mechanism", "N", "compared with", "goal", *MODES, "verdict"]
     rows = [
         [f"{x['mechanism']}, {x['kind']}", str(x["N"]), x["beside"], f"{x['goal']:g}"]
         + [f"{x[mode]:.2f}" if x[mode] else "–" for mode in MODES]
@@ -492,9 +492,9 @@ def goals_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def prepare(part: str, sizes: Sizes) -> None:
-    """Call the cells of one part, ``"2/8"``, so that what they compile is on the disk.
+    """Run the cells of one part, such as ``"2/8"``, so that their compiled code is on the disk.
 
-    A mechanism for which nothing is compiled at one N is not called at others of the same D.
+    A mechanism that compiles nothing at one N is skipped at all further N with the same D.
     """
     from torch._dynamo.utils import counters
 
@@ -510,13 +510,13 @@ def prepare(part: str, sizes: Sizes) -> None:
             for name, mode in itertools.product((OURS, FLEX), MODES):
                 if name in calls:
                     calls[name][mode]()
-        except Exception as error:  # it is named again where it is measured
+        except Exception as error:  # the measurement names it again
             print(f"{case.key(N, D)}: {reason(error)}", file=sys.stderr, flush=True)
         compiles[case, D] = counters["stats"]["unique_graphs"] > before
 
 
 def prepare_all(processes: int, seconds: float, rehearse: bool) -> None:
-    """Prepare in processes side by side, and end them after some seconds."""
+    """Run `prepare` in parallel processes, and end them after some seconds."""
     command = [sys.executable, "-m", "benchmarks.gpu.table", *["--rehearse"] * rehearse]
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     children = [
@@ -533,7 +533,7 @@ def prepare_all(processes: int, seconds: float, rehearse: bool) -> None:
 
 
 def fill(table: Table, end: float) -> int:
-    """Measure what is not done until the time ends; return 0, or 3 to be called again."""
+    """Measure the remaining cells until the time ends; return 0, or 3 if some may be left."""
     for job in table.left():
         start = time.monotonic()
         if start > end:
@@ -550,18 +550,18 @@ def fill(table: Table, end: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what has not been; return 3 where time ended, or the GPU has to be started again."""
+    """Measure the remaining cells; return 3 if the command must be repeated, 2 without a GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.table", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=6.0, help="default %(default)s")
-    parser.add_argument("--again", action="store_true", help="measure everything once more")
+    parser.add_argument("--again", action="store_true", help="measure everything again")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--prepare", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not (torch.cuda.is_available() or options.rehearse):
-        print("There is no GPU here. --rehearse measures tiny sizes on the CPU.")
+        print("No GPU was found. --rehearse measures tiny sizes on the CPU.")
         return 2
     sizes = REHEARSAL if options.rehearse else Sizes()
     start = time.monotonic()
@@ -580,7 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(markdown((head, rows)) + "\n")
     print(markdown(goals_table(table.data)) + "\n")
     left = len(table.left())
-    print(f"{left} cells are left: the same command goes on." if left else "All cells are done.")
+    print(f"{left} cells are left. Run this command again." if left else "All cells are done.")
     print(table.file)
     return status
 

@@ -1,8 +1,8 @@
-"""Try the kernels on the GPU at hand: ``python -m benchmarks.gpu.verify``.
+"""Test the kernels on this machine's GPU: ``python -m benchmarks.gpu.verify``.
 
-Every kernel is compared with PyTorch's form on problems in which any two of their properties meet,
-and run ten times, because its bits must repeat. What is found is stored after each problem, for
-this GPU, these compilers and these kernels: stop it, start it again, and it goes on.
+Every kernel is compared with PyTorch's form on problems that cover every pair of property values,
+and run ten times, because its bits must repeat. Each result is stored at once, for this GPU, these
+compilers and these kernels, so the same command resumes an interrupted run.
 
 Without a GPU, and with ``TRITON_INTERPRET=1``, some tiny problems run in Triton's interpreter.
 """
@@ -26,12 +26,12 @@ from derived_attention.common.kernel_cases import LIBRARIES, PATTERNS, Trial, co
 from derived_attention.common.kernel_selftest import file_of, place_of, usable
 from derived_attention.delta import fla
 
-TIMES = 10  # that bits are to repeat
+TIMES = 10  # runs that must return the same bits
 KERNELS = ("linear", "mlk", *PATTERNS, *LIBRARIES)
 
 
 class Record:
-    """What has been found, in a file that is whole at any time."""
+    """The results so far, in files that are complete at any time."""
 
     def __init__(self, device: torch.device, out: Path | None) -> None:
         own = file_of("verified", device)
@@ -59,12 +59,12 @@ class Record:
 
 
 def slug(name: str) -> str:
-    """Return a name for a file."""
+    """Return a text as the name of a file."""
     return "".join(x if x.isalnum() or x in ".+" else "-" for x in name).replace("--", "-").lower()
 
 
 def problems(device: torch.device) -> list[Trial]:
-    """Return what is to be compared."""
+    """Return the problems for a device."""
     if device.type == "cuda":
         widths = [(64, 64), (128, 128), (40, 24), (136, 130)]
         return [*design(lambda trial: 1000, widths), *delta_problems()]
@@ -74,7 +74,7 @@ def problems(device: torch.device) -> list[Trial]:
 
 
 def delta_problems() -> list[Trial]:
-    """Return problems for fla-core, if it is installed: each of its kernels in two widths."""
+    """Return problems for fla-core, if it is installed, in two widths and two dtypes."""
     if not fla.is_installed():
         return []
     kinds: list[dict[str, Any]] = [{}, {"gated": True}, {"gated": True, "erase": False}]
@@ -88,11 +88,11 @@ def delta_problems() -> list[Trial]:
 
 
 def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
-    """Compare a kernel with PyTorch's form, and run it again."""
+    """Compare a kernel with PyTorch's form, and check whether its bits repeat."""
     try:
         found = compare(trial, device)
         again = repeats(trial, TIMES if device.type == "cuda" else 2, device)
-    except Exception as error:  # of Triton's compiler or launcher; the others are to be tried
+    except Exception as error:  # of Triton's compiler or launcher; the other problems still run
         lines = str(error).strip().splitlines() or [""]
         return {"agrees": False, "fault": f"{type(error).__name__}: {lines[0][:300]}"}
     errors = {"kernel": found.kernel, "pytorch": found.pytorch, "rounded": found.rounded}
@@ -103,7 +103,7 @@ def try_one(trial: Trial, device: torch.device) -> dict[str, Any]:
 
 
 def report(data: dict[str, Any]) -> str:
-    """Return a table of what has been found."""
+    """Return a table of the results."""
     lines = [data["place"], ""]
     for kernel in KERNELS:
         rows = [(n, x) for n, x in data["trials"].items() if n.split()[0] == kernel]
@@ -113,23 +113,23 @@ def report(data: dict[str, Any]) -> str:
         worst = max((x["worst"] for _, x in rows if "worst" in x), default=float("nan"))
         lines.append(
             f"{kernel:<9} {len(good)} of {len(rows)} problems agree and repeat; "
-            f"worst error {worst:.2f} of what it may be"
+            f"worst error {worst:.2f} of what is allowed"
         )
         for name, x in rows:
             if not (x["agrees"] and x["repeats"] if "repeats" in x else False):
                 what = x.get("fault", f"error {x.get('worst', 0):.3g}, repeats: {x.get('repeats')}")
-                lines.append(f"  NOT {name}: {what}")
+                lines.append(f"  FAILED {name}: {what}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare what has not been; return 1 if a kernel disagrees, 3 to be called again."""
+    """Run the remaining problems; return 1 if a kernel fails, 2 if none can run, 3 to resume."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.verify", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to leave a copy, too")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for a copy")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="stop then; the next call goes on"
+        "--minutes", type=float, default=float("inf"), help="time limit; the next call resumes"
     )
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,19 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     record = Record(device, options.output)
     if device.type == "cpu":
-        print("Triton's interpreter, on the CPU: tiny problems.")
+        print("Tiny problems run in Triton's interpreter, on the CPU.")
     if not try_all(record, device, late):
-        print("The GPU took harm from this one: the same command goes on with the others.")
+        print("This problem made the GPU unusable. Run the same command again for the others.")
         return 3
     print(report(record.data))
     if late():
-        print("Time is up: the same command goes on.")
+        print("The time is up. Run the same command again to resume.")
         return 3
     return int(not all(x["agrees"] and x["repeats"] for x in record.data["trials"].values()))
 
 
 def try_all(record: Record, device: torch.device, late: Callable[[], bool]) -> bool:
-    """Try the kernels on what is not in the record; return whether the device is still usable."""
+    """Run the problems that are not in the record; return whether the device is still usable."""
     for trial in problems(device):
         if str(trial) not in record.data["trials"] and not late():
             print(f"try: {trial}", file=sys.stderr, flush=True)

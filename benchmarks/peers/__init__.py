@@ -1,8 +1,8 @@
-"""What people would use instead: a file for each library, and in it `PEERS`.
+"""Forms of other libraries that could be used instead of ours: one module per library.
 
-Each peer stands beside one of our cases and is timed with it and with SDPA in the same rounds.
-Where it computes the same, a test holds both equal; where not, `differs` says why. A library that
-is not installed is left out.
+Each peer in ``PEERS`` is compared with one of our cases, and timed in the same rounds as this case
+and SDPA. If both compute the same function, a test checks that they agree; otherwise `differs`
+states the difference. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ INSTALL = "pip install 'derived-attention[peers]'"
 
 @dataclass(frozen=True)
 class Peer:
-    """What a library computes where a case of ours would be used."""
+    """A form of another library that could be used instead of one of our cases."""
 
-    package: str  # as the package index has it
-    label: str  # what tables call it
-    form: Mechanism  # of q, k, v (B, H, N, D) and the options of ours
-    ours: Case  # beside what it stands: ours, and that case's baseline
-    differs: str = ""  # in what it is not ours; nothing, where it is
-    options: Callable[..., dict[str, Any]] | None = None  # where they are not those of ours
-    tokens_first: bool = False  # it keeps (B, N, H, D) in memory, so it gets that
-    longest: int | None = None  # N at which it still fits into memory, on a CPU
+    package: str  # its name in the package index
+    label: str  # its name in tables
+    form: Mechanism  # a function of q, k, v (B, H, N, D) and the options
+    ours: Case  # the case with which it is compared; its baseline is timed as well
+    differs: str = ""  # how its function differs from ours; empty if it does not
+    options: Callable[..., dict[str, Any]] | None = None  # if they are not ours
+    tokens_first: bool = False  # whether it gets tensors that are (B, N, H, D) in memory
+    longest: int | None = None  # largest N at which it fits into the memory of a CPU
 
     def options_at(self, length: int, dim: int = DIM) -> dict[str, Any]:
-        """Return what `form` takes beside q, k and v."""
+        """Return the options that `form` takes besides q, k and v."""
         return (self.options or self.ours.options)(length, dim)
 
 
 class Given(nn.Module):
-    """Stands for a projection of a layer: it gives what it was made of, whatever comes in."""
+    """A replacement for a layer's projection that returns its own parts, whatever its input is."""
 
     def __init__(self, *parts: Tensor) -> None:
         super().__init__()
         self.parts = parts
 
     def forward(self, x: Tensor) -> Any:
-        """Return the only part, or what can be cut into all."""
+        """Return the only part, or an object that `chunk` splits into all parts."""
         return self.parts[0] if len(self.parts) == 1 else self
 
     def chunk(self, *_: Any, **__: Any) -> tuple[Tensor, ...]:
@@ -57,22 +57,22 @@ class Given(nn.Module):
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(B, H, N, D) to (B, N, H D), as layers have it; no copy where tokens come first."""
+    """Return x (B, H, N, D) as (B, N, H·D), without a copy if its tokens come first in memory."""
     return x.transpose(1, 2).flatten(2)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, N, H D) to (B, H, N, D)."""
+    """Return x (B, N, H·D) as (B, H, N, D)."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def load(libraries: Iterable[str] = LIBRARIES) -> tuple[dict[str, Peer], list[str]]:
-    """Return the peers of libraries that are installed, and a line on each that is not."""
+    """Return the peers of the installed libraries, and a line on each missing library."""
     peers: dict[str, Peer] = {}
     missing = []
     for name in libraries:
         try:
             peers |= importlib.import_module(f"{__name__}.{name}").PEERS
         except ImportError as error:
-            missing.append(f"{name} is left out ({error}): {INSTALL}")
+            missing.append(f"{name} is left out ({error}); install it with: {INSTALL}")
     return peers, missing

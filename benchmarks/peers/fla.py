@@ -1,7 +1,7 @@
 """flash-linear-attention: causal linear attention, chunk by chunk, with our feature map.
 
-On a CPU it has only its formula in PyTorch, which it calls naive and keeps as a reference; its
-kernels are measured by `benchmarks.gpu.table`.
+On a CPU the library has only a formula in PyTorch, which it calls naive and keeps as a reference.
+`benchmarks.gpu.table` measures its kernels.
 """
 
 from fla.ops.linear_attn.naive import naive_chunk_linear_attn
@@ -13,7 +13,7 @@ from derived_attention.linear.core import elu_feature_map
 
 
 def chunks(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """Linear attention with elu + 1, normalised; the length is a multiple of 64."""
+    """Return normalised linear attention with φ = elu + 1; N must be a multiple of 64."""
     assert is_causal
     q, k = elu_feature_map(q), elu_feature_map(k)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -1,9 +1,9 @@
 """linear-attention-transformer: linear attention with softmax as its feature map.
 
-Without a mask a feature of a key is softmax over the *tokens*, so that no denominator is left.
-Causal, φ = exp; in buckets of 64, as timed here, a query does not see its own bucket. In buckets of
-1, their default, it is our `linear_attention` with ``feature_map=torch.exp``, and a (D, D) matrix
-for each token is in memory.
+Without a mask, each feature of the keys is a softmax over the *tokens*, so there is no denominator.
+In the causal form φ = exp. With buckets of 64, as timed here, a query does not attend to its own
+bucket. With buckets of 1, the library's default, the causal form is our `linear_attention` with
+``feature_map=torch.exp``, and stores a (D, D) matrix for each token.
 """
 
 from linear_attention_transformer.linear_attention_transformer import (
@@ -19,7 +19,7 @@ from benchmarks.peers import Peer
 def softmaxes(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, bucket: int = 64
 ) -> Tensor:
-    """softmax(Q) (softmax(K)ᵀ V), the first over features and the second over tokens."""
+    """Return softmax(Q) (softmax(K)ᵀ V), over features of Q and tokens of K, or the causal form."""
     return causal_linear_attn(q, k, v, bucket_size=bucket) if is_causal else linear_attn(q, k, v)
 
 

@@ -1,4 +1,4 @@
-"""linformer: its layer, with our two projections in the place of its own, and none of q, k, v."""
+"""linformer: its layer with our two projections of tokens, and without projections of q, k, v."""
 
 import torch
 from linformer.linformer import LinformerSelfAttention
@@ -11,9 +11,9 @@ from benchmarks.peers import Given, Peer, join_heads, split_heads
 def projected(
     q: Tensor, k: Tensor, v: Tensor, *, key_projection: Tensor, value_projection: Tensor
 ) -> Tensor:
-    """softmax(Q (E K)ᵀ/√D) F V."""
+    """Return softmax(Q (E K)ᵀ/√D) F V."""
     (_, heads, length, dim), kept = q.shape, len(key_projection)
-    with torch.device("meta"):  # its own weights are not made
+    with torch.device("meta"):  # allocates no weights, as ours replace them
         layer = LinformerSelfAttention(heads * dim, length, k=kept, heads=heads)
     q, k, v = map(join_heads, (q, k, v))
     layer.to_q, layer.to_k, layer.to_v, layer.to_out = *map(Given, (q, k, v)), nn.Identity()

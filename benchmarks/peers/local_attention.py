@@ -8,7 +8,7 @@ from benchmarks.peers import Peer
 
 
 def local(q: Tensor, k: Tensor, v: Tensor, *, window: int, is_causal: bool = False) -> Tensor:
-    """Attend the keys at a distance of `window` at most."""
+    """Return attention to the keys at a distance of at most `window`."""
     layer = LocalAttention(
         window,
         causal=is_causal,

@@ -1,8 +1,8 @@
-"""nystrom-attention: softmax approximated from landmarks, means of queries and of keys.
+"""nystrom-attention: softmax approximated by landmarks, which are means of queries and of keys.
 
-It computes none of ours. It stands beside Linformer, which keeps as many rows, 128, of a matrix as
-wide: softmax(Q K'ᵀ) (softmax(Q' K'ᵀ))⁺ (softmax(Q' Kᵀ) V), the inverse by six iterations. Without
-its convolution of the values.
+It computes softmax(Q K'ᵀ) (softmax(Q' K'ᵀ))⁺ (softmax(Q' Kᵀ) V), with six iterations for the
+inverse. None of our forms computes this, so it is compared with Linformer, which also keeps 128
+rows. The library's convolution of the values is switched off.
 """
 
 import torch
@@ -14,10 +14,10 @@ from benchmarks.peers import Given, Peer, join_heads, split_heads
 
 
 def landmarks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend by way of 128 landmarks, or a quarter of the tokens if that is less."""
+    """Return attention with 128 landmarks, or with 1 + N // 4 if that is less."""
     _, heads, length, dim = q.shape
     kept = min(128, 1 + length // 4)
-    with torch.device("meta"):  # its own weights are not made
+    with torch.device("meta"):  # allocates no weights, as none are used
         layer = NystromAttention(
             heads * dim, dim_head=dim, heads=heads, num_landmarks=kept, residual=False
         )

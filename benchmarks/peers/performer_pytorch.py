@@ -1,8 +1,8 @@
-"""performer-pytorch: FAVOR+ with our projection, so with the same random features.
+"""performer-pytorch: FAVOR+ with our projection, and therefore with the same random features.
 
-Theirs adds a small number to every feature, 1e-4, and to the causal sums, 1e-6; that is 0 here, and
-takes as long. Causal, they need the CUDA extension of fast-transformers; without it they form a
-(D, features) matrix for each token, as timed here.
+By default the library adds 1e-4 to every feature and 1e-6 to the causal sums. Here both numbers are
+0, which takes the same time. Its causal form needs the CUDA extension of fast-transformers; without
+it, as timed here, it stores a (D, features) matrix for each token.
 """
 
 from performer_pytorch.performer_pytorch import (
@@ -19,7 +19,7 @@ from benchmarks.peers import Peer
 def favor(
     q: Tensor, k: Tensor, v: Tensor, *, projection: Tensor, is_causal: bool = False
 ) -> Tensor:
-    """Linear attention with positive random features."""
+    """Return linear attention with positive random features."""
     how = {"projection_matrix": projection, "eps": 0.0}
     q, k = softmax_kernel(q, is_query=True, **how), softmax_kernel(k, is_query=False, **how)
     return (

@@ -1,7 +1,7 @@
-"""x-transformers: attention by squared distances, reduced to SDPA by two features more.
+"""x-transformers: attention by squared distances, reduced to SDPA by two additional features.
 
-With one Gaussian for each token that is our mixture. The values keep their D features, so that on a
-CPU PyTorch falls back to the (N, N) matrix.
+Our mixture with one Gaussian for each token computes the same function. The values keep their D
+features, so PyTorch stores an (N, N) matrix on a CPU.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from derived_attention.mixture.core import mixture_attention
 
 
 def one_key(form: Any) -> Any:
-    """Attend with one Gaussian for each token."""
+    """Return a mixture form that has one Gaussian for each token."""
     return lambda q, k, v, **options: form(q, k.unsqueeze(-3), v, **options)
 
 
 def distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax of −‖q − k‖²/2√D."""
+    """Return attention whose weights are the softmax of −‖q − k‖²/2√D."""
     scale = q.shape[-1] ** -0.5 / 2
     return Attend(flash=True, l2_distance=True, heads=q.shape[1], scale=scale)(q, k, v)[0]
 
