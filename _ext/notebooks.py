@@ -299,7 +299,7 @@ class Writer:
         text, uri = self.inline(node), node.get("refuri", "")
         if re.match(r"https?:", uri):
             return f"[{text}]({uri})"
-        name = r"(?:\d\d|[A-Z]|audit)_\w+|positions"
+        name = r"(?:\d\d|[A-Z]|audit)_\w+|positions|language_model"
         page = re.match(rf"(?:\.\./book/)?({name})\.html", uri)
         return f"[{text}]({page[1]}.ipynb)" if page else text
 

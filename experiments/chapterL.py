@@ -193,6 +193,7 @@ def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
 
 PLANS = {"laptop": plan("laptop", 1500, batch=8, device="cpu")}
 PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
+EXPERIMENTS = {"laptop": PLANS["laptop"]}  # that the page has results of
 SHIPPED = {"arm": "softmax", "seed": 0, "steps": 6000, "lr": 3e-3}  # of `load_language_model`
 
 

@@ -17,7 +17,7 @@ from execute import RUNS, read_page
 from notebooks import name_cells
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
-KINDS = ("[A-Z]_*", "audit_*", "positions")  # have code, are no chapters
+KINDS = ("[A-Z]_*", "audit_*", "positions", "language_model")  # have code, are no chapters
 OTHERS = [page for kind in KINDS for page in (ROOT / "book").glob(f"{kind}.md")]
 NAMES = CHAPTERS + sorted(page.stem for page in OTHERS)
 SYNTAX = re.compile(r"\{(eq|prf:ref|numref|cite|cite:t|term|doc|ref|measured)\}`|^:::|^```\{", re.M)
