@@ -165,7 +165,7 @@ def install(folder: Path, extras: str, torch: str) -> None:
     """Install PyTorch, the package with its extras and the JavaScript; exit if that fails."""
     python, mark = folder / "bin" / "python", folder / ".installing"
     cuda = torch == "pip" and sys.platform == "linux"
-    size = "7 GB" if cuda else "3 GB"
+    size = "7 GB" if cuda else "4 GB" if extras == "dev" else "3 GB"
     say(f"Installing packages into {folder} (log: {LOG}): some minutes, about {size} of disk.")
     start = time.time()
     mark.touch()  # marks the environment as incomplete if this process is killed
