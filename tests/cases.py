@@ -1,4 +1,4 @@
-"""The cases of the contract, each a mechanism on random tensors, for other tests."""
+"""Test cases of the mechanism contract, re-exported for other tests."""
 
 from __future__ import annotations
 

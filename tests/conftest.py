@@ -24,8 +24,8 @@ ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disabl
     --disable-background-networking --disable-component-update""".split()
 
 
-# Longest first, so that none of them is left to the last worker, and no worker takes over half of a
-# file from another, which would set up the file's fixtures twice.
+# The slowest files come first, so that no worker starts one at the end, or takes over half of one
+# from another worker and sets up its fixtures a second time.
 LONGEST = """course book standin ledger_page notebooks workers pdf references new protocol execute
     set_up slides versions kernels_compiled""".split()
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Exclude the tests from garbage collection and from the keys of stored runs.
 
-    A key contains all modules of the user, which in this process are all test files.
+    A key covers all modules of the user, which in this process would include all test files.
     """
     gc.collect()
     gc.freeze()
@@ -61,14 +61,14 @@ def no_short_forms(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch, no_short_forms):
-    """Make 9 keys need several blocks of queries, one of them partial, for two heads at a time."""
+    """Compute 4 queries and, for 9 keys, two heads at a time, so that tests need several blocks."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     monkeypatch.setattr(blocks, "SCORES", 4 * 9 * 2)
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """Start one browser per worker, because Playwright allows no second one beside it."""
+    """Yield one browser per worker, because Playwright cannot run twice at a time in a process."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("NO BROWSER: THE PAGES ARE NOT TESTED AS READERS SEE THEM; install chromium")

@@ -43,7 +43,7 @@ def images(n=24, seed=0):
 
 
 def scenes(n=24, seed=0):
-    """Return scenes: a bright square in one quarter and, in two of three, a dark one in another."""
+    """Return scenes with a bright square in a quarter; two of three have a dark one in another."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(n)])
     corners = 8 * torch.stack([places % 2, places // 2], -1)  # (n, 2, 2)
@@ -59,7 +59,7 @@ def scenes(n=24, seed=0):
 
 
 def text(n=500, seed=0):
-    """Return bytes that each repeat the last byte or are the next of three: 1 bit per byte."""
+    """Return letters a, b, c: each repeats the previous one or is the next (1 bit per byte)."""
     steps = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
     return (97 + steps.cumsum(0) % 3).to(torch.uint8)
 
@@ -88,7 +88,7 @@ def detector(seed=0, **changes):
     return DetectionTransformer(2, Config(**SIZES | changes), queries=3, **own)
 
 
-# --- What `fit` takes: model, batches of n examples, loss; and the numbers that the loss reports --
+# --- For each kind: model, batches of n examples, loss, and the names of its reported numbers -----
 
 KINDS = {
     "series": (classifier, lambda n: Examples(series(), n), class_loss, {"loss", "accuracy"}),

@@ -1,9 +1,9 @@
 """A device without hardware, "standin", on which code fails where it would fail on a GPU.
 
-Its tensors are wrappers of CPU tensors. Each operation refuses to mix the two devices, unwraps its
-arguments, runs on the CPU, and wraps the result. If Python reads a value for which a GPU would have
-to finish its work, a synchronisation is counted. PyTorch's fused attention is one operation, as on
-a GPU. No time is measured, and neither `torch.compile` nor kernels run on this device.
+Its tensors wrap CPU tensors. Each operation refuses to mix the two devices, unwraps its arguments,
+runs on the CPU, and wraps the result. If Python reads a value for which a GPU would have to finish
+its work, a synchronisation is counted. PyTorch's fused attention is one operation, as on a GPU. No
+time is measured, and neither `torch.compile` nor kernels run on this device.
 
 Import this module before any gradient is computed, in a separate process, because it changes
 PyTorch: ``tests/test_standin.py`` starts one. As a command it runs chapters on the device::
@@ -169,7 +169,7 @@ def run(operation, args, kwargs):
 
 
 def raw(x):
-    """Return an argument as the operation on the CPU takes it."""
+    """Return an argument in the form that the operation on the CPU takes."""
     if isinstance(x, StandIn):
         return x.raw
     return CPU if isinstance(x, torch.device) and x.type == NAME else x
@@ -181,7 +181,7 @@ library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # aut
 
 
 def maker(operation):
-    """Return `operation` on the CPU: C++ would resize an empty wrapper, whose shape is fixed."""
+    """Return a function that runs `operation` on the CPU: C++ would resize an empty wrapper."""
     return lambda *args, **kwargs: run(operation, args, kwargs)
 
 
@@ -191,11 +191,11 @@ for overload in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):
     operation = getattr(getattr(torch.ops.aten, packet), kind or "default")
     made_here.impl(overload, maker(operation))
 
-# --- tensors that C++ makes without calling the device --------------------------------------------
+# --- tensors that C++ creates without calling the device ------------------------------------------
 
 
 def made_on_cpu(make):
-    """Return a function that makes a tensor from numbers on the CPU, and then moves it."""
+    """Return a function that creates a tensor on the CPU, and moves it to the device."""
 
     @functools.wraps(make)
     def made(*args, device=None, requires_grad=False, **kwargs):
@@ -232,7 +232,7 @@ _sdpa = F.scaled_dot_product_attention
 def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Compute PyTorch's attention, here by the CPU's fused kernel wherever a GPU has one."""
+    """Compute PyTorch's attention, with the CPU's fused kernel where a GPU has a fused kernel."""
     tensors = query, key, value
     fused = all(isinstance(x, StandIn) and x.dim() == 4 and x.stride(-1) == 1 for x in tensors)
     if not fused or dropout_p or (attn_mask is not None and attn_mask.requires_grad):
@@ -255,7 +255,7 @@ F.scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attentio
 
 @contextlib.contextmanager
 def counting():
-    """Reset the counts, and yield them: they count what happens in a with block."""
+    """Reset the counts, and yield them: they count the operations of a with block."""
     counts.update(operations=-counts["operations"], synchronisations=-counts["synchronisations"])
     places.clear()
     yield counts

@@ -73,7 +73,7 @@ def test_the_device_refuses_to_measure_what_runs_on_the_cpu():
         peak(lambda: x + 1, device=DEVICE)
 
 
-# Synchronisations of the mechanisms, causal or not, whose computation depends on their inputs.
+# At most this often, by name and causality, mechanisms that branch on values synchronise.
 ASK_FOR_NUMBERS = {("performer", True): 1, ("smgk", True): 2, ("smgk", False): 2}
 
 # --- every mechanism, layer, model and plug -------------------------------------------------------
@@ -160,7 +160,7 @@ def test_layer(name):
     calls += [{"is_causal": True}, {"is_causal": True, "key_padding_mask": GONE}] * entry.causal
     for given in calls:
         if name == "conv1d" and "is_causal" in given:
-            continue  # its layer takes `causal` when it is made
+            continue  # its layer takes `causal` in its constructor
         given = {"need_weights": False} | given
         results = []
         on_device = {key: moved(value) for key, value in given.items()}
@@ -189,7 +189,7 @@ def test_models(name):
 
 
 def test_plugs():
-    """Run every mechanism in one model of the other libraries, and softmax in all three."""
+    """Run every mechanism in one model of Transformers or timm, and softmax in all three."""
     import test_plugs as theirs
 
     from derived_attention import plugs
@@ -215,12 +215,12 @@ def test_plugs():
 
 # How often a step waits for the device: a detector's boxes are matched on the CPU.
 PER_STEP = {"scenes": 8}
-PER_EPOCH = 2  # to test for finite losses, and to read the numbers, which a detector already has
+PER_EPOCH = 2  # to test for finite losses, and to read numbers; a detector's are on the CPU
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit(kind):
-    """Training gives the numbers of the CPU, and steps wait only as often as `PER_STEP` says."""
+    """Check that training gives the CPU's numbers and waits as often as `PER_STEP` states."""
     make_model, data, loss, _ = KINDS[kind]
     histories = []
     for device in ("cpu", DEVICE):
@@ -253,4 +253,4 @@ def test_fit_says_in_which_step_the_loss_was_not_finite():
     model.register_forward_hook(spoil)
     with pytest.raises(FloatingPointError, match="loss is nan .* epoch 2, step 2; a smal"):
         fit(model, data(SMALL), loss, epochs=3)
-    assert next(calls) == 6  # the end of the second epoch
+    assert next(calls) == 6  # it stops at the end of the second epoch

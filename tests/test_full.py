@@ -19,9 +19,9 @@ for arguments in {calls!r}:
 
 
 def run(root, *calls):
-    """Run the command in one process, as often as it is given arguments.
+    """Run the command once for each list of arguments, all in one process.
 
-    Return of each call the exit status, what it prints and what it reports.
+    Return for each call the exit status, its standard output and its standard error.
     """
     code = SCRIPT.format(ext=str(ROOT / "_ext"), root=str(root), calls=calls)
     command = [sys.executable, "-c", f"END = {END!r}{code}"]
@@ -49,6 +49,6 @@ def test_a_chapter_runs_unattended_and_says_how_far_it_is(tmp_path):
     assert "long" in done.cells[2].outputs[0].text
     status, _, reported = bad
     assert status == 1 and "ZeroDivisionError" in reported
-    assert (tmp_path / "done" / "06_bad.ipynb").exists(), "what was done is kept"
+    assert (tmp_path / "done" / "06_bad.ipynb").exists(), "the failed notebook was not written"
     assert [x[0] for x in wrong] == [2, 2, 2]
     assert all("expected one of 05, 06" in x[2] for x in wrong)

@@ -18,7 +18,7 @@ from benchmarks.gpu.table import OURS, REHEARSAL
 from derived_attention.registry import MECHANISMS
 
 if torch.cuda.is_available():
-    pytest.skip("these rehearse without a GPU", allow_module_level=True)
+    pytest.skip("these tests rehearse without a GPU", allow_module_level=True)
 FORWARD, BOTH = report.MODES
 ROWS = {(case.name, case.is_causal): case for case in table.cases()}
 
@@ -63,7 +63,7 @@ def test_what_is_beside_computes_what_ours_does(key):
     sizes, case = replace(REHEARSAL, heads=2), ROWS[key]
     fla = case.is_causal and case.name in besides.FLA_FORMS
     calls = table.calls_of(case, 128, 8, sizes, fla)
-    if case.name != "smgk":  # whose keys are two shifts of each: another mixture, of equal cost
+    if case.name != "smgk":  # the others have free keys: another mixture, of equal cost
         for name in {FLEX, table.UNFUSED} & calls.keys():
             torch.testing.assert_close(calls[name][FORWARD](), calls[OURS][FORWARD]())
     if fla:
@@ -88,7 +88,7 @@ def test_a_rehearsal_measures_all_and_goes_on_where_it_stopped(three_cases, tmp_
     said = capsys.readouterr().out
     assert "| delta, causal | 64 | fla-core | 1.1 |" in said and "| MGK |" in said
     before = data["cells"]
-    assert measured(tmp_path)[1]["cells"] == before, "nothing is measured again"
+    assert measured(tmp_path)[1]["cells"] == before, "cells are measured again"
     assert measured(tmp_path, "--again")[1]["cells"] != before
     header, rows = report.gpu_table(data)
     assert len(header) == 6 and {len(row) for row in rows} == {6}
@@ -111,7 +111,7 @@ def test_a_mechanism_that_fails_or_takes_too_long_stops_no_other(
     assert status == 0
     assert times["mgk, N = 64, D = 8"][OURS][FORWARD] == {"skipped": "out of memory"}
     longer = times["mgk, N = 128, D = 8"][OURS][BOTH]["skipped"]
-    assert longer == "out of memory at N = 64, D = 8", "it is not tried at longer sequences"
+    assert longer == "out of memory at N = 64, D = 8", "it is tried at longer sequences"
     assert times["delta, causal, N = 64, D = 8"][OURS][FORWARD] == {"skipped": "out of time"}
     assert times["window, N = 64, D = 8"][OURS][BOTH]["ms"] > 0
     verdicts = {x["verdict"] for x in data["goals"] if x["mechanism"] in ("mgk", "delta")}
@@ -217,7 +217,7 @@ def test_a_step_gets_what_earlier_ones_left_and_is_tried_again(monkeypatch, tmp_
     assert list(asked) == ["table", "verify", "chapters"]
     assert sum(step.share for step in gpu.steps(tmp_path)) == pytest.approx(1)
     assert asked["table"] == pytest.approx(330, abs=2)
-    assert asked["chapters"] == pytest.approx(540, abs=2), "the others took no time"
+    assert asked["chapters"] == pytest.approx(540, abs=2), "expected the time that the others left"
     asked.clear()
     given["verify"] = "done"
     assert gpu.main(command) == 0 and list(asked) == ["verify"]

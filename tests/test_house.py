@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src"
 LIBRARY, BOOK = "derived_attention", "derived_book"
 LISTS = ("registry", "references", "testing", "plugs")  # modules that may import every mechanism
-LONGEST, MOST = 45, 8  # lines of a function, and parameters beside those of PyTorch's functions
-SDPA = "q k v attn_mask dropout_p is_causal scale enable_gqa mask"  # `mask`: that of a form
+LONGEST, MOST = 45, 8  # lines of a function, and its parameters besides those of PyTorch
+SDPA = "q k v attn_mask dropout_p is_causal scale enable_gqa mask"  # `mask`: of forms
 LAYER = (
     "embed_dim num_heads dropout bias add_bias_kv add_zero_attn kdim vdim batch_first device dtype "
     "query key value key_padding_mask need_weights attn_mask average_attn_weights is_causal"
@@ -24,7 +24,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package, by its dotted name."""
+    """Return the syntax tree of every module below `src`, by its dotted name."""
     result = {}
     for file in sorted(ROOT.rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -34,13 +34,13 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield the module, the name taken (or none) and its alias, of all imports at any depth."""
+    """Yield the module, the imported name (or "") and the alias of every import at any depth."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, "", alias.asname or alias.name
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
+            assert node.level == 0, "found a relative import; expected an absolute one"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 name = alias.asname or alias.name
@@ -49,7 +49,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """The modules of the package that each of them imports."""
+    """Return, for each module of `src`, those that it imports."""
     return {
         name: {target for target, _, _ in imports(tree) if target in modules() and target != name}
         for name, tree in modules().items()
@@ -57,7 +57,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def circles() -> Iterator[list[str]]:
-    """Yield the groups of modules that reach each other."""
+    """Yield each group of modules that import each other, even indirectly."""
     reach = {name: reachable(name) for name in modules()}
     seen: set[str] = set()
     for name in modules():
@@ -78,7 +78,7 @@ def reachable(name: str) -> set[str]:
 
 
 def forbidden(source: str, target: str) -> bool:
-    """Whether a module may not import another, because it is below or beside it."""
+    """Return whether the rules forbid module `source` to import module `target`."""
     (package, *below), (other, *to) = source.split("."), target.split(".")
     if package != other:
         return package == LIBRARY
@@ -97,7 +97,7 @@ def forbidden(source: str, target: str) -> bool:
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
-    """Yield the functions and methods of a module with their dotted names, not nested ones."""
+    """Yield the functions and methods of a module, except nested ones, with dotted names."""
     for node in tree.body:
         if isinstance(node, Function):
             yield node.name, node
@@ -106,7 +106,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
 
 
 def length(function: Function) -> int:
-    """Lines from ``def`` to the end, without the docstring."""
+    """Return the number of lines from ``def`` on, without the docstring."""
     assert function.end_lineno is not None
     lines = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function) is None:
@@ -117,7 +117,7 @@ def length(function: Function) -> int:
 
 
 def parameters(function: Function) -> list[str]:
-    """Parameters beside those of PyTorch's functions."""
+    """Return the parameters besides those of PyTorch's functions."""
     args = function.args
     return [x.arg for x in args.posonlyargs + args.args + args.kwonlyargs if x.arg not in THEIRS]
 
@@ -183,7 +183,7 @@ def test_functions_are_short():
         for module, tree in modules().items()
         if module.rpartition(".")[2] not in ("triton", "formulas")
         for name, function in functions(tree)
-        if length(function) > LONGEST and name != "mechanism"  # which contains another one
+        if length(function) > LONGEST and name != "mechanism"  # it contains another function
     }
     assert not wrong
 
@@ -194,7 +194,7 @@ def test_public_functions_have_few_parameters():
         for module, tree in modules().items()
         for name, function in functions(tree)
         if is_public(name) and not is_kernel(function) and len(parameters(function)) > MOST
-        # Forms to fill in, by keyword: what is refuted, a run of training, a mechanism.
+        # Exceptions: keywords describe a refuted claim, a training run, a mechanism.
         if (module, name)
         not in {
             (f"{BOOK}.claims", "refuted"),

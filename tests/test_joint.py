@@ -44,7 +44,7 @@ def test_sets_and_sink_share_one_softmax(is_causal):
 
 
 def test_a_mapped_sink_is_one_more_batch():
-    """What is mapped otherwise is in the contract."""
+    """The contract tests other uses of vmap."""
     q, k, v, sink = (x.detach() for x in tensors())
     sinks = torch.stack([sink, sink + 1])
     run = lambda q, sink: joint_softmax("cpu", q, k, v, sink, False, SCALE)  # noqa: E731
@@ -54,7 +54,7 @@ def test_a_mapped_sink_is_one_more_batch():
 
 
 def test_a_far_key_does_not_round_what_is_common():
-    """Where log Z is near -10⁵ in float32, its rounding is a hundredth; shares still sum to 1."""
+    """Near |log Z| = 10⁵, float32 has steps of 0.008, but the weights still sum to 1."""
     q, k, v, sink = (x.detach().float() for x in tensors())
     k = k - 1e5 * torch.nn.functional.normalize(q.mean(-2, keepdim=True), dim=-1).unsqueeze(-3)
     h = joint_softmax("cpu", q, k, torch.ones_like(v), None, False, 1.0)
@@ -66,7 +66,7 @@ def test_a_far_key_does_not_round_what_is_common():
     [("flash", torch.bfloat16), ("cudnn", torch.bfloat16), ("efficient", torch.float32)],
 )
 def test_kernels_of_a_gpu_take_the_arguments(backend, dtype):
-    """Without a GPU: PyTorch's rules for shapes check each call, forward and backward."""
+    """PyTorch's shape rules check each call without a GPU, forward and backward."""
     inputs = tensors(dtype, "meta")
     q, k, v, sink = inputs
     for is_causal in (False, True):

@@ -1,4 +1,4 @@
-"""Formulas are rendered by one Node process, which ends with the build and is never shared."""
+"""Tests of the Node process that renders formulas: one for each process, until the build ends."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ APP = SimpleNamespace(config=SimpleNamespace(katex_path=str(FOLDER)))
 
 @pytest.fixture(autouse=True)
 def server():
-    """Forget formulas of other tests, and start Node."""
+    """Return a new Node process, with an empty cache."""
     katex._katex.cache_clear()
     yield katex._server(FOLDER / "katex.min.js", os.getpid())
     katex._stop(APP, None)
@@ -24,14 +24,14 @@ def server():
 def test_lines_and_other_scripts_come_back_whole(server):
     for tex in ("x\n= y", "\\text{été \u4e00 \U0001d538}"):
         assert 'class="katex"' in katex._katex(FOLDER, tex, True)
-    assert katex._server(FOLDER / "katex.min.js", os.getpid()) is server, "one for all formulas"
+    assert katex._server(FOLDER / "katex.min.js", os.getpid()) is server, "expected one Node server"
 
 
 def test_a_formula_that_is_refused_does_not_end_it():
     with pytest.raises(katex.FormulaError, match="ParseError.*Undefined control sequence"):
         katex._katex(FOLDER, "\\nonsense", False)
     with pytest.raises(katex.FormulaError, match="Unexpected character"):
-        katex._katex(FOLDER, "a\u2028b", False)  # a line's end to Node
+        katex._katex(FOLDER, "a\u2028b", False)  # Node reads U+2028 as the end of a line
     assert "katex-display" not in katex._katex(FOLDER, "x", False)
 
 
@@ -39,7 +39,7 @@ def test_it_ends_with_the_build(server):
     katex._katex(FOLDER, "x", False)
     katex._stop(APP, None)
     assert server.returncode == 0
-    katex._stop(APP, None)  # a build without formulas
+    katex._stop(APP, None)  # as in a build without formulas
 
 
 def test_a_process_that_has_died_is_an_error_with_its_status(server):

@@ -1,4 +1,4 @@
-"""Who runs a kernel, and what the compiler makes of all of them without a GPU."""
+"""When a kernel runs instead of PyTorch's form, and how narrow its tiles may be."""
 
 import importlib.machinery
 import os
@@ -20,7 +20,7 @@ Q = torch.zeros(1, 2, 4, 8, device="cuda" if torch.cuda.is_available() else "cpu
 
 @pytest.fixture
 def old_triton(monkeypatch):
-    """As if nothing that kernels need were in Triton."""
+    """Replace Triton with an empty module of version 3.2.0, which is too old."""
     old = types.ModuleType("triton")
     old.__version__, old.__spec__ = "3.2.0", importlib.machinery.ModuleSpec("triton", None)
     monkeypatch.setitem(sys.modules, "triton", old)

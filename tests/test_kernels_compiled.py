@@ -19,7 +19,7 @@ if not kernels.available():
     pytest.skip(NO_TRITON, allow_module_level=True)
 from derived_attention.linear import triton as linear
 
-# Compilers look past a cache, and say so: what they are not to look into is one constant.
+# Dynamo ignores the cache of a function that it traces, and warns: it must trace none.
 pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def nothing_is_compiled():
 
 
 class Graphs:
-    """A backend of torch.compile that collects what is called in each graph that it gets."""
+    """A backend of torch.compile that collects the targets of the nodes of each graph."""
 
     def __init__(self, backend="eager"):
         self.inner, self.targets = lookup_backend(backend), []
@@ -54,7 +54,7 @@ class Graphs:
 
 
 def results(form, trial, **more):
-    """The output and the gradients of a linear functional, by the kernel."""
+    """Return the output, and the gradients of a weighted sum of it, by the kernel."""
     made, options = kernel_cases.inputs(trial, DEVICE)
     made = {x: y.detach().requires_grad_() for x, y in made.items()}
     out = form(**made, **{"fused": True} | options | more)
@@ -84,7 +84,7 @@ def test_half_precision():
 
 @needs_inductor
 def test_the_compiler_that_is_the_default_keeps_the_kernel():
-    """Inductor makes code of what is around it, and may choose other strides there."""
+    """Inductor compiles the code around the kernel, and may choose other strides there."""
     trial = Trial("mlk", "fp32", 17, 21, D=5, DV=4, mask="causal")
     form, graphs = get_attention("mlk"), Graphs("inductor")
     assert_all_close(results(graphs.compile(form), trial), results(form, trial), 1e-4)
@@ -115,14 +115,14 @@ def test_autocast_computes_in_the_dtypes_of_eager_mode():
 
     ours = run(Graphs("aot_eager").compile(form))
     assert_all_close(ours, run(form), 1e-5)
-    assert torch.equal(ours[0], results(form, trial)[0]), "what rounds"
+    assert torch.equal(ours[0], results(form, trial)[0]), "autocast changes the output"
 
 
-# --- what PyTorch asks of an operator -------------------------------------------------------------
+# --- PyTorch's rules for operators ----------------------------------------------------------------
 
 
 def calls(trial, monkeypatch):
-    """The arguments of the operator and of its derivative, as a mechanism calls them."""
+    """Return the arguments with which a mechanism calls the operator and its derivative."""
     seen = []
     run = linear._causal
     monkeypatch.setattr(linear, "_causal", lambda *x: (seen.append(x), run(*x))[1])
@@ -146,13 +146,13 @@ HALF = Trial("linear", "fp16", 19, 21, D=5, DV=4, mask="causal")
     "trial", [dataclasses.replace(x, H=1) for x in (*TRIALS[1:], HALF)], ids=str
 )
 def test_operators_are_what_they_say(trial, monkeypatch):
-    """Schemas, results without data, gradients; of that with all arguments, tracing of any size."""
+    """Check schema, fake tensors and autograd, and for mlk dynamic sizes as well."""
     forward, backward = calls(trial, monkeypatch)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     some = utilities + ("test_aot_dispatch_dynamic",) * (trial.kernel == "mlk")
     torch.library.opcheck(OPERATOR, forward, test_utils=some)
     learned = [x.requires_grad for x in OPERATOR(*forward)]
-    assert learned == [True, False, False], "only the output has a derivative"
+    assert learned == [True, False, False], "expected a derivative of the output only"
     name = f"{OPERATOR._schema.name.split('::')[1]}_backward"
     torch.library.opcheck(getattr(OPS, name).default, backward, test_utils=utilities)
 
@@ -172,7 +172,7 @@ def test_lengths_need_no_graphs_of_their_own():
         found = compiled(**made, **options, fused=True)
         beside = form(**made, **options, fused=False)
         torch.testing.assert_close(found, beside, rtol=TOL * 100, atol=TOL * 100)
-    # A sequence of one segment has no states before any: one more graph, for all such lengths.
+    # Sequences of one segment have no earlier states, so these lengths share a second graph.
     assert len(graphs.targets) == 2
     assert all(OPERATOR in targets for targets in graphs.targets)
 
@@ -197,7 +197,7 @@ def test_an_exported_program_of_any_length_has_the_kernel():
 
 @pytest.fixture
 def a_new_gpu(monkeypatch, tmp_path):
-    """On which nobody has tried anything; the interpreter counts as a GPU."""
+    """Imitate a GPU without tested kernels; the interpreter counts as a GPU."""
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
@@ -218,12 +218,12 @@ def test_by_default_a_graph_has_the_kernels_that_were_tried_before(a_new_gpu, mo
     compare = kernel_selftest.compare
     monkeypatch.setattr(
         kernel_selftest, "compare", None
-    )  # nothing is tried while a compiler traces
+    )  # no kernel is tested while a compiler traces
     assert not has_kernel() and not kernel_selftest._verdicts
     monkeypatch.setattr(kernel_selftest, "compare", compare)
     results(form, trial, fused=None)
     assert has_kernel() and has_kernel(dynamic=True)
-    kernel_selftest._verdicts.clear()  # another process finds what was tried
+    kernel_selftest._verdicts.clear()  # another process reads the stored verdicts
     assert has_kernel()
     kernel_selftest._verdicts.update(
         dict.fromkeys(kernel_selftest._verdicts, "is not exact enough")
@@ -231,7 +231,7 @@ def test_by_default_a_graph_has_the_kernels_that_were_tried_before(a_new_gpu, mo
     assert not has_kernel()
 
 
-# --- what there is not ----------------------------------------------------------------------------
+# --- unsupported derivatives and transforms -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

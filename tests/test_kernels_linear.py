@@ -1,4 +1,4 @@
-"""The Triton kernels of causal linear attention: the formula, its gradients, what they refuse."""
+"""Tests of the Triton kernels of causal linear attention: values, gradients, refused inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if not kernels.available():
 from derived_attention.linear import triton as linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Kernels have float64 in the interpreter alone.
+# Only the interpreter runs kernels in float64.
 DTYPE, TOL = (torch.float32, 1e-4) if DEVICE == "cuda" else (torch.float64, 1e-10)
 FUSED = {"is_causal": True, "fused": True}
 
@@ -132,7 +132,7 @@ def test_no_bit_depends_on_the_future():
         assert all(bool((x[..., t + 1 :, :] == 0).all()) for x in slopes)
 
 
-# Norms of errors, as shares. Values with an offset: terms of dq cancel that are N times as large.
+# Relative norms of errors. With an offset in the values, terms N times as large as dq cancel.
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.bfloat16, 1.5e-2), (torch.float16, 8e-3), (torch.float32, 2e-5)],
@@ -219,7 +219,7 @@ def test_there_is_no_second_derivative():
 
 
 def test_a_program_takes_as_much_of_the_sequence_as_leaves_every_one_busy(monkeypatch):
-    device = torch.device("cpu")  # as if it had one multiprocessor
+    device = torch.device("cpu")  # counted as one multiprocessor
     assert linear.segment_length(1000, 1, device) == 256
     assert linear.segment_length(1000, 4, device) == 1024
     monkeypatch.setattr(linear, "PROGRAMS", 1000)

@@ -1,7 +1,7 @@
-"""Kernels with the tiles that are shipped, on problems in which any two properties meet.
+"""Kernels with the shipped tile sizes, on problems that combine any two properties.
 
-Other tests force small tiles, so that few tokens make many: a fault that shows only where a block
-of queries is no multiple of a block of keys, or beyond the sixteenth segment, passes them all.
+Other tests force small tiles, so that few tokens fill several. They miss a fault that occurs only
+if a block of queries is no multiple of a block of keys, or beyond the sixteenth segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def length(trial):
-    """More than a tile: in the interpreter, which is slow, not much more."""
+    """Return a number of tokens above one tile, but small in the interpreter, which is slow."""
     if DEVICE == "cuda":
         return 1000
     if trial.dtype == "fp32":
@@ -73,7 +73,7 @@ def test_states_are_carried_over_many_segments(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["linear", "mlk"])
 def test_bits_repeat_whatever_memory_held_before(kernel):
-    """PyTorch fills new memory with NaN here, where it is to be deterministic."""
+    """In its deterministic mode, PyTorch fills new memory with NaN."""
     sizes = {"N": 37, "M": 33, "D": 12, "DV": 9, "H": 1, "mask": "causal", "own": True}
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,7 +88,7 @@ def test_bits_repeat_whatever_memory_held_before(kernel):
 
 
 def far_apart(file, shape, strides, seed):
-    """A tensor of that shape whose numbers are gigabytes apart: in a file that is all but empty."""
+    """Return random numbers with these strides; on a CPU, an almost empty file stores them."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if DEVICE == "cuda":
@@ -101,7 +101,7 @@ def far_apart(file, shape, strides, seed):
     return far.copy_(numbers.to(DEVICE))
 
 
-STEP = 2**27  # rows apart, and 2³⁰ a head: the third head begins at 2³¹
+STEP = 2**27  # numbers from row to row; heads are 2³⁰ apart, and the third begins at 2³¹
 
 
 def test_numbers_beyond_two_to_the_thirty_first_are_found(tmp_path):
@@ -122,7 +122,7 @@ def _offsets(x, out, length, stride, BLOCK: tl.constexpr):
 
 
 def test_the_place_of_a_tile_has_64_bits():
-    """Rows that are 2²⁰ numbers long, of heads that are 2³²: nothing is read there."""
+    """A row has 2²⁰ numbers and a head 2³²; the kernel computes addresses and reads nothing."""
     length, stride, block, programs = 4096, 2**20, 64, 72
     out = torch.zeros(programs, dtype=torch.int64, device=DEVICE)
     x = torch.zeros(1, dtype=torch.bfloat16, device=DEVICE)
@@ -136,7 +136,7 @@ def test_the_place_of_a_tile_has_64_bits():
     assert out.max() > 2**33
 
 
-# --- digits --------------------------------------------------------------------------------------
+# --- rounding ------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -156,6 +156,6 @@ def test_factors_in_tf32_are_rounded_to_nearest_and_not_cut_off():
     assert torch.equal(out[:4].isnan(), x[:4].isnan()) and torch.equal(out[:2], x[:2])
     exact, found = x[3:].double(), out[3:].double()
     digits = torch.frexp(found)[0] * 2**11
-    assert torch.equal(digits, digits.round()), "11 digits"
+    assert torch.equal(digits, digits.round()), "more than 11 binary digits"
     assert ((found - exact).abs() <= exact.abs() * 2**-11).all()
-    assert ((found - exact) * exact > 0).double().mean() > 0.4, "up as often as down"
+    assert ((found - exact) * exact > 0).double().mean() > 0.4, "rounds towards 0 too often"

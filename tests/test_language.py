@@ -32,7 +32,7 @@ def bits_of(model, data, length=6, batch_size=64):
 
 
 def test_learns_what_can_be_known_and_no_more():
-    """With context 1 bit; without, what attention does not bring, n-grams of order 1 have."""
+    """Attention reaches 1 bit per byte; without it, a model is as good as bigram counts."""
 
     def alone(q, k, v, **how):
         return v
@@ -46,7 +46,7 @@ def test_learns_what_can_be_known_and_no_more():
 
 
 def bigram_bits(data, test):
-    """Bits per byte of `test` when each byte is predicted from the one before it, by counts."""
+    """Return the bits per byte of `test`, predicted by the counts of pairs in `data`."""
     counts = torch.zeros(256, 256, dtype=torch.float64)
     ones = torch.ones(len(data) - 1, dtype=torch.float64)
     counts.index_put_((data[:-1].long(), data[1:].long()), ones, accumulate=True)
@@ -55,10 +55,10 @@ def bigram_bits(data, test):
 
 
 def test_bits_are_the_mean_over_the_windows():
-    """With a tiny rate and no dropout, they are those of the first weights."""
+    """With a tiny rate and no dropout, every step has the bits of the initial weights."""
     model, seen = writer(dropout=0.0), []
     model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    data = torch.arange(200, dtype=torch.uint8)  # so that a window tells its place
+    data = torch.arange(200, dtype=torch.uint8)  # each window begins with its place
     history = fit(model, Windows(data, 6, 5, steps=3), byte_loss, epochs=2, lr=1e-12)
     assert [x.shape for x in seen] == [(5, 6)] * 6 and seen[0].dtype == torch.int64
     assert all(torch.equal(x, x[:, :1] + torch.arange(6)) for x in seen)
@@ -77,7 +77,7 @@ def test_windows_come_from_everywhere_and_differ_from_step_to_step():
         places.append([tuple(w[:, 0].tolist()) for w in found])
     assert set(sum(places[0], ())) == set(range(14))  # the last byte is only predicted
     assert len(set(places[0])) == 40
-    assert places[0] == places[1] != places[2]  # how long an epoch is decides nothing
+    assert places[0] == places[1] != places[2]  # whatever the length of an epoch
 
 
 @pytest.mark.parametrize("n", [7, 8, 13, 40])
@@ -118,11 +118,11 @@ def test_other_shapes():
             call(model, text())
 
 
-# --- Writing --------------------------------------------------------------------------------------
+# --- Text generation ------------------------------------------------------------------------------
 
 
 def test_a_trained_model_writes_on():
-    """In the text each byte follows the one before; a window is enough to see it."""
+    """In this text each byte determines the next one."""
     model = writer(dropout=0.0)
     train(model, torch.tensor([97, 98, 99], dtype=torch.uint8).repeat(100), steps=150)
     for temperature in (0.0, 0.1):
@@ -131,7 +131,7 @@ def test_a_trained_model_writes_on():
 
 
 class Coin(nn.Module):
-    """Of two bytes, the second is three times as likely, whatever was read."""
+    """A model that always gives b three times the probability of a."""
 
     length = 6
 
@@ -195,7 +195,7 @@ def test_wrong_writing_before_any_work(arguments, error, message):
 
 
 class Reader(nn.Module):
-    """Reads sessions by their rule, a byte at a time, without a tensor in its head."""
+    """A model that predicts sessions by their rule, from a dictionary of the stored digits."""
 
     length = 40
 
@@ -227,7 +227,7 @@ class Reader(nn.Module):
 
 
 def test_sessions_follow_their_rule():
-    """A reader that knows the rule never finds a byte impossible, and answers every question."""
+    """By the rule, every byte has a positive probability, and every answer is right."""
     sessions, reader = Sessions(40, batch_size=32, steps=3), Reader()
     (texts,) = zip(*sessions, strict=True)
     most = (math.log2(26) + 1 + math.log2(10)) / 4  # a letter, a sign and a digit in four bytes

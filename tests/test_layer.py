@@ -1,6 +1,6 @@
-"""MultiheadAttention: parity with nn.MultiheadAttention, and other mechanisms in its place.
+"""Tests of MultiheadAttention: parity with nn.MultiheadAttention, and other mechanisms.
 
-What it shares with the layers of all mechanisms is in `test_contract_layers`.
+`test_contract_layers` tests what the layers of all mechanisms have in common.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def boolean(*shape, seed=1):
-    """Random mask of forbidden keys that leaves the first one to every query."""
+    """Return a random mask, True at forbidden keys, that allows the first key."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     mask[..., 0] = False
     return mask
 
 
 def pair(dtype=torch.float32, **options):
-    """PyTorch's layer with biases that are not zero, and ours with its weights."""
+    """Return our layer and PyTorch's, with the same weights and nonzero biases."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=dtype, **options)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def pair(dtype=torch.float32, **options):
 
 
 def run(layer, inputs, **options):
-    """Output, weights, and the gradients of inputs and parameters."""
+    """Return output, weights, and gradients of inputs and parameters."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output, weights = layer(*leaves, **options)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
@@ -127,11 +127,11 @@ def test_same_seed_gives_the_same_initial_weights(options):
     ]
     for name, weight in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], weight), name
-    theirs.load_state_dict(ours.state_dict())  # and back
+    theirs.load_state_dict(ours.state_dict())  # the other direction
 
 
 def three(dtype=torch.float64, sizes=((N, E), (M, E), (M, E))):
-    """Query, key and value."""
+    """Return a query, a key and a value."""
     return [random(B, *size, dtype=dtype, seed=i) for i, size in enumerate(sizes)]
 
 
@@ -153,7 +153,7 @@ def test_parity_of_other_sizes(options):
 
 
 def test_parity_of_self_attention_in_evaluation():
-    """PyTorch takes another path here: its fused inference kernel."""
+    """Compare with PyTorch's fused inference kernel, which runs here."""
     ours, theirs = (layer.eval() for layer in pair())
     x = random(B, N, E)
     for name in ("none", "padding", "boolean 2-D", "boolean both"):
@@ -295,9 +295,9 @@ def test_no_matrix_is_stored():
             with Largest() as largest:
                 run(ours, inputs, need_weights=need_weights, **options)
             sizes.append(largest.numel)
-        assert sizes[1] >= B * H * length**2, "the recorder must see the matrix of need_weights"
+        assert sizes[1] >= B * H * length**2, "`Largest` must record the matrix of weights"
         assert sizes[0] < length**2 / 2
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises if no fused kernel is possible
             run(ours, inputs, need_weights=False, **options)
 
 
@@ -350,7 +350,7 @@ def test_a_mechanism_with_parameters_learns_and_saves_them():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_shared_keys_are_repeated_keys(groups):
-    # A layer with all its heads, whose key and value weights are copies within each group.
+    # `whole` has keys and values for every head, with equal weights within each group.
     heads, width, dtype = 4, 3, torch.float64
     shared = MultiheadAttention(12, heads, kv_heads=groups, dtype=dtype)
     whole = MultiheadAttention(12, heads, dtype=dtype)
@@ -389,7 +389,7 @@ def test_shared_keys_are_no_copies_where_the_mechanism_needs_none():
 
     x, layer = random(B, N, 12), MultiheadAttention(12, 4, kv_heads=2, attention=counted)
     outputs = [layer(x, x, x, need_weights=False)[0]]
-    counted.shared = False  # as of a function that knows nothing of it
+    counted.shared = False  # as of a function that cannot share keys
     outputs.append(layer(x, x, x, need_weights=False)[0])
     assert seen == [(2, 2), (4, 4)]
     torch.testing.assert_close(*outputs)
@@ -422,7 +422,7 @@ def of(kind, **options):
 
 
 window = derived_attention.window_attention
-ALIKE = {  # layers with the same parameters that are not the same function
+ALIKE = {  # layers with parameters of the same shapes that compute different functions
     "a mechanism": [of("MultiheadAttention", attention=f) for f in (softmax_attention, window)],
     "its options": [
         of("MultiheadAttention", attention=functools.partial(window, window=w)) for w in (2, 3)
@@ -451,7 +451,7 @@ ALIKE = {  # layers with the same parameters that are not the same function
 
 @pytest.mark.parametrize("what", ALIKE)
 def test_layers_that_differ_have_other_texts(what):
-    """By which `fit` knows a checkpoint of another model, where the parameters do not show it."""
+    """Check that `repr` distinguishes layers whose parameters have the same names and shapes."""
     one, two, again = (make() for make in (*ALIKE[what], ALIKE[what][0]))
     assert {k: x.shape for k, x in one.state_dict().items()} == {
         k: x.shape for k, x in two.state_dict().items()
@@ -459,7 +459,7 @@ def test_layers_that_differ_have_other_texts(what):
     assert repr(one) != repr(two) and repr(one) == repr(again) and " at 0x" not in repr(one)
 
 
-# --- errors, beside those of `test_contract_layers` ----------------------------------------------
+# --- errors, besides those of `test_contract_layers` ---------------------------------------------
 
 X = torch.zeros(B, N, E)
 BAD_LAYERS = [

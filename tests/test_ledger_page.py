@@ -1,4 +1,4 @@
-"""A book by others has a ledger and errata: the example of the page on claims, built."""
+"""The example of the page on claims: a book by other authors gets a ledger and errata."""
 
 import json
 import re
@@ -30,7 +30,7 @@ for text in [None, None, "# No claim"]:
 
 
 def write_book(folder):
-    """Write the files that the page shows, and those that every Jupyter Book has."""
+    """Write the files that the page shows, and the table of contents of the book."""
     for _, language, name, text in BLOCK.findall(PAGE):
         text = f"{HEAD}```{{code-cell}}\n{text}```\n" if language == "python" else text
         (folder / name).write_text(text, "utf8")
@@ -39,10 +39,10 @@ def write_book(folder):
 
 
 def build(folder):
-    """Build the book, again from stored results, and with a page on primes that claims nothing.
+    """Build the book, rebuild it from stored results, and build it without claims on primes.
 
-    One process makes all builds, as most of a build's time is spent on importing Sphinx. Return
-    what is said of each.
+    Return the output of each build. One process makes all builds, because importing Sphinx takes
+    most of a build's time.
     """
     command = [sys.executable, "-u", "-c", BUILDS, str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -58,7 +58,7 @@ def test_the_example_is_short():
 def test_the_book_of_the_example_gets_its_ledger(tmp_path):
     write_book(tmp_path)
     *whole, third = build(tmp_path)
-    for said in whole:  # also the build that reads all pages and runs none
+    for said in whole:  # also in the build that reads all pages but runs no cell
         assert "ledger: 3 of 3 items have a verdict" in said
     assert "no page gives a verdict on euler.thm1" in " ".join(third.split())
     html = tmp_path / "built"

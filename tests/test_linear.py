@@ -71,7 +71,7 @@ def test_the_formula_takes_masks_that_differ_between_queries():
         torch.testing.assert_close(linear_attention_reference(*qkv(), attn_mask=mask), A @ qkv()[2])
 
 
-# Lengths around the chunk, with as many keys, fewer and more.
+# Lengths near the chunk size, with as many keys as queries, fewer and more.
 LENGTHS = [(1, 1), (2, 1), (CHUNK - 1, CHUNK - 1), (CHUNK, CHUNK), (CHUNK + 1, CHUNK + 1)]
 LENGTHS += [(3 * CHUNK + 5, CHUNK + 2), (CHUNK + 2, 3 * CHUNK + 5), (2 * CHUNK, 5)]
 
@@ -94,7 +94,7 @@ def test_elu_feature_map_keeps_small_values_and_its_slope():
     exact = torch.where(x > 0, x.double() + 1, x.double().exp())
     torch.testing.assert_close(phi.double(), exact, rtol=1e-5, atol=0)
     assert float((nn.functional.elu(x.detach()) + 1)[1]) == 0, (
-        "the usual way loses what this test is for"
+        "elu(-20) + 1 is not 0; expected float32 to round it to 0"
     )
     slope = torch.autograd.grad(phi.sum(), x)[0]
     torch.testing.assert_close(slope.double(), torch.where(x > 0, 1.0, exact), rtol=1e-5, atol=0)
@@ -128,7 +128,7 @@ def test_a_feature_map_with_parameters_learns(causal):
 
 
 def test_scale_reads_as_softmax_reads_it():
-    """With random features of the exponential, linear attention with a scale nears softmax's."""
+    """With random exponential features, linear attention approximates softmax attention."""
     q, k, v = (x.detach() / 2 for x in qkv((), d=3))
     w = torch.randn(3, 200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -160,7 +160,7 @@ def test_a_query_without_features_gets_zeros(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_features_near_underflow(form, causal):
-    """e⁻⁴⁶ squared is no normal number of float32: then a row is zeros, and never NaN."""
+    """If e^(q_low + k_low) is below float32's normal numbers, a row may be 0, but not NaN."""
     q, k, v = (x.detach().float() for x in qkv())
     for q_low, k_low in ((-38, -38), (-46, -46), (-60, -60), (-95, 0), (0, -80), (-120, 0)):
         inputs = [(x + low).requires_grad_() for x, low in ((q, q_low), (k, k_low), (v, 0))]
@@ -185,7 +185,7 @@ def test_a_floating_mask_multiplies_the_kernel(form):
     assert_all_close(*results, 1e-15)
     mask = torch.linspace(-3, 3, M)
     plain = form(*qkv(), attn_mask=mask)
-    for constant in (-8e3, 1e4):  # e to this power is 0, or infinite
+    for constant in (-8e3, 1e4):  # e to this power is 0 or infinite
         shifted = form(*qkv(), attn_mask=mask.double() + constant)
         torch.testing.assert_close(shifted, plain, rtol=1e-6, atol=1e-6)
 
@@ -194,7 +194,7 @@ def test_a_floating_mask_multiplies_the_kernel(form):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_sums_do_not_drift_or_overflow(causal, dtype):
     q, k, v = (x.detach() for x in qkv((), n=2000, m=2000, d=32, dv=4, dtype=dtype))
-    q, k, v = q.abs() * 8, k.abs() * 8, v + 1  # Σ φ(q)ᵀφ(k) is beyond 65504, float16's largest
+    q, k, v = q.abs() * 8, k.abs() * 8, v + 1  # Σ φ(q)ᵀφ(k) exceeds 65504, float16's largest
     out = linear_attention(q, k, v, is_causal=causal)
     exact = linear_attention_reference(q.double(), k.double(), v.double(), is_causal=causal)
     assert (out.double() - exact).norm() / exact.norm() < torch.finfo(dtype).eps

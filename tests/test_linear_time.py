@@ -1,4 +1,4 @@
-"""Linformer, Performer, FMM, Luna: against other people's code, and what is special about each."""
+"""Tests of Linformer, Performer, FMM and Luna: comparison with other code, special properties."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ def test_linformer_is_that_of_its_package(shared):
         ours.key_projection.copy_(theirs.proj_k.mT)
         if not shared:
             ours.value_projection.copy_(theirs.proj_v.mT)
-    for n in (LENGTH, 8):  # the shorter one meets the first columns of E and F
+    for n in (LENGTH, 8):  # the shorter one uses the first columns of E and F
         x = x_of(B, n, E, generator=seeded())
         out = ours(x, x, x, need_weights=False)[0]
         torch.testing.assert_close(out, theirs(x))
 
 
 def performer_pytorch():
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells that there is no CUDA
+    with contextlib.redirect_stdout(io.StringIO()):  # its import prints that there is no CUDA
         from performer_pytorch import performer_pytorch as package
     return package
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_performer_is_that_of_its_package(causal):
-    """But for what theirs adds to features and sums, which is no part of the formula: eps = 0."""
+    """Compare with eps = 0, because the formula adds no eps to features and sums."""
     package = performer_pytorch()
     q, k, v = (x.detach() for x in qkv(n=150, m=150))
     W = draw(D, 3 * D, seeded())
@@ -127,7 +127,7 @@ def test_linformer_that_keeps_all_keys_is_softmax_attention():
 
 
 def test_linformer_shares_out_a_floating_mask():
-    """A constant added to all of it changes nothing, as with softmax, and nothing overflows."""
+    """Check also that a constant added to all of the mask changes nothing and cannot overflow."""
     q, k, v = qkv()
     own = {"key_projection": x_of(3, M, generator=seeded())}
     bias = torch.linspace(-3, 0, M, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_orthogonal_features_are_orthogonal_and_each_is_standard_normal():
     cut = draw(D, 2 * D + 3, seeded())
     assert cut.shape == (2 * D + 3, D) and bool((cut[2 * D :] @ cut[2 * D :].mT)[0, 1].abs() < 1e-9)
     noise = 5 / math.sqrt(BLOCKS)  # five standard errors
-    assert W.mean(0).abs().max() < noise, "a rotation from LAPACK has signs of its own"
+    assert W.mean(0).abs().max() < noise, "the mean is not 0: LAPACK's rotations have fixed signs"
     assert (W.square().mean(0) - 1).abs().max() < noise * math.sqrt(2)
     lengths = W.square().sum(-1)  # χ² with D degrees of freedom
     assert abs(lengths.mean() - D) < noise and abs(lengths.var() - 2 * D) < 0.1 * D
@@ -192,7 +192,7 @@ def test_performer_nears_softmax_attention_as_features_grow_in_number():
 
 
 def test_performer_by_segments_scales_its_sums(monkeypatch):
-    """The largest key comes first, last, or is masked; whole segments are masked."""
+    """Test the largest key first, last or masked, and segments that are masked."""
     monkeypatch.setattr(core, "SEGMENT", 4)
     m = 23
     ends = torch.arange(m) > 9
@@ -207,7 +207,7 @@ def test_performer_by_segments_scales_its_sums(monkeypatch):
 
 
 def test_performer_never_loses_a_row_to_underflow():
-    """Where features of queries and keys have nothing in common, by e⁻¹⁰⁰⁰ and less."""
+    """Test features of queries and keys whose products are as small as e⁻¹⁰⁰⁰."""
     q, k, v = (x.detach().float() for x in qkv(n=40, m=40))
     W = draw(D, 4 * D, seeded()).float()
     A = weights_of(performer_attention, 300 * q, 300 * k, projection=W)
@@ -220,9 +220,9 @@ def test_performer_never_loses_a_row_to_underflow():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_causal_performer_takes_keys_of_any_length(compiled):
-    """Features that grow by e⁴⁴ and more, within chunks and from one to the next."""
+    """Test features that grow by e⁴⁴ and more, within chunks and between them."""
     form = performer_attention
-    if compiled:  # where nothing is looked at
+    if compiled:  # compiled code cannot branch on values
         torch._dynamo.reset()
         form = torch.compile(form, backend="aot_eager", dynamic=False)
     n = 70 if compiled else 300
@@ -237,7 +237,7 @@ def test_causal_performer_takes_keys_of_any_length(compiled):
             exact = output_and_gradients(performer_attention_reference, given, **own)
             given = [x.float().requires_grad_() for x in (q, keys, v)]
             ours = output_and_gradients(form, given, **own | {"projection": W.float()})
-            for x, y in zip(ours, exact, strict=True):  # where one key has all weight, dq is 0
+            for x, y in zip(ours, exact, strict=True):  # if one key has all weight, dq is 0
                 assert (x.double() - y).norm() < 2e-3 * y.norm() + 1e-3, (
                     d,
                     relative_errors(ours, exact),
@@ -298,7 +298,7 @@ def test_fmm_layer_learns_its_blend_and_its_maps():
     assert_learns(layer, x, "fmm")
     before = layer(x, x, x)[0]
     layer.learned_maps[0] = nn.Sequential(nn.Linear(E // H, 5), nn.Softplus()).double()
-    assert not torch.allclose(layer(x, x, x)[0], before)  # what has taken its place is what runs
+    assert not torch.allclose(layer(x, x, x)[0], before)  # the layer runs the new map
 
 
 # --- Luna ----------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_luna_is_two_softmax_attentions():
 
 
 def test_luna_packs_keys_or_tokens():
-    """Its paper packs tokens and projects them then: rows of A' sum to 1, so it is the same."""
+    """Compare with the paper, which projects packed tokens: rows of A' sum to 1, so both agree."""
     layer = make_layer("luna")
     with torch.no_grad():
         layer.in_proj_bias.normal_(generator=seeded())
@@ -336,7 +336,7 @@ def test_luna_packs_keys_or_tokens():
 
 @pytest.mark.parametrize("name", ["linformer", "performer", "fmm", "luna"])
 def test_at_several_scales(name):
-    """A layer "Mrs" + base runs its function on pooled sequences, with its heads' parameters."""
+    """Check that a multiresolution layer runs its base on pooled sequences, head by head."""
     entry, scales, heads = MECHANISMS[name], (2, 1, 4, 2), 4
     kind = multiresolution_layer(type(make_layer(name)))
     own = entry.layer_options(LENGTH, heads, E // heads)

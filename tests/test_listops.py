@@ -1,4 +1,4 @@
-"""ListOps: values, distribution, lengths, disjoint splits, rules that do not read."""
+"""ListOps: values, distribution, lengths, disjoint splits, and rules that read only a prefix."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_no_expression(text):
 
 
 def test_generator_and_evaluation_agree():
-    """Two ways to the value: as the tree grows, and from its tokens alone."""
+    """The generator computes a value while the tree grows; the evaluation uses only the tokens."""
     examples = everything(make_listops(**SMALL | dict(train=2000, max_length=120)))
     assert all(evaluate_expression(tokens) == value for tokens, value in examples)
     assert {value for _, value in examples} == set(range(10))
@@ -88,7 +88,7 @@ def test_shapes_and_padding():
 
 
 def test_all_are_different():
-    """Few expressions are as short as these, so that equal ones are drawn often."""
+    """There are so few expressions of these lengths that equal ones are often drawn."""
     data = make_listops(2000, 300, 700, min_length=3, max_length=6)
     keys = [bytes(tokens) for tokens, _ in everything(data)]
     assert len(set(keys)) == len(keys) == 3000
@@ -101,7 +101,7 @@ def draws(n, **settings):
 
 
 def children(tokens):
-    """Yield (depth, number of arguments, which of them are operators) of every operator."""
+    """Yield each operator's depth, its number of arguments, and which of them are operators."""
     stack = []
     for token in tokens:
         if token == CLOSE:
@@ -116,7 +116,7 @@ def children(tokens):
 
 
 def test_distribution_is_the_published_one():
-    """No lengths are thrown away here. Bounds are five standard errors of these many draws."""
+    """No length is rejected here. The bounds are about five standard errors."""
     trees = [tokens for tokens, _ in draws(300, max_depth=6, max_args=7)]
     operators = [node for tokens in trees for node in children(tokens)]
     assert max(depth for depth, _, _ in operators) == 5  # digits only at depth 6
@@ -147,7 +147,7 @@ def test_a_seed_decides_everything():
 
 
 def test_settings_of_the_arena():
-    """The published lengths, depth and arguments; and the floor that its results are near."""
+    """With the published settings, a rule that reads one token scores near published results."""
     data = make_listops(500, 0, 300, min_length=500, max_length=2000)
     lengths = (~data.train.padding).sum(1)
     assert lengths.min() > 500 and lengths.max() < 2000 and data.length == 2000
@@ -155,7 +155,7 @@ def test_settings_of_the_arena():
     assert 0.10 < prefix_rule(data.train, data.test, 0) < 0.25
 
 
-# --- Rules that do not read -----------------------------------------------------------------------
+# --- Rules that read only a prefix ----------------------------------------------------------------
 
 
 def test_prefix_rule_by_hand():

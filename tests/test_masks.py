@@ -1,4 +1,4 @@
-"""Masks by hand: who may attend whom, dead rows, causality, padding."""
+"""Masks: dead rows, causality, padding, factors of a kernel, and blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_softmax_gives_zeros_where_nothing_may_be_attended():
 
 
 def test_no_kernel_meets_a_row_of_nothing():
-    """Kernels on other devices give NaN there, so the mask that they get must not have one."""
+    """Kernels of other devices return NaN for a dead row, so their mask has none."""
     keep = torch.tensor([[T, F], [F, F]])
     opened, alive = open_dead_rows(keep, torch.float32)
     assert opened.tolist() == [[T, F], [T, T]] and alive.tolist() == [[T], [F]]
@@ -59,7 +59,7 @@ def test_no_kernel_meets_a_row_of_nothing():
     finite = torch.tensor([[0.0, -1e300], [-1e300, -1e300]], dtype=torch.float64)
     opened, alive = open_dead_rows(finite, torch.float32)  # -1e300 is -inf in float32
     assert opened.tolist() == [[0, NO], [0, 0]] and alive.tolist() == [[T], [F]]
-    large = torch.tensor([[1e5, 0.0]])  # more than float16 holds: not +inf, which is NaN later
+    large = torch.tensor([[1e5, 0.0]])  # beyond float16: not +inf, which would become NaN
     assert open_dead_rows(large, torch.float16)[0].tolist() == [[65504, 0]]
 
 
@@ -68,7 +68,7 @@ def test_numbers_far_below_zero_say_that_nobody_is_there():
     assert exclude_absent(bias).tolist() == [[0, -8191, NO], [3, NO, NO]]
     assert attended_keys(bias).tolist() == [[T, T, F], [T, F, F]]
     for same in (torch.tensor([T, F]), torch.tensor([1.0, -8191, NO]), bias[:, :0]):
-        assert exclude_absent(same) is same, "a large mask that holds none is not copied"
+        assert exclude_absent(same) is same, "a mask without such numbers is copied"
     wide = torch.zeros(1, 4).expand(3, 4)
     assert exclude_absent(wide) is wide
     (slope,) = torch.autograd.grad(exclude_absent(bias).exp().sum(), bias)

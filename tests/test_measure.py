@@ -1,4 +1,4 @@
-"""Costs against independent counts, memory against growth, diagnostics against known answers."""
+"""Tests of measurements: costs and known counts, growth of memory, and known diagnostics."""
 
 import gc
 import json
@@ -122,8 +122,8 @@ def test_compare_interleaves_and_gives_ratios_to_the_first():
 
 
 def test_compare_takes_ratios_within_rounds(monkeypatch):
-    """The second function takes 2, 4 and 2 times as long, on a machine that slows down."""
-    seconds = iter([1, 2, 8, 2, 10, 20])  # one two, two one, one two
+    """Test a function that takes 2, 4 and 2 times as long as the first, on a slowing machine."""
+    seconds = iter([1, 2, 8, 2, 10, 20])  # rounds: one two, two one, one two
     monkeypatch.setattr("derived_book.training.measure._cpu_seconds", lambda fn: next(seconds))
     times = compare({"one": print, "two": print}, repeats=3, warmup=0, device="cpu")
     assert times["two"].ratio == 2
@@ -139,7 +139,7 @@ def test_time_refuses_wrong_counts(wrong):
 
 
 def test_a_measure_must_be_told_the_device():
-    """A function of the CPU would be read as 0 bytes in 0 seconds on a machine with a GPU."""
+    """Require `device`: a CPU function measured on the GPU takes 0 bytes and 0 seconds."""
     for measured in (partial(compare, {"one": print}), partial(peak_bytes, print)):
         with pytest.raises(TypeError, match="device"):
             measured()
@@ -175,7 +175,7 @@ def test_peak_leaves_the_first_call_out():
 
 
 def test_peak_sees_buffers_inside_kernels():
-    """The fused form returns its output and a number per query, and needs a tile of scores."""
+    """Test the fused form, which stores its output, a number per query and a tile of scores."""
     q, k, v = qkv(n=256, dim=32)
     peak = peak_bytes(lambda: F.scaled_dot_product_attention(q, k, v), device="cpu")
     assert peak > q.numel() * 4 + stored_bytes(256, 256, 2, fused=True)
@@ -188,7 +188,7 @@ def test_memory_of_scores_grows_fourfold_and_of_the_fused_form_does_not():
         for n in (1024, 2048):
             q, k, v = qkv(n=n, dim=32)
             peaks.append(peak_bytes(lambda q=q, k=k, v=v, f=form: f(q, k, v), device="cpu"))
-            if form is written_out:  # the count, but for the numbers that hold the scale
+            if form is written_out:  # the count, except for the stored scale
                 assert 0 <= peaks[-1] - stored_bytes(n, n, heads=2) < 64
         growth[form] = peaks[1] / peaks[0]
     assert growth[written_out] == pytest.approx(4, rel=0.01)
@@ -224,9 +224,9 @@ def test_head_distance_of_known_maps():
     eye = torch.eye(4)
     same = torch.stack([eye, eye, eye])
     assert head_distance(same) == 0
-    # Two permutations without a common entry: every row differs by two ones, so √2.
+    # Two permutations without a common entry: rows differ in two ones, so the distance is √2.
     assert head_distance(torch.stack([eye, eye.roll(1, 0)])) == pytest.approx(math.sqrt(2))
-    # Three heads, of which two agree: the pairs have distances 0, √2, √2.
+    # Two of three heads agree: the pairs have the distances 0, √2 and √2.
     three = torch.stack([eye, eye, eye.roll(1, 0)])
     assert head_distance(three) == pytest.approx(2 * math.sqrt(2) / 3)
 
@@ -293,7 +293,7 @@ def test_recorded_gives_what_layers_hand_to_their_mechanisms():
     causal = layers[0](x, x, x, is_causal=True, need_weights=False)[0]
     torch.testing.assert_close(layers[0].out_proj(own), causal)
     layers[0](x, x, x, need_weights=False)
-    assert len(calls) == 4, "nothing is recorded afterwards"
+    assert len(calls) == 4, "a call after the block was recorded"
 
 
 def test_recorded_ends_with_an_error_and_says_where_nothing_is_to_record():

@@ -1,6 +1,6 @@
 """Mixtures of keys: the formula, priors and variances, limits, the linear kernel, EM.
 
-What they have in common with every mechanism is in `test_contract`.
+`test_contract` tests what all mechanisms have in common.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OWN = ["plain", "priors", "variances", "as printed", "dot product", "shared", "o
 
 
 def qkv(leading=(B, H), n=N, m=M, d=D, dv=DV, r=R, **options):
-    """Keys are (..., r, m, d)."""
+    """Return queries, keys and values; keys have the shape (..., r, m, d)."""
     return tensors((*leading, n, d), (*leading, r, m, d), (*leading, m, dv), **options)
 
 
@@ -59,7 +59,7 @@ def positive(*shape, seed=3):
 
 
 def own(name, heads=(H,), r=R):
-    """Keywords that mixtures have of their own, by a name of OWN."""
+    """Return keyword arguments that only mixtures have, for a name in OWN."""
     priors, variances = positive(*heads, r), positive(*heads, r, seed=4)
     return {
         "plain": {},
@@ -141,7 +141,7 @@ def test_priors_for_any_number_of_leading_dimensions(forms, small_blocks):
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_gradcheck_with_priors_and_variances(hard):
-    """The formula has them from the same function, `components_of`."""
+    """A comparison with the formula would miss faults in `components_of`, which both forms call."""
     inputs = [*qkv((1, 2), n=5, m=4, d=2, dv=2, r=2), positive(2, 2), positive(2, 2, seed=4)]
 
     def function(q, k, v, priors, variances):
@@ -150,7 +150,7 @@ def test_gradcheck_with_priors_and_variances(hard):
     assert torch.autograd.gradcheck(function, inputs)
 
 
-# --- what it contains --------------------------------------------------------------------------
+# --- special cases -----------------------------------------------------------------------------
 
 
 def test_one_component_is_distance_attention():
@@ -161,7 +161,7 @@ def test_one_component_is_distance_attention():
 
 
 def test_unit_keys_and_one_component_are_softmax_attention():
-    """Eq. 4: with keys of equal length, distances and products order the keys alike."""
+    """Eq. 4: for keys of equal length, distances and products give the same weights."""
     q, k, v = (x.detach() for x in qkv(r=1))
     out = mixture_attention(q, k, v, distance=False, scale=1 / 6)
     torch.testing.assert_close(out, softmax_attention(q, k[..., 0, :, :], v, scale=1 / 6))
@@ -172,7 +172,7 @@ def test_unit_keys_and_one_component_are_softmax_attention():
 @pytest.mark.parametrize("name", ALL)
 def test_a_component_with_prior_0_is_not_there(name, small_blocks):
     q, k, v = qkv()
-    far = torch.cat([k[..., :2, :, :] + 30, k[..., 2:, :, :]], -3)  # the third is far nearer
+    far = torch.cat([k[..., :2, :, :] + 30, k[..., 2:, :, :]], -3)  # the third is much nearer
     for form in ALL[name]:
         for options in ({}, {"is_causal": True}):
             priors = torch.tensor([1.0, 2.0, 0.0]).double().requires_grad_()
@@ -195,7 +195,7 @@ def test_hard_is_soft_in_the_limit_of_small_variances():
 def test_one_fused_call_attends_to_all_components():
     inputs = qkv((1, H), n=32, m=32, d=8, dv=5)
     for options in ({}, {"attn_mask": keep(32)}, {"is_causal": True}):
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises if no fused kernel applies
             assert_forms_agree(SOFT, list(options), inputs, **own("variances"), **options)
 
 
@@ -258,7 +258,7 @@ def test_variances_in_half_precision(forms, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_long_keys_cost_no_precision(dtype):
-    """‖k‖²/2σ² is large: rounded to half precision on its own, it would be the largest error."""
+    """‖k‖²/2σ² is large: rounded to half precision on its own, it would cause the largest error."""
     q, k, v = (x.detach() for x in qkv(n=48, m=48, d=64, dv=64, dtype=dtype))
     q, k = 4 * q, 4 * k
     wide = [x.double() for x in (q, k, v)]
@@ -270,7 +270,7 @@ def test_long_keys_cost_no_precision(dtype):
 
 @pytest.mark.parametrize("length, how", [(400, "offset"), (400, "spread"), (3000, "spread")])
 def test_keys_too_long_for_float16(length, how):
-    """‖k‖²/2 is beyond the largest number of float16, 65504."""
+    """‖k‖²/2 exceeds the largest number of float16, 65504."""
     q, k, v = (x.detach() for x in qkv(n=24, m=24, d=16, dv=16, r=2, dtype=torch.float16))
     by = length / 4  # as ‖(1, ..., 1)‖ = 4
     q, k = (x + by if how == "offset" else x * by for x in (q, k))
@@ -286,7 +286,7 @@ def test_keys_too_long_for_float16(length, how):
 
 
 def test_half_precision_rounds_no_key_over_its_variance():
-    """Queries near keys: a rounding of k/σ² is one of the score."""
+    """The queries are near keys, so rounding k/σ² would change their scores."""
     for dtype in (torch.bfloat16, torch.float16):
         _, k, v = (x.detach() for x in qkv((), m=64, d=16, r=2, dtype=dtype))
         q = k[0] + 0.3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -300,7 +300,7 @@ def test_half_precision_rounds_no_key_over_its_variance():
 
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_a_key_far_from_all_others_costs_them_no_precision(forms):
-    """As the first token of a text may be: what all tokens are measured from must not be it."""
+    """The first token of a text may be such a key, so it must not become the common offset."""
     everyone = masks(32, 32) | {"triangle": {"attn_mask": causal_mask(32, 32)}}
     for r in (1, 2):
         for name, mask in everyone.items():
@@ -313,7 +313,7 @@ def test_a_key_far_from_all_others_costs_them_no_precision(forms):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_key_a_token_sees_no_future_bit_for_bit(dtype):
-    """R = 1 is one fused call; R = 2 is tested by the contract."""
+    """R = 1 is a single fused call; the contract tests R = 2."""
     q, k, v = (x.detach() for x in qkv(n=9, m=9, r=1, dtype=dtype))
     for offset in (0, 10, 300):
         for form in (mixture_attention, hard_mixture_attention):
@@ -338,7 +338,7 @@ def test_gradients_do_not_depend_on_which_component_is_the_narrow_one():
 
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_an_offset_of_queries_and_keys_changes_nothing(forms):
-    """Distances stay; the parts that ‖q − k‖² is taken into do not."""
+    """Distances do not change, but the terms into which ‖q − k‖² is expanded do."""
     band = (torch.arange(40)[:, None] - torch.arange(40)).abs() <= 3
     for name, mask in {**masks(40, 40), "band": {"attn_mask": band}}.items():
         for own in ({}, {"variances": positive(R).detach().float()}):
@@ -350,8 +350,8 @@ def test_an_offset_of_queries_and_keys_changes_nothing(forms):
             torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4, msg=name)
 
 
-# What priors and variances may come to in training: EM reaches a 0 in one step, and a variance
-# that is learned has no lower end.
+# Values that priors and variances may reach in training: one step of EM can set a prior to 0, and
+# a learned variance has no lower bound.
 EXTREMES = [
     {"priors": torch.tensor([1.0, 0.0]), "variances": 0.1},
     {"priors": torch.tensor([0.0, 1.0]), "variances": 0.1},
@@ -375,7 +375,7 @@ def test_extreme_priors_and_variances(forms, dtype):
             same = {key: x.double() if torch.is_tensor(x) else x for key, x in own.items()}
             wide = [x.detach().double() for x in inputs]
             exact = forms[1](*wide, **same, **mask)
-            # near a tie, σ → 0 turns a rounding error of a score into another key
+            # near a tie, a rounding error of a score selects another key as σ → 0
             sharp = min(1e-2, *torch.as_tensor(own["variances"]).reshape(-1).tolist()) < 1e-2
             if dtype == torch.float32 or not sharp:
                 tol = 1e-3 if dtype == torch.float32 else 0.1
@@ -386,7 +386,7 @@ def test_extreme_priors_and_variances(forms, dtype):
 
 
 def log_likelihood(q, k, priors, mask=None, **options):
-    """Σ_i log Σ_jr exp(s_ijr) of each head, through responsibilities of none of our forms."""
+    """Return Σ_i log Σ_jr exp(s_ijr) of each head, computed without the package's functions."""
     var = options["variances"]
     squared = (q[..., None, :, None, :] - k[..., None, :, :]).square().sum(-1)
     scores = priors.log()[..., None, None] - squared / (2 * var[..., None, None])
@@ -399,7 +399,7 @@ def log_likelihood(q, k, priors, mask=None, **options):
 
 
 def test_responsibilities():
-    """γ sums to 1, and Σ_j a_ij γ_ijr v_j is what component r gives."""
+    """γ sums to 1, and a_ij γ_ijr is the weight of component r of key j."""
     for kind in OWN:
         q, k, v = (x.detach() for x in qkv())
         options = own(kind)
@@ -444,7 +444,7 @@ def test_em_never_lowers_the_likelihood_and_stops_at_its_maximum(name):
     gradient = torch.autograd.grad(
         log_likelihood(q, k, logits.softmax(-1), mask, **fixed).sum(), logits
     )[0]
-    assert gradient.abs().max() < 0.05  # of the 60 queries
+    assert gradient.abs().max() < 0.05  # summed over 60 queries
 
 
 def test_em_priors_are_their_formula(small_blocks):

@@ -1,6 +1,6 @@
 """MixtureAttention: the function between projections, EM, shared mixtures, half the heads.
 
-What it has in common with every layer is in `test_contract`.
+The properties of every layer are tested in `test_contract_layers`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def biases_of(layer):
 
 
 def the_keys(layer, x):
-    """What the layer's keys are, projection by projection."""
+    """Return the layer's keys (B, H, R, T, D), projection by projection."""
     bias, others = biases_of(layer)
     first = split(x @ layer.in_proj_weight[E : 2 * E].T + bias[E : 2 * E])
     if layer.shifts is not None:
@@ -117,18 +117,18 @@ def test_em_in_the_layer_takes_a_step_in_training_only():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_em_refuses_activation_checkpointing(reentrant):
-    """A forward pass moves the priors: the one that the backward pass repeats would see others."""
+    """Each forward pass updates the priors, so the repeated one would use other priors."""
     layer = MixtureAttention(E, HEADS, priors="em")
     x = inputs_for_layer()[0].requires_grad_()
     out = checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match="priors is 'em' under activation checkpointing; expect"):
         out.sum().backward()
-    layer.eval()  # where they stay
+    layer.eval()  # evaluation leaves the priors unchanged
     checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=reentrant).sum().backward()
 
 
 def test_em_of_cross_attention_counts_all_queries():
-    """The padding is that of the keys; and causality is that of the attention."""
+    """Neither padded keys nor causality excludes a query from the EM step."""
     x, padding = inputs_for_layer()
     memory = inputs_for_layer(1)[0]
     for given in ({"key_padding_mask": padding}, {"is_causal": True}):
@@ -202,7 +202,7 @@ def test_the_variance_is_the_root_of_the_width_of_a_head():
 
 
 def test_parameters_are_those_of_the_paper():
-    # App. B of [Nguyen2022]: H/2 heads of D features with two keys, without biases, and priors.
+    # App. B of [Nguyen2022]: H/2 heads of D features, two keys each, with priors and no biases.
     H, width = 8, 4
     dim = H * width
     layer = MixtureAttention(dim, H // 2, head_dim=width, bias=False, priors="learned")

@@ -1,4 +1,4 @@
-"""The models: shapes, padding, maps, and the rule for `attention`."""
+"""Tests of the models: shapes, padding, maps, and the rule for `attention`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ SIZES = dict(dim=16, heads=4, hidden=32)
 
 
 def maker(kind, **sizes):
-    """Return a function that builds a model, with changes of its sizes or its configuration."""
+    """Return a function that builds a model with changed sizes or a changed configuration."""
 
     def make(**changes):
         own = {name: changes.pop(name) for name in [*changes] if name in sizes}
@@ -41,7 +41,7 @@ with_taps = maker(LanguageModel, length=6)
 
 
 def batch():
-    """Five series of 7, 4, 1, 6 and 7 real steps."""
+    """Return series of 7, 4, 1, 6 and 7 steps, and their padding."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 7, 3, generator=generator)
     padding = torch.arange(7) >= torch.tensor([7, 4, 1, 6, 7])[:, None]
@@ -67,9 +67,9 @@ def test_number_of_parameters_is_the_reference_s():
 
 
 def test_forward_is_what_the_docstring_says():
-    """The same numbers from PyTorch's own layers, put together by hand."""
+    """Compare with PyTorch's own layers, put together by hand."""
     model, (x, padding) = small(layers=1), batch()
-    for _ in range(3):  # BatchNorm with statistics of its own, so that it is no identity
+    for _ in range(3):  # with its initial statistics, BatchNorm would be the identity
         model(x, padding)
     layer = model.eval().layers[0]
     peer = nn.MultiheadAttention(16, 4, batch_first=True)
@@ -90,7 +90,7 @@ def test_a_sequence_that_is_all_padding_leaves_the_bias():
 
 
 def weights_of(layer, h, padding):
-    """What PyTorch's own layer says."""
+    """Return the weights of PyTorch's own layer."""
     peer = nn.MultiheadAttention(16, 4, batch_first=True)
     peer.load_state_dict(layer.attention.state_dict())
     how = dict(key_padding_mask=padding, average_attn_weights=False)
@@ -109,7 +109,7 @@ def test_maps_are_those_of_the_layer_s_input_and_leave_the_model_as_it_was():
 
 
 def embed_and_normalise(model, x):
-    """What the first pre-norm layer attends to."""
+    """Return the input of the first attention layer."""
     return model.layers[0].norm1(model.embed(x) + model.positions)
 
 
@@ -118,7 +118,7 @@ def mean_attention(q, k, v, *, strength=1.0, **options):
 
 
 class Learned(nn.Module):
-    """A layer of another kind, with something to learn and a keyword of its own."""
+    """A layer of another class, with a parameter and a keyword of its own."""
 
     def __init__(self, dim, heads, factor=1.0):
         super().__init__()
@@ -192,7 +192,7 @@ def test_wrong_configuration():
 
 
 def through_layers(model, h, **masks):
-    """Pre-norm layers and the last norm, from PyTorch's own encoder layers."""
+    """Return the output of PyTorch's encoder layers and the last norm."""
     for layer in model.layers:
         peer = nn.TransformerEncoderLayer(
             16, 4, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
@@ -208,7 +208,7 @@ def through_layers(model, h, **masks):
 
 
 def randomised(model):
-    """Norms with scales and shifts of their own, so that leaving one out shows."""
+    """Return the model with random scales and shifts in its norms, so that each one matters."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for module in model.modules():
@@ -266,7 +266,7 @@ def test_maps_of_every_model(name):
         maps = model.attention_maps(*x)
         assert [A.shape for A in maps] == [(5, 4, model.length, model.length)] * 2
         for A in maps:
-            rows = A.sum(-1).masked_select(~padding[:, None])  # of the queries that are there
+            rows = A.sum(-1).masked_select(~padding[:, None])  # of queries without padding
             torch.testing.assert_close(rows, torch.ones_like(rows))
             assert (A >= 0).all() and not A.masked_select(padding[:, None, None]).any()
             assert make not in WRITERS or (A.triu(1) == 0).all()
@@ -297,7 +297,7 @@ def test_a_model_with_taps_mixes_bytes_ahead_of_every_attention():
     model, h, taps = randomised(with_taps()), torch.randn(2, 6, 16), torch.randn(4, 16)
     for layer in model.layers:
         norm = layer.norm1[0](h)
-        torch.testing.assert_close(layer.norm1(h), norm)  # taps that are not trained mix nothing
+        torch.testing.assert_close(layer.norm1(h), norm)  # untrained taps mix nothing
         layer.norm1[1].weight.data = taps
         mixed = nn.functional.conv1d(norm.mT, taps.mT[:, None], padding=3, groups=16).mT[:, :6]
         torch.testing.assert_close(layer.norm1(h), mixed)

@@ -1,4 +1,4 @@
-"""MRA-2 and MRA-2-s: two resolutions of one matrix; the rest is in `test_contract`."""
+"""MRA-2 and MRA-2-s: one matrix at two resolutions; `test_contract` tests the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_short_forms")
 
 
 def kept_of(mass, kept, over):
-    """The best blocks of keys for each block of queries, of masses {queries: {keys: mass}}."""
+    """Return the best key blocks of each query block, given masses {queries: {keys: mass}}."""
     if over == "rows":
         return {at: sorted(row, key=row.get, reverse=True)[:kept] for at, row in mass.items()}
     top = {at: max(row.values(), default=0) for at, row in mass.items()}
@@ -37,7 +37,7 @@ def kept_of(mass, kept, over):
 
 
 def pair_by_pair(q, k, v, block, kept, over, sparse, keep, asked, bias=None):
-    """The equations of one head, one query and one key after the other, as in no fast code."""
+    """Return the output of one head by its equations, in slow loops over queries and keys."""
     q = q / math.sqrt(q.shape[-1])
     bias = torch.zeros(len(k), dtype=q.dtype) if bias is None else bias
     there = torch.arange(len(k))[keep].tolist()
@@ -69,7 +69,7 @@ def pair_by_pair(q, k, v, block, kept, over, sparse, keep, asked, bias=None):
 @pytest.mark.parametrize("over", ["rows", "map"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_both_forms_are_the_equations(sparse, over):
-    padded = torch.arange(N) < 14  # some queries of a block are padding, and a whole block
+    padded = torch.arange(N) < 14  # the rest is padding: part of a block, and whole blocks
     for block, kept, m in [(4, 2, M), (4, 2, 24), (1, 3, 7), (5, 1, M), (10, 2, 3)]:
         everyone = torch.ones(m, dtype=torch.bool)
         gone = everyone.clone()
@@ -112,12 +112,12 @@ def test_all_blocks_kept_are_softmax_attention():
 
 def test_a_block_of_one_step_is_its_own_pooled_score():
     theirs = output_and_gradients(softmax_attention, qkv())
-    for form in FORMS:  # the two resolutions are one
+    for form in FORMS:  # both resolutions are the same
         assert_all_close(output_and_gradients(form, qkv(), block=1, kept=3), theirs, 1e-12)
 
 
 def test_over_the_map_as_all_that_is_promised_of_rows():
-    """What the contract holds for the registry's options, for this one."""
+    """The contract tests only the options in the registry, so its tests are repeated here."""
     own = {"over": "map", "kept": 2, "block": 4}
     case = Case("mra", attn_mask=boolean(2, 1, 1, cases.M), **own)
     torch._dynamo.reset()
@@ -140,7 +140,7 @@ def test_a_short_block_counts_for_the_keys_it_has():
 
 
 def test_far_blocks_of_any_size_do_not_overflow():
-    """The one key that stands for all others may outweigh what is kept, or be outweighed."""
+    """The key that replaces all other blocks may outweigh the kept blocks, or the reverse."""
     q, k, v = (x.detach().float() for x in qkv((H,), n=32, m=32))
     for a in (1, 1e3, 1e6):
         mask = torch.zeros(32)
@@ -164,7 +164,7 @@ def test_half_precision_products_as_on_a_gpu(over, monkeypatch):
             assert max(relative_errors([x.double() for x in found], expected)) < tol
 
 
-# --- in a layer, errors --------------------------------------------------------------------------
+# --- the layer, errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -1,4 +1,4 @@
-"""MrsHA: what is special about heads that see less."""
+"""MrsHA: down- and upsampling, the function, and the layer."""
 
 import functools
 import math
@@ -64,7 +64,7 @@ def layer(kind=MultiresolutionAttention, heads=3, seed=0, **own):
 
 
 def test_pooling_is_the_projection_on_boxcars():
-    """In rationals: Σ_t <φ_t, x> φ_t / s, eqs. 6 to 9 of the paper."""
+    """In fractions: Σ_t <φ_t, x> φ_t / s, eqs. 6 to 9 of the paper."""
     numbers = [Fraction(k * k - 7 * k, 3) for k in range(12)]
     for s in (1, 2, 3, 4, 12):
         boxcars = [[int(t * s <= i < t * s + s) for i in range(12)] for t in range(12 // s)]
@@ -97,7 +97,7 @@ def test_wavelets_are_those_of_pywavelets_and_their_dual_undoes_them(name):
         for _ in range(level):
             back = pywt.idwt(back * 2**0.5, None, name, mode="periodization")
         assert np.allclose(z[:, 0], back)
-        torch.testing.assert_close(downsample(z, s, own), y)  # so up ∘ down is a projection
+        torch.testing.assert_close(downsample(z, s, own), y)  # so up(down(·)) is a projection
         ones = torch.ones(29, 1).double()
         torch.testing.assert_close(upsample(downsample(ones, s, own), s, 29, own), ones)
     if name == "haar":
@@ -148,18 +148,18 @@ def test_a_causal_head_reads_windows_that_have_ended():
     q, k, v = qkv((1, 1), n=10, m=10)
     A = weights_of(multiresolution_attention, q, k, scales=[4], is_causal=True)[0, 0]
     seen = (A > 0).tolist()
-    expected = [0] * 4 + [4] * 4 + [8] * 2  # the last step that each query sees
+    expected = [0] * 4 + [4] * 4 + [8] * 2  # the last key that each query attends to
     for row, last in zip(seen, expected, strict=True):
         assert row == [j <= last for j in range(10)]
     longer = qkv((1, 1), n=10, m=10)
-    more = [torch.cat([x, x + 1], -2) for x in longer]  # a sequence that goes on changes no past
+    more = [torch.cat([x, x + 1], -2) for x in longer]  # later tokens change no earlier output
     out = multiresolution_attention(*longer, scales=[4], is_causal=True)
     on = multiresolution_attention(*more, scales=[4], is_causal=True)
     assert_all_close([on[..., :10, :]], [out], 1e-12)
 
 
 def test_causal_windows_of_two_scales_attend_what_has_ended():
-    """Each window of queries alone, among the windows of keys that have ended; late ones all."""
+    """Each window of queries attends to the windows of keys that have ended, late ones to all."""
     for n, m in ((N, N), (33, 9), (9, 33), (0, 5), (5, 0)):
         q, k, v = (x.detach() for x in qkv((2, 1), n=n, m=m))
         for s, t in ((2, 3), (3, 2), (1, 4), (4, 1), (3, 40), (40, 3)):
@@ -172,7 +172,7 @@ def test_causal_windows_of_two_scales_attend_what_has_ended():
 
 
 def ended_windows(q, k, v, s, t):
-    """Each causal window of s queries, with the windows of t keys that have ended."""
+    """Yield each causal window of s queries, with the windows of t keys that have ended."""
 
     def pooled(x, r):
         whole = x[..., 1 : 1 + (x.shape[-2] - 1) // r * r, :]
@@ -212,7 +212,7 @@ def test_layer_pools_before_it_projects():
 
 
 def test_layer_leaves_padded_queries_out_of_the_windows():
-    x, short = sequence(), 18  # the last window of scale 4 holds two steps that are there
+    x, short = sequence(), 18  # two steps of the last window of scale 4 are present
     gone, made = torch.arange(N).expand(2, N) >= short, layer(key_scales=OTHERS)
     for causal in (False, True):
         out = made(x, x, x, gone, is_causal=causal)[0]
@@ -257,7 +257,7 @@ def test_composed_layers():
 
 
 class Named(multiresolution_layer(MixtureAttention)):
-    """A subclass of what was made, which has a name to be found by."""
+    """A subclass of a generated class, which pickle finds by its name."""
 
 
 @pytest.mark.parametrize("kind", [multiresolution_layer(MixtureAttention), Named])

@@ -1,4 +1,4 @@
-"""A mechanism of a reader's own, from the template to the last promise, in a temporary copy."""
+"""Tests of `make new`: a reader's mechanism from template to contract, in a temporary copy."""
 
 import keyword
 import os
@@ -30,7 +30,7 @@ FUSED = "import math\n\nfrom derived_attention.softmax.core import sdpa\n"
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the package's code, with a mechanism that has just been begun."""
+    """Return a copy of the package's code, in which `new` has begun a mechanism."""
     root = tmp_path_factory.mktemp("copy")
     skipped = shutil.ignore_patterns("recorded", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", root / "src", ignore=skipped)
@@ -43,7 +43,7 @@ def copy(tmp_path_factory):
 
 
 def run(root, *command):
-    # only the copy: the installed package is another
+    # import the copy, not the installed package
     environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", *command], cwd=root, env=environment, capture_output=True, text=True
@@ -51,7 +51,7 @@ def run(root, *command):
 
 
 def fill(path, *, old, new, imports=""):
-    """Replace the last line that begins with `old`, and add imports behind the docstring."""
+    """Replace the last line that begins with `old`, and add imports below `from __future__`."""
     head, _, rest = path.read_text("utf8").rpartition(old)
     text = head.rstrip(" ") + new + rest.partition("\n")[2]
     title, _, rest = text.partition("\n\n")

@@ -1,6 +1,6 @@
-"""Attention-BN: the formula, the query that holds it all, statistics, β and ε, the layer.
+"""Attention-BN: the formula, claims of the paper, statistics, causality, β and ε, the layer.
 
-What it has in common with every mechanism is in `test_contract`.
+`test_contract` tests what all mechanisms have in common.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def per_head(h=H):
 
 
 def with_beta(form, **options):
-    """Take β as argument four, so that it gets a gradient."""
+    """Return the form with β as its fourth argument, so that β gets a gradient."""
     return lambda q, k, v, beta: form(q, k, v, beta=beta, **options)
 
 
@@ -95,7 +95,7 @@ def test_reference_is_the_full_form_number_by_number():
 
 
 def test_reference_is_the_recentred_form():
-    """Eq. 26: softmax attention with β μ taken from queries and keys."""
+    """Eq. 26: softmax attention with β μ subtracted from queries and keys."""
     q, k, v = qkv()
     for beta in (0.0, 0.6, 1.0, -2.0):
         shift = beta * k.mean(-2, keepdim=True)
@@ -114,7 +114,7 @@ def test_every_head_s_beta_has_its_gradient_under_every_mask(eps):
     assert_all_close(*(output_and_gradients(with_beta(f, eps=eps), one) for f in FORMS), 1e-11)
 
 
-# --- what the paper says of it -----------------------------------------------------------------
+# --- claims of the paper -----------------------------------------------------------------------
 
 
 def test_full_form_is_recentred_where_all_variances_are_one():
@@ -126,7 +126,7 @@ def test_full_form_is_recentred_where_all_variances_are_one():
 
 
 def test_penalty_is_on_length_along_the_mean_not_on_closeness():
-    """Five keys agree and one is far from them all: the far one loses."""
+    """Five keys are equal and one is far from them; the far key loses weight."""
     k = torch.tensor([1.0, 1, 1, 1, 1, 10]).double()[:, None]
     q = torch.zeros(1, 1).double()
     weights = [normalized_attention(q, k, torch.eye(6).double(), beta=b)[0] for b in (0.0, 0.2)]
@@ -141,7 +141,7 @@ def test_no_centring_is_plain_attention():
 
 
 def test_invariances_of_the_full_form():
-    """A shift of queries and keys, and with s their scale, changes nothing."""
+    """A common shift or, as ε → 0, a common scale of queries and keys changes nothing."""
     q, k, v = qkv()
     c, a = torch.linspace(-3, 3, D).double(), torch.linspace(0.5, 2, D).double()
     for form in FORMS:
@@ -172,7 +172,7 @@ def test_statistics_are_those_of_the_keys_that_a_query_may_attend():
 
 
 def test_variance_in_a_window_does_not_cancel():
-    """No key is in all windows, and the mean is large, or drifts."""
+    """No key is in all windows, and the mean is large or drifts."""
     for drift in (0, 100):
         k = qkv(m=200, dtype=torch.float32)[1].detach() + 1e4 + drift * torch.arange(200.0)[:, None]
         band = (torch.arange(200)[:, None] - torch.arange(200)).abs() <= 3
@@ -185,7 +185,7 @@ def test_variance_in_a_window_does_not_cancel():
 
 @pytest.mark.parametrize("constant", [0.3, 10.0])
 def test_a_constant_feature_of_the_keys_costs_no_precision(constant):
-    """1/(σ² + ε) is 1/ε there, and multiplies what is the same for all keys."""
+    """For this feature, 1/(σ² + ε) = 1/ε multiplies a number that all keys share."""
     for options in ({}, {"is_causal": True}, {"attn_mask": boolean(64)}):
         q, k, v = (x.detach() for x in qkv(n=64, m=64, d=16, dtype=torch.float32))
         k[..., 0] = constant
@@ -195,7 +195,7 @@ def test_a_constant_feature_of_the_keys_costs_no_precision(constant):
 
 
 def test_running_variance_does_not_cancel():
-    """E k² − μ² in float32 has no digit left here."""
+    """In float32, E k² − μ² has no correct digit here."""
     k = qkv(m=200, dtype=torch.float32)[1].detach() + 1e4
     _, variance, _ = key_statistics(k, Mask(is_causal=True))
     exact = torch.stack([k[..., : t + 1, :].double().var(-2, correction=0) for t in range(200)], -2)
@@ -209,7 +209,7 @@ def test_a_mask_for_all_heads_is_copied_for_none():
     inputs = [*qkv((2, 4), n=length, m=length, d=4, dv=4), per_head(4)]
     function = with_beta(normalized_attention, eps=0.1, attn_mask=boolean(length, length))
     with Largest() as largest, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        output_and_gradients(function, inputs)  # raises where no fused kernel will do
+        output_and_gradients(function, inputs)  # raises if no fused kernel applies
     assert largest.numel <= length**2
 
 
@@ -217,7 +217,7 @@ def test_a_mask_for_all_heads_is_copied_for_none():
 
 
 def test_a_causal_mask_sees_no_future_either():
-    """As the layer hands it over, when there is padding as well."""
+    """The layer passes such a mask if there is padding too."""
     q, k, v = (x.detach() for x in qkv(n=M))
     keep = causal_mask(M, M) & (torch.arange(M) != 1)
     later = (torch.arange(M) > 3)[:, None]
@@ -253,7 +253,7 @@ def test_causal_linear_attention_centres_a_key_by_its_own_past(eps):
     out = normalized_attention(q, k, v, beta=0.6, **options)
     mean, variance, count = key_statistics(k, Mask(is_causal=True))
     s = torch.tensor(1.0) if eps is None else (variance + eps).rsqrt()
-    # A query alone has no weight to change. A key alone is a key of later queries.
+    # A query with one key gives it the weight 1. But later queries use this key too.
     alone = count == 1 if eps is not None else torch.tensor(False)
     queries, keys = ((q - 0.6 * mean) * s).masked_fill(alone, 0), (k - 0.6 * mean) * s
     expected = linear_attention_reference(queries, keys, v, is_causal=True)
@@ -278,7 +278,7 @@ def test_sparse_attention_is_a_softmax():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_keys_give_the_mean_of_the_values(dtype):
-    """σ² = 0: the scores are a constant of up to 1/ε, more than float16 holds."""
+    """If σ² = 0, the scores are a constant of up to 1/ε, which overflows in float16."""
     q, _, v = qkv(dtype=dtype)
     k = torch.full((B, H, M, D), 1.7, dtype=dtype).requires_grad_()
     tol = {torch.float64: 1e-9, torch.float32: 2e-3}.get(dtype, 6e-2)
@@ -286,14 +286,14 @@ def test_equal_keys_give_the_mean_of_the_values(dtype):
         out, *grads = output_and_gradients(normalized_attention, [q, k, v], eps=1e-5, **options)
         expected = softmax_attention_reference(torch.zeros_like(q), k, v, **options)
         torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
-        if dtype != torch.float16:  # whose range does not hold the gradient either: it is 1/ε
+        if dtype != torch.float16:  # in which the gradient, of size 1/ε, overflows too
             assert all(bool(x.isfinite().all()) for x in grads)
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_causal_half_precision_is_as_exact_as_its_inputs(dtype, spread):
-    """The queries after the first `FIRST` are handed on in half precision, after centring."""
+    """After the first `FIRST` queries, centred queries are passed on in half precision."""
     generator = torch.Generator().manual_seed(0)
     unit = torch.finfo(dtype).eps / 2
     q, k, v = (torch.randn(1, H, 2 * FIRST + 3, D, generator=generator) for _ in "qkv")
@@ -333,7 +333,7 @@ def layer_inputs(dtype=torch.float64):
 
 
 def test_layer_is_the_function_between_its_projections():
-    """Also with two heads of keys for four of queries, each with a β of its own."""
+    """Also with two heads of keys for four of queries, each of which has its own β."""
     x, padding = layer_inputs()
     mask = ~padding[:, None, None]
     for sizes, eps, pair in (

@@ -1,4 +1,4 @@
-"""The generated notebooks: in step with the pages, plain, without solutions, and they run."""
+"""The generated notebooks: they match the pages, contain no solutions, and run."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ from execute import RUNS, read_page
 from notebooks import name_cells
 
 CHAPTERS = sorted(page.stem for page in (ROOT / "book").glob("[0-9][0-9]_*.md"))
-KINDS = ("[A-Z]_*", "audit_*", "positions", "language_model")  # have code, are no chapters
+KINDS = ("[A-Z]_*", "audit_*", "positions", "language_model")  # pages with code, not chapters
 OTHERS = [page for kind in KINDS for page in (ROOT / "book").glob(f"{kind}.md")]
 NAMES = CHAPTERS + sorted(page.stem for page in OTHERS)
 SYNTAX = re.compile(r"\{(eq|prf:ref|numref|cite|cite:t|term|doc|ref|measured)\}`|^:::|^```\{", re.M)
@@ -121,7 +121,7 @@ def names(source):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_solutions_the_other_cells_run_as_they_do_on_the_page(name):
-    """The build has executed the page, and no cell reads what only a solution defines."""
+    """The build has run the page, and no cell reads a name that only a solution defines."""
     page, inside, solved, known = read_page(ROOT / "book" / f"{name}.md"), False, None, set()
     for cell in page.cells:
         if cell.cell_type == "markdown":
@@ -138,8 +138,8 @@ def test_without_solutions_the_other_cells_run_as_they_do_on_the_page(name):
 
 
 def test_one_runs_from_top_to_bottom_in_an_empty_folder(tmp_path):
-    """The runs that the build has stored for the page are the notebook's, too: nothing is trained
-    a second time, but what a cell trains outside of `run_grid`."""
+    """The notebook reads the runs that the build has stored for the page, so it trains again only
+    what a cell trains outside of `run_grid`."""
     name, folder, done = "02_duality", tmp_path / "empty", tmp_path / "done.ipynb"
     folder.mkdir()
     runs = Path(shutil.copytree(RUNS / name, tmp_path / "runs"))
@@ -147,7 +147,7 @@ def test_one_runs_from_top_to_bottom_in_an_empty_folder(tmp_path):
     assert of_the_build
     (folder / f"{name}.ipynb").write_text((ROOT / "notebooks" / f"{name}.ipynb").read_text("utf8"))
     settings = {"DERIVED_ATTENTION_RUNS": str(runs), "DERIVED_ATTENTION_PROGRESS": "0"}
-    # In a process of its own: nbclient's event loop and Playwright's do not go together.
+    # In a separate process, because the event loops of nbclient and Playwright conflict.
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", f"{name}.ipynb"]
     command += ["--output", str(done), "--ExecutePreprocessor.timeout=900"]
     run = subprocess.run(

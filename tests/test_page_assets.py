@@ -1,4 +1,4 @@
-"""What the book's extensions make of styles, marks and cells, on small examples."""
+"""Tests of the book's extensions on small examples: styles, marks and cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page shows of its code: lines that fit the column, on the widest screen and in print."""
+"""Pages: code that fits the column on screen and in print, legends, bounds, links, captions."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks import report
 
 BOOK = Path(__file__).parents[1] / "book"
 PAGES = sorted(page.stem for page in BOOK.glob("*.md"))
-WIDEST = 84  # characters; what is longer is cut off at 1280 pixels
+WIDEST = 84  # characters; longer lines are cut off at 1280 pixels
 HIDDEN = re.compile(r"\b(hide-input|hide-cell|remove-input|remove-cell)\b")
 OPENING = re.compile(r"\s*(`{3,})(\{code-cell\}|\{code-block\}|python|bash|sh)(?!\w)")
 
@@ -61,7 +61,7 @@ CELL = re.compile(r"^```\{code-cell\}.*?^```$", re.DOTALL | re.MULTILINE)
 
 @pytest.mark.parametrize("page", PAGES)
 def test_curves_over_steps_say_which_is_which(page):
-    """`plot_curves` names its lines; whether a legend or the panel beside it shows that is here."""
+    """`plot_curves` only labels its lines; a legend or panel with the names must identify them."""
     cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
     drawn = [cell for cell in cells if "plot_curves(" in cell]
     assert all("legend(" in cell or "yticklabels" in cell for cell in drawn)
@@ -72,7 +72,7 @@ BOUND = re.compile(r"\bat (?:most|least) \{[^{}]*:\.\d[^{}]*\}")
 
 @pytest.mark.parametrize("page", PAGES)
 def test_bounds_are_rounded_to_their_side(page):
-    """6.25 as "at most 6.2" is false: `measure.at_most` and `measure.at_least` round."""
+    """6.25 is not "at most 6.2"; `measure.at_most` and `measure.at_least` round safely."""
     assert BOUND.search('f"at most {100 / 16:.1f} %"')
     assert not BOUND.findall((BOOK / f"{page}.md").read_text("utf8"))
 
@@ -90,14 +90,14 @@ def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_link_to_a_chapter_prints_its_number(page):
-    """The bare title of a chapter, in the middle of a sentence, garbles it: see ``{chapter}``."""
+    """A chapter's title garbles a sentence; the role ``{chapter}`` prints its number instead."""
     text = (BOOK / f"{page}.md").read_text("utf8")
     assert not re.findall(r"\{doc\}`(?:\d\d|[A-E]|audit)_\w+`|\{doc\}`positions`", text)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_captions_of_sliders_do_not_say_left_or_right(page):
-    """The panels of a slider stand below each other on a phone."""
+    """On a phone, the panels of a slider are stacked."""
     cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
     captions = [re.search(r'caption: "(.*)"', cell) for cell in cells if "slider(" in cell]
     assert not [x[1] for x in captions if x and re.search(r"\b([Ll]eft|[Rr]ight)\b[,:]", x[1])]

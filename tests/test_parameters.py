@@ -1,6 +1,6 @@
-"""Parameters that are tensors: their range, NaN, and those of each head where heads share keys.
+"""Tensor parameters: their range, NaN, and a parameter for each head if heads share keys.
 
-And flags, which are True or False: no other value counts as one of them.
+Flags, which must be True or False: every other value is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from derived_attention.registry import MECHANISMS
 from derived_attention.testing.cases import B, Case, D, H, M, N
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
-# Mechanism and parameter: an example with other numbers for each head, and what it may not hold.
+# By mechanism and parameter: a shape with numbers for each head, and the values to be refused.
 NUMBERS = {
     ("bn", "beta"): ((H,), ()),
     ("bn_sh", "beta"): ((H,), ()),
@@ -41,7 +41,7 @@ MATRICES = {
     ("conv1d", "key_weight"): (H, 3),
     ("conv2d", "weight"): (H, 3, 3),
     ("conv2d", "key_weight"): (H, 3, 3),
-    ("linformer", "key_projection"): None,  # in the shape that the sample options have
+    ("linformer", "key_projection"): None,  # None: the shape of the sample options
     ("linformer", "value_projection"): None,
     ("performer", "projection"): (4, D),
     ("luna", "packed"): (H, 3, D),
@@ -93,7 +93,7 @@ def test_every_tensor_of_the_registry_is_tried_with_nan():
 
 @number
 def test_numbers_are_not_looked_at_in_a_transform(name, parameter):
-    """There one tensor may stand for many, of which some are wrong."""
+    """In a transform one tensor may represent several, of which only some are invalid."""
     case, x = draw(name, parameter, NUMBERS[name, parameter][0])
     both = torch.stack([x, spoilt(x, math.nan)])
     right, _ = torch.func.vmap(lambda y: case.run(**{parameter: y}))(both)

@@ -1,4 +1,4 @@
-"""The PDF of the book, of three pages: letters, numbers, links and contents are those of paper."""
+"""Tests of a PDF of three pages of the book: fonts, page numbers, links and contents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pdf
 
 CHAPTER = "book/05_normalise_and_scale"
 PARTS = [("", ["book/index"]), ("A & B", [CHAPTER]), ("Back matter", ["book/references"])]
-FACES = {"Main", "Math", "AMS", "Caligraphic", "Size1", "Size2"}  # of the chapter's formulas
+FACES = {"Main", "Math", "AMS", "Caligraphic", "Size1", "Size2"}  # those of the chapter's formulas
 
 
 def faces(pages) -> set[str]:
-    """Return the families of KaTeX whose letters are on these pages."""
+    """Return KaTeX's font families that these pages use."""
     fonts = [font for page in pages for font in page["/Resources"].get("/Font", {}).values()]
     names = [str(font.get_object()["/BaseFont"]) for font in fonts]
     return set(re.findall(r"KaTeX_(\w+)-", " ".join(names)))
@@ -24,7 +24,7 @@ def faces(pages) -> set[str]:
 
 @pytest.fixture(scope="module")
 def printed(browser, tmp_path_factory):
-    """Print three pages into one document."""
+    """Return a PDF of three pages of the book."""
     folder = tmp_path_factory.mktemp("pdf")
     writer = pdf.make(pdf.find_browser(), HTML, PARTS, folder / "work")
     writer.write(folder / "book.pdf")
@@ -37,7 +37,7 @@ def texts(printed):
 
 
 def outline(items, depth=0):
-    """Yield depth, title and destination of the bookmarks."""
+    """Yield depth, title and destination of each bookmark."""
     for item in items:
         if isinstance(item, list):
             yield from outline(item, depth + 1)
@@ -50,7 +50,7 @@ def page_of(printed, destination) -> int:
 
 
 def links(printed, number: int):
-    """Yield the links of a page: another site's address, or the number of a page."""
+    """Yield the target of each link of a page: an external address or a page number."""
     for link in printed.pages[number].get("/Annots", ()):
         link = link.get_object()
         if "/Dest" in link:
@@ -87,7 +87,7 @@ def test_links_lead_to_pages_of_the_book_and_to_other_sites(printed, texts):
     (further,) = (n for n, text in enumerate(texts) if "5.12. Further reading\nI" in text)
     cited = {texts[x][:2000] for x in found[further] if isinstance(x, int)}
     assert any("References" in text or "et al." in text for text in cited)
-    assert found[1][:1] == [2]  # of the contents: the front page
+    assert found[1][:1] == [2]  # the contents begin with the front page
 
 
 def test_bookmarks_are_parts_chapters_and_sections(printed, texts):

@@ -1,4 +1,4 @@
-"""The picture of README.md and the front page shows what is recorded."""
+"""The picture of README.md and the front page shows the recorded runs."""
 
 import picture
 

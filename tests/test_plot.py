@@ -18,7 +18,7 @@ from derived_book import plot, sliders
 from derived_book.sliders import Bars, Heat, Line, Panel, Points
 
 ALT = "The curve falls faster as β grows."
-DARK = ("#121212", "#14181e", "#1e1e1e")  # the book, its theme's default, Jupyter and VS Code
+DARK = ("#121212", "#14181e", "#1e1e1e")  # the book; its theme's default; Jupyter and VS Code
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def clean_matplotlib():
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """What is displayed, as (HTML, text)."""
+    """Return the displayed outputs, each as (HTML, text)."""
     seen = []
     for module in (plot, sliders):
         monkeypatch.setattr(module, "display_markup", lambda *shown: seen.append(shown))
@@ -58,7 +58,7 @@ def decay(**changes):
 
 
 def frames_of(markup):
-    """The data of a slider: texts, values, moving marks."""
+    """Return the data of a slider: texts, values, moving marks."""
     return json.loads(re.search(r"draw\(\)\}\}\)\((.*)\)</script>", markup).group(1))
 
 
@@ -91,7 +91,7 @@ def test_colors_and_labels_are_those_of_the_registry_and_differ_between_families
     assert all(len(family) == 1 for family in families.values())
 
 
-# Machado, Oliveira and Fernandes (2009), severity 1: what a dichromat sees, in linear RGB.
+# Machado, Oliveira and Fernandes (2009), severity 1: how dichromats see linear RGB.
 SEEN = {
     "all cones": "1 0 0 0 1 0 0 0 1",
     "no red": "0.152286 1.052583 -.204868 0.114503 0.786281 0.099216 -.003882 -.048116 1.051998",
@@ -110,7 +110,7 @@ def matrix(text):
 
 @pytest.mark.parametrize("eye", SEEN)
 def test_main_colors_stay_apart_for_every_reader(eye):
-    """0.02 in OKLab is the least visible difference; green and red of equal lightness get 0.03."""
+    """In OKLab 0.02 is the least visible difference; equally light green and red are 0.03 apart."""
     light = np.array([linear(plot.COLORS[name]) for name in plot.MAIN])
     cones = np.clip(light @ matrix(SEEN[eye]).T, 0, 1) @ matrix(CONES).T
     seen = np.cbrt(cones) @ matrix(OKLAB).T
@@ -132,7 +132,7 @@ def test_show_displays_one_labelled_svg_and_closes_the_figure(outputs):
     assert [child.tag for child in root] == ["svg"] and not root[0].get("role")
     texts = ["".join(node.itertext()) for node in root.iter("text")]
     assert {"x & y", "height", "β decides", "a"} <= set(texts)
-    # Nothing comes from outside, and there is no font, no black, and no white background.
+    # No external resource, no font, no fixed black, and no white background.
     for word in """<?xml <!DOCTYPE http xmlns <style <script <metadata date font-family DejaVu
         #000000 #ffffff""".split():
         assert word not in markup
@@ -173,7 +173,7 @@ def test_logarithmic_axes_have_plain_letters(outputs):
 
 
 def columns():
-    """A map with its colour bar, then two panels of lines and bars, side by side."""
+    """Return a map with its colour bar and two panels of lines and bars, side by side."""
     fig, axes = subplots(1, 3, figsize=(7.2, 2.5))
     fig.colorbar(axes[0].imshow(np.eye(3)))
     for i, ax in enumerate(axes[1:], 1):
@@ -195,7 +195,7 @@ def test_columns_are_drawings_that_share_out_one_figure(outputs):
     assert len(drawings) == 3 and boxes[0][0] == 0
     for (left, top, width, height), after in zip(boxes, [*boxes[1:], [7.2 * 72]], strict=True):
         assert (top, height) == (0, 180) and left + width == pytest.approx(after[0], abs=0.02)
-    assert len(drawings[0].findall(".//image")) == 2  # the bar stays with its map
+    assert len(drawings[0].findall(".//image")) == 2  # the bar is in the drawing of its map
     for i, svg in enumerate(drawings[1:], 1):
         texts = {"".join(node.itertext()): float(node.get("x", "nan")) for node in svg.iter("text")}
         assert {f"x{i}", f"y{i}", f"title {i}", "line"} <= set(texts)
@@ -236,7 +236,7 @@ def test_type_that_nobody_can_read_is_refused(outputs):
 
 @pytest.mark.parametrize("page", ["#ffffff", *DARK])
 def test_small_values_of_a_map_are_seen_on_any_page(page):
-    """Nothing is nothing, and a quarter of the range stands out from the page."""
+    """Zero is transparent, and a quarter of the range contrasts with the page."""
     for name in plot.COLORS:
         shades = matplotlib.colormaps[plot.fade(name)](np.linspace(0, 1, 9))
         assert shades[0, 3] == 0 and shades[-1, 3] == 1 and (np.diff(shades[:, 3]) > 0).all()
@@ -288,7 +288,7 @@ def test_first_frame_is_drawn_by_python_and_equals_the_data(outputs):
     markup = outputs[0][0]
     lines, names, (mark,) = frames_of(markup)
     assert lines == [f"β = {v}" for v in names] == ["β = 0", "β = 0.5", "β = 1", "β = 1.5", "β = 2"]
-    assert len(mark["x"]) == 1 and len(mark["y"]) == 5  # what does not move is sent once
+    assert len(mark["x"]) == 1 and len(mark["y"]) == 5  # coordinates that do not move are sent once
     points = " ".join(f"{x},{y}" for x, y in zip(mark["x"][0], mark["y"][3], strict=True))
     assert f'points="{points}"' in markup
 
@@ -463,7 +463,7 @@ def check_page(page, address, theme, width):
 
 
 def check_columns(page, width):
-    """Columns are one drawing on a laptop, and one below the other on a phone."""
+    """Assert that columns form one row on a laptop, and one column on a phone."""
     boxes = [svg.bounding_box() for svg in page.locator("[role=img]").last.locator("svg").all()]
     assert len(boxes) == 3
     for left, right in zip(boxes, boxes[1:], strict=False):
@@ -477,7 +477,7 @@ def check_columns(page, width):
 
 
 def check_ring(slider):
-    """The ring around a slider that has the focus is drawn, and lies within its figure."""
+    """Assert that a focused slider has a ring, which lies within its figure."""
     ring, inside = slider.evaluate("""node => {
         const style = getComputedStyle(node), box = node.getBoundingClientRect();
         const drawn = style.outlineStyle === "none" ? 0 : parseFloat(style.outlineWidth);

@@ -1,4 +1,4 @@
-"""Every mechanism inside the models of Transformers and timm, as these call it."""
+"""Tests of every mechanism inside the models of Transformers and timm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CONFIGS = {
 }  # fmt: skip
 IDS = torch.randint(1, 31, (B, N), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([N, N - 3, N - 7])
-PADDING = {  # True where a token is there
+PADDING = {  # True at tokens, False at padding
     "left": torch.arange(N) >= N - LENGTHS[:, None],
     "right": torch.arange(N) < LENGTHS[:, None],
 }
@@ -55,7 +55,7 @@ REFUSING = [name for name, entry in MECHANISMS.items() if entry.causal and not e
 
 
 def make(family, **changed):
-    """A small model of theirs with random weights, in float64."""
+    """Return a small model of theirs with random weights, in float64."""
     torch.manual_seed(0)
     kind, options = CONFIGS[family]
     config = getattr(transformers, f"{family}Config")(**options | changed)
@@ -63,7 +63,7 @@ def make(family, **changed):
 
 
 def disturbed(model):
-    """The same with what the plugs learned changed from where it starts."""
+    """Return the model after random changes of its plugs' parameters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, p in model.named_parameters():
@@ -73,7 +73,7 @@ def disturbed(model):
 
 
 def grid_of(name, rows=3, columns=4):
-    """Where tokens have to lie on a grid, the one."""
+    """Return the option `grid`, if a mechanism needs it."""
     return {"grid": (rows, columns)} if "grid" in MECHANISMS[name].plug(N, H, D).keywords else {}
 
 
@@ -86,7 +86,7 @@ def of_plugs(model):
 
 
 def there_only(model, there, **given):
-    """The model's first output with padding, and without, sequence by sequence."""
+    """Return the first output at tokens, with padding and of each sequence alone."""
     positions = (there.cumsum(-1) - 1).clamp(min=0)
     out = model(IDS, attention_mask=there.long(), position_ids=positions, **given)[0]
     alone = [model(ids[keep][None], **given)[0][0] for ids, keep in zip(IDS, there, strict=True)]
@@ -94,7 +94,7 @@ def there_only(model, there, **given):
 
 
 def trains(model, loss_of, steps=3):
-    """Take steps of Adam: they reduce the loss, and move all that the plugs learn."""
+    """Check that steps of Adam reduce the loss and change all parameters of the plugs."""
     model.train()
     before = {key: p.detach().clone() for key, p in of_plugs(model).items()}
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -116,7 +116,7 @@ def trains(model, loss_of, steps=3):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_softmax_is_theirs(family):
-    """With padding, their windows, T5's position bias and scale, and shared heads."""
+    """Test padding, their windows, T5's position bias and scale, and shared heads."""
     model, other = make(family), plugs.equip(make(family), "softmax")
     given = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     there = PADDING["right" if given else "left"]
@@ -130,7 +130,7 @@ def test_softmax_is_theirs(family):
 
 
 def latent(nope, rope, values):
-    """The sizes of heads in models as DeepSeek's: their configuration's head_dim is `rope`."""
+    """Return the options of a model like DeepSeek's, whose configuration's head_dim is `rope`."""
     sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": values}
     sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "num_key_value_heads": H}
     return ALIKE | ENDS | sizes | {"mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 2}
@@ -139,7 +139,7 @@ def latent(nope, rope, values):
 SOUND = {"input_values": torch.randn(B, 2000, generator=torch.Generator().manual_seed(0)).double()}
 EARS = {"conv_dim": (8,), "conv_stride": (40,), "conv_kernel": (80,), "num_feat_extract_layers": 1}
 EARS |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
-SAM = {  # 2 heads of 8 features in the image encoder, and 4 of 4 or of 2 in what is equipped
+SAM = {  # 2 heads of 8 features in the image encoder, and 4 of 4 or 2 in the equipped part
     "vision_config": {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 32, "patch_size": 8, "mlp_dim": 16, "window_size": 2}
     | {"num_pos_feats": 8, "global_attn_indexes": [0]},
@@ -156,7 +156,7 @@ MOONSHINE |= {"hidden_size": 20, "intermediate_size": 24, "vocab_size": 31}
 MOONSHINE |= {"pad_head_dim_to_multiple_of": 8, "bos_token_id": 1, "eos_token_id": 2}
 SEEN = {"pixel_values": torch.ones(1, 3, 32, 32).double()}
 SEEN |= {"input_points": torch.tensor([[[[3.0, 20.0]]]]).double()}
-OTHERS = {  # class, configuration, inputs, features of a head
+OTHERS = {  # class, configuration, inputs, features of a head or the error
     "latent": ("Glm4MoeLiteModel", latent(12, 4, 16), {"input_ids": IDS}, {16}),
     "latent, as shipped": ("Glm4MoeLiteModel", latent(192, 64, 256), {"input_ids": IDS}, {256}),
     "NeoX": ("GPTNeoXModel", ALIKE | ENDS, {"input_ids": IDS}, {4}),
@@ -175,7 +175,7 @@ OTHERS = {  # class, configuration, inputs, features of a head
 
 
 def other(case, **changed):
-    """A small model of theirs, one more, and what it does with the inputs."""
+    """Return a small model of theirs, and a function that runs it on its inputs."""
     kind, options, given, _ = OTHERS[case]
     torch.manual_seed(0)
     kind = getattr(transformers, kind)
@@ -194,12 +194,12 @@ def other(case, **changed):
 
 @pytest.mark.parametrize("case", [x for x, case in OTHERS.items() if isinstance(case[3], set)])
 def test_heads_have_the_sizes_that_are_called(case, monkeypatch):
-    """However a model calls them; and if it is misread, nothing wrong is computed."""
+    """Check also that misread sizes give the right result or an error."""
     model, run = other(case, attn_implementation="eager")
     with torch.no_grad():
         wanted = run(model)
         wrong, plug = copy.deepcopy(model), plugs.equip(copy.deepcopy(model), "softmax")
-        assert_all_close([run(plug)], [wanted], 1e-5, case)  # their softmax is in float32
+        assert_all_close([run(plug)], [wanted], 1e-5, case)  # they compute softmax in float32
         run(plugs.equip(plug, "mgk", N))
         sizes = {x.head_dim for key, x in plug.named_modules() if key.endswith(plugs.CHILD)}
         assert sizes == OTHERS[case][3]
@@ -254,7 +254,7 @@ def test_a_decoder_generates_with_a_cache_what_it_does_without(name):
         return
     assert torch.equal(model.generate(IDS, **given), slow)
     assert torch.equal(model.generate(IDS, cache_implementation="static", **given), slow)
-    with torch.no_grad():  # token by token and in chunks
+    with torch.no_grad():  # in two chunks
         start = model(IDS[:, :5], attention_mask=there[:, :5])
         rest = model(IDS[:, 5:], attention_mask=there, past_key_values=start.past_key_values)
         whole = model(IDS, attention_mask=there).logits
@@ -268,9 +268,9 @@ def test_a_decoder_refuses_what_sees_the_future(name):
 
 
 def with_projections(name, plug, length, W, b):
-    """The layer of a mechanism that has the projections W (3 E, E), b, and what a plug learned.
+    """Return a mechanism's layer with the projections W (3 E, E) and b and a plug's parameters.
 
-    It shows what its second keys, strengths and packed queries are: maps of projected tokens.
+    A plug applies its parameters to projected tokens, a layer to tokens: some are converted.
     """
     entry = MECHANISMS[name]
     run = entry.plug(length, H, D)
@@ -319,7 +319,7 @@ def test_an_encoder_attends_as_the_layer_does_and_ignores_padding(name):
 
 @every_mechanism
 def test_dropped_weights_are_right_on_average(name):
-    """Without a model: 4000 copies of one sequence, with half of the weights dropped in each."""
+    """Average 4000 copies of one sequence, with half of the weights dropped in each."""
     own = {"dtype": torch.float64} | grid_of(name, 1, 5)
     layer, module = plugs.make_heads(name, 2, 4, 5, **own), nn.Module()
     layer.plugged = name
@@ -338,7 +338,7 @@ def test_dropped_weights_are_right_on_average(name):
 
 @every_mechanism
 def test_an_encoder_and_a_decoder(name):
-    """Attention to another sequence, and a mechanism in one half only."""
+    """Test attention to another sequence, or a mechanism in the encoder only."""
     entry, model, there = MECHANISMS[name], make("Bart"), PADDING["right"].long()
     there = torch.ones_like(there) if grid_of(name) else there  # a grid has no padding
     able = entry.causal and entry.alone and not entry.placed
@@ -375,7 +375,7 @@ def test_what_a_mechanism_cannot_do_is_an_error():
         model(IDS)
     with pytest.raises(ValueError, match="luna"):
         plugs.equip(model := make("Bart"), "luna")
-    assert not of_plugs(model)  # a refusal leaves nothing behind
+    assert not of_plugs(model)  # the refused model is unchanged
     with pytest.raises(ValueError, match="position_bias is given; expected None: linear"):
         plugs.equip(make("T5"), "linear")(IDS, decoder_input_ids=IDS)
     with pytest.raises(ValueError, match="a window, a chunk.* linear takes no other mask"):
@@ -392,7 +392,7 @@ def test_what_a_mechanism_cannot_do_is_an_error():
 
 @every_mechanism
 def test_a_registry_entry_says_what_matters_to_a_query(name):
-    """A cache is enough where other queries do not matter; other sequences have other places."""
+    """Check `alone`, that other queries do not matter, and `placed`, that positions matter."""
     layer = plugs.make_heads(name, H, D, N, dtype=torch.float64, **grid_of(name)).eval()
     x = torch.randn(4, 1, N, E, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
@@ -411,7 +411,7 @@ def test_a_registry_entry_says_what_matters_to_a_query(name):
     assert same(one.roll(1, 1), turned) == (entry.alone and not entry.placed)
 
 
-# --- Transformers: to the disk and back ----------------------------------------------------------
+# --- Transformers: saving and loading ------------------------------------------------------------
 
 
 def output(model):
@@ -427,7 +427,7 @@ def saved(model, folder, **how):
 
 @every_mechanism
 def test_a_folder_is_loaded_as_what_it_was(name, tmp_path):
-    """And not otherwise: what Transformers alone says names the package and the mechanism."""
+    """Check also that Transformers alone names the package and the mechanism in an error."""
     model = equipped("Bert", name)
     folder = saved(model, tmp_path / "one")
     wanted = rf"derived_attention.plugs.load: {name}\("
@@ -468,7 +468,7 @@ def test_options_travel(name, options, tmp_path):
     default = equipped("Llama", name)
     assert not torch.allclose(output(default), output(model), atol=1e-4)
     assert torch.equal(output(plugs.load(saved(model, tmp_path))), output(model))
-    with pytest.raises((ValueError, RuntimeError)):  # other options, or other shapes
+    with pytest.raises((ValueError, RuntimeError)):  # options or shapes differ
         default.load_state_dict(model.state_dict())
 
 
@@ -505,7 +505,7 @@ def test_parts_are_loaded_as_they_were(tmp_path):
     for family, parts in {
         "Bart": {"model.encoder": ["luna"]},
         "T5": {"encoder": ["mgk"], "decoder": ["softmax"]},
-        "Bart, whole": {"": ["linear"], "model.encoder": ["luna", "mra"]},  # a second time
+        "Bart, whole": {"": ["linear"], "model.encoder": ["luna", "mra"]},  # equipped again
     }.items():
         model = make(family.split(",")[0])
         for path, names in parts.items():
@@ -521,7 +521,7 @@ def test_parts_are_loaded_as_they_were(tmp_path):
 
 
 def test_transformers_alone_refuses_a_whole_and_warns_of_a_part(tmp_path, caplog):
-    """So who does not have the package does not get softmax attention without a word."""
+    """Check that nobody gets softmax attention silently without the package."""
     whole = saved(plugs.equip(make("Llama"), "window", window=2), tmp_path / "whole")
     with pytest.raises(ValueError, match=r"load: window\(window=2\).` is not supported"):
         transformers.AutoModel.from_pretrained(whole)
@@ -533,7 +533,7 @@ def test_transformers_alone_refuses_a_whole_and_warns_of_a_part(tmp_path, caplog
 
 
 def rewritten(folder, name, options):
-    """The folder, with another mechanism and other options in its records."""
+    """Change mechanism and options in a folder's file; return the folder."""
     path = folder / "model.safetensors"
     state = load_file(path)
     for key in [key for key in state if key.endswith("_extra_state")]:
@@ -584,7 +584,7 @@ def test_a_function_of_ones_own_is_for_its_owner_to_give(tmp_path):
 
 
 def test_state_dicts_are_of_one_mechanism():
-    """The same shapes are not the same model: a plain one, other options, another mechanism."""
+    """Refuse weights of a plain model, of other options and of another mechanism."""
     state = plugs.equip(make("Llama"), "window", window=2).state_dict()
     with pytest.raises(
         RuntimeError, match=r"Unexpected key.*derived_attention.window._extra_state"
@@ -607,7 +607,7 @@ def test_state_dicts_are_of_one_mechanism():
 
 
 def vision(**changed):
-    """Their ViT-Ti with two narrow blocks, on an image of 4 x 4 patches."""
+    """Return their ViT-Ti with two narrow blocks, for images of 4 x 4 patches."""
     torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": E, "num_heads": H, "depth": 2}
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **sizes | changed)
@@ -678,7 +678,7 @@ def test_timm_drops_in_training_only():
     assert not torch.allclose(dropped, out) and not torch.equal(model(IMAGES), dropped)
 
 
-# --- PyTorch: what its decoder does, beside what `test_contract_places` tests ---------------------
+# --- PyTorch: its decoder, besides the tests in `test_contract_places` ----------------------------
 
 
 @every_causal_mechanism

@@ -27,7 +27,7 @@ NAMES = ("sinusoidal", "alibi_slopes", "rotary", "rotary_halves", "neighbours")
 
 
 def of_the_page():
-    """Return functions as the page defines them last: those of exercises, by their solutions."""
+    """Return each function as the page defines it last; for an exercise, that is the solution."""
     found = {"torch": torch}
     for code in CELL.findall(PAGE.read_text("utf8")):
         for statement in ast.parse(code).body:

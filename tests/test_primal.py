@@ -1,4 +1,4 @@
-"""Primal-Attention: its rows, causal forms and objective, and what is special about the layer."""
+"""Primal-Attention: its rows, causal forms and objective, and properties of its layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inputs(n=10, m=None):
 
 
 def weights(n, heads=True, p=D):
-    """W_e, W_r and W_o for n rows."""
+    """Return W_e, W_r and W_o for n rows."""
     lead = (H,) if heads else ()
     return {"W_e": x_of(*lead, n, S), "W_r": x_of(*lead, n, S), "W_o": x_of(*lead, p, 2 * S)}
 
@@ -93,7 +93,7 @@ def test_data_independent_weights_mix_no_tokens_and_rows_of_f_are_all_that_other
     own = {key: W[0] for key, W in own.items()}
 
     def sources(x, **options):
-        """Of each output, the tokens it depends on: x feeds queries, keys and v."""
+        """Return the tokens on which each output depends; x enters queries, keys and values."""
         run = lambda x: primal_attention(x, k + x, v + x, **own, **options)  # noqa: E731
         slopes = torch.autograd.functional.jacobian(run, x).abs().sum((1, 3))
         return [set(row.nonzero().flatten().tolist()) for row in slopes]
@@ -155,13 +155,13 @@ def test_random_rows_are_drawn_without_replacement_and_in_order():
         assert masked[0].max() <= 25 and masked[1].flatten().tolist() == [1, 2, 3, 0, 0, 0]
         assert used.sum(-1).tolist() == [6, 3]
         counts[plain[0].long()] += 1
-    share = counts[1:] / 400  # each of 30 tokens is one of 6 with probability 1/5
+    share = counts[1:] / 400  # each of 30 tokens is among the 6 with probability 1/5
     assert (share - 0.2).abs().max() < 4 * math.sqrt(0.2 * 0.8 / 400)
 
 
 def test_a_gaussian_sketch_keeps_inner_products_in_the_mean_and_all_of_a_heavy_row():
     x = torch.zeros(100, D, dtype=torch.float64)
-    x[37] = 1  # even rows miss it
+    x[37] = 1  # evenly spaced rows miss it
     gram, even = x.T @ x, landmarks(x, 20, Mask())[0]
     sketches = [landmarks(x, 20, Mask(), x_of(20, 130) / 20**0.5)[0] for _ in range(300)]
     mean = torch.stack([f.T @ f for f in sketches]).mean(0)
@@ -192,7 +192,7 @@ def test_causal_rows_hold_the_past_folded(n):
         e = cosine_feature_map(q[..., i : i + 1, :]) @ f.mT @ own["W_e"]
         r = cosine_feature_map(k[..., i : i + 1, :]) @ f.mT @ own["W_r"]
         assert_all_close([out[..., i : i + 1, :]], [torch.cat([e, r], -1) @ own["W_o"].mT], 1e-12)
-    if n >= 10:  # as long as every token has a row, the last one sees what it would without
+    if n >= 10:  # if each token has a row of its own, the mask does not affect the last output
         assert_all_close([out[..., -1, :]], [primal_attention(q, k, v, **own)[..., -1, :]], 1e-12)
 
 
@@ -426,7 +426,7 @@ def test_a_loss_that_adds_the_objective():
     with ksvd_objectives() as found:
         model(batch[0], batch[1])
     value, numbers = Regularised(class_loss, 0.7)(model, batch)
-    each = torch.stack(found).mean(-1)  # of two layers and of each sequence, the mean over heads
+    each = torch.stack(found).mean(-1)  # by layer and sequence: the mean over heads
     squares = each.square().mean()
     assert each.shape == (2, len(batch[0])) and found[0].std(-1).min() > 0
     torch.testing.assert_close(value, plain + 0.7 * squares)
@@ -449,7 +449,7 @@ def test_a_model_names_the_attention_that_has_no_weights():
         classifier(attention=PrimalAttention).attention_maps(*next(iter(KINDS["series"][1](8)))[:2])
 
 
-# --- what is wrong is named -----------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 BAD = [
     ({"W_e": [0.0]}, TypeError, "W_e is of type list; expected a floating Tensor"),

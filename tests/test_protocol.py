@@ -1,4 +1,4 @@
-"""The protocol of recorded experiments: rates, collapses, longer runs, and what is written."""
+"""Tests of the protocol of recorded experiments: rates, collapses, longer runs, records."""
 
 import importlib
 import json
@@ -81,7 +81,7 @@ def test_a_grid_ends_at_its_bounds(best):
 
 
 def peaked(arm, seed, steps, lr):
-    """Score best at the rate that an arm is named after; one tuning seed is worse than others."""
+    """Return a score that is best at the rate in the arm's name; one tuning seed scores less."""
     off = abs(math.log10(lr) - math.log10(float(arm)))
     return {"right": 1 - 0.1 * off - 0.01 * (seed == 1001) + steps / 1e6, "cost": 1.0}
 
@@ -107,7 +107,7 @@ def test_rates_are_chosen_at_the_end_by_the_worst_of_three_other_seeds(monkeypat
 
 
 def unsteady(arm, seed, steps, lr):
-    """Be best at the middle rate by the mean, where one tuning seed fails."""
+    """Return a score that is best at the middle rate, except for one tuning seed."""
     failed = lr == GRID[3] and seed == 1002
     return {"right": 0.1 if failed else 0.9 - 10 * abs(lr - GRID[3])}
 
@@ -185,7 +185,7 @@ def test_movements_are_trained_for_the_same_steps_on_fewer_series(monkeypatch):
 
 
 def curve(steps, *levels, noise=0.0, seed=0):
-    """Losses that go from level to level in equal parts of the steps, with noise."""
+    """Return losses that go from level to level in equal parts of the steps, with noise."""
     at = np.linspace(0, len(levels) - 1, steps)
     rng = np.random.default_rng(seed)
     return np.interp(at, range(len(levels)), levels) + noise * rng.normal(size=steps)
@@ -197,11 +197,11 @@ def test_a_loss_that_comes_back_is_a_collapse(steps, noise):
     collapsed = partial(curve, steps, noise=noise)
     assert has_collapsed(collapsed(2.7, 0.3, 0.3, 0.3, 2.7))
     assert has_collapsed(collapsed(2.7, 0.3, 0.3, 2.0, 2.0))
-    assert has_collapsed(collapsed(0.3, 0.3, 0.3, 2.7, 2.7))  # learned before the first part ends
+    assert has_collapsed(collapsed(0.3, 0.3, 0.3, 2.7, 2.7))  # learns within the first part
     assert not has_collapsed(collapsed(2.7, 0.3, 0.3, 0.3, 0.3))
     assert not has_collapsed(collapsed(2.7, 2.7, 2.7, 2.0, 0.1))
-    assert not has_collapsed(collapsed(2.7, 0.3, 0.3, 0.9, 0.9))  # less than half is lost
-    assert not has_collapsed(collapsed(2.7, 0.3, 2.7, 0.3, 0.3))  # and learned again
+    assert not has_collapsed(collapsed(2.7, 0.3, 0.3, 0.9, 0.9))  # loses less than half
+    assert not has_collapsed(collapsed(2.7, 0.3, 2.7, 0.3, 0.3))  # learns again
 
 
 @pytest.mark.parametrize("steps", [20, 45, 100, 800])
@@ -221,7 +221,7 @@ def test_spikes_are_no_collapse_and_a_loss_that_is_not_finite_is():
 
 
 def train(steps, rate, parts=1):
-    """Train one weight by hand, in micro-batches; return it."""
+    """Train one weight by hand, in micro-batches, and return it."""
     weight = torch.tensor(0.0, requires_grad=True)
     for step in range(steps):
         weight.grad = None
@@ -238,7 +238,7 @@ def test_losses_of_any_loop_are_noted_and_nothing_else_changes():
     plain = train(60, lambda step: 0.1)
     with watch_losses() as losses:
         assert train(60, lambda step: 0.1) == plain
-        torch.ones(3, requires_grad=True).mul(2).backward(torch.ones(3))  # no loss
+        torch.ones(3, requires_grad=True).mul(2).backward(torch.ones(3))  # not a loss
     assert len(losses) == 60 and losses[0] == 1 and not has_collapsed(losses)
     with watch_losses() as losses:
         train(60, lambda step: 0.1, parts=4)
@@ -269,7 +269,7 @@ def test_a_run_at_an_absurd_rate_collapses(parts):
 
 
 def fragile(arm, seed, steps, lr):
-    """Learn; above 0.003 all runs of arm b collapse, those of its seed 1 also at 0.003."""
+    """Train a weight: runs of arm b collapse above 0.003, and with seed 1 also at 0.003."""
     above = lr > GRID[3] or (lr == GRID[3] and seed == 1)
     fallen = arm == "b" and above
     rates = [0.1] * 20 + [1.2] * 60 if fallen else [0.1] * 80
@@ -310,7 +310,7 @@ def test_runs_that_stop_are_collapses_until_the_grid_ends():
 
 
 def test_watched_runs_can_be_made_by_other_processes():
-    """Which get a copy of the function: `test_workers` has the processes."""
+    """Run a pickled copy of the function; `test_workers` tests processes."""
     function = reduction.loads(reduction.dumps(protocol.watched(fragile, ["right"])))
     found = [function(arm="b", seed=seed, steps=1, lr=GRID[3]) for seed in (0, 1)]
     assert [row["collapsed"] for row in found] == [0, 1]
@@ -334,7 +334,7 @@ def test_a_module_that_runs_as_main_trains_with_its_functions_by_name(monkeypatc
 
 
 def slow(arm, seed, steps, lr):
-    """Arm late overtakes only after many steps; arm low never does."""
+    """Return a score: arm late overtakes high after many steps, low never does."""
     gain = {"high": 0.9, "late": 0.5 if steps < 10 else 0.95, "low": 0.4}[arm]
     return {"right": gain + 0.001 * (seed % 5) * (1 + (arm == "low")) - 10 * abs(lr - GRID[3])}
 
@@ -365,7 +365,7 @@ def test_an_order_that_changes_is_not_written(monkeypatch, store, capsys, below,
 
 @pytest.mark.parametrize(("left", "changes"), [(0.3, False), (0.1, True), (-0.1, True)])
 def test_an_open_order_is_supported_if_half_of_the_difference_is_left(left, changes):
-    """The difference of the arms is .4 after two steps; its interval is wider at any length."""
+    """The arms differ by 0.4 after two steps, but the interval is wider at every length."""
     noise = {0: -0.3, 1: 0.0, 2: 0.3}
 
     def loose(arm, seed, steps, lr):
@@ -439,7 +439,7 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
         "small_tiny", "right", predicted=dict.fromkeys(expected, "a number")
     ).data
     assert "means over 1 to 8 seeds with 95 % intervals" in text
-    assert "| low | a number | 40.0% | 40.0% |" in text  # no interval of one run
+    assert "| low | a number | 40.0% | 40.0% |" in text  # one run has no interval
     with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
         experiment("A", slow, ["high"], SCORE, steps=(1, 2), seeds={"c": 1})
     with pytest.raises(ValueError, match="seeds is 1; expected at least 3 for longer runs"):
@@ -465,7 +465,7 @@ def test_runs_that_are_kept_are_not_repeated(monkeypatch, store):
     for row in data["tuning"]:
         row["right"] += 0.01
     path.write_text(json.dumps(data))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(store / "other"))  # nothing is stored yet
+    monkeypatch.setenv("XDG_CACHE_HOME", str(store / "other"))  # an empty cache
     assert main(monkeypatch, plans[4], "--keep") == 0
     again = json.loads(path.read_text())
     assert again["tuning"] == data["tuning"]

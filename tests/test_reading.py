@@ -1,4 +1,4 @@
-"""Times to read: what is open counts, at the rates that the status page states."""
+"""Reading times: open content counts, at the rates that the status page states."""
 
 from docutils import nodes
 from docutils.utils import new_document
@@ -39,23 +39,23 @@ def test_each_kind_of_content_has_its_time():
         ([words(390)], 3),
         ([nodes.math_block() for _ in range(4)], 4),
         ([code(20)], 3),
-        ([code(20, "check_properties(f, is_short)"), words(390)], 3),  # the cell of an exercise
+        ([code(20, "check_properties(f, is_short)"), words(390)], 3),  # no time for an exercise
         ([nodes.figure("", nodes.image(), nodes.caption("", "word " * 65)) for _ in range(4)], 5),
         ([nodes.paragraph("", *[nodes.math("", "a + b") for _ in range(30)])], 3),
-        ([words(10)], 1),  # the shortest
+        ([words(10)], 1),  # the minimum
     ):
         assert status_page.reading_time(page(*parts)).minutes == minutes, parts
 
 
 def test_closed_boxes_count_only_as_proofs():
     figure = nodes.figure("", nodes.image(), nodes.caption("", "word " * 33))
-    hidden = nodes.container("", code(60), figure, hide_mode="input")  # code alone is folded
+    hidden = nodes.container("", code(60), figure, hide_mode="input")  # only the code is folded
     task = nodes.admonition("", words(400), classes=["exercise"])
     proof = proof_node("", words(260))
     found = status_page.reading_time(page(hidden, task, closed(words(500)), closed(proof)))
     assert found == ([1], 2)
     assert str(found) == "1 min, 3 min with the proofs and a pencil"
-    assert status_page.reading_time(page(proof_node("", words(260)))) == ([2], 0)  # an open one
+    assert status_page.reading_time(page(proof_node("", words(260)))) == ([2], 0)  # an open proof
     html = [nodes.raw("", text, format="html") for text in ("<details><p>", "</details>")]
     boxed = page(words(130), html[0], words(900), html[1], words(260))
     assert status_page.reading_time(boxed) == ([3], 0)

@@ -1,4 +1,4 @@
-"""Associative recall: what is drawn, and which answers are right."""
+"""Associative recall: the drawn questions, and the accuracy of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from derived_book.training.fit import evaluate, fit
 SIZES = dict(pairs=4, symbols=6)
 
 
-# --- What is drawn --------------------------------------------------------------------------------
+# --- Questions ------------------------------------------------------------------------------------
 
 
 def test_every_question_has_one_answer():
@@ -36,7 +36,7 @@ def test_steps_differ_and_the_test_does_not():
     assert first == steps(0, 0) and len(first) == 3
     assert first[0] != first[1] and first != steps(1, 0) and first != steps(0, 1)
     whole = [b[0].tolist() for b in Questions(4, 6, 2, 6).epoch(0, 0)]
-    assert whole == first + steps(0, 1), "6 steps are two epochs of 3"
+    assert whole == first + steps(0, 1), "6 steps differ from two epochs of 3"
     test = Questions(4, 6, 2, 3)
     before = torch.get_rng_state()
     once, again = ([[x.tolist() for x in b] for b in test] for _ in range(2))
@@ -60,7 +60,7 @@ def test_wrong_sizes_are_named():
 
 
 class Lookup(nn.Module):
-    """Gives probability one to the value that stands beside the key."""
+    """A model that gives probability one to the value paired with the key."""
 
     symbols = 6
 

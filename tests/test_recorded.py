@@ -1,4 +1,4 @@
-"""The recorded scores are read by name, without torch, and a bad name is said."""
+"""Tests of recorded scores: reading by name, without torch, and errors."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_reading_needs_no_torch():
 
 
 def fallen(runs):
-    """Return the arms with a run that lost 20 points of what its seed had in half of the steps."""
+    """Return the arms with a seed that scores 20 points less than after half of the steps."""
     last = {arm: list(z.values())[-2:] for arm, z in runs.items()}
     return {a for a, z in last.items() if any(x - y > 0.2 for x, y in zip(*z, strict=True))}
 

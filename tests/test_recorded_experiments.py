@@ -1,4 +1,4 @@
-"""Experiments: they train what pages define, and the results that they have written are whole."""
+"""Experiments: they train the models that pages define, and their stored results are complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAPTERS = [name.removeprefix("chapter") for name in NAMES if name.startswith("c
 
 
 def defined(code):
-    """Names of functions, classes and constants that a module defines."""
+    """Return the names of functions, classes and constants that a module defines."""
     names = set()
     for node in ast.parse(code).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -55,7 +55,7 @@ def test_an_experiment_defines_nothing_that_its_page_defines(number):
 
 
 def test_other_processes_find_the_models_of_a_page_by_name():
-    """The runs of a grid are sent to them by name, and a module of a page is no installed one."""
+    """A grid sends functions to them by name, although a page's module is not installed."""
     page = chapter("10")
     found = importlib.machinery.PathFinder.find_spec(page.__name__)  # not in sys.modules
     assert found is not None and found.origin == page.__file__
@@ -153,9 +153,9 @@ def test_hand_set_head_fetches_both_values_and_names_the_louder_first():
     found = chapter10.fetched(model, *page.pose(100, "both"))
     assert found["weight of first"] == pytest.approx(1 / (1 + math.exp(-0.2)), abs=1e-3)
     assert found["weight of first"] + found["weight of second"] == pytest.approx(1, abs=1e-3)
-    assert found["same answer"] == pytest.approx(0.5, abs=0.1)  # the second reader takes the larger
+    assert found["same answer"] == pytest.approx(0.5, abs=0.1)  # reader 2 prefers larger values
     assert found["louder named"] == pytest.approx(0.75, abs=0.05)
-    assert found["two likeliest"] == 1 and found["loss"] > 3  # sure, and wrong for half of them
+    assert found["two likeliest"] == 1 and found["loss"] > 3  # sure, but wrong in half of all pairs
     model = page.Lookup(page.ARMS["both"]["uniform"], 2)
     found = chapter10.fetched(model, *page.pose(100, "both"))
     assert found["weight of first"] == found["weight of second"] == pytest.approx(1 / 8)

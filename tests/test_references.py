@@ -1,4 +1,4 @@
-"""The list of references: every entry says where it is, and is called what pages call it."""
+"""The list of references: every entry has an identifier, and the label that pages cite."""
 
 import html
 import re
@@ -14,9 +14,9 @@ import references
 
 ENTRIES = parse_file(ROOT / "book" / "references.bib", "bibtex").entries
 WITHOUT = {  # entries without an identifier, and why
-    "Lanczos1958": "no public source gives an identifier beside the title",
-    "Popoviciu1935": "a journal of its time, which has none",
-    "Suykens2016": "no public source gives an identifier beside the title",
+    "Lanczos1958": "no public source gives an identifier with the title",
+    "Popoviciu1935": "a journal of 1935, which has no identifiers",
+    "Suykens2016": "no public source gives an identifier with the title",
 }
 FORMS = {
     "doi": r"10\.\d{4,9}/\S+",  # the identifier alone, not its address
@@ -52,7 +52,7 @@ def test_identifiers_are_well_formed():
         for kind, identifier in identifiers(entry).items():
             assert re.fullmatch(FORMS[kind], identifier), key
         assert entry.fields.get("archiveprefix") == ("arXiv" if "eprint" in entry.fields else None)
-        assert "arxiv" not in entry.fields.get("journal", "").lower(), f"{key}: is an eprint"
+        assert "arxiv" not in entry.fields.get("journal", "").lower(), f"{key} is an eprint"
         assert not re.search(r"doi\.org|arxiv\.org", entry.fields.get("url", "")), key
 
 
@@ -68,7 +68,7 @@ def test_no_two_entries_share_an_identifier_or_a_label():
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
-    """Render a page that cites every entry, and the list, with the styles of the book."""
+    """Return, as HTML, a page that cites every entry, and the list, in the styles of the book."""
     folder = tmp_path_factory.mktemp("references")
     citations = "\n\n".join(f"{key} :cite:p:`{key}` end" for key in ENTRIES)
     (folder / "index.rst").write_text(PAGE.format(citations=citations))
@@ -91,7 +91,7 @@ def test_the_list_calls_an_entry_what_pages_call_it(rendered):
     labels = [plain(m) for m in re.findall(r'<span class="label">.*?</span></span>', listed)]
     assert len(cited) == len(ENTRIES) and sorted(cited) == sorted(labels)
     firsts = [re.sub(r"\W", "", label)[:1].lower() for label in labels]
-    assert firsts == sorted(firsts), "in the order in which a reader looks them up"
+    assert firsts == sorted(firsts), "the labels are not in alphabetical order"
 
 
 def test_identifiers_are_links_in_the_list(rendered):

@@ -1,4 +1,4 @@
-"""Seeds, device, profile, progress bars, safe files."""
+"""Tests of seeds, device, profile, progress, safe files."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ def test_profile_is_the_argument_s_the_environment_s_or_the_device_s(monkeypatch
     assert runtime.start(profile="medium").pick(quick=1, full=3) == 1
     monkeypatch.delenv("DERIVED_ATTENTION_PROFILE")
     runtime.start()
-    for has_cuda, name in ((False, "quick"), (True, "medium")):  # `full` is asked for
+    for has_cuda, name in ((False, "quick"), (True, "medium")):  # `full` is never the default
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
         assert runtime.current_profile() == name
 

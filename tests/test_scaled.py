@@ -1,6 +1,6 @@
 """Attention-SH and BN+SH: poolings, scales, padding in windows, the layers.
 
-What they have in common with every mechanism is in `test_contract`.
+`test_contract` tests what all mechanisms have in common.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pooling_of(name, scales=SCALES, dtype=torch.float64):
 
 
 def assert_forms_agree(kind, what, inputs=None, fast=None, slow=None, **options):
-    """Compare fast form and reference; `fast` and `slow` are options of one of them."""
+    """Compare the fast form, with the options `fast`, and the reference, with `slow`."""
     inputs = heads_of() if inputs is None else inputs
     if kind == "BN+SH":
         heads = inputs[0].shape[-3]
@@ -106,7 +106,7 @@ def test_reference_is_the_formula_window_by_window():
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_fast_equals_reference_for_all_scales(kind):
-    # The order of the groups of the first scales, 0 3 1 2, is not its own inverse.
+    # The first scales group the heads as 0 3 1 2, a permutation that is not its own inverse.
     for scales in ([2, 1, 4, 2], [3, 1, 3, 20], [1] * H, [11, 5, 11, 5]):
         assert_forms_agree(kind, f"{scales}", scales=scales)
     for mask in (PADDING, torch.zeros(M).bool()):
@@ -144,7 +144,7 @@ def test_scales_of_one_are_plain_attention_with_any_mask():
 
 @pytest.mark.parametrize("pooling", ["average", "max", "k-means", "convolution"])
 def test_a_scale_far_above_the_length_costs_nothing(pooling):
-    """It is one window, of all steps: nothing is filled up to the scale."""
+    """All steps form one window, and nothing is padded to the scale."""
     far, pool = 10**5, pooling
     q, k, v = (x.detach() for x in qkv((1, 2), n=7, m=7, d=4, dv=4))
     how = functools.partial(torch.amax if pooling == "max" else torch.mean, dim=-2, keepdim=True)
@@ -158,7 +158,7 @@ def test_a_scale_far_above_the_length_costs_nothing(pooling):
 
 
 def test_pooling_keeps_the_mean_and_loses_variance():
-    """What eqs. 47 and 50 make of μ and σ², where the scale divides the length."""
+    """Eqs. 47 and 50 for μ and σ², if the scale divides the length."""
     k = qkv(m=12)[1]
     pooled, odd = (average_pooling(x, 4, None)[0](x) for x in (k, k[..., :11, :]))
     torch.testing.assert_close(pooled.mean(-2), k.mean(-2))
@@ -173,7 +173,7 @@ def test_pooling_keeps_the_mean_and_loses_variance():
 
 @pytest.mark.parametrize("pooling", ["max", "convolution"])
 def test_padding_at_the_end_is_as_if_it_were_not_there(pooling):
-    """Whatever it contains, bit for bit; averages are in the contract."""
+    """The contents of padding change no bit of the result; the contract tests averages."""
     q, k, v = (x.detach() for x in heads_of())
     function = functools.partial(scaled_heads_attention, scales=SCALES, pooling=pooling_of(pooling))
     for length in (1, 4, 6, M):
@@ -213,7 +213,7 @@ def convolution_by(kernel):
 
 @pytest.mark.parametrize("name", ALL_POOLINGS)
 def test_pooling_commutes_with_an_affine_projection(name):
-    """Averages do, with the bias; a convolution without it, or if it sums to 1; a maximum not."""
+    """Averages commute even with a bias, a convolution without one, and a maximum never."""
     torch.manual_seed(0)
     x = tensors((B, M, 6))[0]
     linear, affine = (nn.Linear(6, 5, bias=bias, dtype=torch.float64) for bias in (False, True))
@@ -251,7 +251,7 @@ def test_convolution_is_pytorchs_and_starts_as_the_average():
 
 
 def lloyd(x, K, scale, steps):
-    """k-means on one sequence, as in a textbook."""
+    """Return the centres of textbook k-means on one sequence, and which of them have members."""
     centres = [x[j * scale : (j + 1) * scale].mean(0) for j in range(K)]
     for _ in range(steps + 1):
         labels = [min(range(K), key=lambda c: float((y - centres[c]).square().sum())) for y in x]
@@ -308,7 +308,7 @@ def test_every_pooling_in_every_dtype():
 
 
 def test_clusters_of_tokens_with_an_offset():
-    """Labels are those of float64, under autocast too."""
+    """The labels equal those in float64, also under autocast."""
     x = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
     present = torch.arange(60) < torch.tensor([[60], [50]])
     for here in (None, present):
@@ -331,7 +331,7 @@ def test_poolings_under_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = normalized_scaled_heads_attention(*inputs, **options)
         assert out.dtype == torch.bfloat16, pooling
-        if pooling != "k-means":  # whose clusters may be others
+        if pooling != "k-means":  # whose clusters may differ
             assert bool((out - exact).norm() < 0.03 * exact.norm()), pooling
 
 
@@ -375,7 +375,7 @@ def projected(layer, *inputs):
 @pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize("kind", FORMS)
 def test_layer_pools_x_which_is_pooling_keys_and_values(kind, class_token):
-    """Also where heads of other scales share keys and values."""
+    """Also if heads of different scales share keys and values."""
     options, own = {"scales": [2, 1, 4, 2], "class_token": class_token}, {}
     make = ScaledHeadsAttention
     if kind == "BN+SH":
@@ -392,7 +392,7 @@ def test_layer_pools_x_which_is_pooling_keys_and_values(kind, class_token):
             expected = layer.out_proj(h.transpose(1, 2).flatten(-2))
             out, A = layer(x, memory, memory, key_padding_mask=how, average_attn_weights=False)
             fast = layer(x, memory, memory, key_padding_mask=how, need_weights=False)[0]
-            # A has weights of the steps.
+            # A contains the weights of single steps.
             assert_all_close([out, fast, A @ v], [expected, expected, h], 1e-10, f"{sizes}, {mask}")
 
 
@@ -433,7 +433,7 @@ def test_layer_with_every_pooling(pooling):
 
 
 def test_max_is_taken_before_the_projection():
-    """The one pooling for which the layer and the function differ."""
+    """Only with this pooling do the layer and the function differ."""
     layer = ScaledHeadsAttention(E, HEADS, scales=[4] * HEADS, pooling="max", dtype=torch.float64)
     x, _ = layer_inputs()
     out, _ = layer(x, x, x, need_weights=False)

@@ -1,7 +1,7 @@
-"""What a student types is found, in the section that says it, and quoted so that it can be read.
+"""A search finds the right section first, and quotes its words legibly.
 
-The ranking runs in Node, which the build needs anyway, on the index of the built book; what a
-browser adds is in tests/test_browser.py.
+The ranking runs in Node, which the build needs anyway, on the index of the built book;
+tests/test_browser.py tests the search page in a browser.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import search_index
 
 STATIC = HTML / "_static"
 
-# What students type, and the section that must come first: its page, and its anchor or its title.
+# Queries, and the section that must come first: its page, and its anchor or its title.
 QUERIES = {
     "attention": "glossary#term-attention",
     "softmax": "glossary#term-softmax",
@@ -136,7 +136,7 @@ def run_queries(static: Path, queries: list[str]) -> list[list[dict]]:
 
 
 def small_book(folder: Path) -> Path:
-    """Make the index of one page, and return its folder."""
+    """Write the index of one page, and return its folder."""
     (folder / "a.html").write_text(PAGE, "utf8")
     search_index.write(folder / "search", search_index.index(folder, ["a"]))
     (folder / "search.js").write_text((ROOT / "assets" / "search.js").read_text("utf8"), "utf8")
@@ -222,7 +222,7 @@ def test_the_right_section_comes_first(answers, query):
 
 
 def test_every_hit_has_a_place_on_its_page(content):
-    """No anchor is made up, and no two sections share one."""
+    """Every section has an anchor of its own, which exists on its page."""
     pages = [(HTML / page["url"]).read_text("utf8") for page in content["pages"]]
     places = [(section["page"], section["anchor"]) for section in content["sections"]]
     assert len(places) > 500 and len(set(places)) == len(places)
@@ -231,7 +231,7 @@ def test_every_hit_has_a_place_on_its_page(content):
 
 
 def test_the_index_can_be_read(content):
-    """No menu, no folded code, no formula twice, no TeX."""
+    """The index has no menu, no folded code, no formula twice, and no TeX."""
     assert {section["kind"] for section in content["sections"]} == set(
         "section box term api reference".split()
     )
@@ -250,7 +250,7 @@ def test_the_index_can_be_read(content):
 
 
 def test_the_index_is_light():
-    """What a phone loads for the search page, and only for it."""
+    """Only the search page loads the index, which has less than 2 MB."""
     size = sum(path.stat().st_size for path in (STATIC / "search").iterdir())
     assert size < 2_000_000
     loading = [

@@ -1,4 +1,4 @@
-"""Selected blocks: which are read, what they weigh, others' code; the rest: the contract."""
+"""Tests of selected blocks: selection, weights and other code, beyond the contract."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = [(4, 2), (5, 1), (1, 3), (3, 11)]
 
 
 def selection(q, k, block, kept, is_causal, keep=None):
-    """The keys that each query of one head reads, block by block, as in no fast code."""
+    """Return which keys each query of one head reads, computed block by block."""
     read = torch.zeros(len(q), len(k), dtype=torch.bool)
     there = torch.ones(len(k), dtype=torch.bool) if keep is None else keep
     for i in range(len(q)):
@@ -57,7 +57,7 @@ def selections(q, k, *args):
     return torch.stack([selection(*x, *args) for x in zip(q, k, strict=True)])
 
 
-# --- which blocks, and softmax over them ----------------------------------------------------------
+# --- selection, and softmax over the blocks -------------------------------------------------------
 
 
 @causal_or_not
@@ -95,11 +95,11 @@ def test_all_blocks_are_softmax_attention(form, is_causal):
         own = {"block": block, "kept": kept, "is_causal": is_causal}
         assert_all_close(output_and_gradients(form, qkv((H,), n=N, m=M), **own), theirs, 1e-11)
     short = form(*qkv((H,), n=N, m=M), block=4, kept=9, is_causal=is_causal)
-    assert not torch.allclose(short, theirs[0]), "one block fewer is not softmax attention"
+    assert not torch.allclose(short, theirs[0]), "one block fewer must change the output"
 
 
 def test_what_happens_inside_another_block_changes_the_choice_by_its_mean_only():
-    """A needle hides in its block's mean: the choice is wrong exactly there."""
+    """Hide a needle in its block's mean, so that the best block is another one."""
     D, block = 8, 8
     q = torch.zeros(1, 64, D, dtype=torch.float64)
     q[0, -1, 0] = 10.0
@@ -114,11 +114,11 @@ def test_what_happens_inside_another_block_changes_the_choice_by_its_mean_only()
     exact = softmax_attention(q, k, eye, is_causal=True)[0, -1]
     lost = exact - selected_attention(q, k, eye, block=block, kept=1, is_causal=True)[0, -1]
     share = float(exact[[*range(8), *range(16, 56)]].sum())
-    # All that is dropped is weight p, and the rest is divided by 1 - p: half the L1 distance is p.
+    # The dropped weight is p, and the rest is divided by 1 - p: half the L1 distance is p.
     assert float(lost.abs().sum()) / 2 == pytest.approx(share, abs=1e-12)
 
 
-# --- what a block weighs --------------------------------------------------------------------------
+# --- weight of a block ----------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,13 +130,13 @@ def test_a_block_weighs_what_jensen_and_hoeffding_allow(size, spread, seed):
 
 
 def test_an_eighth_in_the_bound_is_needed():
-    """With a sixteenth, two scores already break it."""
+    """Check that two scores violate the bound with 1/16."""
     s = torch.tensor([-0.5, 0.5], dtype=torch.float64)
     excess = float(s.exp().mean().log() - s.mean())
     assert 1 / 16 < excess < 1 / 8
 
 
-# --- others' code ---------------------------------------------------------------------------------
+# --- other code -----------------------------------------------------------------------------------
 
 
 def test_the_selection_branch_of_nsa_in_fla():
@@ -162,7 +162,7 @@ def test_the_selection_branch_of_nsa_in_fla():
 
 @causal_or_not
 def test_one_block_that_all_queries_select(is_causal):
-    """Tiles of one block are many, and those of the others empty."""
+    """Test many tiles for one block, and none for the others."""
     n, block = 300, 4
     q, k, v = (x.detach() for x in qkv((H,), n=n, m=n))
     q[..., 0], k[..., 0] = 5, 0
@@ -200,7 +200,7 @@ def test_both_forms_agree_for_any_sizes(n, m, block, kept, is_causal, seed):
 
 
 def test_half_precision_selects_in_float32():
-    """Pooled scores are sums in float32: the same blocks as in float64, of the same numbers."""
+    """Check that float32 sums select the same blocks as float64, for the same inputs."""
     inputs = [x.detach().bfloat16() for x in qkv((H,), n=64, m=64)]
     found = selected_attention(*inputs, block=4, kept=3)
     exact = selected_attention(*(x.double() for x in inputs), block=4, kept=3)
@@ -209,7 +209,7 @@ def test_half_precision_selects_in_float32():
 
 @causal_or_not
 def test_half_precision_products_as_on_a_gpu(is_causal, monkeypatch):
-    """Scores, weights and values in half precision, sums and the choice of blocks in float32."""
+    """Test products in half precision, with sums and the choice of blocks in float32."""
     for dtype, tol in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         inputs = [x.detach().to(dtype) for x in qkv((2, H), n=70, m=66)]
         exact = [x.double().requires_grad_() for x in inputs]

@@ -1,7 +1,7 @@
-"""The set-up cell of the notebooks, each of its ways in an environment without the package.
+"""The set-up cell of the notebooks: each way to find the package in an environment without it.
 
-The environment is new: of the one that tests run in it sees everything but the package and tqdm.
-What pip calls the network is a server of the test, which notes what it is asked for.
+The environment is new and contains all packages of the test environment but this one and tqdm.
+A server of the test replaces the package index, and records the names that pip requests.
 """
 
 import http.server
@@ -29,7 +29,7 @@ from derived_attention import MultiheadAttention, list_attentions, softmax_atten
 q = torch.randn(2, 4, 8)
 assert softmax_attention(q, q, q).shape == q.shape and "mgk" in list_attentions()
 """
-NOBODY = "http://127.0.0.1:9/simple"  # where nobody listens
+NOBODY = "http://127.0.0.1:9/simple"  # no server listens here
 
 
 def fake_wheel(name: str, needs: str) -> bytes:
@@ -45,7 +45,7 @@ def fake_wheel(name: str, needs: str) -> bytes:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """An index that has version 99.0 of tqdm, and of what nobody should be given."""
+    """An index with version 99.0 of tqdm, and of packages that the cell must not install."""
 
     def do_GET(self):
         name = self.path.rstrip("/").rpartition("/")[2].partition("-99.0")[0]
@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def index():
-    """Serve on a free port; ``asked`` holds the names that pip has asked for."""
+    """Yield an index on a free port; its ``asked`` collects the names that pip requests."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.needs = set(), ""
     server.url = f"http://127.0.0.1:{server.server_port}/simple"
@@ -75,11 +75,11 @@ def index():
     yield server
     server.shutdown()
     server.server_close()
-    assert "derived_attention" not in server.asked, "anybody can register this name"
+    assert "derived_attention" not in server.asked, "pip requests a name that anybody can register"
 
 
 class Machine:
-    """A new environment, and an empty folder that a notebook lies in."""
+    """A new environment, and an empty folder for a notebook."""
 
     def __init__(self, path: Path):
         self.folder, self.links, self.home = (path / name for name in ("a folder", "links", "home"))
@@ -94,7 +94,7 @@ class Machine:
                 (self.links / entry.name).symlink_to(entry)
 
     def run(self, url=NOBODY, folder=None, use=USE, cell=None):
-        """Run the cell, and after it what a reader does first."""
+        """Run the cell, then `use`, as a reader would; return the completed process."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
         pip = {"NO_BUILD_ISOLATION": "0", "INDEX_URL": url, "RETRIES": "0", "NO_COMPILE": "1"}
         pip |= {"CONFIG_FILE": os.devnull, "NO_CACHE_DIR": "0"}
@@ -112,11 +112,11 @@ class Machine:
         return done
 
     def add_tqdm(self):
-        """Let the environment have all that the package needs."""
+        """Add tqdm, the only dependency that is missing."""
         (self.links / "tqdm.py").write_text("")
 
     def installed(self):
-        """Return what pip has put into the environment."""
+        """Return the packages that pip has installed."""
         return {name.partition("-")[0] for name in os.listdir(self.site) if "dist-info" in name}
 
 
@@ -133,7 +133,7 @@ def wheels(tmp_path_factory):
 
 
 def checkout(folder: Path) -> Path:
-    """Copy what a checkout has and an installation needs."""
+    """Copy what an installation needs of a checkout, and return `folder`."""
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src", folder / "src", ignore=unwanted)
     (folder / "notebooks").mkdir()
@@ -143,7 +143,7 @@ def checkout(folder: Path) -> Path:
 
 
 def found(done) -> Path:
-    """Return where the package was imported from; the cell said one line before."""
+    """Return the path of the imported package; the cell must have printed just one line."""
     assert done.returncode == 0, done.stderr
     said, last = done.stdout.splitlines()
     assert said.startswith("Installing ") and said.endswith("a minute or two.") and not done.stderr
@@ -207,7 +207,7 @@ def test_the_repository_where_it_is_set(machine, index, tmp_path, monkeypatch):
     name = ["-c", "user.name=T", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "All"]):
         subprocess.run(["git", *command], cwd=root, check=True)
-    url = f"file://localhost{root}"  # an older pip wants a host
+    url = f"file://localhost{root}"  # an older pip requires a host
     monkeypatch.setattr(notebooks, "repository", lambda committed: (url, "main"))
     module = found(machine.run(index.url, use=""))
     assert module == machine.site / "derived_attention" / "__init__.py"

@@ -1,6 +1,6 @@
-"""Mixtures of shifted keys: one product Q Kᵀ, in each of its forms, is the formula.
+"""Mixtures of shifted keys: each form with one product Q Kᵀ agrees with the formula.
 
-What they have in common with every mechanism is in `test_contract`.
+The properties of every mechanism are tested in `test_contract`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMS = (shifted_mixture_attention, shifted_mixture_attention_reference)
 
 
 def qkvb(leading=(B, H), n=N, m=M, d=D, dv=DV, r=R, shared=False, **options):
-    """Queries, keys, values and shifts."""
+    """Return queries, keys, values and shifts."""
     heads = () if shared else leading[-1:]
     return tensors((*leading, n, d), (*leading, m, d), (*leading, m, dv), (*heads, r, d), **options)
 
@@ -51,7 +51,7 @@ def assert_forms_agree(what, inputs=None, tol=1e-10, **options):
 
 @pytest.fixture(params=["products", "logarithms", "maxima"])
 def route(request, monkeypatch, small_blocks):
-    """Each way to combine the components, cut into several blocks, and one not whole."""
+    """Return options for each way to combine components, with several blocks, one partial."""
     if request.param == "logarithms":
         monkeypatch.setattr(module, "has_concrete_values", lambda u: False)
     return {"hard": request.param == "maxima"}
@@ -93,7 +93,7 @@ def test_fast_equals_reference_for_all_priors_and_variances(route):
         for r in (1, 2, 4) if name in ("none", "causal") else ():
             options = {**own("priors", r=r), **mask, **route}
             assert_forms_agree(f"R = {r}", qkvb(r=r), **options)
-    for shape in ((N, M), (M,), (B, 1, N, 1), (H, 1, M), ()):  # its gradient, block by block
+    for shape in ((N, M), (M,), (B, 1, N, 1), (H, 1, M), ()):  # its gradient is computed in blocks
         mask = tensors(shape, seed=9)[0]
         assert_forms_agree(f"{shape}", **own("one variance"), attn_mask=mask, **route)
 
@@ -114,7 +114,7 @@ def test_products_of_keys_leave_softmax_attention():
 
 def test_a_component_with_prior_0_is_not_there(route):
     q, k, v, b = qkvb()
-    far = torch.cat([b[:, :2] + 9, b[:, 2:]], 1).detach().requires_grad_()  # the third is nearer
+    far = torch.cat([b[:, :2] + 9, b[:, 2:]], 1).detach().requires_grad_()  # the third is nearest
     for options in ({}, {"is_causal": True}):
         priors = torch.tensor([1.0, 2.0, 0.0]).double().requires_grad_()
         options |= route
@@ -129,17 +129,17 @@ def test_a_component_with_prior_0_is_not_there(route):
 
 
 def gaps(u_gap, w_gap):
-    """One-dimensional q and k: the third query and the fourth key prefer one shift by so much."""
+    """Return q, k and v, where the third query and fourth key prefer one shift by these gaps."""
     q, k = torch.zeros(6, 2), torch.zeros(7, 2)
     q[2, 0], k[3, 0] = u_gap, w_gap
     return q, k, torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
 
 
-SHIFTS = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: u and w differ by q, k alone
+SHIFTS = torch.tensor([[0.5, 0.0], [-0.5, 0.0]])  # of equal length: only q and k cause gaps
 
 
 def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch, no_short_forms):
-    """Each query for itself: one that may not, moves no bit of the others."""
+    """The form is chosen per query: one that adds logarithms changes no bit of the others."""
     monkeypatch.setattr(blocks, "CHUNK", 4)
     found, choose = [], module._Shifted.adapt
 
@@ -159,13 +159,13 @@ def test_a_query_multiplies_components_only_where_that_is_exact(monkeypatch, no_
         others, far = torch.arange(6) != 2, sizes[0] > 44
         assert found[-1].all != far
         assert torch.equal(found[-1].factored[0], others if far else torch.ones(6).bool())
-        if mask:  # else all queries have a part in what is taken from all tokens
+        if mask:  # else all queries affect the offset that is subtracted
             same = FORMS[0](q * others[:, None], k, v, shifts=SHIFTS, scale=1.0, **mask)
             assert torch.equal(same[others], results[0][others])
 
 
 def test_what_is_multiplied_would_underflow():
-    """The case that the guard is for: exp(u − n) exp(w − m) is 0 in float32 for all components."""
+    """Here exp(u − n) exp(w − m) is 0 in float32 for all components, so none is multiplied."""
     q, k, v = gaps(300, 300)
     q, k, v = q[2:3], k[3:4], v[3:4]  # one query, one key, which prefer opposite components
     u, w = q @ SHIFTS.T, -(k + SHIFTS[:, None]).square().sum(-1) / 2  # (1, R), (R, 1)
@@ -176,7 +176,7 @@ def test_what_is_multiplied_would_underflow():
 
 
 def test_an_offset_of_queries_and_keys_changes_nothing():
-    """Distances stay; the parts that ‖q − k‖² is taken into do not."""
+    """An offset changes ‖q‖², q·k and ‖k‖², but no distance."""
     for name, mask in masks().items():
         q, k, v, b = (x.detach() for x in qkvb(dtype=torch.float32))
         q, k = q + 1000, k + 1000
@@ -186,7 +186,7 @@ def test_an_offset_of_queries_and_keys_changes_nothing():
 
 
 def test_one_huge_key_is_no_nan():
-    """Masked, or in the future, or neither: ‖k‖² may overflow."""
+    """‖k‖² may overflow, whether the key is masked, in the future, or neither."""
     q, k, v, b = (x.detach() for x in qkvb((H,), m=N, dtype=torch.float32))
     k[..., -1, :] = 1e19
     for mask in ({}, {"is_causal": True}, {"attn_mask": torch.arange(N) < N - 1}):
@@ -211,7 +211,7 @@ def test_priors_of_0_and_small_variances():
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 def test_products_of_keys_and_one_component_take_one_fused_call(hard, monkeypatch):
-    """No block is computed."""
+    """These cases compute no block."""
     monkeypatch.setattr(blocks, "_blocks", None)
     for name in ("none", "causal", "keys"):
         for r, options in ((1, {}), (R, {"distance": False})):
@@ -225,7 +225,7 @@ def test_products_of_keys_and_one_component_take_one_fused_call(hard, monkeypatc
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 def test_large_queries_keys_and_shifts_are_as_exact(hard):
-    """With std 12, exp(−‖q − k‖²/2σ²) is 0 for all keys; with shifts as large, the sum is too."""
+    """With std 12, exp(−‖q − k‖²/2σ²) is 0 for all keys; with large shifts, so is the sum."""
     causal, keys = {"is_causal": True}, {"attn_mask": keep(64)}
     for dtype, size, options in (
         *((torch.float32, size, options) for size in (1, 12) for options in ({}, causal, keys)),
@@ -235,7 +235,7 @@ def test_large_queries_keys_and_shifts_are_as_exact(hard):
         made = zip((12, 12, 1, size), qkvb((H,), n=64, m=64, d=64, dv=64, dtype=dtype), strict=True)
         inputs = [(s * x).detach().requires_grad_() for s, x in made]
         wide = [x.detach().double().requires_grad_() for x in inputs]
-        eps = max(torch.finfo(dtype).eps, 1e-4)  # of scores around 1000 in float32
+        eps = max(torch.finfo(dtype).eps, 1e-4)  # the rounding of scores near 1000
         ours = results_of(FORMS[0], inputs, hard=hard, **options)
         exact = results_of(FORMS[1], wide, hard=hard, **options)
         for x, y in zip(ours, exact, strict=True):

@@ -1,4 +1,4 @@
-"""Softmax with a sink: three derivations, Transformers' own, the limits; the rest: the contract."""
+"""Tests of softmax with a sink: derivations, Transformers' code and limits, beyond the contract."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every_mask = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 
 
 def scores_of(q, k, options):
-    """Scores with their mask in them."""
+    """Return the masked scores."""
     s = q @ k.mT / math.sqrt(q.shape[-1])
     if options.get("is_causal"):
         return s.masked_fill(~causal_mask(*s.shape[-2:]), -math.inf)
@@ -54,24 +54,24 @@ def scores_of(q, k, options):
     return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
 
 
-# --- one formula, three derivations ---------------------------------------------------------------
+# --- one formula, several derivations -------------------------------------------------------------
 
 
 def gate(q, k, v, bias, **options):
-    """σ(lse(s) − b) softmax(s) V."""
+    """Return σ(lse(s) − b) softmax(s) V."""
     s = scores_of(q, k, options)
     share = (s.logsumexp(-1, keepdim=True) - bias.view(-1, 1, 1)).sigmoid()
     return share * softmax_attention(q, k, v, **options)
 
 
 def normaliser(q, k, v, bias, **options):
-    """Chapter 3's support vector expansion Σ_j κ_j v_j / h(q), with h(q) = e^b + Σ_j κ_j."""
+    """Return chapter 3's expansion Σ_j κ_j v_j / h(q), with h(q) = e^b + Σ_j κ_j."""
     kappa = scores_of(q, k, options).exp()
     return kappa @ v / (bias.exp().view(-1, 1, 1) + kappa.sum(-1, keepdim=True))
 
 
 def posterior(q, k, v, bias, **options):
-    """The mean value of the posterior over keys and a background of constant weight e^b."""
+    """Return the posterior mean over keys and a background of constant weight e^b."""
     s = scores_of(q, k, options)
     background = bias.view(-1, 1, 1).expand(*s.shape[:-1], 1)
     posterior = torch.cat([background, s], -1).softmax(-1)
@@ -79,7 +79,7 @@ def posterior(q, k, v, bias, **options):
 
 
 def ridge_on_the_constant(q, k, v, bias, **options):
-    """The minimum of Σ_j κ_j ‖v_j − h‖² + e^b ‖h‖² over h, by its normal equations."""
+    """Return the h that minimises Σ_j κ_j ‖v_j − h‖² + e^b ‖h‖², by normal equations."""
     kappa = scores_of(q, k, options).exp().unsqueeze(-1)  # (..., N, M, 1)
     # One row √κ_j for each key, and √e^b for the penalty; targets √κ_j v_j and 0.
     penalty = (bias / 2).exp().view(-1, 1, 1, 1).expand(*kappa.shape[:-2], 1, 1)
@@ -97,7 +97,7 @@ def test_derivations_are_one_formula(derived, options, form):
     found = with_gradients(form, inputs, bias=bias, **options)
     assert_all_close(found, with_gradients(derived, inputs, bias=bias, **options), 1e-12)
     moved = derived(*inputs, BIAS + 0.1, **options)
-    assert not torch.allclose(moved, found[0], atol=1e-4), "the bias does not matter"
+    assert not torch.allclose(moved, found[0], atol=1e-4), "a changed bias gives the same output"
 
 
 def test_a_minimum_is_lower_than_its_neighbours():
@@ -113,19 +113,19 @@ def test_a_minimum_is_lower_than_its_neighbours():
         step = torch.randn(h.shape, generator=torch.Generator().manual_seed(seed)).double()
         assert bool((loss(h + 1e-3 * step) > loss(h)).all())
     plain = softmax_attention(q, k, v)
-    assert bool((loss(plain) > loss(h)).all()), "softmax is the minimum, without the penalty"
+    assert bool((loss(plain) > loss(h)).all()), "softmax is the minimum only without the penalty"
 
 
 def test_a_sink_is_a_mixture_with_a_key_far_away():
-    """A Gaussian key of value 0 at a distance gives every query nearly the same weight."""
+    """Use a far key of value 0, whose weight is nearly the same for every query."""
     q, k, v = (0.1 * x.detach() for x in qkv((1, 1)))
-    k = k / k.norm(dim=-1, keepdim=True)  # keys of one length: distances are scores
+    k = k / k.norm(dim=-1, keepdim=True)  # keys of one length, so distances give scores
     far, value = 1e4, torch.zeros_like(v[..., :1, :])
     direction = torch.zeros(D, dtype=q.dtype)
     direction[0] = far
-    q = q - q * (torch.arange(D) == 0)  # no query points there
+    q = q - q * (torch.arange(D) == 0)  # queries are orthogonal to `direction`
     keys = torch.cat([k, direction.expand(1, 1, 1, D)], -2).unsqueeze(-3)
-    b = 0.3  # with the prior of the background made up for its distance
+    b = 0.3  # the mask makes up for the distance of the far key
     bias = (far**2 - 1) / 2 / math.sqrt(D) + b
     mask = torch.zeros(M + 1, dtype=q.dtype)
     mask[-1] = bias
@@ -133,7 +133,7 @@ def test_a_sink_is_a_mixture_with_a_key_far_away():
     assert_all_close([mixed], [sink_attention(q, k, v, bias=b)], 1e-7)
 
 
-# --- others' code ---------------------------------------------------------------------------------
+# --- other code -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -154,7 +154,7 @@ def test_gpt_oss_of_transformers(dtype):
     tol = 1e-5 if dtype == torch.float32 else 1e-12
     expected = with_gradients(theirs, (q, k, v), bias=sinks)
     assert_all_close(with_gradients(ours, (q, k, v), bias=sinks), expected, tol)
-    off_by_one = ours(q, k, v, bias=0.0)  # the mistake: every head's sink has the score 0
+    off_by_one = ours(q, k, v, bias=0.0)  # the mistake: score 0 for every sink
     assert float((off_by_one - expected[0]).detach().abs().max()) > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Decks of slides: made from the built pages, complete, readable without a network, printable."""
+"""Slide decks: made from the built pages, complete, readable offline, printable."""
 
 import re
 
@@ -13,7 +13,7 @@ PART = "Part VII: Today"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make the deck of one part from the book that is built."""
+    """Make the deck of one part from the built book, and return its folder."""
     assert (slides.HTML / "book" / "15_delta_rule.html").exists(), "run make book"
     folder = tmp_path_factory.mktemp("slides") / "slides"
     with pytest.MonkeyPatch.context() as patch:
@@ -83,10 +83,10 @@ def test_a_deck_loads_nothing_from_outside_and_all_that_it_loads_is_there(folder
     for name in loaded:
         if not name.startswith("data:"):
             assert ":" not in name and (folder / name).is_file(), name
-    assert not tree.find_all("a"), "a link would lead out of the deck"
+    assert not tree.find_all("a"), "the deck contains links"
     for style in folder.rglob("*.css"):
         for name in re.findall(r"url\(['\"]?([^)'\"]+)", style.read_text("utf8")):
-            # KaTeX's sheet names three formats of each font; browsers take the first, woff2.
+            # KaTeX's style sheet names three formats of each font; browsers take the first, woff2.
             if not name.startswith("data:") and not name.endswith((".woff", ".ttf")):
                 assert (style.parent / name).is_file(), name
 
@@ -127,7 +127,7 @@ def test_a_slide_has_no_links_and_finds_its_images():
 
 @pytest.fixture
 def shown(browser, path):
-    """Open the deck from the disk; what it asks of others, and what its scripts say, is kept."""
+    """Yield the deck, opened from disk; `asked` collects its requests, `said` its script errors."""
     with browser.new_context(viewport={"width": 1280, "height": 720}) as context:
         page = context.new_page()
         page.asked, page.said = [], []

@@ -1,6 +1,6 @@
-"""Softmax attention: the formula, and how it agrees with PyTorch's own and differs from it.
+"""Softmax attention: the formula, and its agreement with and differences from PyTorch's own.
 
-What it shares with every mechanism is in `test_contract`.
+The properties of every mechanism are tested in `test_contract`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_weights_check_their_arguments_too():
         attention_weights(q, k, attn_mask=torch.full((N, M), math.nan))
 
 
-# --- as PyTorch does it, and where it differs ----------------------------------------------------
+# --- agreement with PyTorch, and differences -----------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -212,7 +212,7 @@ def test_fused_kernel_is_kept():
         options = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}, {"attn_mask": boolean(n, m)}]
         options.append({"attn_mask": torch.randn(n, m)})
         for option in options:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises without a fused kernel
                 fast = output_and_gradients(softmax_attention, inputs, **option)
             reference = output_and_gradients(softmax_attention_reference, inputs, **option)
             assert_all_close(fast, reference, 1e-11, f"{name}, {option}")
@@ -229,7 +229,7 @@ def test_learned_mask_keeps_the_fused_kernel_where_no_gradient_is_asked_for():
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         with torch.no_grad():
             softmax_attention(*qkv(), attn_mask=mask)
-        # With a gradient PyTorch has no fused kernel: its limit, which the docstring states.
+        # PyTorch has no fused CPU kernel with a gradient for the mask.
         with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="kernel"):
             softmax_attention(*qkv(), attn_mask=mask)
 
@@ -245,7 +245,7 @@ def test_widths_for_kernels():
 )
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "float"])
 def test_pytorch_s_kernel_never_sees_an_empty_tensor(leading, n, m, kind, monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)  # PyTorch 2.9 ends the process
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)  # PyTorch 2.9 would crash
     mask = torch.arange(n)[:, None] > torch.arange(m)
     given = {"none": {}, "causal": {"is_causal": True}, "boolean": {"attn_mask": mask}}
     given["float"] = {"attn_mask": torch.zeros(n, m).masked_fill(mask, -math.inf)}
@@ -312,7 +312,7 @@ def test_values_of_a_mask_are_not_looked_at_under_a_compiler():
     assert bool(out.isnan().any())
 
 
-# --- the controls of experiments: attention that cannot choose, and none -------------------------
+# --- controls of experiments: attention without content, and no attention ------------------------
 
 
 def test_uniform_attention_is_the_mean_of_what_may_be_attended():

@@ -1,4 +1,4 @@
-"""What code depends on of the package: modules by their imports, and what these say in code."""
+"""Tests of what code depends on in the package: imported modules, and their code."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ EVERYTHING = {"", ".registry", ".softmax", ".mixture", ".helper"}
 
 
 def package(folder, looks=LOOKS, **changes):
-    """Write a package, and read it; `changes` are texts of modules."""
+    """Return the `Sources` of a new package; `changes` replace texts of modules."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def package(folder, looks=LOOKS, **changes):
 
 
 def short(module):
-    """Return "book.plot" of the book's modules, and ".softmax" of the library's."""
+    """Return "book.plot" for a module of the book, ".softmax" for one of the library."""
     return module.removeprefix("derived_attention").removeprefix("derived_")
 
 
@@ -101,7 +101,7 @@ def test_a_figure_depends_on_the_looks_of_the_mechanisms_it_names(tmp_path):
     before = digest(page)
     assert before == digest(page, LOOKS | {"new": ("New", "green")}, registry="PUBLIC = 2\n")
     assert before != digest(page, LOOKS | {"mgk": ("MGK", "green")})
-    assert before != digest(page, LOOKS | {"softmax": ("Softmax", "green")}), "plot.py names it"
+    assert before != digest(page, LOOKS | {"softmax": ("Softmax", "green")}), "plot.py uses softmax"
     other = page.replace("mgk", "linear")
     assert digest(other) == digest(other, LOOKS | {"mgk": ("MGK", "green")})
     whole = page + "\nfrom derived_attention import list_attentions"

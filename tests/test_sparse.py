@@ -1,4 +1,4 @@
-"""Sparse attention: the patterns, and their forms by blocks; the rest is in `test_contract`."""
+"""Sparse attention: the patterns and their forms by blocks; `test_contract` tests the rest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from derived_attention.sparse.core import (
     window_mask,
 )
 
-# The form by blocks, its reference and its mask.
+# For each pattern, the form by blocks, its reference and its mask.
 WINDOW = window_attention, window_attention_reference, window_mask
 STRIDED = strided_attention, strided_attention_reference, strided_mask
 FIXED = fixed_attention, fixed_attention_reference, fixed_mask
@@ -89,7 +89,7 @@ def test_two_causal_layers_reach_every_earlier_key():
             assert torch.equal(reach @ reach > 0, causal_mask(25, 25)), f"{mask.__name__}, {stride}"
 
 
-# --- by blocks = by the mask -------------------------------------------------------------------
+# --- the form by blocks equals the form under a mask -------------------------------------------
 
 
 @both_forms
@@ -135,7 +135,7 @@ def test_window_keeps_the_fused_kernel(dense, monkeypatch):
     for leading in [(), (H,), (B, H)]:
         inputs = qkv(leading, n=70, m=70)
         for options in ({}, {"is_causal": True}, {"attn_mask": boolean(70)}):
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where no fused kernel will do
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises if no fused kernel applies
                 output_and_gradients(window_attention, inputs, **options, window=5)
 
 
@@ -176,7 +176,7 @@ FUSED = {"window": window_attention, "strided": strided_attention, "fixed": fixe
 
 
 def options_of(name):
-    """The numbers of a pattern on which the forms are compared."""
+    """Return the numbers of a pattern for which the forms are compared."""
     return [dict(zip(OPTIONS[name], sizes, strict=True)) for sizes in SIZES[name]]
 
 
@@ -185,7 +185,7 @@ def options_of(name):
 @pytest.mark.parametrize(("n", "m"), [(7, 5), (160, 160), (130, 259), (259, 130)])
 def test_flexattention_is_the_formula(name, n, m):
     keep = boolean(B, H, 1, m)
-    keep[1, 0] = False  # a head with nothing to attend
+    keep[1, 0] = False  # a head without a key
     masks = [{}, {"is_causal": True}, {"attn_mask": boolean(m)}, {"attn_mask": keep}]
     masks += [{"attn_mask": boolean(B, 1, 1, m), "scale": 0.3}]
     form = FUSED[name]
@@ -222,7 +222,7 @@ def test_flexattention_takes_any_leading_dimensions_and_shared_heads(name):
 
 
 def pairs_of(name, n, m, is_causal, sizes):
-    """A pattern of FlexAttention with its numbers and lengths, and the pairs that it allows."""
+    """Return FlexAttention's pattern of a mechanism, its numbers, and the lengths n and m."""
     after = 0 if is_causal else flex.UNLIMITED
     if name == "window":
         return core.in_band, (sizes[0], 0 if is_causal else sizes[0]), n, m
@@ -238,7 +238,7 @@ def pairs_of(name, n, m, is_causal, sizes):
     st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_listed_blocks_are_those_with_a_pair(name, n, m, size, is_causal, masked):
-    """The table is that of PyTorch, which it makes of an (N, M) matrix."""
+    """The table equals PyTorch's, which is computed from an (N, M) matrix."""
     sizes = (size, max(1, size // 3))[: len(OPTIONS[name])]
     pattern, numbers, n, m = pairs_of(name, n, m, is_causal, sizes)
     with mock.patch.object(flex, "ENTRIES", 2 * 128 * 700):  # few rows at a time
@@ -251,11 +251,11 @@ def test_listed_blocks_are_those_with_a_pair(name, n, m, size, is_causal, masked
     full = torch.zeros_like(ours.kv_num_blocks) if of_theirs is None else of_theirs
     assert torch.equal(ours.full_kv_num_blocks, full)
     again = flex._blocks(pattern, numbers, n, m, masked, torch.device("cpu"))
-    assert again[0] is ours, "made once for a pattern, its numbers, its lengths and a device"
+    assert again[0] is ours, "computed again for the same pattern, numbers, lengths and device"
 
 
 def test_tables_and_calls_have_no_matrix_of_pairs(monkeypatch):
-    """What surrounds the compiled kernel, with a stand-in for the kernel itself."""
+    """Only the code around the compiled kernel is tested; a stand-in replaces the kernel."""
     n = 4096
 
     def kernel(kind, *tensors):
@@ -278,13 +278,13 @@ def test_tables_and_calls_have_no_matrix_of_pairs(monkeypatch):
 
 
 def add_up(q, k, v, blocks, scale, lse):
-    """A function that a CPU compiles quickly, in place of the call of FlexAttention."""
+    """Return a sum, which a CPU compiles faster than a call of FlexAttention."""
     return (q + k.sum() + v.sum()) * scale, None
 
 
 @pytest.fixture
 def compiled_kinds(monkeypatch):
-    """The compiled functions of kinds of calls, of a function that adds up."""
+    """Yield a function that calls `add_up`, compiled for the kind of the call."""
     monkeypatch.setattr(flex, "_call", add_up)
     monkeypatch.setattr(flex, "_shapes", {})
     monkeypatch.setattr(flex, "STATIC", 2)
@@ -305,11 +305,12 @@ def test_many_lengths_and_modes_stay_below_the_limit_of_compilations(compiled_ki
                 found = compiled_kinds(*inputs)
             torch.testing.assert_close(found, add_up(*inputs, None, 0.5, False)[0])
     assert [len(x) for x in flex._shapes.values()] == [2, 2], "with and without gradients"
-    assert flex._kernel.cache_info().currsize == 2 * (2 + 2)  # up to 128 tokens, and any number
+    # Per mode: a function for each of two shapes, one for up to 128 tokens, and one for more.
+    assert flex._kernel.cache_info().currsize == 2 * (2 + 2)
 
 
 def test_an_excess_of_compilations_raises_an_error(compiled_kinds):
-    """PyTorch runs a function eagerly from its limit on, unless it has to be one graph."""
+    """Beyond a limit, PyTorch runs a function eagerly, unless it has to be one graph."""
     run = flex._kernel(False, core.in_band)
     with torch._dynamo.config.patch(cache_size_limit=1):
         silent = torch.compile(add_up, dynamic=False)
@@ -367,7 +368,7 @@ def test_flexattention_is_tried_before_it_runs_by_default(name, monkeypatch, tmp
     run()
     assert seen.count(20) == tried
     before = len(seen)
-    run(attn_mask=torch.zeros(9))  # numbers: nothing to try
+    run(attn_mask=torch.zeros(9))  # an additive mask, for which there is no kernel
     assert len(seen) == before
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     kernel_selftest.file_of("trusted", torch.device("cpu")).unlink()

@@ -1,4 +1,4 @@
-"""What is special about ridge and lasso attention: optima, atoms, codes; the paper's variants."""
+"""Ridge and lasso attention: optima, atoms and codes, and the paper's variants."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ EXACT = dict(solver="CLARABEL", tol_gap_abs=1e-14, tol_gap_rel=1e-14, tol_feas=1
 
 
 def codes(Q, K, **options):
-    """The codes (N, M) of queries in keys."""
+    """Return the codes (N, M) of queries in keys."""
     return weights_of(lasso_attention, Q, K, **options)
 
 
 def converged_codes(Q, K, lam, **own):
-    """Codes after as many steps as it takes: nearly parallel keys need many."""
+    """Return converged codes; if keys are nearly parallel, this takes many steps."""
     steps, left = 1000, 1.0
     while left > 1e-9:
         residuals: list = []
@@ -66,7 +66,7 @@ def nth(iterates, n):
 
 
 def optimum(q, K, lam, without=None):
-    """The lasso, by cvxpy."""
+    """Return the least lasso objective by cvxpy, with code `without` fixed at 0."""
     x = cp.Variable(len(K))
     fit = cp.sum_squares(q.numpy() - K.T.numpy() @ x) / 2
     closed = [] if without is None else [x[without] == 0]
@@ -84,7 +84,7 @@ def objective(q, K, x, lam):
 @given(st.integers(1, 8), st.integers(1, 6), st.floats(0.05, 2), st.integers(0, 99))
 @example(8, 2, 1.0, 64)
 def test_converged_codes_are_optimal(M, D, lam, seed):
-    """Against cvxpy, and by the optimality conditions; with the own key left out, too."""
+    """Compare with cvxpy and the optimality conditions, also without a query's own key."""
     Q, K = (x.detach() for x in tensors((M, D), (M, D), seed=seed))
     for own, queries in ((False, Q), (True, K)):
         X = converged_codes(queries, K, lam, exclude_self=own)
@@ -107,7 +107,7 @@ FEW = [(4, 3), (6, 6), (5, 1), (1, 5), (0, 3), (3, 0)]
 @pytest.mark.parametrize("power", [None, 5])
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
 def test_few_keys_give_the_codes_of_the_formula(leading, power, monkeypatch):
-    """Without the form of many keys: by an inverse that has a row for each key."""
+    """Few keys use an inverse with a row for each key, not the form for many keys."""
     monkeypatch.setattr(core, "_Coding", None)
     lam = torch.linspace(0.1, 0.4, 3, dtype=torch.float64).requires_grad_()
     rho = torch.linspace(0.5, 2.0, 3, dtype=torch.float64).requires_grad_()
@@ -126,7 +126,7 @@ def test_few_keys_give_the_codes_of_the_formula(leading, power, monkeypatch):
 @pytest.mark.parametrize("std", [1, 30, 1000])
 def test_few_keys_are_as_exact_as_many_in_single_precision(std):
     q, k, v = (x.detach() for x in qkv((4,), n=16, m=16, d=16, dv=16))
-    k = std * torch.cat([k[:, 3:], k[:, 3:6]], -2)  # three keys are there twice
+    k = std * torch.cat([k[:, 3:], k[:, 3:6]], -2)  # three keys occur twice
     exact = lasso_attention_reference(q, k, v)
     found = lasso_attention(q.float(), k.float(), v.float())
     assert float((found - exact).norm() / exact.norm()) < 1e-5
@@ -153,7 +153,7 @@ def test_ridge_is_a_regression_of_values_on_keys():
 @pytest.mark.parametrize("own", [{}, {"exclude_self": True}, {"prefix": 4}])
 @pytest.mark.parametrize("name", ["ridge", "lasso"])
 def test_float32_is_exact_however_long_keys_are(name, own, causal):
-    """A query has parts in directions where no key lies: they are in no sum that has to cancel."""
+    """A query has parts orthogonal to all keys, and no sum relies on their cancellation."""
     how, entry = dict(is_causal=causal, **own), MECHANISMS[name]
     for n in (20, 150):  # fewer keys than features, and more than a chunk
         for length in (1, 10, 100, 1000)[: 3 if name == "lasso" else 4]:
@@ -241,7 +241,7 @@ def test_residuals_are_those_of_the_formula():
 
 
 def test_of_equal_keys_a_code_needs_one():
-    """Softmax gives every copy its weight; the sum of a code, and its output, do not change."""
+    """The output does not change if every key occurs three times with its value."""
     q, k, v = (x.detach() for x in qkv((), n=6, m=5, d=8, dv=3))
     how = dict(lam=0.5, rho=2.0, iterations=400)
     once, twice = (
@@ -338,7 +338,7 @@ def test_values_can_be_the_dictionary():
         query, key, value = X, X + 1, X.flip(1)
         out = layer(query, key, value)[0]
         assert torch.equal(out, layer(query, 3 * key, value)[0])
-        assert torch.equal(layer(X, X + 1, X)[0], layer(X, X, X)[0])  # without its own, if bare
+        assert torch.equal(layer(X, X + 1, X)[0], layer(X, X, X)[0])  # self-attention both times
         layer.dictionary = "key"
         if not projected:
             assert torch.equal(out, layer(query, value, value)[0])

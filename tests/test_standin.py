@@ -1,4 +1,4 @@
-"""All that a reader's GPU would run, run on a device without hardware: see `standin`."""
+"""Test all code for a reader's GPU on a device without hardware; see `standin`."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ CASES = Path(__file__).with_name("standin_cases.py")
 
 
 def test_runs_on_a_device_that_shares_no_memory_with_the_cpu():
-    """In a process of its own, as the device changes PyTorch."""
+    """Use a separate process, because the device changes PyTorch."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run([*command, str(CASES)], env=environment, capture_output=True, text=True)

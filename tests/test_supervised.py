@@ -1,4 +1,4 @@
-"""Series and images with a class each: batches, their loss, wrong data."""
+"""Series and images that each have a class: batches, loss, wrong data."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from derived_book.training.fit import evaluate, fit
 
 
 def test_every_example_is_seen_once_per_epoch_in_a_new_order():
-    """In an evaluation: in the order that they have."""
+    """An evaluation keeps the order of the examples."""
     x = torch.arange(10.0).view(10, 1, 1).expand(10, 2, 3)
     split = SeriesSplit(x, torch.rand(10, 2) > 0.5, torch.arange(10))
     batches, orders = Examples(split, 4), []
@@ -31,7 +31,7 @@ def test_every_example_is_seen_once_per_epoch_in_a_new_order():
 
 
 def test_loss_and_accuracy_are_means_over_examples():
-    """Trained in one batch at a tiny rate without dropout, they are those of the first weights."""
+    """In one batch, at a tiny rate without dropout, they are those of the initial weights."""
     data = series(10)
     first = classifier(dropout=0.0)(data.x, data.padding)
     history = fit(classifier(dropout=0.0), Examples(data, 10), class_loss, epochs=1, lr=1e-12)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_the_model_before_any_work():
         (vision, series(), "train.x is .*; expected floats of shape .n, 6, 4."),
     ):
         model = make()
-        model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+        model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran first"))
         with pytest.raises(ValueError, match=message):
             fit(model, Examples(split), class_loss, epochs=1)
 

@@ -1,4 +1,4 @@
-"""Support vector regression: a certificate of every solution, and scikit-learn beside it."""
+"""Support vector regression: certificates of solutions, and agreement with scikit-learn."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""tasks: one mechanism on one task, its score and its cost."""
+"""Tests of the score and the cost of one mechanism on one task."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_seed_decides_the_result(name):
 
 
 def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
-    """As `run_grid` asks: it binds them before a run, and sends the function to other processes."""
+    """Check what `run_grid` needs: it binds the arguments and sends functions to processes."""
     parameters = inspect.signature(da.train_images).parameters
     own, shared = ["config", "name", "patch"], ["seed", "epochs", "batch_size", "lr"]
     assert list(parameters) == [*own, *shared, "eta", "device"]
@@ -107,7 +107,7 @@ def test_a_detector_learns_and_what_it_learns_by_heart_is_in_the_gap():
     ],
 )
 def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys):
-    # Projections of queries, R keys and values with biases, and back; two products of matrices.
+    # Projections with biases of queries, all keys, values and output; two matrix products.
     E, N, layers, inner = 16, 6, 3, heads * width
     model = ByteLM(N, Config(E, heads, layers, 32, attention=attention))
     cost = da.attention_cost(model, torch.zeros(1, N, dtype=torch.int64))
@@ -115,7 +115,7 @@ def test_the_cost_is_that_of_the_attention_layers(attention, heads, width, keys)
     projections = layers * 2 * N * E * inner * (keys + 3)
     if keys == 1:
         assert cost["flops"] == projections + layers * 4 * N * N * inner
-    else:  # one softmax attention for each key, on one feature more
+    else:  # one softmax attention for each key, with one more feature
         assert projections < cost["flops"]
         wide = heads * (width + 1)
         assert cost["flops"] <= projections + layers * keys * 4 * N * N * wide

@@ -1,4 +1,4 @@
-"""What lecturers get: a plan for every chapter, syllabi, and a graph that agrees with the cards."""
+"""For lecturers: a plan for every chapter, syllabi, and a graph that agrees with the cards."""
 
 import re
 
@@ -28,7 +28,7 @@ def sections(name):
 
 
 def said(name):
-    """Return what the line "You need" of a chapter's card names, read in another way."""
+    """Return the chapters in the line "You need" of a card, or None, without `prerequisites`."""
     line = re.search(r"^You need (.*?\.)(?:\s|$)", read(name), flags=re.M | re.DOTALL)
     return (line and re.findall(r"\{chapter\}`(\w+)`", line[1])) or None
 
@@ -43,9 +43,9 @@ def reached(links, name):
 def test_the_graph_is_what_the_cards_say():
     graph = prerequisites.needs({name: read(name) for name in CHAPTERS})
     stated = {name: said(name) for name in CHAPTERS if said(name) is not None}
-    assert len(stated) > 10, "the cards say what they need in a line that begins with You need"
+    assert len(stated) > 10, "too few cards have a line that begins with You need"
     assert {name: set(graph[name]) for name in stated} == {x: set(y) for x, y in stated.items()}
-    # The first page needs none, and the second says it in other words.
+    # The first page needs none, and the second states its need in other words.
     assert graph["01_attention"] == [] and graph["02_duality"] == ["01_attention"]
 
 
@@ -57,11 +57,11 @@ def test_the_drawing_has_the_chapters_and_what_they_need():
     for name in CHAPTERS:
         assert reached(links, name) == reached(every, name), name
         without = [[x for x in links if x != link] for link in links if link[1] == name]
-        assert all(reached(x, name) != reached(every, name) for x in without), f"{name}: too many"
+        assert all(reached(x, name) != reached(every, name) for x in without), f"{name}: redundant"
         assert all(f">{line}</text>" in drawn for line in prerequisites.label(name)), name
     (alt,) = re.findall(r'aria-label="([^"]+)"', drawn)
     assert "16_what_to_keep needs 01_attention, 04_three_attentions" in alt
-    assert "#" not in drawn, "colours are the page's, so that both modes can be read"
+    assert "#" not in drawn, "the drawing sets a colour, so one of the two modes may be unreadable"
 
 
 def test_boxes_do_not_overlap_and_no_arrow_crosses_one():
@@ -120,7 +120,7 @@ def test_a_chapter_has_a_plan_of_fifty_minutes(chapter):
     assert [kind for kind, _ in minutes] == ["Board", "Live", "Ask", "Close"]
     assert sum(int(x) for _, x in minutes) == 50
     (live,) = re.findall(r"^\*\*Live.*", plan, flags=re.M)
-    assert "{" in live or "slider" in live, "which cell?"
+    assert "{" in live or "slider" in live, "the part Live names no cell and no slider"
     assert "**Where they stumble.**" in plan
 
 

@@ -1,4 +1,4 @@
-"""Text: what is kept of Python's documentation, and how it is divided."""
+"""Text: Python's documentation without repeated paragraphs, and its division into parts."""
 
 import collections
 from pydoc_data.topics import topics
@@ -47,11 +47,11 @@ def test_no_paragraph_of_python_is_in_two_parts_and_none_is_lost():
     assert sum(map(len, parts)) == len(union)
     assert union == set().union(*map(paragraphs, topics.values()))
     raw = collections.Counter(p for topic in topics.values() for p in paragraphs(topic))
-    assert sum(n > 1 for n in raw.values()) > 300  # the topics themselves do repeat each other
+    assert sum(n > 1 for n in raw.values()) > 300  # the topics do repeat paragraphs
 
 
 def test_most_of_the_test_is_new():
-    """Long runs of the test that also are in the training, as they come, are rare."""
+    """Runs of 60 bytes of the test text rarely occur in the training text."""
     data = load_text("python")
     train, test = (bytes(part.tolist()) for part in (data.train, data.test))
     places = range(0, len(test) - 60, 50)

@@ -1,6 +1,6 @@
-"""The one trainer: determinism, precision, and wrong input.
+"""Tests of `fit`: learning, determinism, precision, and wrong input.
 
-What holds for every kind of data is tested with all of `kinds.KINDS`.
+Properties of every kind of data are tested with all of `kinds.KINDS`.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def fit_series(model=None, train=None, **how):
 
 
 def untouched():
-    """A model that must not run."""
+    """Return a model whose call fails the test."""
     model = classifier()
     model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
     return model
@@ -79,7 +79,7 @@ def test_reported_numbers_add_up():
 
 @every_kind
 def test_a_seed_decides_everything_and_nothing_else_does(kind, monkeypatch):
-    """Neither what the caller drew before, nor test, bar and the mode before."""
+    """The caller's random numbers, test data, bar and mode do not matter."""
     make, data, loss, _ = KINDS[kind]
     results = {}
     for name, init, seed in (("a", 0, 0), ("b", 0, 0), ("other init", 1, 0), ("other seed", 0, 1)):
@@ -92,7 +92,7 @@ def test_a_seed_decides_everything_and_nothing_else_does(kind, monkeypatch):
             monkeypatch.setenv("DERIVED_ATTENTION_PROGRESS", "1")
             how |= dict(test=data(100))
         fit(model, data(SMALL), loss, **how)
-        assert torch.equal(torch.rand(3), expected)  # the caller's generator is left alone
+        assert torch.equal(torch.rand(3), expected)  # the caller's generator is unchanged
         results[name] = weights(model)
     assert results["a"] == results["b"] and len(set(results.values())) == 3
 
@@ -122,7 +122,7 @@ def test_products_are_taken_in_the_precision_and_weights_are_not(precision):
         hook = models[how].layers[0].feedforward[0].register_forward_hook(watch)
         histories[how] = fit_series(models[how], epochs=15, precision=how, lr=2e-2)["loss"]
         hook.remove()
-        assert seen == {(True, getattr(torch, how))}, "a step of training"
+        assert seen == {(True, getattr(torch, how))}, "a training step used another precision"
         seen.clear()
         assert {p.dtype for p in models[how].parameters()} == {torch.float32}
     assert histories[precision] != histories["float32"]
@@ -131,9 +131,9 @@ def test_products_are_taken_in_the_precision_and_weights_are_not(precision):
 
 
 def test_a_scaled_gradient_that_overflows_leaves_a_step_out():
-    """The scale is halved until the gradient fits; one that never fits ends the run."""
+    """The scale is halved until the gradient fits; a gradient that never fits ends the run."""
     model = classifier()
-    model.head.weight.register_hook(lambda g: g.half().float())  # as if it were made in float16
+    model.head.weight.register_hook(lambda g: g.half().float())  # as if computed in float16
     scales = []
     real = torch.amp.GradScaler.update
     with pytest.MonkeyPatch.context() as patch:
@@ -159,7 +159,7 @@ def test_evaluation_leaves_the_model_alone(kind):
         model = make(dropout=0.5).train(mode)
         before, found = weights(model), evaluate(model, data(100), loss)
         assert model.training is mode and weights(model) == before and found.keys() == names
-        for size in (1, 3, 10):  # how many at a time has no influence, nor has dropout
+        for size in (1, 3, 10):  # neither batch size nor dropout matters
             assert evaluate(model, data(size), loss) == pytest.approx(found, rel=1e-5)
 
 

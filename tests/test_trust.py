@@ -1,4 +1,4 @@
-"""Kernels by default: only where one has been tried, and agreed, on this very machine."""
+"""Kernels run by default only where they agreed with PyTorch's form on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def new_machine(monkeypatch, tmp_path):
-    """A machine on which nobody has tried anything; the interpreter counts as a GPU."""
+    """Start without verdicts, treat the interpreter as a GPU, and return the folder of verdicts."""
     monkeypatch.setenv("DERIVED_ATTENTION_KERNELS", str(tmp_path))
     monkeypatch.setattr(kernel_selftest, "_verdicts", {})
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: True)
@@ -34,7 +34,7 @@ def new_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def another_process(monkeypatch):
-    """Forget what this process knows; what is on the disk stays."""
+    """Return a function that forgets the verdicts in memory but not those on disk."""
     return lambda: monkeypatch.setattr(kernel_selftest, "_verdicts", {})
 
 
@@ -48,7 +48,7 @@ def call(kernel, **options):
 
 
 def launched(monkeypatch):
-    """Collect whether launches are those of trials, by the lengths that they are for."""
+    """Return a list that collects the length of each launch, which is `TRIED` in a trial."""
     seen = []
     launch = linear.launch
 
@@ -107,11 +107,11 @@ def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
     another_process()
     monkeypatch.setattr(
         kernel_selftest, "compare", None
-    )  # what is on the disk need not be tried again
+    )  # because a verdict on disk needs no new trial
     with pytest.warns(RuntimeWarning, match=said):
         assert torch.equal(call("linear"), exact)
     if attend is lies:
-        assert not torch.equal(call("linear", fused=True), exact), "who insists gets what there is"
+        assert not torch.equal(call("linear", fused=True), exact), "fused=True must run the kernel"
     else:
         with pytest.raises(RuntimeError, match="PassManager"):
             call("linear", fused=True)
@@ -198,7 +198,7 @@ def test_the_yardstick_is_exact(monkeypatch):
         assert kernel_cases.compare(trial, DEVICE).agrees is agrees
 
 
-# --- what is kept of verdicts ---------------------------------------------------------------------
+# --- stored verdicts ------------------------------------------------------------------------------
 
 ONE, OTHER = (Trial("linear", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
 
@@ -208,13 +208,13 @@ def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, anoth
     device = torch.device(DEVICE)
     assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
     another_process()
-    monkeypatch.setattr(kernel_selftest, "fault_of", None)  # nothing is tried again
+    monkeypatch.setattr(kernel_selftest, "fault_of", None)  # calling it would raise
     assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
 
 
 def test_what_may_not_be_tried_now_is_not_trusted_and_not_tried(monkeypatch):
     monkeypatch.setattr(
-        kernel_selftest, "fault_of", lambda *_: pytest.fail("a compiler traces: no trial")
+        kernel_selftest, "fault_of", lambda *_: pytest.fail("a trial ran, although first is False")
     )
     assert not kernel_selftest.is_trusted(ONE, torch.device(DEVICE), first=False)
     monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")

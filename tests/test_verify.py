@@ -1,4 +1,4 @@
-"""The command that tries kernels on a GPU, in the interpreter."""
+"""The command that tests kernels on a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 

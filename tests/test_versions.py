@@ -1,6 +1,6 @@
-"""A stranger's machine: the lock, the builds of PyTorch, what is published, and the workflows.
+"""Tests of installation elsewhere: the lock, builds of PyTorch, published files, and workflows.
 
-What needs the network is the public index itself; no setting of this machine's pip or uv counts.
+Tests with a network use the public index, and ignore this machine's settings of pip and uv.
 """
 
 import http.server
@@ -34,13 +34,13 @@ WORKFLOWS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Logs and folders of these tests lie apart from those of `make versions`."""
+    """Separate the logs and folders of these tests from those of `make versions`."""
     monkeypatch.setattr(versions, "BUILD", tmp_path / "versions")
 
 
 @pytest.fixture
 def online():
-    """Skip where the index cannot be reached at all; what it answers is the test's own matter."""
+    """Skip the test if the package index cannot be reached, except in CI, where it is an error."""
     try:
         versions.run(versions.find_uv(), "--no-config", "pip", "install", "--dry-run", "--target",
                      versions.BUILD / "x", "--no-deps", "six==1.17.0", log="online")  # fmt: skip
@@ -57,7 +57,7 @@ def test_the_lock_is_what_the_public_index_resolves_to(online, tmp_path):
     copy = tmp_path / "constraints.txt"
     shutil.copy(versions.LOCK, copy)
     versions.lock(copy)
-    assert copy.read_text() == versions.LOCK.read_text(), "pyproject.toml has changed: make lock"
+    assert copy.read_text() == versions.LOCK.read_text(), "the lock is out of date: run `make lock`"
 
 
 def test_pins_that_do_not_go_together_are_noticed(online, tmp_path):
@@ -115,7 +115,7 @@ def test_the_readme_s_example_is_found_and_runs():
 
 
 def wheel(name: str, version: str, needs: str = "") -> bytes:
-    """Return a wheel of an empty module."""
+    """Return a wheel of a module with only a version."""
     from io import BytesIO
 
     info, data = f"{name}-{version}.dist-info", BytesIO()
@@ -129,7 +129,7 @@ def wheel(name: str, version: str, needs: str = "") -> bytes:
 
 
 class Index(http.server.BaseHTTPRequestHandler):
-    """Two package indexes: /cpu has PyTorch's builds for CPUs, /pip has one that wants CUDA."""
+    """Two package indexes: /cpu has PyTorch's builds for CPUs, /pip has one that needs CUDA."""
 
     files = {
         "cpu": {
@@ -176,10 +176,10 @@ def test_the_build_for_cpus_comes_from_its_index_and_stays(tmp_path, monkeypatch
     python = tmp_path / "venv" / "bin" / "python"
     packages = [python, *environment.PIP, "torch>=2.5", "torchvision>=0.20"]
 
-    monkeypatch.setattr(environment, "CPU_BUILDS", "http://127.0.0.1:9/cpu")  # nobody listens
+    monkeypatch.setattr(environment, "CPU_BUILDS", "http://127.0.0.1:9/cpu")  # no server
     environment.install_torch(python, "cpu")
     assert "pip uses its default index" in capfd.readouterr().out
-    assert environment.run(packages) == 1 and "cuda-toolkit" in log.read_text(), "with CUDA"
+    assert environment.run(packages) == 1 and "cuda-toolkit" in log.read_text(), "no CUDA build"
 
     monkeypatch.setattr(environment, "CPU_BUILDS", f"{url}/cpu")
     environment.install_torch(python, "cpu")
@@ -195,7 +195,7 @@ def test_the_build_for_cpus_comes_from_its_index_and_stays(tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel and the sources, as `make dist` builds them, without a network."""
+    """Return a folder with the wheel and the sources that `make dist` builds."""
     target = tmp_path_factory.mktemp("dist")
     build = f"from hatchling import build as b; b.build_wheel({str(target)!r}); "
     build += f"b.build_sdist({str(target)!r})"
@@ -244,7 +244,7 @@ def steps(workflow):
 
 
 def commands():
-    """Everything that workflows, the image and Binder run, with where it stands."""
+    """Yield the place and the text of all that workflows, images and Binder run."""
     for name, workflow in WORKFLOWS.items():
         for step in steps(workflow):
             yield name, step.get("run", "")
@@ -291,10 +291,10 @@ def test_the_image_and_binder_install_with_the_script_that_make_uses():
         "README.md",
         "LICENSE",
     }
-    assert needed <= copied, "RUN make install needs them"
+    assert needed <= copied, "the image must copy what `RUN make install` needs"
     assert image.index("RUN make install") < image.index("COPY --chown=reader . .")
     post = (ROOT / "binder" / "postBuild").read_text("utf8")
     assert f'_ext/environment.py "$NB_PYTHON_PREFIX" {environment.LEVELS[0]}' in post
     assert os.access(ROOT / "binder" / "postBuild", os.X_OK)
     conda = yaml.safe_load((ROOT / "binder" / "environment.yml").read_text("utf8"))
-    assert conda["dependencies"] == ["python=3.11", "pip"], "postBuild installs the rest"
+    assert conda["dependencies"] == ["python=3.11", "pip"], "postBuild must install everything else"

@@ -1,4 +1,4 @@
-"""The same grid in several processes, and by an executor: same results and keys, and who dies."""
+"""A grid in several processes and in an executor: results and keys, and workers that die."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from derived_book.training import workers
 from derived_book.training.grids import run_grid
 from experiments import protocol as recorded
 
-# A program without `if __name__ == "__main__"`, as a notebook is: its functions are in no module.
+# Like a notebook, this program has no `if __name__ == "__main__"`; no module has its functions.
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -66,7 +66,7 @@ try:
     run_grid(train_once, grid, FOLDER + "/other", workers=workers)
 except Exception as error:
     said["dead"], said["notes of dead"] = type(error).__name__, error.__notes__
-others = make() if engine == "2" else 1  # of an executor its maker makes a new one
+others = make() if engine == "2" else 1  # only its maker can replace a dead executor
 said["revived"] = run_grid(train_once, grid, FOLDER + "/other", workers=others)
 Path(FOLDER, "said").write_text(json.dumps(said))
 """
@@ -74,7 +74,7 @@ Path(FOLDER, "said").write_text(json.dumps(said))
 
 @pytest.fixture(scope="module", params=["2", "executor"])
 def program(request, tmp_path_factory):
-    """What the program said, and the folder of its stores."""
+    """Return the program's results, its folder, and its kind of workers."""
     folder = tmp_path_factory.mktemp(f"workers_{request.param}")
     path = folder / "program.py"
     path.write_text(PROGRAM)
@@ -101,7 +101,7 @@ def test_runs_are_made_by_others_with_one_thread_and_the_profile_of_the_first(pr
 
 def test_the_store_is_that_of_one_process(program):
     said, _, _ = program
-    assert said["again"] == said["results"], "the processes that made them included"
+    assert said["again"] == said["results"], "the store returned other results or process numbers"
 
 
 def test_an_error_of_a_run_is_raised_when_the_others_are_stored(program):
@@ -114,7 +114,7 @@ def test_an_error_of_a_run_is_raised_when_the_others_are_stored(program):
 
 
 def test_a_worker_that_dies(program):
-    """It is an error, not a hang, and the next call goes on."""
+    """The call raises an error instead of hanging, and the next call completes the grid."""
     said, folder, _ = program
     assert (folder / "died").exists()
     assert said["dead"] == "TerminatedWorkerError"

@@ -5,14 +5,14 @@ KEPT = "keeps at most three of the values that it is given \\(100 pairs"
 
 WRONG = {
     "ex-01-entropy": [
-        # ln 0 is not taken care of
+        # ln 0 is not handled
         (
             "entropy = lambda A: -(A * A.log()).sum(-1)",
             "one weight 1 and masked keys has entropy 0",
         ),
         # in bits
         ("entropy = lambda A: torch.special.entr(A).sum(-1) / math.log(2)", "entropy ln M.*M = 2"),
-        # a small number against ln 0, which is then counted
+        # a small number avoids ln 0, but changes the result
         (
             "entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)",
             "two steps add up.*rows of 3 weights",
@@ -23,7 +23,7 @@ WRONG = {
         ("entropy = lambda A: torch.special.entr(A).mean(-1)", "of a choice in two steps add up"),
     ],
     "ex-01-causal": [
-        # a large number in the place of -inf
+        # a large number instead of -inf
         (
             "triangle = lambda N, M: torch.full((N, M), -100.0).triu(1)",
             "floating tensor of zeros and −∞",
@@ -33,12 +33,12 @@ WRONG = {
             "triangle = lambda N, M: torch.ones(N, M).tril().bool()",
             "floating tensor of zeros and −∞",
         ),
-        # 0 · inf
+        # 0 · inf is NaN
         (
             "triangle = lambda N, M: torch.ones(N, M).triu(1) * -torch.inf",
             "floating tensor of zeros and −∞",
         ),
-        # a row does not see its own key
+        # a row excludes its own key
         ("triangle = lambda N, M: torch.full((N, M), -torch.inf).triu(0)", CAUSAL),
         # one step too wide
         ("triangle = lambda N, M: torch.full((N, M), -torch.inf).triu(2)", CAUSAL),
@@ -118,7 +118,7 @@ def stream(pairs):
             "gift = lambda p, n, k: (2 * math.log(k) * p * (1 - p) / n) ** 0.5",
             "exact where it can be counted by hand \\(p = 1/2, 2 cases, 2 epochs",
         ),
-        # the accuracy itself, not what was added
+        # the accuracy itself, not the gain
         (
             """
 from math import comb
@@ -128,7 +128,7 @@ def gift(p, n, k):
 """,
             ".one epoch",
         ),
-        # P(max < c) for P(max <= c)
+        # P(max < c) instead of P(max <= c)
         (
             """
 from math import comb

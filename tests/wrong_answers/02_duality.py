@@ -15,7 +15,7 @@ WRONG = {
             INTERCEPT.format(free=FREE, offset="y - K @ c"),
             r"returns the intercept of the solution \(8 points, free points above",
         ),
-        # Its sign turned round.
+        # Its sign reversed.
         (
             INTERCEPT.format(free=FREE, offset="y - K @ c + eps * np.sign(c)"),
             r"the intercept of the solution \(8 points, .*off by 0\.6",
@@ -93,7 +93,7 @@ WRONG = {
             "def sparsemax(s):\n    return np.exp(s - s.max()) / np.exp(s - s.max()).sum()",
             r"The difference s - p is one number ν wherever p > 0.*5 scores",
         ),
-        # Negative scores cut off, and the rest divided by its sum.
+        # The scores shifted to a minimum of 1, and divided by their sum.
         (
             "def sparsemax(s):\n    p = np.maximum(0, s - s.min() + 1)\n    return p / p.sum()",
             r"The difference s - p is one number ν wherever p > 0.*5 scores",
@@ -116,7 +116,7 @@ WRONG = {
             "    return np.maximum(0, s - nu[np.sum(ordered > nu) - 2])",
             r"The weights are not negative and sum to one \(5 scores",
         ),
-        # Sorted upwards.
+        # Sorted in ascending order.
         (
             "def sparsemax(s):\n"
             "    ordered = np.sort(s)\n"

@@ -4,7 +4,7 @@ HEAD = "the expansion with intercept is the head \\("
 
 WRONG = {
     "ex-03-targets": [
-        (  # the signs of the values that are not shifted
+        (  # the signs of the unshifted values
             "def targets(K, V, eps):\n    return attend(K, K, V) + eps * np.sign(V)",
             HEAD + "6 keys",
         ),
@@ -16,11 +16,11 @@ WRONG = {
             "def targets(K, V, eps):\n    return V + eps * np.sign(V - V.mean(0))",
             HEAD,
         ),
-        (  # a plain mean for the walk's
+        (  # the plain mean instead of the walk's
             "def targets(K, V, eps):\n    return attend(K, K, V) + eps * np.sign(V - V.mean(0))",
             HEAD,
         ),
-        (  # signs the wrong way round
+        (  # the opposite signs
             "def targets(K, V, eps):\n"
             "    h = kernel(K, K).sum(1)\n"
             "    return attend(K, K, V) - eps * np.sign(V - h @ V / h.sum())",
@@ -28,7 +28,7 @@ WRONG = {
         ),
     ],
     "ex-03-walk": [
-        (  # a power of A after all: too few steps for two groups that hardly hear each other
+        (  # a power of A after all: too few steps for two nearly separate groups
             "def collapse(K, V):\n"
             "    A = attend(K, K, np.eye(len(K)))\n"
             "    return np.linalg.matrix_power(A, 1000) @ V",
@@ -44,11 +44,11 @@ WRONG = {
             "    return np.tile(h @ V / len(K), (len(K), 1))",
             "have the same limit as V|equal values are returned",
         ),
-        (  # one row for all
+        (  # one row instead of one for each key
             "def collapse(K, V):\n    h = kernel(K, K).sum(1)\n    return h @ V / h.sum()",
             "a row for each key \\(",
         ),
-        (  # the left eigenvector, taken from the right side
+        (  # column means of A instead of its left eigenvector
             "def collapse(K, V):\n"
             "    A = attend(K, K, np.eye(len(K)))\n"
             "    return np.tile(A.mean(0) @ V, (len(K), 1))",
@@ -56,7 +56,7 @@ WRONG = {
         ),
     ],
     "ex-03-merge": [
-        (  # the sum of the values, where softmax has counted them already
+        (  # the sum of the values, although the score already counts them
             "def merge(K, V):\n"
             "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
             "    v = np.stack([V[where.ravel() == i].sum(0) for i in range(len(k))])\n"
@@ -70,14 +70,14 @@ WRONG = {
             "    return k, v, np.zeros(len(k))",
             "the answer of the full cache \\(",
         ),
-        (  # the count where its logarithm belongs
+        (  # the count instead of its logarithm
             "def merge(K, V):\n"
             "    k, where, r = np.unique(K, axis=0, return_inverse=True, return_counts=True)\n"
             "    v = np.stack([V[where.ravel() == i].mean(0) for i in range(len(k))])\n"
             "    return k, v, r.astype(float)",
             "the answer of the full cache \\(",
         ),
-        (  # eviction: the first of equal keys stays
+        (  # eviction: only the first of equal keys is kept
             "def merge(K, V):\n"
             "    k, first = np.unique(K, axis=0, return_index=True)\n"
             "    return k, V[first], np.zeros(len(k))",

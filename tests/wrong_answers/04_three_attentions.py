@@ -15,7 +15,7 @@ WRONG = {
             "def code(N, F): return np.eye(F + 1)[np.arange(N) % (F + 1)]",
             r"array \(N, F\)",
         ),
-        (  # groups without the rest of the division
+        (  # groups without the remainder of N / F
             "def code(N, F): return np.kron(np.eye(F), np.ones((N // F, 1)))",
             r"array \(N, F\).*N = 7, F = 3",
         ),
@@ -25,7 +25,7 @@ WRONG = {
         ),
     ],
     "ex-04-predict": [
-        (  # the summary of the own block is counted twice
+        (  # the summary of the query's block is counted twice
             "def ceiling_of(N, stride): return (stride + N / stride) / N",
             "a question and a pair.*N = 32, stride = 4",
         ),
@@ -33,11 +33,11 @@ WRONG = {
             "def ceiling_of(N, stride): return 1 / stride",
             "a question and a pair.*off by",
         ),
-        (  # the least over all strides
+        (  # the minimum over all strides
             "def ceiling_of(N, stride): return (2 * N**0.5 - 1) / N",
             "a question and a pair.*off by",
         ),
-        (  # guesses of one in 64 symbols, of which random numbers allow none
+        (  # counts guesses among 64 symbols, but random numbers cannot be guessed
             "def ceiling_of(N, stride):\n"
             "    sees = (stride + N / stride - 1) / N\n"
             "    return sees + (1 - sees) / 64",
@@ -50,7 +50,7 @@ WRONG = {
             "def least(Phi_K, V): return Phi_K @ Phi_K.T @ V",
             "the same function.*8 keys",
         ),
-        (  # the projection on the null space, which is what is forgotten
+        (  # the projection onto the null space: the forgotten part
             "def least(Phi_K, V): return V - Phi_K @ np.linalg.pinv(Phi_K) @ V",
             "the same function.*8 keys",
         ),
@@ -87,7 +87,7 @@ WRONG = {
             "    return S, sums[:-1] / sums[-1]",
             "do not disturb each other \\(text 1",
         ),
-        (  # the present token is added after it was needed
+        (  # the output is computed before the token is added
             "def step(S, phi_q, phi_k, v):\n"
             "    sums = phi_q @ S\n"
             "    S = S + torch.outer(phi_k, torch.cat([v, v.new_ones(1)]))\n"
@@ -112,14 +112,14 @@ WRONG = {
             "            lambda q, k, v: (q @ k.T) / (q @ k.T).sum(1, keepdim=True) @ v)",
             "not negative and sum to one.*width 2",
         ),
-        (  # linear attention with a factor inside
+        (  # linear attention with scaled inputs
             "def my_kernel(x, k):\n"
             "    x, k = (elu_feature_map(torch.from_numpy(2 * z)) for z in (x, k))\n"
             "    return (x @ k.T).numpy()\n"
             "my_layer = my_kernel, lambda q, k, v: linear_attention(2 * q, 2 * k, v)",
             "It is new.*linear",
         ),
-        (  # no kernel: a negative eigenvalue
+        (  # not a kernel: it has a negative eigenvalue
             "def my_kernel(x, k): return np.exp(-np.abs(x @ k.T))\n"
             "def my_attention(q, k, v):\n"
             "    A = torch.exp(-(q @ k.T).abs())\n"
@@ -127,7 +127,7 @@ WRONG = {
             "my_layer = my_kernel, my_attention",
             "no negative eigenvalue",
         ),
-        (  # another attention than that of the kernel
+        (  # the attention of another kernel
             "def my_kernel(x, k): return np.exp(-((x[:, None] - k) ** 2).sum(-1))\n"
             "def my_attention(q, k, v):\n"
             "    A = torch.exp(-((q[:, None] - k) ** 2).sum(-1) / 2)\n"
@@ -135,7 +135,7 @@ WRONG = {
             "my_layer = my_kernel, my_attention",
             "of the solved regression.*off by",
         ),
-        (  # a mask after the average: rows do not sum to one
+        (  # not normalised: rows do not sum to one
             "def my_kernel(x, k): return (x @ k.T) ** 4\n"
             "my_layer = my_kernel, lambda q, k, v: (q @ k.T) ** 4 @ v",
             "sum to one",

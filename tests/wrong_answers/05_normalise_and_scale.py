@@ -2,7 +2,7 @@
 
 WRONG = {
     "ex-05-common": [
-        (  # the middle of the range in the place of the mean
+        (  # the middle of the range instead of the mean
             "def own_attention(q, k, v):\n"
             "    middle = (q.amax(-2, keepdim=True) + q.amin(-2, keepdim=True)) / 2\n"
             "    return softmax_attention(q - middle, k, v)",
@@ -19,7 +19,7 @@ WRONG = {
             "    return softmax_attention(q - k.mean(-2, keepdim=True), k, v)",
             r"one vector is added to all queries \(N = 5",
         ),
-        (  # the keys are centred, which softmax does not see
+        (  # the keys are centred, which does not change the softmax
             "def own_attention(q, k, v):\n"
             "    return softmax_attention(q, k - k.mean(-2, keepdim=True), v)",
             r"one vector is added to all queries",
@@ -29,7 +29,7 @@ WRONG = {
             "    return softmax_attention(q - q.mean(-1, keepdim=True), k, v)",
             r"one vector is added to all queries",
         ),
-        (  # by the first query
+        (  # the first query is subtracted
             "def own_attention(q, k, v):\n    return softmax_attention(q - q[..., :1, :], k, v)",
             r"softmax of the own part of the scores",
         ),
@@ -42,7 +42,7 @@ WRONG = {
             "    return softmax_attention(n(q), n(k), v)",
             r"ratio of two weights.*N = 5, eps = 1e-05",
         ),
-        (  # the length in the place of the root mean square
+        (  # the length instead of the root mean square
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().sum(-1, keepdim=True) + eps).sqrt()\n"
             "    return softmax_attention(n(q), n(k), v)",
@@ -54,13 +54,13 @@ WRONG = {
             "    return softmax_attention(n(q), n(k), v)",
             r"ratio of two weights",
         ),
-        (  # the keys only
+        (  # only the keys are normalised
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()\n"
             "    return softmax_attention(q, n(k), v)",
             r"ratio of two weights",
         ),
-        (  # normalised over the keys as they are
+        (  # the denominator uses the keys as they are
             "def rms_attention(q, k, v, eps):\n"
             "    n = lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt()\n"
             "    weights = (n(q) @ n(k).mT / sqrt(q.shape[-1])).exp()\n"
@@ -87,7 +87,7 @@ WRONG = {
             "    return softmax_attention(q - beta * k.cumsum(-2), k, v, is_causal=True)",
             r"[Tt]he mean of all keys is subtracted",
         ),
-        (  # the mean of the keys before, without the query's own
+        (  # the mean of the earlier keys, without that of the query's token
             "def causal_bn(q, k, v, beta):\n"
             "    count = torch.arange(k.shape[-2], dtype=k.dtype)[:, None].clamp(min=1)\n"
             "    mean = (k.cumsum(-2) - k) / count\n"
@@ -121,7 +121,7 @@ WRONG = {
             "def half_score(N, m):\n    return m * np.log(N - 1)",
             r"half of the weight \(N = 8, m = 2",
         ),
-        (  # the key itself has half of the weight of its window, at every scale
+        (  # the window of the key has two thirds of the weight
             "def half_score(N, m):\n    return m * np.log(2 * (N / m - 1))",
             r"half of the weight \(N = 8, m = 1",
         ),

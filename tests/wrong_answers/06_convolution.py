@@ -21,7 +21,7 @@ WRONG = {
             "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s)])\n"
             "    lag = torch.arange(s)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, -1]",
-            r"No filter of s taps has a larger gain.*gain .*, possible",  # not centred
+            r"No filter of s taps has a larger gain.*gain .*, possible",  # z is not centred
         ),
         (
             "def best_filter(z, s):\n"
@@ -29,7 +29,7 @@ WRONG = {
             "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s)])\n"
             "    lag = torch.arange(s)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, 0]",
-            r"No filter of s taps has a larger gain.*slow",  # the least
+            r"No filter of s taps has a larger gain.*slow",  # the smallest gain
         ),
         (
             "def best_filter(z, s):\n"
@@ -37,7 +37,7 @@ WRONG = {
             "    r = torch.stack([(z[:, o:] * z[:, : z.shape[1] - o]).sum() for o in range(s)])\n"
             "    lag = torch.arange(s)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, -1]",
-            r"No filter of s taps has a larger gain.*possible",  # in a row, not on a ring
+            r"No filter of s taps has a larger gain.*possible",  # on a line, not on a ring
         ),
         (
             "def best_filter(z, s):\n"
@@ -65,13 +65,13 @@ WRONG = {
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: (F.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1)).flatten(1)\n"
             "    weighted = (F.pad(q, (0, 0, 1, 1)).unfold(0, 3, 1) * w).flatten(1)\n"
-            "    return softmax_attention(weighted, lift(k), v, scale=0.5)",  # w, not its square
+            "    return softmax_attention(weighted, lift(k), v, scale=0.5)",  # w, not w²
             r"is the sum over o.*N = 2.*off by",
         ),
         (
             IMPORTS + "def patch_attention(q, k, v, w):\n"
             "    lift = lambda x: torch.cat([w[o + 1] * x.roll(-o, 0) for o in (-1, 0, 1)], 1)\n"
-            "    return softmax_attention(lift(q), lift(k), v, scale=0.5)",  # a ring
+            "    return softmax_attention(lift(q), lift(k), v, scale=0.5)",  # on a ring
             r"is the sum over o.*N = 2.*off by",
         ),
     ],

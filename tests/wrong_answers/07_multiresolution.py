@@ -3,12 +3,12 @@
 WRONG = {
     "ex-07-weights": [
         (
-            "def window_weights(A, s, t):\n"  # means both ways, as the paper prints them
+            "def window_weights(A, s, t):\n"  # means in both directions, as in the paper
             "    return down(down(A, s).T, t).T",
             r"weights of each window of queries sum to 1.*N = 8, s = 2, s' = 2.: it is off by",
         ),
         (
-            "def window_weights(A, s, t):\n"  # sums both ways
+            "def window_weights(A, s, t):\n"  # sums in both directions
             "    return s * t * down(down(A, s).T, t).T",
             r"weights of each window of queries sum to 1.*off by",
         ),
@@ -25,7 +25,7 @@ WRONG = {
     ],
     "ex-07-ceiling": [
         (
-            "def fine_ceiling(s, t):\n    return 1 / (s * t)",  # as if no two shared a window
+            "def fine_ceiling(s, t):\n    return 1 / (s * t)",  # as if no two pairs shared a window
             r"one window for all pairs.*s = 2, t = 16.: it is off by",
         ),
         (
@@ -36,7 +36,7 @@ WRONG = {
             r"one window for all pairs.*s = 2, t = 16",
         ),
         (
-            "def fine_ceiling(s, t):\n"  # the answer is right for all who ask about the window
+            "def fine_ceiling(s, t):\n"  # counts every question about the fullest window as right
             "    boxes = 16 // t\n"
             "    asked = np.indices([boxes] * s).reshape(s, -1).T\n"
             "    return (asked[:, :, None] == np.arange(boxes)).sum(1).max(1).mean() / s",
@@ -52,35 +52,35 @@ WRONG = {
     ],
     "ex-07-keep": [
         (
-            "def keep(x, k):\n"  # the coarsest, as a coarse head does
+            "def keep(x, k):\n"  # keeps the coarsest, as a coarse head does
             "    c = haar(x)\n"
             "    c[k:] = 0\n"
             "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
             r"No signal with k coefficients is nearer.*8 numbers, k = 3.: it is off by",
         ),
         (
-            "def keep(x, k):\n"  # the largest, with their signs
+            "def keep(x, k):\n"  # the largest, not those of largest absolute value
             "    c = haar(x)\n"
             "    c[np.argsort(c)[: len(c) - k]] = 0\n"
             "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
             r"No signal with k coefficients is nearer.*off by",
         ),
         (
-            "def keep(x, k):\n"  # those above the k-th largest, and this one's neighbour
+            "def keep(x, k):\n"  # k + 1 coefficients
             "    c = haar(x)\n"
             "    c[np.abs(c) < np.sort(np.abs(c))[-k - 1]] = 0\n"
             "    return c @ np.stack([haar(e) for e in np.eye(len(x))], 1)",
             r"At most k Haar coefficients.*8 numbers, k = 3",
         ),
         (
-            "def keep(x, k):\n"  # the largest samples
+            "def keep(x, k):\n"  # the largest samples instead of coefficients
             "    y = x.copy()\n"
             "    y[np.argsort(np.abs(y))[: len(y) - k]] = 0\n"
             "    return y",
             r"At most k Haar coefficients.*8 numbers, k = 3",
         ),
         (
-            "def keep(x, k):\n"  # by half differences, whose scales weigh too little
+            "def keep(x, k):\n"  # by half differences, which underrate coarse scales
             "    basis = np.stack([haar(e) for e in np.eye(len(x))], 1)\n"
             "    c = haar(x)\n"
             "    d = c * np.abs(basis).max(1)\n"
@@ -91,7 +91,7 @@ WRONG = {
     ],
     "ex-07-worst": [
         (
-            "def refute(N, s):\n    return np.full((N, N), 1 / N)",  # smooth, no error at all
+            "def refute(N, s):\n    return np.full((N, N), 1 / N)",  # constant: no error at all
             r"1 % or more above the printed bound \(N = 8, s = 8: error 0, bound 0",
         ),
         (
@@ -104,11 +104,11 @@ WRONG = {
             r"is an attention map.*N = 8, s = 8",
         ),
         (
-            "def refute(N, s):\n    return np.tile(2.0 * np.arange(N) + 1, (N, 1))",  # not divided
+            "def refute(N, s):\n    return np.tile(2.0 * np.arange(N) + 1, (N, 1))",  # unnormalised
             r"is an attention map.*N = 8, s = 8",
         ),
         (
-            "def refute(N, s):\n"  # the ramp goes down the queries
+            "def refute(N, s):\n"  # a ramp over queries instead of keys
             "    return np.tile((2 * np.arange(N)[:, None] + 1) / N**2, (1, N))",
             r"is an attention map.*N = 8, s = 8",
         ),

@@ -2,7 +2,7 @@
 
 
 def heads(body):
-    """An answer whose heads h, of scale s, are what `body` makes of q, k and v."""
+    """Return an answer in which `body` appends head h, of scale s, to `heads`."""
     lines = "".join(f"            {line}\n" for line in body.splitlines())
     return (
         "def coarse(base, scales):\n"
@@ -21,7 +21,7 @@ BY_MEANS = r"depends only on the window means.*softmax_attention, scale [24]"
 
 
 def share(expression):
-    """Return an answer that computes a share from n windows of the question and m = s / w."""
+    """Return an answer that computes the share from n = N / w and m = s / w."""
     return f"def recallable(N, w, s):\n    n, m = N // w, s // w\n    return {expression}"
 
 

@@ -33,24 +33,24 @@ WRONG = {
     "ex-09-prior": [
         (
             IMPORTS + "def log_prior_of(K, scale):\n    return np.full(len(K), -np.log(len(K)))",
-            r"Bayes' rule with these priors.*N = 6, D = 4.*off by",  # the same for all keys
+            r"Bayes' rule with these priors.*N = 6, D = 4.*off by",  # equal priors
         ),
         (
             IMPORTS + "def log_prior_of(K, scale):\n"
             "    s = scale * (K**2).sum(1)\n"
-            "    return s - logsumexp(s)",  # the half is forgotten
+            "    return s - logsumexp(s)",  # without the factor ½
             r"Bayes' rule with these priors.*N = 6, D = 4.*off by",
         ),
         (
             IMPORTS + "def log_prior_of(K, scale):\n"
             "    s = -scale * (K**2).sum(1) / 2\n"
-            "    return s - logsumexp(s)",  # against long keys
+            "    return s - logsumexp(s)",  # prefers short keys
             r"Bayes' rule with these priors.*N = 6, D = 4.*off by",
         ),
         (
             IMPORTS + "def log_prior_of(K, scale):\n"
             "    s = (K**2).sum(1) / (2 * scale)\n"
-            "    return s - logsumexp(s)",  # scale for variance
+            "    return s - logsumexp(s)",  # takes scale for the variance
             r"Bayes' rule with these priors.*off by",
         ),
         (
@@ -94,12 +94,12 @@ WRONG = {
         (
             NORMS + "def two_centres(town, place, least):\n"
             "    middle = place[town].mean(1, keepdims=True)\n"
-            "    return middle.repeat(2, 1), 1e-3",  # one centre, in the middle
+            "    return middle.repeat(2, 1), 1e-3",  # both centres in the middle
             r"the weight that is asked for.*4 places",
         ),
         (
             NORMS + "def two_centres(town, place, least):\n    return place[town], 1.0",
-            r"the weight that is asked for.*4 places, least = 0.99",  # without looking at places
+            r"the weight that is asked for.*4 places, least = 0.99",  # ignores the distances
         ),
         (
             NORMS + "def two_centres(town, place, least):\n    return place[town], 1e-6",
@@ -114,7 +114,7 @@ WRONG = {
         (
             NORMS + "def two_centres(town, place, least):\n"
             "    return place[town], smallest(place)**2 / 2 / np.log(least / (1 - least) + 1e-9)",
-            r"the weight that is asked for",  # only one other centre
+            r"the weight that is asked for",  # counts only one other centre
         ),
     ],
 }

@@ -16,13 +16,13 @@ WRONG = {
             "    return (share[..., None] * outs).sum(0) / share.sum(0)[:, None]",
             r"(scores of size 1000|at once: could not be checked, after the case scores of size 1)",
         ),
-        (  # the maximum of each block, which is the share itself
+        (  # subtracts each block's maximum, which removes its share
             "def merge_blocks(outs, lses):\n"
             "    share = np.exp(lses - lses.max(1, keepdims=True))\n"
             "    return (share[..., None] * outs).sum(0) / share.sum(0)[:, None]",
             r"attention over all blocks at once \(scores of size 1\): it is off by",
         ),
-        (  # logsumexps in the place of sums
+        (  # logsumexps instead of sums
             "def merge_blocks(outs, lses):\n"
             "    return (lses[..., None] * outs).sum(0) / lses.sum(0)[:, None]",
             r"attention over all blocks at once \(scores of size 1\): it is off by",
@@ -45,13 +45,13 @@ WRONG = {
             "    return 2 * H * D * d + G * D * d + keys",
             r"that of the package's layer \(d = 8, H = 2.*yours 256",
         ),
-        (  # keys and values of all heads
+        (  # keys and values for each head, not for each group
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = H * D * d + M * H * D if shifted else M * H * D * d\n"
             "    return 3 * H * D * d + keys + H * M",
             r"that of the package's layer \(d = 12.*M = 3, shifted False, G = 2",
         ),
-        (  # a shift only for the second key on
+        (  # no shift for the first key
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + (M - 1) * G * D if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys + H * M",
@@ -87,7 +87,7 @@ WRONG = {
             "def seeds_needed(delta, sigma):\n    return 2 * (2.8 * sigma / delta) ** 2",
             r"whole number, and at least 1 \(δ = 1.0",
         ),
-        (  # the gap in the place of the spread
+        (  # the gap and the spread exchanged
             "def seeds_needed(delta, sigma):\n"
             "    return int(np.ceil(2 * (2.8 * delta / sigma) ** 2))",
             r"2.8 of its standard errors \(δ = 1.0, σ = 4.0, n = 1",

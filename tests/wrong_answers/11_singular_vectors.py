@@ -9,27 +9,27 @@ WRONG = {
             "    return U[:, :s], values[:s], Vh[:s].T",
             r"No matrix with N × M entries is formed.*N = 400",
         ),
-        (  # the same, out of PyTorch's sight
+        (  # the same, computed by NumPy
             "def untangle(E, R):\n"
             "    s = E.shape[1]\n"
             "    U, values, Vh = np.linalg.svd(E.numpy() @ R.numpy().T, full_matrices=False)\n"
             "    return tuple(map(torch.tensor, (U[:, :s], values[:s], Vh[:s].T)))",
             r"No matrix with N × M entries is formed.*N = 400",
         ),
-        (  # each role's own singular vectors
+        (  # the singular vectors of E and of R
             "def untangle(E, R):\n"
             "    U, a, _ = torch.linalg.svd(E, full_matrices=False)\n"
             "    V, b, _ = torch.linalg.svd(R, full_matrices=False)\n"
             "    return U, a * b, V",
             r"U diag\(values\) Vᵀ is E Rᵀ \(N = 9",
         ),
-        (  # not turned back: orthonormal columns of the two QRs
+        (  # the orthonormal factors of the two QR decompositions
             "def untangle(E, R):\n"
             "    (Q_e, T_e), (Q_r, T_r) = torch.linalg.qr(E), torch.linalg.qr(R)\n"
             "    return Q_e, torch.linalg.svdvals(T_e @ T_r.T), Q_r",
             r"U diag\(values\) Vᵀ is E Rᵀ \(N = 9",
         ),
-        (  # columns are only divided by their lengths
+        (  # columns are divided by their lengths, but not orthogonalised
             "def untangle(E, R):\n"
             "    values = E.norm(dim=0) * R.norm(dim=0)\n"
             "    return E / E.norm(dim=0), values, R / R.norm(dim=0)",

@@ -2,27 +2,27 @@
 
 WRONG = {
     "ex-12-bind": [
-        (  # a sum, as the theorem has it
+        (  # a sum, as in the theorem
             "def token(name, y):\n    return name + y",
             r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
-        (  # only the name: every question gets 1
+        (  # only the name: every score is 1
             "def token(name, y):\n    return name",
             r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
-        (  # only the value, in every place
+        (  # only the value, in every feature
             "def token(name, y):\n    return y * torch.ones_like(name)",
             r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
-        (  # one beside the other: wider
+        (  # concatenates both, which is wider
             "def token(name, y):\n    return torch.cat([name, y[None]])",
             r"A token is a vector as wide as the name \(N = 1, names of width 8",
         ),
-        (  # forgets the sign
+        (  # drops the sign
             "def token(name, y):\n    return abs(y) * name",
             r"The score of a name that occurs is its number \(",
         ),
-        (  # the value in the place of the first feature
+        (  # scaled so that the first feature is the value
             "def token(name, y):\n    return y * name / name[0]",
             r"The score of a name that occurs is its number \(N = 1, .*.: it is off",
         ),
@@ -34,37 +34,37 @@ WRONG = {
             "    return unit(q) @ S, S",
             r"The score of each time is that of the package \(20 tokens, n = 4, .* time 4\): it",
         ),
-        (  # divides by the tokens
+        (  # divides by the number of tokens
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return unit(q) @ S / (t + 1), S",
             r"The score of each time is that of the package \(5 tokens, n = 8, .* time 1\): it",
         ),
-        (  # divides the state, again and again
+        (  # divides the state at every step
             "def step(S, t, q, x, W):\n"
             "    S = (S + torch.outer(x, W[t % len(W)])) / (1 + t // len(W))\n"
             "    return unit(q) @ S, S",
             r"The score of each time is that of the package \(20 tokens, n = 4, .* time 5\): it",
         ),
-        (  # the query as it is, without g
+        (  # the query without the feature map g
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return q @ S / (1 + t // len(W)), S",
             r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
-        (  # one row too late: reads before it writes
+        (  # reads the state before it writes
             "def step(S, t, q, x, W):\n"
             "    e = unit(q) @ S / (1 + t // len(W))\n"
             "    return e, S + torch.outer(x, W[t % len(W)])",
             r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
-        (  # runs out of rows
+        (  # uses each row only once, so it runs out of rows
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t])\n"
             "    return unit(q) @ S / (1 + t // len(W)), S",
             r"The state keeps its shape \(p, s\): could not be checked.*IndexError",
         ),
-        (  # a state on its side
+        (  # a transposed state
             "def step(S, t, q, x, W):\n"
             "    S = S.reshape(W.shape[1], -1) + torch.outer(W[t % len(W)], x)\n"
             "    return S @ unit(q) / (1 + t // len(W)), S",

@@ -4,11 +4,11 @@ SOLVED = "    dR = torch.linalg.solve(G, dT, left=False)\n"
 
 WRONG = {
     "ex-13-adjoint": [
-        (  # the sign of G's gradient
+        (  # G's gradient has the wrong sign
             f"def adjoint(dT, T, G):\n{SOLVED}    return T.T @ dR, dR",
             r"every symmetric change of G \(N = 5, D = 3\): it is off",
         ),
-        (  # the gradient of T, not yet solved, in the gradient of G
+        (  # dT instead of dR in the gradient of G
             f"def adjoint(dT, T, G):\n{SOLVED}    return -T.T @ dT, dR",
             r"every symmetric change of G \(N = 5, D = 3\): it is off",
         ),
@@ -20,11 +20,11 @@ WRONG = {
             f"def adjoint(dT, T, G):\n{SOLVED}    return (-T.T @ dR).tril(), dR",
             r"every symmetric change of G \(N = 5, D = 3\): it is off",
         ),
-        (  # the product in the place of the solve
+        (  # a product instead of a solve
             "def adjoint(dT, T, G):\n    dR = dT @ G\n    return -T.T @ dR, dR",
             r"gradient of R \(N = 5, D = 3\): it is off",
         ),
-        (  # two solves: makes R again
+        (  # two solves: computes T again
             "def adjoint(dT, T, G):\n"
             "    dR = torch.linalg.solve(G, dT, left=False)\n"
             "    again = torch.linalg.solve(G, T @ G, left=False)\n"
@@ -41,11 +41,11 @@ WRONG = {
             "def positive(a, kappa):\n    return soft_threshold(a, kappa)",
             r"No weight is negative \(M = 8, D = 4, λ = 0\.5",
         ),
-        (  # in the wrong order
+        (  # clamps before it subtracts
             "def positive(a, kappa):\n    return a.clamp(min=0) - kappa",
             r"No weight is negative \(M = 8, D = 4, λ = 0\.5",
         ),
-        (  # without the price
+        (  # does not subtract kappa
             "def positive(a, kappa):\n    return a.clamp(min=0)",
             r"The product is λ for every key with weight \(M = 8, D = 4, λ = 0\.5\): it is off",
         ),
@@ -54,11 +54,11 @@ WRONG = {
             r"(No weight is negative|No product of a key with the residual exceeds λ|"
             r"The product is λ for every key with weight) \(",
         ),
-        (  # half of the price
+        (  # subtracts half of kappa
             "def positive(a, kappa):\n    return (a - kappa / 2).clamp(min=0)",
             r"The product is λ for every key with weight \(M = 8, D = 4, λ = 0\.5\): it is off",
         ),
-        (  # sizes of the lasso's weights
+        (  # absolute values of the lasso's weights
             "def positive(a, kappa):\n    return soft_threshold(a, kappa).abs()",
             r"(No weight is negative|No product of a key with the residual exceeds λ|"
             r"The product is λ for every key with weight) \(",

@@ -21,13 +21,13 @@ WRONG = {
     "ex-14-greedy": [
         # random costs
         ("def trap(n):\n    return torch.rand(n, n) + 0.1", TRAPS),
-        # a trap for the last row that is too cheap
+        # the last row is too cheap for a trap
         (
             "def trap(n):\n    cost = torch.full((n, n), 2.0)\n    cost[0, 0] = 1\n"
             "    cost[-1, 1:] = 10\n    return cost",
             TRAPS,
         ),
-        # greed takes the best matching here: the diagonal is the cheapest
+        # the greedy matching is the best, because the diagonal is the cheapest
         ("def trap(n):\n    return 1000 - 999 * torch.eye(n)", TRAPS),
         # costs of zero
         (
@@ -42,7 +42,7 @@ WRONG = {
         (AREA.format(**OURS | {"by": "max(1, hit.sum())"}), WORKED),
         # the best precision at this hit or an earlier one
         (AREA.format(**OURS | {"best": "np.maximum.accumulate(precision)"}), WORKED),
-        # precision at each answer, not at each hit
+        # the precision at each prediction, not only at each hit
         (AREA.format(**OURS | {"where": ""}), WORKED),
         # not sorted at all
         (
@@ -51,7 +51,7 @@ WRONG = {
             "    return np.maximum.accumulate(precision[::-1]).sum() / objects",
             WORKED,
         ),
-        # the precision at each hit as it is, without the best of later ones
+        # the precision at each hit, without the maximum over later hits
         (AREA.format(**OURS | {"best": "precision"}), WORKED),
     ],
 }

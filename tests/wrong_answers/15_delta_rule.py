@@ -11,12 +11,12 @@ WRONG = {
             "    return alpha * (S + beta * torch.outer(v - S @ k, k))",
             r".D = 4, Dv = 6, β = 1\.5, α = 0\.8.: it is off by",
         ),
-        (  # what is erased has not been decayed
+        (  # the correction reads the state before the decay
             "def step(S, k, v, beta, alpha):\n"
             "    return alpha * S + beta * torch.outer(v - S @ k, k)",
             r".D = 4, Dv = 6, β = 1\.5, α = 0\.8.: it is off by",
         ),
-        (  # right, by a square matrix
+        (  # right, but forms a D × D matrix
             "def step(S, k, v, beta, alpha):\n"
             "    eye = torch.eye(len(k), dtype=k.dtype)\n"
             "    return alpha * S @ (eye - beta * torch.outer(k, k)) + beta * torch.outer(v, k)",
@@ -24,7 +24,7 @@ WRONG = {
         ),
     ],
     "ex-15-prices": [
-        (  # the square of the strength, right where the strength is 1 or nearly 0
+        (  # β²‖k‖² instead of β: right only if β‖k‖² is 1, or β is nearly 0
             "def multipliers(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype)\n"
             "    A = A + (beta[:, None] ** 2 * K.square().sum(1)[:, None] * (K @ K.T)).tril(-1)\n"
@@ -48,7 +48,7 @@ WRONG = {
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=True)",
             r"returns the last value for the last key \(N = 5, D = 4",
         ),
-        (  # the strength of the other token
+        (  # the strength of the earlier token
             "def multipliers(K, V, beta):\n"
             "    A = torch.eye(len(K), dtype=K.dtype) + (beta * (K @ K.T)).tril(-1)\n"
             "    return torch.linalg.solve_triangular(A, beta[:, None] * V, upper=False)",
@@ -56,15 +56,15 @@ WRONG = {
         ),
     ],
     "ex-15-retention": [
-        (  # each key takes β
+        (  # each key removes the share β instead of β/D
             "def retention(a, D, beta):\n    return beta * (1 - beta) ** a",
             r"within 0\.02 \(a = 6, D = 8, β = 1\.0",
         ),
-        (  # the key's own strength is forgotten
+        (  # without the strength of the key itself
             "def retention(a, D, beta):\n    return (1 - beta / D) ** a",
             r"within 0\.02 \(a = 0, D = 8, β = 0\.5",
         ),
-        (  # the part of a squared state
+        (  # the decay of the squared norm of the state
             "def retention(a, D, beta):\n    return beta * (1 - (2 * beta - beta**2) / D) ** a",
             r"within 0\.02 \(a = (20|10)",
         ),
@@ -84,7 +84,7 @@ WRONG = {
             "    return eye[i] - eye[j]",
             r"has norm 1 \(i = 0, j = 1, n = 2",
         ),
-        (  # one cup is turned over
+        (  # changes the sign of one cup
             "def cup_key(i, j, n):\n    return torch.eye(n, dtype=torch.float64)[i]",
             r"where the swaps have put it \(2 cups",
         ),

@@ -36,15 +36,15 @@ OURS = dict(
 
 WRONG = {
     "ex-17-seeds": [
-        # the gap as large as the interval: half of all experiments find it
+        # a probability of 50 %, not 80 %
         (SEEDS.format(**RIGHT | {"power": "0.5"}), N),
-        # one side of the test
+        # a one-sided test
         (SEEDS.format(**RIGHT | {"level": "0.95"}), N),
         # the spread of one mean, not of a difference
         (SEEDS.format(**RIGHT | {"shift": "gap / sd * sqrt(n)"}), N),
         # the seeds of both arms together
         (SEEDS.format(**RIGHT | {"result": "2 * n"}), N),
-        # the rule of thumb, with the normal distribution in place of Student's
+        # the rule of thumb, with the normal distribution instead of Student's
         (
             "def seeds_needed(sd, gap):\n"
             "    return max(2, int(np.ceil(2 * (1.96 + 0.8416) ** 2 * (sd / gap) ** 2)))",
@@ -58,7 +58,7 @@ WRONG = {
         ),
     ],
     "ex-17-row": [
-        # the sum over features, divided by the width of one size only
+        # the sum over features, divided by 4 at every width
         (
             KERNEL.format(**OURS | {"mean": "sum(-1, keepdim=True).div(4).mean"}),
             "those of the kernel",
@@ -69,11 +69,11 @@ WRONG = {
         (KERNEL.format(**OURS | {"kernel": "* (-far).exp()"}), "those of the kernel"),
         # normalised over queries
         (KERNEL.format(**OURS | {"over": "-2"}), "those of the kernel"),
-        # deaf to is_causal
+        # ignores is_causal
         (KERNEL.format(**OURS | {"causal": "False"}), "itself and what is before it"),
         # reads the future
         (KERNEL.format(**OURS | {"triangle": "triu"}), "itself and what is before it"),
-        # the mask upside down
+        # the mask inverted
         (KERNEL.format(**OURS | {"mask": "~attn_mask"}), "where its mask is True"),
     ],
 }

@@ -40,7 +40,7 @@ WRONG = {
     "ex-18-michelot": [
         # the weights sum to 0
         (MICHELOT.format(**RIGHT | {"tau": "s[inside].mean()"}), ALL),
-        # Newton's other start, above all but the best
+        # Newton's method with the start of the chapter, max − 1
         (
             "def michelot(s):\n"
             "    path = [float(s.max() - 1)]\n"
@@ -52,9 +52,9 @@ WRONG = {
         ),
         # one step only
         (MICHELOT.format(**RIGHT | {"end": "True"}), ROOT),
-        # drops what is negative, as if τ were 0
+        # drops negative scores, as if τ were 0
         (MICHELOT.format(**RIGHT | {"kept": "inside & (s > 0)"}), ROOT),
-        # the answer by sorting, behind a right start
+        # the result of sorting, after a correct start
         (
             "def michelot(s):\n"
             "    z = s.sort(descending=True).values\n"
@@ -64,30 +64,30 @@ WRONG = {
         ),
     ],
     "ex-18-entmax": [
-        # scores of twice the size
+        # the weights of doubled scores
         (BISECTION.format(**ENTMAX | {"weight": "(s - mid).clamp(min=0).square()"}), LEVEL),
         # sparsemax
         (BISECTION.format(**ENTMAX | {"weight": "(s - mid).clamp(min=0)"}), LEVEL),
         # softmax
         ("def entmax15(s):\n    return s.softmax(0)", LEVEL),
-        # squares what is positive, and divides by the sum
+        # squares the excess over max − 1, and divides by the sum
         (
             "def entmax15(s):\n"
             "    a = (s - s.max() + 1).clamp(min=0).square()\n"
             "    return a / a.sum()",
             LEVEL,
         ),
-        # a threshold that is not sought
+        # a fixed threshold, max − 2
         ("def entmax15(s):\n    return ((s - s.max() + 2).clamp(min=0) / 2).square()", SUM),
     ],
     "ex-18-capped": [
-        # cuts sparsemax off, and loses what is above
+        # clips sparsemax at the cap, and loses the excess
         (
             BISECTION.format(**CAPPED | {"weight": "(s - mid).clamp(min=0)"}).rstrip()
             + ".clamp(max=c)",
             WITHIN,
         ),
-        # and divides by the sum
+        # clips sparsemax, and divides by the sum
         (
             BISECTION.format(**CAPPED | {"weight": "(s - mid).clamp(min=0)"}).replace(
                 "    return", "    a ="
@@ -95,9 +95,9 @@ WRONG = {
             + "    a = a.clamp(max=c)\n    return a / a.sum()",
             f"{WITHIN}|{NEAREST}",
         ),
-        # deaf to the cap
+        # ignores the cap
         (BISECTION.format(**CAPPED | {"weight": "(s - mid).clamp(min=0)"}), WITHIN),
-        # fills the best keys up to the cap, one after the other
+        # fills the best keys up to the cap, one after another
         (
             "def capped(s, c):\n"
             "    order, a, left = s.argsort(descending=True), torch.zeros_like(s), 1.0\n"

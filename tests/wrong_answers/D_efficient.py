@@ -39,7 +39,7 @@ WRONG = {
         ),
         (
             "def best_block(S, b):\n    return int(S.reshape(-1, b).std(1).argmax())",
-            r"nearer to softmax \(random row",  # varies, and need not matter
+            r"nearer to softmax \(random row",  # the scores vary, but may not matter
         ),
         (
             "def best_block(S, b):\n    return int(np.exp(S).reshape(-1, b).sum(1).argmax())",
@@ -49,7 +49,7 @@ WRONG = {
             "def best_block(S, b):\n"
             "    true, mean = softmax(S), np.repeat(S.reshape(-1, b).mean(1), b)\n"
             "    inside = np.arange(len(S)) // b == np.arange(len(S) // b)[:, None]\n"
-            "    moved = np.where(inside, softmax(S), softmax(mean)) - true\n"  # sums not to one
+            "    moved = np.where(inside, softmax(S), softmax(mean)) - true\n"  # sums are not one
             "    return int(abs(moved).sum(1).argmin())",
             r"nearer to softmax \(",
         ),

@@ -2,7 +2,7 @@
 
 WRONG = {
     "ex-as-threshold": [
-        (  # where the leading pair is stationary
+        (  # the multiplier at which the leading pair is stationary
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q @ Phi_k.T)[1][0]",
             r"1 % above the threshold, J is bounded below \(20 queries",
         ),
@@ -10,7 +10,7 @@ WRONG = {
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q)[1][-1] ** 2",
             r"(above|below) the threshold, J is (not )?bounded below \(",
         ),
-        (  # the singular value itself
+        (  # the singular value instead of its inverse
             "def threshold(Phi_q, Phi_k):\n"
             "    p = Phi_q.shape[1]\n"
             "    return np.linalg.svd(Phi_q @ Phi_k.T)[1][p - 1]",
@@ -31,11 +31,11 @@ WRONG = {
             "    return 1 / sigma[min(Phi_q.shape[1], len(sigma)) - 1]",
             r"redundant in either role.*one feature twice in the queries",
         ),
-        (  # the last of all singular values, which is rounding
+        (  # the last of all singular values, which is a rounding error
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q @ Phi_k.T)[1][-1]",
             r"1 % below the threshold, J is not bounded below \(20 queries",
         ),
-        (  # from the smallest of each role: enough, but not the least
+        (  # from the smallest value of each role: sufficient, but not the least
             "def threshold(Phi_q, Phi_k):\n"
             "    least = lambda Phi: np.linalg.svd(Phi)[1][-1]\n"
             "    return 1 / (least(Phi_q) * least(Phi_k))",

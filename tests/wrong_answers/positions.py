@@ -13,7 +13,7 @@ WRONG = {
             f"def age_bias(n, half_life):\n{AGES}    return hide(-age / half_life)",
             r"one half-life older gets half the weight \(n = 12, half-life 3",
         ),
-        (  # old keys gain
+        (  # the weight grows with age
             f"def age_bias(n, half_life):\n{AGES}    return hide(math.log(2) / half_life * age)",
             r"one half-life older gets half the weight",
         ),
@@ -21,7 +21,7 @@ WRONG = {
             f"def age_bias(n, half_life):\n{AGES}    return hide(2 ** (-age / half_life))",
             r"one half-life older gets half the weight",
         ),
-        (  # the future counts as near
+        (  # the future counts like the past
             f"def age_bias(n, half_life):\n{AGES}    return -math.log(2) / half_life * age.abs()",
             r"No later key has any weight \(n = 5|the weight grows by the same factor",
         ),
@@ -30,7 +30,7 @@ WRONG = {
             "    return hide(-math.log(2) * (age / half_life).floor())",
             r"the weight grows by the same factor \(n = 12",
         ),
-        (  # a mask of zeros leaves the future its weight
+        (  # a mask of zeros does not exclude the future
             f"def age_bias(n, half_life):\n{AGES}"
             "    return (-math.log(2) / half_life * age).tril()",
             r"No later key has any weight",
@@ -57,7 +57,7 @@ WRONG = {
             "    return torch.cat([torch.cat([c, s], 1), torch.cat([-s, c], 1)])",
             r"maps the vector of position i to that of position i \+ t",
         ),
-        (  # the exponent of the frequencies with the number of pairs
+        (  # exponents i/d instead of 2i/d
             "def step(t, d):\n"
             "    angles = t * 10_000.0 ** (-torch.arange(d // 2).double() / d)\n"
             "    blocks = [torch.tensor([[z.cos(), z.sin()], [-z.sin(), z.cos()]]).double()\n"
@@ -65,7 +65,7 @@ WRONG = {
             "    return torch.block_diag(*blocks)",
             r"maps the vector of position i to that of position i \+ t",
         ),
-        (  # fitted to forward steps from position 0; a step back has no such positions
+        (  # fitted to the step |t|, also if t is negative
             "def step(t, d):\n"
             "    p = sinusoidal(100, d)\n"
             "    return torch.linalg.lstsq(p[: 100 - abs(t)], p[abs(t) :]).solution.T",
@@ -77,7 +77,7 @@ WRONG = {
             "def neighbours(x):\n    return x",
             r"the result has the scores of the other layout \(D = 4",
         ),
-        (  # the way back
+        (  # the inverse permutation
             "def neighbours(x):\n    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)",
             r"the result has the scores of the other layout \(D = 8",
         ),
@@ -85,18 +85,18 @@ WRONG = {
             "def neighbours(x):\n    return torch.cat(x.chunk(2, -1)[::-1], -1)",
             r"the result has the scores of the other layout",
         ),
-        (  # the second of each pair comes first: turned the other way
+        (  # the second of each pair comes first, so it turns the other way
             "def neighbours(x):\n    return torch.stack(x.chunk(2, -1)[::-1], -1).flatten(-2)",
             r"the result has the scores of the other layout",
         ),
     ],
     "ex-positions-cache": [
-        (  # turned on, not back
+        (  # turned forwards, not back
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.full((len(cached[..., 0].mT),), float(t)).double())",
             r"as at positions smaller by t \(6 keys",
         ),
-        (  # each by its index
+        (  # each turned by its index too
             "def earlier(cached, t):\n"
             "    return rotary(cached, torch.arange(cached.shape[-2]).double() - t)",
             r"as at positions smaller by t",
