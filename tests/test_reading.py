@@ -81,9 +81,9 @@ def test_the_status_page_states_the_rates():
     text = " ".join((ROOT / "book" / "status.md").read_text("utf8").split())
     for rate in (
         f"{status_page.WORDS_PER_MINUTE} words a minute",
-        f"{status_page.SECONDS_PER_SYMBOL} seconds an inline formula",
-        f"{status_page.SECONDS_PER_FORMULA} seconds a displayed one",
-        f"{status_page.SECONDS_PER_LINE} seconds a line of visible code",
-        f"{status_page.SECONDS_PER_FIGURE} seconds a figure",
+        f"{status_page.SECONDS_PER_SYMBOL} seconds for each inline formula",
+        f"{status_page.SECONDS_PER_FORMULA} seconds for each displayed formula",
+        f"{status_page.SECONDS_PER_LINE} seconds for each line of visible code",
+        f"{status_page.SECONDS_PER_FIGURE} seconds for each figure",
     ):
         assert rate in text

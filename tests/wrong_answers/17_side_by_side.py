@@ -70,9 +70,9 @@ WRONG = {
         # normalised over queries
         (KERNEL.format(**OURS | {"over": "-2"}), "those of the kernel"),
         # ignores is_causal
-        (KERNEL.format(**OURS | {"causal": "False"}), "itself and what is before it"),
+        (KERNEL.format(**OURS | {"causal": "False"}), "its own token and the tokens before it"),
         # reads the future
-        (KERNEL.format(**OURS | {"triangle": "triu"}), "itself and what is before it"),
+        (KERNEL.format(**OURS | {"triangle": "triu"}), "its own token and the tokens before it"),
         # the mask inverted
         (KERNEL.format(**OURS | {"mask": "~attn_mask"}), "where its mask is True"),
     ],

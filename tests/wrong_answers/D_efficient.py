@@ -5,7 +5,7 @@ WRONG = {
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.expm1(q @ q + k @ k) / error**2)",  # forgets 2 q·k
-            r"(small enough|One feature less is not enough) \(D = ",
+            r"(small enough|One feature fewer is not enough) \(D = ",
         ),
         (
             "def features_needed(q, k, error):\n"
@@ -20,7 +20,7 @@ WRONG = {
         (
             "def features_needed(q, k, error):\n"
             "    return np.ceil(np.exp((q + k) @ (q + k)) / error**2)",  # without the −1
-            r"One feature less is not enough \(D = 2",
+            r"One feature fewer is not enough \(D = 2",
         ),
         (
             "def features_needed(q, k, error):\n"

@@ -4,7 +4,7 @@ WRONG = {
     "ex-am-bumps": [
         (
             "def bound(sigma):\n    return 2 / 3 - normal(0, sigma) / 3",  # no neighbours
-            r"supremum is taken where it is reached.*σ = 0.2.*off by",
+            r"supremum over all centres.*σ = 0.2.*off by",
         ),
         (
             "def bound(sigma):\n    return 2 / 3 - normal(0, sigma)",  # weights of 1
