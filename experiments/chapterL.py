@@ -99,7 +99,7 @@ def find_modules() -> set[str]:
 
 def read_code() -> list[Any]:
     """Return the code of the models, of their training, and of what both need of the package."""
-    functions = page.build, page.rotated_softmax, page.train, page.factor, train_on
+    functions = page.build, page.train, page.factor, train_on
     own = (ast.dump(ast.parse(textwrap.dedent(inspect.getsource(f)))) for f in functions)
     return [run_key.PACKAGE.digest(find_modules()), *own]
 
@@ -183,19 +183,17 @@ def ship(run: dict[str, Any], **settings: Any) -> None:
     )
 
 
-def plan(size: str, steps: int, arms: Sequence[str] = (), **how: Any) -> dict[str, Any]:
-    """Describe the runs of a size, for `steps` steps and for half of them; default: all arms."""
+def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
+    """Describe the runs of a size, for `steps` steps and for half of them."""
     columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
     how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), tie=0.002, size=size)
     how |= dict(best=min, data="code")
-    title = f"{', '.join(arms) or 'nine attentions'}, {size}"
-    return experiment(title, scores, arms or page.ARMS, columns, **how)
+    return experiment(f"nine attentions, {size}", scores, page.ARMS, columns, **how)
 
 
 PLANS = {"laptop": plan("laptop", 1500, batch=8, device="cpu")}
-PLANS["rotated"] = plan("laptop", 1500, ["rotated softmax"], batch=8, device="cpu")
 PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
-EXPERIMENTS = {name: PLANS[name] for name in ("laptop", "rotated")}  # whose results the page shows
+EXPERIMENTS = {"laptop": PLANS["laptop"]}  # that the page has results of
 SHIPPED = {"arm": "softmax", "seed": 0, "steps": 6000, "lr": 3e-3}  # of `load_language_model`
 
 
