@@ -37,31 +37,31 @@ WRONG = {
     "ex-10-parameters": [
         (  # a head for each key: queries and values are counted M times
             "def layer_size(d, H, D, M, shifted, G):\n    return 4 * M * H * D * d + H * M",
-            r"that of the package's layer \(d = 12, H = 4.*M = 2.*yours",
+            r"of the package's layer \(d = 12, H = 4.*M = 2.*yours",
         ),
         (  # no priors
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + M * G * D if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys",
-            r"that of the package's layer \(d = 8, H = 2.*yours 256",
+            r"of the package's layer \(d = 8, H = 2.*yours 256",
         ),
         (  # keys and values for each head, not for each group
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = H * D * d + M * H * D if shifted else M * H * D * d\n"
             "    return 3 * H * D * d + keys + H * M",
-            r"that of the package's layer \(d = 12.*M = 3, shifted False, G = 2",
+            r"of the package's layer \(d = 12.*M = 3, shifted False, G = 2",
         ),
         (  # no shift for the first key
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + (M - 1) * G * D if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys + H * M",
-            r"that of the package's layer \(d = 12.*shifted True",
+            r"of the package's layer \(d = 12.*shifted True",
         ),
         (  # shifts as wide as a token
             "def layer_size(d, H, D, M, shifted, G):\n"
             "    keys = G * D * d + M * d if shifted else M * G * D * d\n"
             "    return 2 * H * D * d + G * D * d + keys + H * M",
-            r"that of the package's layer \(d = 12.*shifted True",
+            r"of the package's layer \(d = 12.*shifted True",
         ),
     ],
     "ex-10-seeds": [

@@ -32,31 +32,31 @@ WRONG = {
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return unit(q) @ S, S",
-            r"The score of each time is that of the package \(20 tokens, n = 4, .* time 4\): it",
+            r"equals the score of the package \(20 tokens, n = 4, .* time 4\): it",
         ),
         (  # divides by the number of tokens
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return unit(q) @ S / (t + 1), S",
-            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 1\): it",
+            r"equals the score of the package \(5 tokens, n = 8, .* time 1\): it",
         ),
         (  # divides the state at every step
             "def step(S, t, q, x, W):\n"
             "    S = (S + torch.outer(x, W[t % len(W)])) / (1 + t // len(W))\n"
             "    return unit(q) @ S, S",
-            r"The score of each time is that of the package \(20 tokens, n = 4, .* time 5\): it",
+            r"equals the score of the package \(20 tokens, n = 4, .* time 5\): it",
         ),
         (  # the query without the feature map g
             "def step(S, t, q, x, W):\n"
             "    S = S + torch.outer(x, W[t % len(W)])\n"
             "    return q @ S / (1 + t // len(W)), S",
-            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
+            r"equals the score of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
         (  # reads the state before it writes
             "def step(S, t, q, x, W):\n"
             "    e = unit(q) @ S / (1 + t // len(W))\n"
             "    return e, S + torch.outer(x, W[t % len(W)])",
-            r"The score of each time is that of the package \(5 tokens, n = 8, .* time 0\): it",
+            r"equals the score of the package \(5 tokens, n = 8, .* time 0\): it",
         ),
         (  # uses each row only once, so it runs out of rows
             "def step(S, t, q, x, W):\n"

@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 17."""
 
-N = "n seeds find the gap"
+N = "least number of seeds that finds the gap"
 SEEDS = """
 def seeds_needed(sd, gap):
     n, found = 1, 0.0
