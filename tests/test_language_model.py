@@ -111,8 +111,9 @@ def test_an_interval_knows_the_noise_of_seeds_and_of_files():
 def test_the_quantities_of_a_document_are_those_of_its_bytes():
     kinds = np.array([[10.0, 8], [6, 4], [5, 1]])  # bits and bytes: all, repeated, recalled
     found = {name: float(quantity(kinds)) for name, quantity in page.QUANTITIES.items()}
+    bits = {"all": 1.25, "repeated": 1.5, "recalled": 5, "not repeated": 1}
     factors = {"on repeated": np.log(1.5 / 1.25), "on recalled": np.log(5 / 1.25)}
-    assert found == pytest.approx({"all": 1.25, "repeated": 1.5, "recalled": 5, "not repeated": 1} | factors)
+    assert found == pytest.approx(bits | factors)
 
 
 # --- the model ------------------------------------------------------------------------------------
