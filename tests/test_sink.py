@@ -71,7 +71,7 @@ def normaliser(q, k, v, bias, **options):
 
 
 def posterior(q, k, v, bias, **options):
-    """Return the posterior mean over keys and a background of constant weight e^b."""
+    """Return the posterior mean over keys and one more Gaussian at the origin, of weight e^b."""
     s = scores_of(q, k, options)
     background = bias.view(-1, 1, 1).expand(*s.shape[:-1], 1)
     posterior = torch.cat([background, s], -1).softmax(-1)

@@ -111,7 +111,7 @@ def few_blocks(N: int, H: int, D: int) -> dict[str, Any]:
 
 
 def near_root(N: int) -> int:
-    """Return the largest power of two up to √N, the cheapest stride of sparse patterns."""
+    """Return the largest power of two up to √N, about the cheapest stride of sparse patterns."""
     return 1 << (N.bit_length() - 1) // 2
 
 

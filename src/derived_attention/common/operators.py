@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LIBRARY = "derived_attention"  # torch.ops.derived_attention.mixture, and so on
+LIBRARY = "derived_attention"  # torch.ops.derived_attention.causal_sums, and its backward
 TAGS = (torch.Tag.needs_exact_strides,)  # kernels have read them from the tensors that were traced
 
 

@@ -340,8 +340,9 @@ def em_priors(
 
     The queries are the data. The likelihood of query i, given the M tokens that it may attend, is
     Σ_j Σ_r exp(s_ijr) / M: a mixture of R M components, and a_ij γ_ijr is the responsibility of one
-    of them. π_r is shared by all tokens, so the shares of component r are summed over i and j. The
-    sum of log Σ_jr exp(s_ijr) over the queries never falls, whatever the kernel is.
+    of them. π_r is shared by all tokens, so the shares of component r are summed over i and j. If
+    the priors sum to 1, the sum of log Σ_jr exp(s_ijr) over the queries never falls, whatever the
+    kernel is.
 
     The update printed in [Nguyen2022], π_jr = Σ_i γ_ijr / N, has no a_ij. It is the step for one
     token j that had to explain all queries, those that attend elsewhere too. It can lower the

@@ -160,7 +160,7 @@ def mra_attention(
         ``"rows"``: each block of queries has its own `kept` best blocks. ``"map"``, as in the code
         of [Zeng2022]: for n blocks of queries, the n `kept` pairs of blocks whose pooled score is
         nearest to the largest of its row, at least one in each row. It computes as many exact
-        scores, and takes about 1.5 times as long.
+        scores.
     sparse : bool
         Whether to leave out all other blocks.
     query_mask : Tensor, optional

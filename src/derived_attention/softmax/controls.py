@@ -18,6 +18,8 @@ from derived_attention.softmax.core import sdpa
 def uniform_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Attend all allowed keys with equal weights; otherwise as `softmax_attention`.
 
+    All scores are 0; the numbers of a floating mask are still added to them.
+
     Examples
     --------
     >>> q, k, v = torch.randn(3, 2, 4, 10, 8)  # each (B, H, N, D)

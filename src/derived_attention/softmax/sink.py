@@ -5,7 +5,7 @@ The equation of this module is ::
     h_i = Σ_j exp(s_ij) v_j / (exp(b) + Σ_j exp(s_ij)) = σ(log Σ_j exp(s_ij) − b) softmax(s_i) V
 
 with s_ij = q_i·k_j/√D and the logistic function σ: the weights of a query sum to less than 1, and
-to nearly 0 where no score is near b. For b → −∞ it is softmax attention; b = 0 is called "off by
+to nearly 0 if all s_ij are far below b. For b → −∞ it is softmax attention; b = 0 is called "off by
 one". `sink_attention` multiplies what PyTorch's fused softmax returns by that σ. Under a mask
 the sink is one more key; its score must not depend on the query, so queries and keys get one more
 feature.

@@ -353,8 +353,8 @@ def strided_attention(
     """Softmax attention under `strided_mask`, in O(N (3 stride + M/stride)) time and memory.
 
     In a table with `stride` columns, filled row by row, a query attends two groups of keys: its
-    neighbours, in the rows before, of and after it, and its column. A stride near √M is the
-    cheapest. One softmax runs over both groups, and a key in both is left out of the second; on a
+    neighbours, in the rows before, of and after it, and its column. The cost is least near
+    √(M/3). One softmax runs over both groups, and a key in both is left out of the second; on a
     CPU for so many heads at a time that their scores fit in its cache. These sums are in float32
     at least, under autocast too. Up to 256 queries and keys it is softmax attention under the
     mask, which is faster.
