@@ -23,7 +23,7 @@ WRONG = {
         # The edge above for all free points, even for those below the tube.
         (
             INTERCEPT.format(free=FREE, offset="y - K @ c - eps"),
-            r"the intercept of the solution \(7 points, free points below it",
+            r"the intercept of the solution \(8 points, free points below it",
         ),
         # All support vectors, even those at the bound.
         (
