@@ -17,6 +17,11 @@ WRONG = {
             "entropy = lambda A: -(A * (A + 1e-6).log()).sum(-1)",
             "two steps add up.*rows of 3 weights",
         ),
+        # small weights are replaced by a larger number
+        (
+            "entropy = lambda A: -(A * A.clamp_min(1e-6).log()).sum(-1)",
+            "entropies of a choice in two steps add up",
+        ),
         # another measure of flatness
         ("entropy = lambda A: 1 - (A**2).sum(-1)", "of a choice in two steps add up"),
         # the mean over the row
@@ -60,6 +65,18 @@ def stream(pairs):
     return s.softmax(0) @ torch.stack(values)
 """,
             KEPT,
+        ),
+        # every value is copied into a growing tensor
+        (
+            """
+def stream(pairs):
+    s, V = torch.zeros(0).double(), torch.zeros(0, 3).double()
+    for score, value in pairs:
+        s = torch.cat([s, torch.tensor([score], dtype=torch.float64)])
+        V = torch.cat([V, value[None]])
+    return s.softmax(0) @ V if (s > -torch.inf).any() else torch.zeros(3).double()
+""",
+            KEPT + ", as copies in one tensor",
         ),
         # the sums are not rescaled when the maximum grows
         (

@@ -80,6 +80,13 @@ WRONG = {
             "    return s[0] + tau * np.log(np.sum(np.exp((s - s[0]) / tau)))",
             r"A masked key, whose score is minus infinity, does not change the value",
         ),
+        # The mean of the finite scores subtracted, which is far below the largest one.
+        (
+            "def safe_value(s, tau):\n"
+            "    m = s[np.isfinite(s)].mean()\n"
+            "    return m + tau * np.log(np.sum(np.exp((s - m) / tau)))",
+            r"A score of -1000 does not change the value beside one of 1000",
+        ),
         # The mean score subtracted, which a masked key makes infinite.
         (
             "def safe_value(s, tau):\n"

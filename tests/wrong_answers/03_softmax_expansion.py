@@ -26,6 +26,18 @@ WRONG = {
             "    return attend(K, K, V) - eps * np.sign(V - h @ V / h.sum())",
             HEAD,
         ),
+        (  # scores without the √D
+            "def targets(K, V, eps):\n"
+            "    h = np.exp(K @ K.T).sum(1)\n"
+            "    return attend(K, K, V) + eps * np.sign(V - h @ V / h.sum())",
+            HEAD,
+        ),
+        (  # the kernel of each key with itself instead of the sum of a row
+            "def targets(K, V, eps):\n"
+            "    h = np.diag(kernel(K, K))\n"
+            "    return attend(K, K, V) + eps * np.sign(V - h @ V / h.sum())",
+            HEAD,
+        ),
     ],
     "ex-03-walk": [
         (  # a power of A after all: too few steps for two nearly separate groups
@@ -47,6 +59,10 @@ WRONG = {
         (  # one row instead of one for each key
             "def collapse(K, V):\n    h = kernel(K, K).sum(1)\n    return h @ V / h.sum()",
             "a row for each key \\(",
+        ),
+        (  # the same for all values
+            "def collapse(K, V):\n    return np.full_like(V, 3.0)",
+            "equal values are returned unchanged",
         ),
         (  # column means of A instead of its left eigenvector
             "def collapse(K, V):\n"

@@ -63,11 +63,18 @@ WRONG = {
     "ex-04-step": [
         (  # every past token is stored in the state
             "def step(S, phi_q, phi_k, v):\n"
-            "    new = torch.cat([phi_k, v]) if S.shape == (4, 4) else torch.cat([phi_k, v])\n"
-            "    S = new[None] if S.shape == (4, 4) else torch.cat([S, new[None]])\n"
-            "    weights = S[:, :4] @ phi_q\n"
-            "    return S, weights @ S[:, 4:] / weights.sum()",
+            "    new = torch.cat([phi_k, v])\n"
+            "    S = new[None] if S.shape == (5, 4) else torch.cat([S, new[None]])\n"
+            "    weights = S[:, :5] @ phi_q\n"
+            "    return S, weights @ S[:, 5:] / weights.sum()",
             "keeps its shape.*10 tokens",
+        ),
+        (  # the transposed state
+            "def step(S, phi_q, phi_k, v):\n"
+            "    S = S + torch.outer(torch.cat([v, v.new_ones(1)]), phi_k)\n"
+            "    sums = S @ phi_q\n"
+            "    return S, sums[:-1] / sums[-1]",
+            "keeps its shape.*could not be checked",
         ),
         (  # every past token is stored beside the state
             "past = []\n"

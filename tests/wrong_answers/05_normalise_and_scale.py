@@ -29,6 +29,14 @@ WRONG = {
             "    return softmax_attention(q - q.mean(-1, keepdim=True), k, v)",
             r"one vector is added to all queries",
         ),
+        (  # the mean over all sequences of the batch
+            "def own_attention(q, k, v):\n    return softmax_attention(q - q.mean((0, 1)), k, v)",
+            r"softmax of the own part of the scores \(N = 5",
+        ),
+        (  # without keepdim
+            "def own_attention(q, k, v):\n    return softmax_attention(q - q.mean(-2), k, v)",
+            r"one vector is added to all queries: could not be checked",
+        ),
         (  # the first query is subtracted
             "def own_attention(q, k, v):\n    return softmax_attention(q - q[..., :1, :], k, v)",
             r"softmax of the own part of the scores",
@@ -94,6 +102,20 @@ WRONG = {
             "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
             r"[Tt]he mean of all keys is subtracted.*N = 6, beta = 0\.6",
         ),
+        (  # a running mean over all sequences of the batch
+            "def causal_bn(q, k, v, beta):\n"
+            "    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype)[:, None]\n"
+            "    mean = k.cumsum(-2).mean(0) / count\n"
+            "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
+            r"[Tt]he mean of all keys is subtracted",
+        ),
+        (  # no mean before the fifth token
+            "def causal_bn(q, k, v, beta):\n"
+            "    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype)[:, None]\n"
+            "    mean = k.cumsum(-2) / count * (count > 4)\n"
+            "    return softmax_attention(q - beta * mean, k, v, is_causal=True)",
+            r"[Tt]he mean of all keys is subtracted.*N = 2",
+        ),
         (  # a running mean, but no mask
             "def causal_bn(q, k, v, beta):\n"
             "    count = torch.arange(1, k.shape[-2] + 1, dtype=k.dtype)[:, None]\n"
@@ -105,7 +127,7 @@ WRONG = {
             "    mask = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool).tril()\n"
             "    mean = mask.to(k.dtype) @ k / mask.sum(-1, keepdim=True)\n"
             "    return softmax_attention(q - beta * mean, k, v, attn_mask=mask)",
-            r"forms no tensor of N × N numbers \(N = 64",
+            r"forms no tensor of N × N numbers, and therefore no mask \(N = 64",
         ),
     ],
     "ex-05-needle": [

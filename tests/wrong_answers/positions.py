@@ -30,6 +30,11 @@ WRONG = {
             "    return hide(-math.log(2) * (age / half_life).floor())",
             r"the weight grows by the same factor \(n = 12",
         ),
+        (  # a large number instead of infinity
+            f"def age_bias(n, half_life):\n{AGES}"
+            "    return (-math.log(2) / half_life * age).masked_fill(age < 0, -100.0)",
+            r"No later key has any weight",
+        ),
         (  # a mask of zeros does not exclude the future
             f"def age_bias(n, half_life):\n{AGES}"
             "    return (-math.log(2) / half_life * age).tril()",
