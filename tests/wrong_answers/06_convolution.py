@@ -42,6 +42,25 @@ WRONG = {
         (
             "def best_filter(z, s):\n"
             "    z = z - z.mean(1, keepdim=True)\n"
+            "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s)])\n"
+            "    lag = torch.arange(s)\n"
+            "    return 1e4 * torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, 0]",
+            r"No filter of s taps has a larger gain.*slow",  # the smallest gain, by large taps
+        ),
+        (
+            "def best_filter(z, s):\n"
+            "    z = z - z.mean(1, keepdim=True)\n"
+            "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s)])\n"
+            "    lag = torch.arange(s)\n"
+            "    w = torch.ones(s, dtype=z.dtype)\n"
+            "    for _ in range(3):\n"
+            "        w = r[(lag[:, None] - lag).abs()] @ w\n"
+            "    return w",
+            r"No filter of s taps has a larger gain.*possible",  # three steps of the power method
+        ),
+        (
+            "def best_filter(z, s):\n"
+            "    z = z - z.mean(1, keepdim=True)\n"
             "    r = torch.stack([(z * z.roll(-o, 1)).sum() for o in range(s + 1)])\n"
             "    lag = torch.arange(s + 1)\n"
             "    return torch.linalg.eigh(r[(lag[:, None] - lag).abs()])[1][:, -1]",

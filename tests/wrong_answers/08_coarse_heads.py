@@ -62,6 +62,12 @@ WRONG = {
             r"repeated s times, a head equals the base on the single.*scale 2.: it is off by",
         ),
         (
+            heads(
+                POOL.format("mean(3).repeat_interleave(s, 2)") + "heads.append(base(q_, k_, v_))"
+            ),
+            r"one query, one key and one value for each window",  # attends between N tokens
+        ),
+        (
             heads(POOL.format("mean(3)") + "heads.append(base(q_, k_, v_).repeat(1, 1, s, 1))"),
             r"repeated s times, a head equals the base on the single tokens.*off by",  # tiled
         ),

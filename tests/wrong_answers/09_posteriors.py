@@ -63,6 +63,12 @@ WRONG = {
             "    return np.log(e / e.sum())",
             r"Log priors of long keys are finite",
         ),
+        (
+            IMPORTS + "def log_prior_of(K, scale):\n"
+            "    e = np.exp(scale * ((K**2).sum(1) - (K**2).sum(1).max()) / 2)\n"
+            "    return np.log(e / e.sum() + 1e-300)",  # a floor for the priors
+            r"Log priors of long keys are finite and differ.*differences.*off by",
+        ),
     ],
     "ex-09-ball": [
         (
@@ -115,6 +121,20 @@ WRONG = {
             NORMS + "def two_centres(town, place, least):\n"
             "    return place[town], smallest(place)**2 / 2 / np.log(least / (1 - least) + 1e-9)",
             r"the weight that is asked for",  # counts only one other centre
+        ),
+        (
+            NORMS + "def two_centres(town, place, least):\n"
+            "    delta = np.linalg.norm(np.diff(place, axis=0), axis=1).min()\n"
+            "    odds = (len(place) - 2) * least / (1 - least)\n"
+            "    return place[town], delta**2 / (2 * np.log(odds))",  # neighbours in the list
+            r"the weight that is asked for.*16 places, least = 0.99",
+        ),
+        (
+            NORMS + "def two_centres(town, place, least):\n"
+            "    delta = 2 * np.linalg.norm(place[0]) * np.sin(np.pi / len(place))\n"
+            "    odds = (len(place) - 2) * least / (1 - least)\n"
+            "    return place[town], delta**2 / (2 * np.log(odds))",  # evenly spaced places
+            r"the weight that is asked for.*16 places, least = 0.99",
         ),
     ],
 }

@@ -33,6 +33,16 @@ WRONG = {
             "    return (share[..., None] * outs).sum(0) / share.sum(0)[:, None]",
             r"(scores of size 1000|levels|after the case scores of size 1)",
         ),
+        (  # block after block, with no care for a query that two of them hide from
+            "def merge_blocks(outs, lses):\n"
+            "    out, total = outs[0], lses[0]\n"
+            "    for more, lse in zip(outs[1:], lses[1:]):\n"
+            "        new = np.logaddexp(total, lse)\n"
+            "        out = np.exp(total - new)[:, None] * out\n"
+            "        out, total = out + np.exp(lse - new)[:, None] * more, new\n"
+            "    return out",
+            r"may not attend to block 1, the first not to 2\): it is off by nan",
+        ),
     ],
     "ex-10-parameters": [
         (  # a head for each key: queries and values are counted M times
@@ -73,6 +83,11 @@ WRONG = {
             "def seeds_needed(delta, sigma):\n"
             "    return max(1, int(2 * (2.8 * sigma / delta) ** 2))",
             r"at least 2.8 of its standard errors \(δ = 1.0, σ = 1.0, n = 15",
+        ),
+        (  # rounded to the nearest number
+            "def seeds_needed(delta, sigma):\n"
+            "    return max(1, round(2 * (2.8 * sigma / delta) ** 2))",
+            r"at least 2.8 of its standard errors \(δ = 1.6, σ = 1.0, n = 6",
         ),
         (  # seeds of both arms together
             "def seeds_needed(delta, sigma):\n"

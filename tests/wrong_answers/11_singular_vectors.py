@@ -61,6 +61,12 @@ WRONG = {
             "    return (U[..., :16] * values[:, None, :16]) @ Vh[:, :16]",
             r"over nine of ten questions \(256 sequences, 5\d % right",
         ),
+        (  # rank 32, but half of the rows are tiny
+            "def code_map(names, asked):\n"
+            "    A = (asked[..., None] == names[:, None]).double()\n"
+            "    return A * 1e-8 ** (torch.arange(32) % 2)[:, None]",
+            r"rank 16 at most \(64 sequences, largest rank 32",
+        ),
         (  # codes that are too short
             "def code_map(names, asked):\n"
             "    codes = normalize(torch.randn(64, 8).double(), dim=1)\n"
