@@ -35,6 +35,12 @@ WRONG = {
             "def adjoint(dT, T, G):\n    dR = dT @ torch.linalg.inv(G)\n    return -T.T @ dR, dR",
             r"solves with G once, and forms no inverse \(N = 5, D = 3: 1 operations",
         ),
+        (  # by the inverse, from a solve
+            "def adjoint(dT, T, G):\n"
+            "    dR = dT @ torch.linalg.solve(G, torch.eye(len(G)).double())\n"
+            "    return -T.T @ dR, dR",
+            r"solves with G once, and forms no inverse \(N = 5, D = 3: 1 operations \['inverse",
+        ),
     ],
     "ex-13-positive": [
         (  # the operator of the lasso

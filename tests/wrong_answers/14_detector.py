@@ -15,6 +15,7 @@ OURS = dict(
     by="objects",
 )
 WORKED = r"for four objects: 9/16 \(4 answers"
+DIPS = r"for two objects: 5/6 \(3 answers"
 TRAPS = "a hundred times the matching"
 
 WRONG = {
@@ -29,6 +30,12 @@ WRONG = {
         ),
         # the greedy matching is the best, because the diagonal is the cheapest
         ("def trap(n):\n    return 1000 - 999 * torch.eye(n)", TRAPS),
+        # a fixed cost, too small for many rows
+        (
+            "def trap(n):\n    cost = torch.full((n, n), 2.0)\n    cost[0, 0] = 1\n"
+            "    cost[-1, 1:] = 10000\n    return cost",
+            TRAPS + r" \(n = 100: ",
+        ),
         # costs of zero
         (
             "def trap(n):\n    cost = torch.zeros(n, n)\n    cost[-1, -1] = 1e6\n    return cost",
@@ -53,5 +60,9 @@ WRONG = {
         ),
         # the precision at each hit, without the maximum over later hits
         (AREA.format(**OURS | {"best": "precision"}), WORKED),
+        # the largest precision of all, at every hit
+        (AREA.format(**OURS | {"best": "0 * precision + precision.max()"}), DIPS),
+        # the precision at the last hit, at every hit
+        (AREA.format(**OURS | {"best": "0 * precision + precision[-1]"}), DIPS),
     ],
 }

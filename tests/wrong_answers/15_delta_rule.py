@@ -68,6 +68,10 @@ WRONG = {
             "def retention(a, D, beta):\n    return beta * (1 - (2 * beta - beta**2) / D) ** a",
             r"within 0\.02 \(a = (20|10)",
         ),
+        (  # each key removes the share 1/D, β times
+            "def retention(a, D, beta):\n    return beta * (1 - 1 / D) ** (beta * a)",
+            r"within 0\.02 \(a = 3, D = 2, β = 0\.5",
+        ),
     ],
     "ex-15-cups": [
         (  # the sum of the two directions

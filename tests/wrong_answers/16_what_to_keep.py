@@ -75,6 +75,11 @@ WRONG = {
             "    return (B * (means @ q + q.norm() ** 4 * radii**2 / 2).exp()).sum()",
             r"weigh at most the bound|and no larger",
         ),
+        (  # the query's norm instead of half of its square
+            "def missed(q, means, radii, B):\n"
+            "    return (B * (means @ q + q.norm() * radii**2).exp()).sum()",
+            r"and no larger \(three radii, B = 4: .*it is off by",
+        ),
         (  # counts one key of each block
             "def missed(q, means, radii, B):\n"
             "    return ((means @ q + q.square().sum() * radii**2 / 2).exp()).sum()",

@@ -42,6 +42,13 @@ WRONG = {
         (SEEDS.format(**RIGHT | {"level": "0.95"}), N),
         # the spread of one mean, not of a difference
         (SEEDS.format(**RIGHT | {"shift": "gap / sd * sqrt(n)"}), N),
+        # the central t distribution, shifted
+        (
+            SEEDS.format(**RIGHT).replace(
+                "nct.sf(critical, df, shift)", "student.sf(critical - shift, df)"
+            ),
+            N,
+        ),
         # the seeds of both arms together
         (SEEDS.format(**RIGHT | {"result": "2 * n"}), N),
         # the rule of thumb, with the normal distribution instead of Student's
