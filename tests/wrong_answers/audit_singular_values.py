@@ -35,6 +35,22 @@ WRONG = {
             "def threshold(Phi_q, Phi_k):\n    return 1 / np.linalg.svd(Phi_q @ Phi_k.T)[1][-1]",
             r"1 % below the threshold, J is not bounded below \(20 queries",
         ),
+        (  # an absolute tolerance for redundant features
+            "def threshold(Phi_q, Phi_k):\n"
+            "    p = Phi_q.shape[1]\n"
+            "    sigma = np.linalg.svd(Phi_q @ Phi_k.T)[1]\n"
+            "    redundant = len(sigma) < p or sigma[p - 1] < 0.1\n"
+            "    return np.inf if redundant else 1 / sigma[p - 1]",
+            r"threshold is divided by c \(queries divided by 1000\)",
+        ),
+        (  # takes as many tokens as features for too few
+            "def threshold(Phi_q, Phi_k):\n"
+            "    p = Phi_q.shape[1]\n"
+            "    sigma = np.linalg.svd(Phi_q @ Phi_k.T)[1]\n"
+            "    few = min(len(Phi_q), len(Phi_k)) <= p\n"
+            "    return np.inf if few or sigma[p - 1] < 1e-9 else 1 / sigma[p - 1]",
+            r"1 % above the threshold, J is bounded below \(5 queries",
+        ),
         (  # from the smallest value of each role: sufficient, but not the least
             "def threshold(Phi_q, Phi_k):\n"
             "    least = lambda Phi: np.linalg.svd(Phi)[1][-1]\n"
