@@ -38,8 +38,9 @@ WRONG = {
             "    out, total = outs[0], lses[0]\n"
             "    for more, lse in zip(outs[1:], lses[1:]):\n"
             "        new = np.logaddexp(total, lse)\n"
-            "        out = np.exp(total - new)[:, None] * out\n"
-            "        out, total = out + np.exp(lse - new)[:, None] * more, new\n"
+            "        with np.errstate(invalid='ignore'):\n"
+            "            out = np.exp(total - new)[:, None] * out\n"
+            "            out, total = out + np.exp(lse - new)[:, None] * more, new\n"
             "    return out",
             r"may not attend to block 1, the first not to 2\): it is off by nan",
         ),
