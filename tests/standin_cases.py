@@ -111,7 +111,6 @@ def test_functions_beside_the_mechanisms():
     x, keep = sequences(torch.float64)[:, None, :16, :8], boolean(16)
     calls = {
         "mixing_matrix_1d": (lambda w: da.mixing_matrix_1d(w[0, 0, 0, :5], 16),),
-        "mixing_matrix_2d": (lambda w: da.mixing_matrix_2d(w[0, 0, :3, :3], (4, 4), True),),
         "delta_state": (lambda k: da.delta_state(k, k, decay=-k[..., 0].abs()),),
         "downsample": (lambda q: da.downsample(q, 4),),
         "upsample": (lambda q: da.upsample(q, 4, 64),),

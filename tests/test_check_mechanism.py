@@ -383,7 +383,8 @@ def test_it_takes_options_keys_and_flags():
     assert report.results[0].verdict == "untried"
 
 
-def test_it_says_the_same_each_time_and_leaves_random_numbers_as_they_were():
+def test_it_says_the_same_each_time_and_leaves_random_numbers_as_they_were(monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", None)  # it seeds GPUs too
     state = torch.get_rng_state()
     reports = [check_mechanism("softmax", promises=["dropout", "dtypes"]) for _ in range(2)]
     assert reports[0] == reports[1] and reports[0].passed

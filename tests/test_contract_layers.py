@@ -247,6 +247,7 @@ BAD_CALLS = [
     ({"query": [0.0]}, TypeError, "query is of type list"),
     ({"query": X.double()}, TypeError, "query has dtype torch.float64; expected torch.float32"),
     ({"query": X[None]}, ValueError, r"query has shape \(1, 2, 21, 12\); expected"),
+    ({"query": X[0, 0]}, ValueError, r"query has shape \(12,\); expected"),
     ({"query": X[..., :7]}, ValueError, r"query has shape .*; expected \(2, 21, 12\)"),
     ({"key": X.half()}, TypeError, "key has dtype torch.float16; expected torch.float32"),
     ({"key": X[..., :7]}, ValueError, r"key has shape .*; expected \(2, 21, 12\)"),

@@ -35,9 +35,9 @@ from derived_attention.convolutional.core import (
     conv1d_attention,
     conv2d_attention,
     mixing_matrix_1d,
-    mixing_matrix_2d,
 )
 from derived_attention.convolutional.layer import Conv1DAttention, Conv2DAttention, CvTAttention
+from derived_attention.formulas import mixing_matrix
 from derived_attention.layer import ALL, MultiheadAttention
 from derived_attention.linear.core import linear_attention
 
@@ -104,7 +104,7 @@ def test_mixing_matrix_is_pytorchs_convolution():
     for grid in ((3, 4), (1, 5), (5, 1)):
         for sizes in ((1, 1), (2, 2), (3, 3), (3, 2), (1, 4), (9, 9)):
             x, weight = tensors((H, math.prod(grid), D), (H, *sizes))
-            found, expected = mixing_matrix_2d(weight, grid) @ x, torch_conv(x, weight, grid)
+            found, expected = mixing_matrix(weight, grid) @ x, torch_conv(x, weight, grid)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -112,10 +112,8 @@ def test_mixing_matrices_by_hand():
     w = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert mixing_matrix_1d(w, 3).tolist() == [[2, 3, 4], [1, 2, 3], [0, 1, 2]]
     assert mixing_matrix_1d(w, 3, causal=True).tolist() == [[4, 0, 0], [3, 4, 0], [2, 3, 4]]
-    corner = mixing_matrix_2d(w.view(2, 2), (2, 2))
+    corner = mixing_matrix(w.view(2, 2), (2, 2))
     assert corner.tolist() == [[1, 2, 3, 4], [0, 1, 0, 3], [0, 0, 1, 2], [0, 0, 0, 1]]
-    row = mixing_matrix_2d(w[:3].view(1, 3), (1, 2), class_token=True)
-    assert row.tolist() == [[1, 0, 0], [0, 2, 3], [0, 1, 2]]
 
 
 # --- the formula -------------------------------------------------------------------------------
@@ -169,8 +167,8 @@ def test_masked_places_reach_no_neighbour():
     q, k, v = (x.detach() for x in on_grid())
     here = torch.arange(12) < 8
     options = {"weight": filters(H, 2, 3), "grid": GRID, "key_weight": filters(H, 3, 3)}
-    C = mixing_matrix_2d(options["weight"], GRID)
-    C_k = mixing_matrix_2d(options["key_weight"], (2, 4))
+    C = mixing_matrix(options["weight"], GRID)
+    C_k = mixing_matrix(options["key_weight"], (2, 4))
     expected = softmax_attention_reference(C @ q, C_k @ k[..., :8, :], v[..., :8, :])
     garbage = k.masked_fill(~here[:, None], math.nan)
     for form in FORMS_2D:
@@ -452,13 +450,6 @@ def test_bad_mixing_matrix_is_named():
         (ValueError, "N is -1", {"N": -1}),
     ]
     assert_named(bad, lambda **changed: mixing_matrix_1d(**{"weight": W1, "N": 3, **changed}))
-    bad = [
-        (ValueError, r"weight has shape \(3,\)", {"weight": W1[0]}),
-        (TypeError, "weight has dtype", {"weight": W2.long()}),
-        (TypeError, "grid is 12", {"grid": 12}),
-        (TypeError, "class_token is 1", {"class_token": 1}),
-    ]
-    assert_named(bad, lambda **changed: mixing_matrix_2d(**{"weight": W2, "grid": GRID, **changed}))
 
 
 def test_bad_construction_is_named():

@@ -93,6 +93,24 @@ def test_a_state_of_inference_mode_is_continued_with_gradients(name):
     assert_all_close(rest(early), rest(normal), 1e-12, name)
 
 
+@with_states
+def test_a_state_and_dropout_exclude_each_other(name):
+    """With D values and as many keys, a state would be taken for weights."""
+    form, (q, k, v) = draw(name, D)
+    how = dict(is_causal=True, dropout_p=0.5)
+    with pytest.raises(ValueError, match="state is given, and dropout_p is above 0; expected"):
+        form(q, k, v, **how, state=state_of(form, k, v))
+    assert form(q, k, v, **how, state=None).shape == q.shape
+
+
+def test_states_of_linear_attention_can_be_mapped():
+    form, (q, k, v) = draw("linear", 6)
+    state = torch.stack([linear_state(x.detach(), v.detach()) for x in (k, -k)])
+    run = functools.partial(form, q, k, v, is_causal=True)
+    found = torch.func.vmap(lambda S: run(state=S))(state)
+    assert_all_close(list(found), [run(state=S) for S in state], 1e-12, "vmap")
+
+
 @pytest.mark.parametrize("options", [dict(prefix=3), dict(exclude_self=True)])
 def test_ridge_has_a_state_beside_its_other_options(options):
     _, (q, k, v) = draw("ridge")

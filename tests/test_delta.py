@@ -306,3 +306,11 @@ def test_wrong_options_of_the_layer():
         DeltaAttention(8, 2, beta="tanh")
     with pytest.raises(TypeError, match="gated"):
         DeltaAttention(8, 2, gated=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_takes_tokens_of_zeros_in_half_precision(dtype):
+    layer, x = DeltaAttention(8, 2, bias=False, dtype=dtype), torch.ones(1, 5, 8, dtype=dtype)
+    gone = torch.arange(5)[None] > 2
+    short = layer(*[x[:, :3]] * 3, need_weights=False)[0]
+    torch.testing.assert_close(layer(x, x, x, gone, need_weights=False)[0][:, :3], short)

@@ -238,6 +238,7 @@ def test_bad_construction_is_named():
         (ValueError, "linear is True", {"linear": True, "variances": 1.0}),
         (ValueError, "variances is", {"variances": [1.0, 2.0, 3.0]}),
         (ValueError, "variances is -1", {"variances": -1.0}),
+        (ValueError, "mixture is {'hard': True}; expected", {"mixture": {"hard": True}}),
         (TypeError, "attention", {"attention": mixture_attention}),
     ):
         with pytest.raises(error, match=match):

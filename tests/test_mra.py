@@ -127,6 +127,8 @@ def test_over_the_map_as_all_that_is_promised_of_rows():
     mapped = torch.vmap(functools.partial(mra_attention, **own))(*x)
     loop = torch.stack([mra_attention(*each, **own) for each in zip(*x, strict=True)])
     assert_all_close([mapped], [loop], 1e-12)
+    for form in FORMS:
+        assert not form(*qkv(m=0), **own).any()
     with Largest() as largest:
         Case("mra", n=1024, m=1024, leading=(1, H), d=2, dv=3, **own).results()
     assert largest.numel <= 1024**2 / 2

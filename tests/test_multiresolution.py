@@ -319,3 +319,14 @@ def test_what_is_wrong_is_named():
         layer(filters=DB2)(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="is_causal is True with class_token"):
         layer(class_token=True)(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(("form", "error", "words"), [
+    (lambda x: downsample(x[0], 2), ValueError, r"x has shape \(4,\); expected \(..., N, D\)"),
+    (lambda x: downsample(x.long(), 2), TypeError, "x has dtype torch.int64"),
+    (lambda x: upsample([x], 2, 6), TypeError, "x is of type list; expected a Tensor"),
+    (lambda x: upsample(x, 2, 6.0), TypeError, "N is of type float; expected a whole number"),
+])  # fmt: skip
+def test_wrong_sequences_are_named(form, error, words):
+    with pytest.raises(error, match=words):
+        form(torch.zeros(3, 4))

@@ -405,6 +405,7 @@ BAD = [
 BAD_LAYERS = [
     (ValueError, r"beta is \[0.1, 0.2\]; expected one number, or one for", {"beta": [0.1, 0.2]}),
     (ValueError, "beta is nan", {"beta": math.nan}),
+    (TypeError, "beta is of type Tensor; expected one finite", {"beta": torch.ones(HEADS)}),
     (ValueError, "eps is 0", {"eps": 0}),
 ]
 

@@ -562,9 +562,9 @@ def test_what_cannot_be_loaded_is_said(name, options, error, tmp_path):
 
 
 def test_what_is_no_such_folder_is_said(tmp_path):
-    folder = saved(make("Llama"), tmp_path)
-    with pytest.raises(ValueError, match="folder is .*, where no model.safetensors has an att"):
-        plugs.load(folder)
+    for folder in (saved(make("Llama"), tmp_path / "plain"), tmp_path, "gpt2"):
+        with pytest.raises(ValueError, match="folder is .*, where no model.safetensors has an att"):
+            plugs.load(folder)
     folder = saved(plugs.equip(make("Llama"), "linear"), tmp_path)
     with pytest.raises(TypeError, match="kind is .*AutoModel.*LlamaForCausalLM.*; expected a cl"):
         plugs.load(folder, transformers.AutoModel)
@@ -657,6 +657,8 @@ def test_a_vision_transformer_keeps_its_weights_and_trains_and_is_saved(name, tm
 
 
 def test_timm_says_what_is_wrong():
+    with pytest.raises(ValueError, match="name is 'mgkk'; expected one of softmax, linear"):
+        plugs.equip_timm(vision(), "mgkk")
     with pytest.raises(ValueError, match="model is a Linear without timm's Attention"):
         plugs.equip_timm(nn.Linear(1, 1), "softmax")
     with pytest.raises(ValueError, match="model has 3 tokens before its patches; .* 1 for sh"):

@@ -216,6 +216,9 @@ def test_cross_attention_brings_the_mean_of_r_to_the_queries():
         mean = (r.sum(-2, keepdim=True) / count).expand_as(e)
         expected = torch.cat([e, mean], -1) @ own["W_o"].mT
         assert_all_close([primal_attention(q, k, v, mask, **own, cross=True)], [expected], 1e-12)
+    for form in (primal_attention, primal_attention_reference):
+        nothing = form(q, k[..., :0, :], v[..., :0, :], is_causal=True, cross=True, **own)
+        assert not nothing.any()
     for n, m in [(7, 10), (10, 7)]:
         q, k, v = inputs(n, m)
         out = primal_attention(q, k, v, is_causal=True, cross=True, **own)
@@ -498,6 +501,8 @@ def test_what_is_wrong_is_named():
         primal_attention(q[..., :9, :], k, v, **own)
     with pytest.raises(ValueError, match="scale is -1; expected a finite positive number"):
         primal_scores(q, k, v, **scores_of(own), scale=-1)
+    with pytest.raises(TypeError, match="v is of type NoneType; expected a floating Tensor"):
+        primal_scores(q, k, None, **scores_of(own))
     for changed, error, match in BAD_LAYERS:
         with pytest.raises(error, match=match):
             PrimalAttention(E, H, **changed)

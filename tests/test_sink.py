@@ -212,6 +212,16 @@ def test_small_dtypes_hold_the_sink_at_any_scale(scale):
         assert_all_close([found.double()], [expected], tol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_no_sink_is_too_large_under_a_mask(dtype):
+    q, k, v = (x.detach().to(dtype) for x in qkv())
+    plain = softmax_attention(q, k, v, boolean(N, M))
+    for large in (1e5, 1e9, torch.finfo(torch.float32).max):
+        assert not sink_attention(q, k, v, boolean(N, M), bias=large).any()
+        low = sink_attention(q, k, v, boolean(N, M), bias=-large)
+        assert_all_close([low], [plain], 2e-2)
+
+
 # --- wrong inputs, and the layer ------------------------------------------------------------------
 
 WRONG = [

@@ -11,7 +11,6 @@ from derived_attention.common.filters import upsample as upsample
 from derived_attention.common.masks import causal_mask as causal_mask
 from derived_attention.common.pooling import ConvolutionPooling as ConvolutionPooling
 from derived_attention.convolutional.core import mixing_matrix_1d as mixing_matrix_1d
-from derived_attention.convolutional.core import mixing_matrix_2d as mixing_matrix_2d
 from derived_attention.convolutional.layer import Conv1DAttention as Conv1DAttention
 from derived_attention.convolutional.layer import Conv2DAttention as Conv2DAttention
 from derived_attention.convolutional.layer import CvTAttention as CvTAttention
@@ -25,7 +24,6 @@ from derived_attention.linear.core import linear_attention_weights as linear_att
 from derived_attention.linear.core import linear_state as linear_state
 from derived_attention.linear_time.core import flipped_elu_feature_map as flipped_elu_feature_map
 from derived_attention.linear_time.core import orthogonal_features as orthogonal_features
-from derived_attention.linear_time.core import positive_features as positive_features
 from derived_attention.linear_time.layer import FMMAttention as FMMAttention
 from derived_attention.linear_time.layer import LinformerAttention as LinformerAttention
 from derived_attention.linear_time.layer import LunaAttention as LunaAttention

@@ -81,7 +81,8 @@ def bn(q, k, v, mask, scale, *, beta=1.0, eps=None, attention=softmax):
     """h_i = Σ_j softmax_j( ((q_i − βμ_i)/s_i)·((k_j − βμ_i)/s_i) / √D ) v_j.
 
     s_i² is σ_i² + ε, or 1. μ_i and σ_i² are over the keys that query i may attend:
-    each has keys of its own.
+    each has keys of its own. So `attention` is given one query at a time: it may
+    neither depend on places nor have parameters for each head.
     """
     keep, rows = mask.rows(q, k)  # (..., N, M), and a mask (..., N, 1, M)
     keep = keep[..., None].to(k.dtype)
@@ -305,7 +306,7 @@ def best(mass, kept, over, present):
     if over == "rows":
         return torch.zeros_like(mass, dtype=torch.bool).scatter(
             -1, mass.topk(each).indices, True)
-    top = mass.amax(-1, keepdim=True)
+    top = mass.topk(each).values[..., :1]  # none without keys
     flat = (mass - top.where(top > -math.inf, 0)).masked_fill(
         ~present, -math.inf).flatten(-2)
     # the rank of each block
@@ -362,9 +363,9 @@ def primal(
             x @ v.mT * seen @ rows.mT for x, seen in zip((e, r), past, strict=True))
     present = mask.presence(k)[..., None]  # (..., M, 1)
     e, r = e @ W_e * present.any(-2, keepdim=True), r @ W_r * present
-    if cross and mask.is_causal:  # r is of keys: a query gets a mean over its past
-        last = torch.arange(q.shape[-2], device=q.device).clamp(
-            max=max(r.shape[-2] - 1, 0))
+    # r is of keys: a causal query gets its mean over the past
+    if cross and mask.is_causal and r.shape[-2]:
+        last = torch.arange(q.shape[-2], device=q.device).clamp(max=r.shape[-2] - 1)
         r = running_mean(r)[..., last, :]
     elif cross:
         r = (r.sum(-2, keepdim=True)

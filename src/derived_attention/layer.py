@@ -528,14 +528,14 @@ class MultiheadAttention(nn.Module):
         """Return whether no closer look at the inputs is necessary."""
         if not (
             isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        ):
+            and query.dim() in (2, 3) and query.dim() == key.dim() == value.dim()
+        ):  # fmt: skip
             return False
         *batch, N, E = query.shape
         dtype, device = query.dtype, query.device
         weight = self.out_proj.weight if self.projected else query
         return (
-            query.dim() in (2, 3) and query.dim() == key.dim() == value.dim()
-            and dtype in FLOATING and dtype == key.dtype == value.dtype == weight.dtype
+            dtype in FLOATING and dtype == key.dtype == value.dtype == weight.dtype
             and device == key.device == value.device == weight.device
             and (E, key.shape[-1], value.shape[-1]) == (self.embed_dim, self.kdim, self.vdim)
             and key.shape[:-1] == value.shape[:-1] and [*key.shape[:-2]] == batch

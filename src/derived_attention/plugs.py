@@ -367,12 +367,12 @@ def load(folder: str | os.PathLike[str], kind: Any = None, **arguments: Any) -> 
 
     register()
     records, states = _read_plugs(Path(folder))
-    config = getattr(kind, "config_class", transformers.AutoConfig).from_pretrained(folder)
     if not records:
         raise ValueError(
             f"folder is {folder}, where no model.safetensors has an attention of {CHILD}; expected "
             "one written by save_pretrained of an equipped model"
         )
+    config = getattr(kind, "config_class", transformers.AutoConfig).from_pretrained(folder)
     if kind is None:
         kind = getattr(transformers, next(iter(config.architectures or []), ""), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -707,6 +707,7 @@ def equip_timm(model: Any, name: str, **options: Any) -> Any:
     """
     from timm.layers import Attention
 
+    get_attention(name)  # raises for an unknown name
     paths = [path for path, x in model.named_modules() if type(x) is Attention]
     first = getattr(model, "num_prefix_tokens", None)
     size = getattr(getattr(model, "patch_embed", None), "grid_size", None)

@@ -296,14 +296,10 @@ MECHANISMS: dict[str, Entry] = {
 
 # Other public names, by module.
 _OTHERS = {
-    "convolutional.core": ("mixing_matrix_1d", "mixing_matrix_2d"),
+    "convolutional.core": ("mixing_matrix_1d",),
     "convolutional.layer": ("CvTAttention",),
     "delta.core": ("delta_state",),
-    "linear_time.core": (
-        "flipped_elu_feature_map",
-        "orthogonal_features",
-        "positive_features",
-    ),
+    "linear_time.core": ("flipped_elu_feature_map", "orthogonal_features"),
     "common.filters": ("downsample", "upsample"),
     "common.pooling": ("ConvolutionPooling",),
     "registry": ("MECHANISMS", "get_attention", "list_attentions"),
@@ -336,7 +332,6 @@ def _public() -> dict[str, str]:
     modules = {name: module for module, names in _OTHERS.items() for name in names}
     for entry in MECHANISMS.values():
         assert isinstance(entry.function, str)  # as all are that are written here
-        name = entry.function.rpartition(".")[2]
         for path in (entry.function, f"{entry.function}_reference", entry.layer):
             module, _, name = path.rpartition(".")
             modules[name] = module
@@ -370,7 +365,7 @@ def get_attention(name: str) -> Mechanism:
     >>> get_attention("mgk").__name__
     'mixture_attention'
     """
-    if name not in MECHANISMS:
+    if not isinstance(name, str) or name not in MECHANISMS:
         near = difflib.get_close_matches(str(name), MECHANISMS, 1)
         nearest = f": did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"name is {name!r}; expected one of {', '.join(MECHANISMS)}{nearest}")

@@ -80,8 +80,10 @@ def normalized_attention(
         Weight β of the mean, finite. A tensor, of one element or of shape ``(H,)`` for one β per
         head, gets a gradient. β = 0 without `eps` is the mechanism itself.
     eps : float, optional
-        Positive. With it, features are divided by √(σ² + ε): with β = 1 this is eq. 22. If left
-        out, they are only centred: eq. 26.
+        Positive. With it, features are divided by √(σ² + ε): with β = 1 this is eq. 22. A query
+        with fewer than two keys then becomes 0, as softmax gives its key the weight 1 with any
+        query; in mechanisms whose weights do not sum to 1 that is not the formula. If left out,
+        features are only centred: eq. 26.
     attention : callable
         The mechanism for the normalised queries and keys: `softmax_attention` or another one with
         its calling convention. A sparse pattern does not change the statistics.

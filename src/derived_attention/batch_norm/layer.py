@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derived_attention.batch_norm.core import check_normalization, normalized_attention
-from derived_attention.common.checks import Mechanism, check_flag
+from derived_attention.batch_norm.core import normalized_attention
+from derived_attention.common.checks import (
+    LARGEST,
+    Mechanism,
+    check_flag,
+    check_number,
+    check_positive,
+)
 from derived_attention.common.masks import Mask
 from derived_attention.layer import Heads, MultiheadAttention
 
@@ -48,9 +54,10 @@ class NormalizedAttention(MultiheadAttention):
         betas = list(beta) if isinstance(beta, Sequence) else [beta] * self.num_heads
         if len(betas) != self.num_heads:
             raise ValueError(f"beta is {betas}; expected one number, or one for each head")
-        for b in betas:
-            check_normalization(b, eps, torch.empty(0))
-        self.fixed_betas = [float(b) for b in betas]
+        expected = "one finite number, or a sequence of one for each head"
+        self.fixed_betas = [check_number("beta", b, expected, -LARGEST, LARGEST) for b in betas]
+        if eps is not None:
+            check_positive("eps", eps)
         start = self.out_proj.weight.new_tensor(self.fixed_betas)
         self.beta = nn.Parameter(start) if learn_beta else None
         self.betas = "learned" if learn_beta else betas

@@ -35,6 +35,7 @@ from derived_attention.common.checks import (
     check_positive,
     check_probability,
     check_qkv,
+    check_shape,
 )
 from derived_attention.common.masks import Mask, exclude_absent
 
@@ -155,6 +156,9 @@ def mechanism(
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
+        if "mask" in options:  # the name that the form has for another thing
+            name = attend.__name__
+            raise TypeError(f"{name}() got an unexpected keyword argument 'mask'; use attn_mask")
         if v is None:  # which `prepare` takes, for weights
             raise TypeError("v is of type NoneType; expected a Tensor")
         if enable_gqa is not False:
@@ -316,6 +320,11 @@ def _attend_with_dropout(
             "fused is True, and dropout_p is above 0; expected dropout_p=0, or fused False or "
             "None: dropout needs the stored weights"
         )
+    if options.pop("state", None) is not None:
+        raise ValueError(
+            "state is given, and dropout_p is above 0; expected dropout_p=0: the keys that a state "
+            "sums up have no weights to drop"
+        )
     A = weights_of(attention, q, k, **mask.keywords, scale=scale, **options)
     return F.dropout(A, dropout_p) @ v.to(A.dtype)
 
@@ -383,11 +392,16 @@ def share_heads(
         if G != H and (G == 0 or H % G):
             raise ValueError(f"{name} has {G} heads; expected a divisor of {H}, the heads of q")
         repeats.append(1 if G == H else H // G)
+    *batch, _, _, D = q.shape
+    check_shape("k", k, (*batch, *k.shape[-3 - components : -1], D), "batch and D of q")
+    check_shape("v", v, (*batch, v.shape[-3], k.shape[-2], v.shape[-1]), "batch of q and M of k")
     r = repeats[0]
     if not views or r == 1 or repeats[1] != r:
         k = k if r == 1 else k.repeat_interleave(r, -3 - components)
         return q, k, v if repeats[1] == 1 else v.repeat_interleave(repeats[1], -3), attn_mask
     if isinstance(attn_mask, Tensor) and attn_mask.dim() > 2:
+        if attn_mask.shape[-3] not in (1, q.shape[-3]):
+            check_mask(attn_mask, q, k)  # raises
         by_head = attn_mask.shape[-3] == q.shape[-3]
         attn_mask = attn_mask.unflatten(-3, (-1, r)) if by_head else attn_mask.unsqueeze(-3)
     k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], r, *x.shape[-2:]) for x in (k, v))

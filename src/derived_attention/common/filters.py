@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from derived_attention.common.checks import accumulation_dtype, check_count, check_shape
-from derived_attention.common.pooling import Pooling, average_pooling, blank
+from derived_attention.common.checks import (
+    accumulation_dtype,
+    check_count,
+    check_floating,
+    check_shape,
+)
+from derived_attention.common.pooling import Pooling, average_pooling, blank, mean_of_present
 
 
 class Filter(NamedTuple):
@@ -75,7 +80,8 @@ def wavelet_filter(wavelet: Any) -> Filter:
         def pool(y: Tensor) -> Tensor:
             z = y.to(accumulation_dtype(y))
             if present is not None:
-                z = torch.where(present[..., None], z, _mean(z, present))
+                mean = mean_of_present(blank(z, present), present)
+                z = torch.where(present[..., None], z, mean)
             missing = -z.shape[-2] % scale if z.shape[-2] else 0
             z = torch.cat([z, z[..., -1:, :].expand(*z.shape[:-2], missing, -1)], -2)
             for _ in range(levels if z.shape[-2] else 0):
@@ -111,26 +117,22 @@ def _synthesise(y: Tensor, dual: Sequence[float]) -> Tensor:
     return torch.stack(phases, -2).flatten(-3, -2)  # type: ignore[arg-type]
 
 
-def _mean(x: Tensor, present: Tensor) -> Tensor:
-    """Return the mean (..., 1, D) over the steps that are present."""
-    one = present[..., None].to(x.dtype)
-    one = one.expand(*one.shape[:-2], x.shape[-2], 1)
-    total = blank(x, present).sum(-2, keepdim=True)
-    return total / one.sum(-2, keepdim=True).clamp(min=1)
-
-
 def downsample(x: Tensor, scale: int, filters: Any = "boxcar") -> Tensor:
     """↓_s: average each window of s steps, (..., N, D) to (..., ⌈N/s⌉, D).
 
     A last window that is shorter is averaged over the steps it has. With a wavelet, a low-pass
     filter of that scale replaces averages: see `wavelet_filter`.
     """
+    check_floating({"x": x})
+    if x.dim() < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected (..., N, D)")
     return get_filter(filters).down(x, check_count("scale", scale, 1), None)[0](x)
 
 
 def upsample(x: Tensor, scale: int, N: int, filters: Any = "boxcar") -> Tensor:
     """↑_s: repeat each step s times, (..., ⌈N/s⌉, D) to (..., N, D), or apply the dual filter."""
-    windows = -(-N // check_count("scale", scale, 1))
+    check_floating({"x": x})
+    windows = -(-check_count("N", N, 0) // check_count("scale", scale, 1))
     check_shape("x", x, (*x.shape[:-2], windows, *x.shape[-1:]), f"{N} steps in windows of {scale}")
     return get_filter(filters).up(x, scale, N)
 

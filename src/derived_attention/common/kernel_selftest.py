@@ -123,17 +123,16 @@ def file_of(kind: str, device: torch.device) -> Path:
 
 
 def _read(device: torch.device) -> dict[str, str]:
-    file = file_of("trusted", device)
     try:
-        found: Any = json.loads(file.read_text("utf8"))
-    except (OSError, ValueError):
+        found: Any = json.loads(file_of("trusted", device).read_text("utf8"))
+    except (OSError, ValueError, RuntimeError):  # the last one: the user has no home folder
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _write(device: torch.device, verdicts: dict[str, str]) -> None:
-    file = file_of("trusted", device)
+    text = json.dumps(verdicts, indent=1, sort_keys=True)
     try:
-        write_atomically(file, json.dumps(verdicts, indent=1, sort_keys=True).encode())
-    except OSError:  # then the next process tries again
+        write_atomically(file_of("trusted", device), text.encode())
+    except (OSError, RuntimeError):  # then the next process tries again
         return

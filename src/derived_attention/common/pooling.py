@@ -160,7 +160,7 @@ def _clusters(x: Tensor, scale: int, present: Tensor | None) -> Tensor:
     """Label each step with its nearest centre, after `KMEANS_STEPS` steps of Lloyd's algorithm."""
     x = blank(x.detach().to(accumulation_dtype(x)), present)
     # Subtract the mean, which would not cancel exactly in x·c − |c|²/2; also from absent steps.
-    x = x - x.mean(-2, keepdim=True) if present is None else x - _mean(x, present)
+    x = x - x.mean(-2, keepdim=True) if present is None else x - mean_of_present(x, present)
     pool, kept = average_pooling(x, scale, present)
     with full_precision(x.device):
         centres = pool(x)  # (..., K, D)
@@ -172,7 +172,7 @@ def _clusters(x: Tensor, scale: int, present: Tensor | None) -> Tensor:
     return labels
 
 
-def _mean(x: Tensor, present: Tensor) -> Tensor:
+def mean_of_present(x: Tensor, present: Tensor) -> Tensor:
     """Return the mean (..., 1, D) of the steps that are present; the others are 0."""
     count = present.expand(*present.shape[:-1], x.shape[-2]).sum(-1)[..., None, None]
     return x.sum(-2, keepdim=True) / count.clamp(min=1)

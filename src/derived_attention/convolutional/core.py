@@ -12,9 +12,9 @@ treats all D channels alike. So it is one matrix C that mixes the tokens, Conv(Q
 The scores are convolved on both sides, and C commutes with any projection W that has no bias:
 (C X) W = C (X W). A convolution with a filter for each channel is no such matrix.
 
-`mixing_matrix_1d` and `mixing_matrix_2d` return C, and the references multiply by it. So do
-`conv1d_attention` and `conv2d_attention` for few tokens; for more they add shifted copies of Q and
-K, and do not store C. As in PyTorch, "convolution" slides the filter without flipping it.
+`formulas.mixing_matrix` returns C, and the references multiply by it. So do `conv1d_attention` and
+`conv2d_attention` for few tokens; for more they add shifted copies of Q and K, and do not store C.
+As in PyTorch, "convolution" slides the filter without flipping it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from derived_attention import formulas
@@ -68,22 +67,6 @@ def mixing_matrix_1d(weight: Tensor, N: int, causal: bool = False) -> Tensor:
     check_floating({"weight": weight})
     _check_sides("weight", weight, 1)
     return formulas.mixing_matrix(weight, (check_count("N", N, 0),), causal)
-
-
-def mixing_matrix_2d(weight: Tensor, grid: tuple[int, int], class_token: bool = False) -> Tensor:
-    """Return the matrix C ``(..., N, N)`` of a convolution on a grid, numbered row by row.
-
-    `weight` is ``(..., s1, s2)``, `grid` is (N_H, N_W), and N = N_H N_W. With `class_token` one
-    more token comes first, which C leaves as it is. Errors are those of `mixing_matrix_1d`.
-    """
-    check_flag("class_token", class_token)
-    check_floating({"weight": weight})
-    _check_sides("weight", weight, 2)
-    C = formulas.mixing_matrix(weight, check_grid(grid))
-    if not class_token:
-        return C
-    alone = torch.ones(1, 1, dtype=C.dtype, device=C.device)
-    return F.pad(C, (1, 0, 1, 0)) + F.pad(alone, (0, C.shape[-1], 0, C.shape[-1]))
 
 
 # --- the mechanisms, by sums of shifted copies ---------------------------------------------------
@@ -161,7 +144,7 @@ def conv2d_attention(
     ----------
     weight, key_weight : Tensor
         Filters ``(s1, s2)`` for all heads or ``(H, s1, s2)`` for each, as in `conv1d_attention`,
-        laid on the grid as in `mixing_matrix_2d`.
+        laid along both sides of the grid as in `mixing_matrix_1d`.
     grid : (int, int)
         Rows N_H and columns N_W, with N = N_H N_W.
     class_token : bool

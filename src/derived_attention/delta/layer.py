@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from derived_attention.common.checks import Mechanism, check_flag
+from derived_attention.common.checks import Mechanism, accumulation_dtype, check_flag
 from derived_attention.common.masks import Mask
 from derived_attention.delta.core import delta_attention
 from derived_attention.layer import ALL, VALUE, Group, Heads, MultiheadAttention
@@ -77,4 +77,7 @@ class DeltaAttention(MultiheadAttention):
     def project(self, part: int, x: Tensor, heads: Heads) -> Tensor:
         """Project, and give queries and keys norm 1."""
         x = super().project(part, x, heads)
-        return x if part == VALUE else F.normalize(x, dim=-1).to(x.dtype)  # autocast widens norms
+        if part == VALUE:
+            return x
+        # In float16 the least norm of 1e-12 would be 0, and a key of zeros NaN.
+        return F.normalize(x.to(accumulation_dtype(x)), dim=-1).to(x.dtype)

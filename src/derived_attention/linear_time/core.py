@@ -175,17 +175,6 @@ def orthogonal_features(
     return W.to(torch.get_default_dtype() if dtype is None else dtype)
 
 
-def positive_features(x: Tensor, projection: Tensor) -> Tensor:
-    """Return φ(x)_r = exp(w_r·x − ‖x‖²/2)/√R, ``(..., R)``, for the rows w_r of `projection`.
-
-    x is ``(..., D)`` and `projection` is ``(R, D)``; another width is a ValueError. The mean of
-    φ(x)ᵀφ(y) over standard normal w is exp(x·y) [Choromanski2021].
-    """
-    W = _rows_of("projection", projection, x, x.shape[-1]).to(accumulation_dtype(x))
-    with full_precision(x.device):
-        return (_keys(x, _rows(W, W.new_zeros(1, len(W))), 1.0) - math.log(len(W)) / 2).exp()
-
-
 def check_projection(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, *, projection: Any
 ) -> dict[str, Any]:

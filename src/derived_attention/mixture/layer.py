@@ -19,6 +19,8 @@ from derived_attention.layer import ALL, KEY, Heads, MultiheadAttention
 from derived_attention.mixture.core import em_priors, linear_mixture_attention, mixture_attention
 from derived_attention.mixture.shifted import shifted_keys, shifted_mixture_attention
 
+KEYWORDS = ("distance", "normalized")  # of mixtures of Gaussians that the layer passes on
+
 
 class MixtureAttention(MultiheadAttention):
     """Transformer-MGK's attention in H heads, with the interface of `MultiheadAttention`.
@@ -84,11 +86,14 @@ class MixtureAttention(MultiheadAttention):
             )
         function = mixture_attention if not shifted else shifted_mixture_attention
         function = linear_mixture_attention if linear else function
+        mixture, known = mixture or {}, ("feature_map", "fused") if linear else KEYWORDS
+        if not set(mixture) <= set(known):
+            raise ValueError(f"mixture is {mixture!r}; expected no keys but {', '.join(known)}")
         super().__init__(*args, attention=function, **options)
         self.paired |= priors == "em"
         self.components, self.hard, self.linear = R, hard, linear
         self.kind = "linear" if linear else "hard" if hard else "soft"
-        self.mixture = {} if mixture is None else dict(mixture)
+        self.mixture = dict(mixture)
         width = math.sqrt(self.head_dim) if variances is None else variances
         self.fixed_variances = _variances(width, R)
         even = self.out_proj.weight.new_ones(self.num_heads, R)

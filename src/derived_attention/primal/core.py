@@ -145,6 +145,7 @@ def primal_scores(
     Scores are in float32 at least.
     """
     mask, scale = prepare(q, k, v, attn_mask, is_causal, scale)
+    check_parameter("v", v, q)  # `prepare` takes None
     projection = Projection(W_e, W_r, data_dependent, feature_map, sampling)
     return scores_of(q, k, v, mask, scale, projection)[:2]
 
@@ -246,7 +247,6 @@ def landmarks(
             return x, place < M
         if sampling == "even":  # the same as below, without a sort
             return x[..., place * (M - 1) // max(n - 1, 1), :], place < M
-    if present is None:
         present = torch.ones(M, dtype=torch.bool, device=x.device)
     count = present.sum(-1, keepdim=True)  # (..., 1)
     used, n = place < count, min(n, M)  # (..., n)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from derived_attention.common.checks import Mechanism, check_count, check_flag
-from derived_attention.common.convention import prepare
+from derived_attention.common.convention import prepare, unwrap
 from derived_attention.common.masks import Mask
 from derived_attention.layer import ALL, Group, Heads, MultiheadAttention, pick
 from derived_attention.linear.core import FeatureMap, accumulation_dtype, apply_feature_map
@@ -132,9 +132,7 @@ class PrimalAttention(MultiheadAttention):
         drop = self.dropout if self.training else 0.0
         if self.Lambda is None:
             return run(q, k, v, **mask.keywords, dropout_p=drop), None
-        options: dict[str, Any] = {}
-        while isinstance(run, functools.partial):
-            options, run = run.keywords | options, run.func
+        run, options = unwrap(run)
         if run is not primal_attention:
             raise ValueError(
                 f"attention is {run!r} with regularised=True; expected primal_attention, as the "

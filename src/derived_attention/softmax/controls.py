@@ -61,8 +61,8 @@ class PositionOnlyAttention(MultiheadAttention):
         The most queries and keys.
     """
 
-    shown = ("num_heads", "length")
-    alone = False
+    shown = ("length",)
+    paired, any_mask = True, False  # offsets are those of the sequence without its padding
 
     def __init__(self, *args: Any, length: int, **options: Any) -> None:
         super().__init__(*args, **options)

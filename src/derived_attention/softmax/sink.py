@@ -37,7 +37,7 @@ from derived_attention.common.convention import (
     prepare,
     reference_of,
 )
-from derived_attention.common.masks import Mask, causal_mask
+from derived_attention.common.masks import Mask
 from derived_attention.layer import Heads, MultiheadAttention
 from derived_attention.softmax.core import sdpa
 from derived_attention.softmax.joint import backend_of, joint_softmax
@@ -96,16 +96,17 @@ def sink_attention(
     if is_short(q, k, SHORT if mask.is_causal else 2 * SHORT):
         return in_full(formulas.sink)(q, k, v, mask, scale, bias=bias)
     D, Dv, scale = q.shape[-1], v.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
-    if mask.given is None:
-        if autocasts(q.device):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if backend := backend_of(q, k, v, mask.is_causal):
-            b = bias if bias.dim() == 0 else bias.squeeze(-1)
-            return joint_softmax(backend, q, k.unsqueeze(-3), v, b, mask.is_causal, scale)
+    if autocasts(q.device):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if mask.given is None and (backend := backend_of(q, k, v, mask.is_causal)):
+        b = bias if bias.dim() == 0 else bias.squeeze(-1)
+        return joint_softmax(backend, q, k.unsqueeze(-3), v, b, mask.is_causal, scale)
     # A power of two, which rounds nothing, so that neither feature is large if `scale` is small.
     one = 2.0 ** round(-math.log2(scale) / 2)
-    feature = (bias.to(accumulation_dtype(q)) / (scale * one)).to(q.dtype).expand(*q.shape[:-1], 1)
-    Q = torch.cat([q, feature], -1)
+    # Infinity times the 0 of the other keys would be NaN, so it is a large number instead.
+    most = min(torch.finfo(q.dtype).max, torch.finfo(torch.float32).max / one) / 2
+    feature = (bias.to(accumulation_dtype(q)) / (scale * one)).clamp(-most, most).to(q.dtype)
+    Q = torch.cat([q, feature.expand(*q.shape[:-1], 1)], -1)
     K, V = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, max(0, D + 1 - Dv), 0, 1))  # in one width
     K[..., -1, D] = one
     return sdpa(Q, K, V, with_open_key(mask, q.shape[-2], k.shape[-2], q.device), scale)[..., :Dv]
@@ -116,7 +117,7 @@ sink_attention_reference = reference_of(sink_attention)
 
 def with_open_key(mask: Mask, N: int, M: int, device: torch.device) -> Mask:
     """Return a mask of M + 1 keys: one more, the last, that every query may attend."""
-    dense = causal_mask(N, M, device) if mask.is_causal else mask.given
+    dense = mask.dense(N, M, device)
     if dense is None:
         return Mask()
     dense = dense.expand(*dense.shape[:-1], M)
@@ -138,8 +139,6 @@ class SinkAttention(MultiheadAttention):
     It adds ``sinks`` (H,), the score b of each head's sink, a parameter that starts at 0. (`bias`
     says, as in `MultiheadAttention`, whether the projections have biases.)
     """
-
-    shown = ("num_heads", "kv_heads")
 
     def __init__(self, *args: Any, attention: Mechanism = sink_attention, **options: Any) -> None:
         super().__init__(*args, attention=attention, **options)
