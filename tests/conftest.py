@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
 
 from derived_attention.common import blocks, convention  # noqa: E402
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update""".split()
 
@@ -59,6 +58,12 @@ def no_short_forms(monkeypatch):
     monkeypatch.setattr(convention, "HAS_SHORT_FORMS", False)
 
 
+@pytest.fixture(params=[True, False], ids=["short forms", "long forms"])
+def any_length(request, monkeypatch):
+    """Use the forms for short sequences, and then those for long ones."""
+    monkeypatch.setattr(convention, "HAS_SHORT_FORMS", request.param)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch, no_short_forms):
     """Compute 4 queries and, for 9 keys, two heads at a time, so that tests need several blocks."""
@@ -69,6 +74,8 @@ def small_blocks(monkeypatch, no_short_forms):
 @pytest.fixture(scope="session")
 def browser():
     """Yield one browser per worker, because Playwright cannot run twice at a time in a process."""
+    from pdf import BROWSERS  # late, because loading takes half a second
+
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("NO BROWSER: THE PAGES ARE NOT TESTED AS READERS SEE THEM; install chromium")

@@ -237,6 +237,7 @@ def test_linear_takes_other_feature_maps():
 # --- precision, memory -------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_variances_in_half_precision(forms, dtype):
@@ -256,6 +257,7 @@ def test_variances_in_half_precision(forms, dtype):
                 assert (x.double() - y).norm() < 12 * torch.finfo(dtype).eps * y.norm()
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_long_keys_cost_no_precision(dtype):
     """‖k‖²/2σ² is large: rounded to half precision on its own, it would cause the largest error."""
@@ -268,6 +270,7 @@ def test_long_keys_cost_no_precision(dtype):
         assert (out.double() - exact).norm() < 0.5 * torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("length, how", [(400, "offset"), (400, "spread"), (3000, "spread")])
 def test_keys_too_long_for_float16(length, how):
     """‖k‖²/2 exceeds the largest number of float16, 65504."""
@@ -298,6 +301,7 @@ def test_half_precision_rounds_no_key_over_its_variance():
             assert float(error.abs().max()) < 4 * torch.finfo(dtype).eps, f"{dtype}, {variances}"
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_a_key_far_from_all_others_costs_them_no_precision(forms):
     """The first token of a text may be such a key, so it must not become the common offset."""
@@ -336,6 +340,7 @@ def test_gradients_do_not_depend_on_which_component_is_the_narrow_one():
             assert error < 1e-4, f"{variances}: {error}"
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 def test_an_offset_of_queries_and_keys_changes_nothing(forms):
     """Distances do not change, but the terms into which ‖q − k‖² is expanded do."""
@@ -364,6 +369,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.usefixtures("any_length")
 @pytest.mark.parametrize("forms", GAUSSIAN.values(), ids=GAUSSIAN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_extreme_priors_and_variances(forms, dtype):

@@ -118,24 +118,6 @@ def test_what_happens_inside_another_block_changes_the_choice_by_its_mean_only()
     assert float(lost.abs().sum()) / 2 == pytest.approx(share, abs=1e-12)
 
 
-# --- weight of a block ----------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 40), st.floats(0.01, 6), st.integers(0, 10**6))
-def test_a_block_weighs_what_jensen_and_hoeffding_allow(size, spread, seed):
-    s = spread * torch.randn(size, dtype=torch.float64, generator=torch.manual_seed(seed))
-    excess, width = s.exp().mean().log() - s.mean(), s.max() - s.min()
-    assert -1e-12 <= excess <= width**2 / 8 + 1e-12
-
-
-def test_an_eighth_in_the_bound_is_needed():
-    """Check that two scores violate the bound with 1/16."""
-    s = torch.tensor([-0.5, 0.5], dtype=torch.float64)
-    excess = float(s.exp().mean().log() - s.mean())
-    assert 1 / 16 < excess < 1 / 8
-
-
 # --- other code -----------------------------------------------------------------------------------
 
 
@@ -176,15 +158,16 @@ def test_one_block_that_all_queries_select(is_causal):
 
 
 @pytest.mark.parametrize("tile", [1, 2, 16, 1000])
-def test_tiles_and_heads_at_a_time_change_nothing(tile, monkeypatch):
+def test_tiles_and_heads_at_a_time_change_nothing(tile):
     inputs = qkv((2, H), n=70, m=66)
     for is_causal, scores in itertools.product((False, True), (1, 2**12, 2**30)):
         own = {"block": 4, "kept": 3, "is_causal": is_causal}
-        monkeypatch.undo()
         expected = output_and_gradients(selected_attention, inputs, **own)
-        monkeypatch.setattr(core, "TILE", tile)
-        monkeypatch.setattr(blocks, "CACHED", scores)
-        assert_all_close(output_and_gradients(selected_attention, inputs, **own), expected, 1e-12)
+        with pytest.MonkeyPatch.context() as patch:  # its undoing keeps `no_short_forms`
+            patch.setattr(core, "TILE", tile)
+            patch.setattr(blocks, "CACHED", scores)
+            found = output_and_gradients(selected_attention, inputs, **own)
+        assert_all_close(found, expected, 1e-12)
 
 
 @settings(max_examples=40, deadline=None)
