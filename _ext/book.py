@@ -314,10 +314,6 @@ def _outdated(app, env, added, changed, removed):
     return [d for d in {*stale, *always} if d not in added]
 
 
-def _merge_environment(app, env, docnames, other):
-    env.da_executed = {**getattr(env, "da_executed", {}), **getattr(other, "da_executed", {})}
-
-
 # --- numbers of chapters -------------------------------------------------------------------------
 
 
@@ -471,7 +467,6 @@ def setup(app):
     app.connect("config-inited", _no_default_repository, priority=900)
     app.connect("builder-inited", _begin)
     app.connect("env-get-outdated", _outdated)
-    app.connect("env-merge-info", _merge_environment)
     app.connect("missing-reference", _external)
     app.connect("autodoc-skip-member", _skip)
     app.connect("doctree-resolved", _fill_in)

@@ -217,7 +217,7 @@ def _readable(pattern: str) -> str:
 def demands(text: str) -> list[str]:
     """Return the questions and instructions of an exercise, or else its whole text."""
     flat = " ".join(re.sub(r"\$\$.*?\$\$", "(formula)", text, flags=re.S).split())
-    sentences = re.split(r"(?<=[.?!])\s+(?=[A-Z`*(⌨✍])", flat)
+    sentences = re.split(r"(?<=[.?!])\s+(?=[A-Z`*($⌨✍])", flat)
     asked = [x for x in sentences if x.endswith("?") or re.match(rf"(?:{VERBS})\b", x)]
     return asked or [flat]
 
@@ -325,6 +325,8 @@ def title_of(path: Path) -> str:
 
 def course(problems: Path | None = None, plan: str = "") -> dict[str, tuple[str, list[Exercise]]]:
     """Return title and exercises by assignment: of a plan, or all but the book's open ones."""
+    if problems and not any(problems.glob("*.md")):
+        raise ValueError(f"{problems} contains no pages; expected files *.md")
     found = {}
     for page in pages():
         path, extra = BOOK / f"{page}.md", problems and problems / f"{page}.md"
@@ -357,8 +359,11 @@ def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
             for i, row in enumerate(rows, 1)
         ]
     elif Path(plan).is_file():
-        with open(plan, encoding="utf-8-sig", newline="") as file:
-            weeks = [[row.get(x) or "" for x in COLUMNS] for row in csv.DictReader(file)]
+        try:
+            text = Path(plan).read_text("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError(f"{plan} is in another encoding; expected CSV in UTF-8") from None
+        weeks = [[row.get(x) or "" for x in COLUMNS] for row in csv.DictReader(io.StringIO(text))]
         weeks = [(name, title, labels.split()) for name, title, labels in weeks]
     else:
         raise ValueError(f"EXERCISES is {plan!r}; expected 12, 6, 2 or a file like weeks.csv")
@@ -372,6 +377,9 @@ def choose(plan: str, found: dict) -> dict[str, tuple[str, list[Exercise]]]:
             f"{plan} has the assignments {', '.join(names) or '(none)'}; expected each name once, "
             f"and the columns {', '.join(COLUMNS)}, separated by commas"
         )
+    for name in names:
+        if not re.fullmatch(r"\w[\w .-]*", name):  # it becomes the name of a file
+            raise ValueError(f"{plan} has the assignment {name!r}; expected letters and digits")
     return {name: (title, [known[x] for x in labels]) for name, title, labels in weeks if labels}
 
 
@@ -501,7 +509,8 @@ def main() -> int:
                 print("KEY is not a folder, so it is used as the passphrase.", file=sys.stderr)
                 problems = Path(folder)
                 unseal(given.key, problems)
-            return make(hidden_seed(given.seed), course(problems, given.exercises))
+            assignments = course(problems, given.exercises)  # before a new secret is stored
+            return make(hidden_seed(given.seed), assignments)
     except (ValueError, SyntaxError) as error:
         print(error, getattr(error, "text", ""), file=sys.stderr)
         return 1

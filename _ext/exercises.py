@@ -212,8 +212,8 @@ def read_wrong_answers(page: str) -> dict[str, list[tuple[str, str, str]]]:
 def _comments(path: Path) -> dict[int, str]:
     """Return the comments of a file by line number."""
     with tokenize.open(path) as file:
-        tokens = [t for t in tokenize.generate_tokens(file.readline)]
-    return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+        tokens = tokenize.generate_tokens(file.readline)
+        return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
 
 
 # --- which statements of a page a cell needs -----------------------------------------------------

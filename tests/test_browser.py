@@ -11,7 +11,7 @@ import threading
 from contextlib import contextmanager
 from functools import cache, partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
@@ -19,22 +19,14 @@ import pytest
 from places import HTML, PAGES, ROOT
 
 import pdf
-from pdf import find_browser
 
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-
-
 SOLUTION = 'class="solution dropdown'
 WIDEST = "01_attention 17_side_by_side ledger speed api_attention audit_mixtures".split()
 every_page = pytest.mark.parametrize("name", PAGES)
 
 
 # --- the book, served and opened -----------------------------------------------------------------
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, format, *args):
-        pass
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +40,8 @@ def built():
 @pytest.fixture(scope="session")
 def origins(built):
     """Serve the book; return its address on the web and its address on the disk."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=built)) as server:
+    handler = partial(pdf.Served, directory=built, made={})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield {"http": f"http://127.0.0.1:{server.server_port}/", "file": built.as_uri() + "/"}
         server.shutdown()
@@ -357,7 +350,7 @@ class Links(HTMLParser):
         self.resources: list[str] = []
         text = re.sub(r"(<script\b[^>]*>).*?</script>|<!--.*?-->", r"\1", text, flags=re.DOTALL)
         tags = re.findall(r"""<\w(?:[^<>"']|"[^"]*"|'[^']*')*>""", text)  # few have one of these:
-        self.feed("".join(tag for tag in tags if re.search(r"\s(?:id|name|href|src)=", tag)))
+        self.feed("".join(tag for tag in tags if re.search(r"\s(?:id|name|href|src|data)=", tag)))
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
@@ -366,8 +359,8 @@ class Links(HTMLParser):
             self.links.append(found["href"])
         if tag == "link" and found.get("href") and found.get("rel") != "canonical":
             self.resources.append(found["href"])
-        if tag in ("script", "img", "iframe", "source", "video", "audio") and found.get("src"):
-            self.resources.append(found["src"])
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed", "object"):
+            self.resources += filter(None, [found.get("src"), found.get("data")])
 
 
 def dead_links(pages: dict[str, Links], name: str) -> list[str]:
@@ -754,7 +747,7 @@ def test_the_first_print_has_every_letter(page, web, tmp_path):
     used = page.evaluate("""[...document.fonts].filter((face) => face.status === "loaded")
         .map((face) => face.family).filter((family) => family.includes("KaTeX"))""")
     url = f"{web}book/11_singular_vectors.html"
-    fonts = pdf.print_page(find_browser(), url, tmp_path / "page.pdf").pages
+    fonts = pdf.print_page(pdf.find_browser(), url, tmp_path / "page.pdf").pages
     names = {
         str(f.get_object()["/BaseFont"]) for p in fonts for f in p["/Resources"]["/Font"].values()
     }

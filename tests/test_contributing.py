@@ -140,6 +140,7 @@ def test_changes_are_listed_newest_first_by_semantic_version():
     assert heads in (released, ["To come", *released]) and released
     found = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \(\d{4}-\d\d-\d\d\)", x) for x in released]
     assert all(found), heads
+    assert released[0].startswith(f"{__version__} ")
     versions = [tuple(map(int, x.groups())) for x in found]
     assert versions == sorted(versions, reverse=True) and len(set(versions)) == len(versions)
     for block in re.split(r"^## .+$", text, flags=re.M)[1:]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbgrader.api import Gradebook
 from places import ROOT
 
@@ -186,6 +187,19 @@ def test_a_plan_that_cannot_be_followed_says_what_is_expected(tmp_path):
         (tmp_path / "plan.csv").write_text(head + rows)
         with pytest.raises(ValueError, match=f"assignments {names}; expected each name once"):
             course.course(plan=str(tmp_path / "plan.csv"))
+    (tmp_path / "plan.csv").write_text("assignment,title,exercises\nquiz,Übung,", "cp1252")
+    with pytest.raises(ValueError, match="plan.csv is in another encoding; expected CSV in UTF-8"):
+        course.course(plan=str(tmp_path / "plan.csv"))
+    for name in ("", "../quiz", "quiz/5"):
+        (tmp_path / "plan.csv").write_text(f"assignment,title,exercises\n{name},,ex-05-rms\n")
+        with pytest.raises(ValueError, match=f"has the assignment '{name}'; expected letters"):
+            course.course(plan=str(tmp_path / "plan.csv"))
+
+
+def test_a_plan_that_cannot_be_followed_leaves_the_secret_as_it_was(monkeypatch, capsys):
+    monkeypatch.setattr(course, "hidden_seed", lambda *_: pytest.fail("the secret was stored"))
+    monkeypatch.setattr(course.sys, "argv", ["course.py", "--exercises", "all"])
+    assert course.main() == 1 and "EXERCISES is 'all'" in capsys.readouterr().err
 
 
 def test_a_question_beside_a_check_has_a_cell_and_points():
@@ -193,6 +207,7 @@ def test_a_question_beside_a_check_has_a_cell_and_points():
     task, *_, answer = course._cells(exercise, 7)
     assert course.points(exercise) == (12, 3) and answer.metadata["nbgrader"]["points"] == 3
     assert "- 3 points: Which keys gain weight, compared with softmax attention?" in task.source
+    assert course.demands("Is it linear? $x$ is a number.") == ["Is it linear?"]
 
 
 # --- hidden tests --------------------------------------------------------------------------------
@@ -208,18 +223,12 @@ def test_another_seed_gives_other_draws():
 
     def draws(answer):
         """Numbers are drawn."""
-        seen.append(course_random())
+        seen.append(torch.rand(1).item())
         yield "one", True
 
     for seed in (0, 0, 5):
         check_properties(1, draws, seed=seed)
     assert seen[0] == seen[1] != seen[2]
-
-
-def course_random():
-    import torch
-
-    return torch.rand(1).item()
 
 
 def graded(exercise, answer, seed=7):
@@ -743,6 +752,11 @@ def test_a_label_stands_once_in_an_assignment(problems):
     exercises = course.course(problems)["chapter05"][1]
     with pytest.raises(ValueError, match="quiz contains 'own-05-twice.*' twice; expected each"):
         course.source("Quiz", "quiz", exercises[-1:] * 2, 7)
+
+
+def test_a_folder_without_pages_is_named(tmp_path):
+    with pytest.raises(ValueError, match="contains no pages; expected files"):
+        course.course(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["chapter05", "Chapter05", "05_else", "appendixD"])

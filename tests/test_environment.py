@@ -1,6 +1,7 @@
 """The environment of `make`: faults are reported in a line and repaired; help lists all targets."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -255,6 +256,14 @@ def test_a_real_environment_works_and_its_output_goes_to_the_log(tmp_path, monke
     assert "noise" in environment.LOG.read_text() and "noise" not in "".join(capfd.readouterr())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert environment.examine(tmp_path / ".venv") == (version, "")
+
+
+@pytest.mark.parametrize("given", ['pa$word "x" `id`', "it's", "a, b)"])
+def test_what_is_given_to_make_reaches_the_command_as_it_is(given):
+    for target, name in (("course", "KEY"), ("new", "NAME"), ("full", "CHAPTER")):
+        command = ["make", "-n", target, f"{name}={given}"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+        assert shlex.split(said.splitlines()[-1])[-1] == given
 
 
 def test_help_lists_every_target_that_is_meant_for_readers():

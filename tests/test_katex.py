@@ -2,56 +2,51 @@
 
 import multiprocessing
 import os
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import katex_prerender as katex
-
-FOLDER = Path(__file__).parents[1] / "node_modules" / "katex" / "dist"
-APP = SimpleNamespace(config=SimpleNamespace(katex_path=str(FOLDER)))
 
 
 @pytest.fixture(autouse=True)
 def server():
     """Return a new Node process, with an empty cache."""
     katex._katex.cache_clear()
-    yield katex._server(FOLDER / "katex.min.js", os.getpid())
-    katex._stop(APP, None)
+    yield katex._server(os.getpid())
+    katex._stop(None, None)
 
 
 def test_lines_and_other_scripts_come_back_whole(server):
     for tex in ("x\n= y", "\\text{été \u4e00 \U0001d538}"):
-        assert 'class="katex"' in katex._katex(FOLDER, tex, True)
-    assert katex._server(FOLDER / "katex.min.js", os.getpid()) is server, "expected one Node server"
+        assert 'class="katex"' in katex._katex(tex, True)
+    assert katex._server(os.getpid()) is server, "expected one Node server"
 
 
 def test_a_formula_that_is_refused_does_not_end_it():
     with pytest.raises(katex.FormulaError, match="ParseError.*Undefined control sequence"):
-        katex._katex(FOLDER, "\\nonsense", False)
+        katex._katex("\\nonsense", False)
     with pytest.raises(katex.FormulaError, match="Unexpected character"):
-        katex._katex(FOLDER, "a\u2028b", False)  # Node reads U+2028 as the end of a line
-    assert "katex-display" not in katex._katex(FOLDER, "x", False)
+        katex._katex("a\u2028b", False)  # Node reads U+2028 as the end of a line
+    assert "katex-display" not in katex._katex("x", False)
 
 
 def test_it_ends_with_the_build(server):
-    katex._katex(FOLDER, "x", False)
-    katex._stop(APP, None)
+    katex._katex("x", False)
+    katex._stop(None, None)
     assert server.returncode == 0
-    katex._stop(APP, None)  # as in a build without formulas
+    katex._stop(None, None)  # as in a build without formulas
 
 
 def test_a_process_that_has_died_is_an_error_with_its_status(server):
     server.kill()
     with pytest.raises(katex.ExtensionError, match="exit status -9"):
-        katex._katex(FOLDER, "x", False)
+        katex._katex("x", False)
     katex._server.cache_clear()
 
 
 def _render(queue, tex):
-    queue.put(katex._katex(FOLDER, tex, False))
-    katex._stop(APP, None)
+    queue.put(katex._katex(tex, False))
+    katex._stop(None, None)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -65,4 +60,4 @@ def test_forked_processes_have_servers_of_their_own(server):
     found = {queue.get(timeout=60) for _ in workers}
     for worker in workers:
         worker.join(60)
-    assert found == {katex._katex(FOLDER, tex, False) for tex in formulas}
+    assert found == {katex._katex(tex, False) for tex in formulas}

@@ -463,11 +463,6 @@ def test_layers_that_differ_have_other_texts(what):
 
 X = torch.zeros(B, N, E)
 BAD_LAYERS = [
-    (
-        {"num_heads": 5},
-        ValueError,
-        "embed_dim is 12 and num_heads 5; expected a multiple of num_heads",
-    ),
     ({"num_heads": 0}, ValueError, "num_heads is 0"),
     ({"kdim": 0}, ValueError, "kdim is 0"),
     ({"embed_dim": 0}, ValueError, "embed_dim is 0"),

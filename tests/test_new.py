@@ -92,6 +92,8 @@ def test_what_is_filled_in_keeps_every_promise(copy):
         ("warm", "NAME is 'warm', which is taken"),
         ("layer", "NAME is 'layer', which is taken"),  # a module, which a folder would hide
         ("shifted_mixture", "NAME is 'shifted_mixture', which is taken"),  # a public function
+        ("scores", "NAME is 'scores', which is taken"),  # other formulas call it
+        ("max", "NAME is 'max', which is taken"),
         *((name, f"NAME is '{name}'; .* no keyword") for name in keyword.kwlist if name.islower()),
     ],
 )

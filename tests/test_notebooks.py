@@ -33,6 +33,16 @@ def code(cells):
     return [cell.source.strip() for cell in cells if cell.cell_type == "code"]
 
 
+def page_cells(name):
+    """Yield each code cell of a page, and whether it is part of a solution."""
+    inside = False
+    for cell in read_page(ROOT / "book" / f"{name}.md").cells:
+        if cell.cell_type == "code":
+            yield cell.source.strip(), inside
+        elif marks := re.findall(r"solution-(start|end)", cell.source):
+            inside = marks[-1] == "start"
+
+
 def test_every_chapter_has_a_notebook_and_nothing_else_is_there():
     assert sorted(p.stem for p in (ROOT / "notebooks").iterdir()) == NAMES
 
@@ -72,13 +82,7 @@ def test_it_is_valid_and_holds_no_outputs_no_solutions_no_syntax_of_the_site(nam
 def test_its_code_is_the_page_s_code_less_solutions_after_a_set_up_cell(name):
     set_up, *cells = code(notebook(name).cells)
     assert set_up.startswith("# Set-up")
-    page, kept, inside = read_page(ROOT / "book" / f"{name}.md"), [], False
-    for cell in page.cells:
-        if cell.cell_type == "markdown":
-            marks = re.findall(r"solution-(start|end)", cell.source)
-            inside = marks[-1] == "start" if marks else inside
-        elif not inside:
-            kept.append(cell.source.strip())
+    kept = [source for source, inside in page_cells(name) if not inside]
     assert [re.sub(r"\A#@title .+\n", "", cell) for cell in cells] == kept
 
 
@@ -122,18 +126,13 @@ def names(source):
 @pytest.mark.parametrize("name", NAMES)
 def test_without_solutions_the_other_cells_run_as_they_do_on_the_page(name):
     """The build has run the page, and no cell reads a name that only a solution defines."""
-    page, inside, solved, known = read_page(ROOT / "book" / f"{name}.md"), False, None, set()
-    for cell in page.cells:
-        if cell.cell_type == "markdown":
-            marks = re.findall(r"solution-(start|end)", cell.source)
-            inside = marks[-1] == "start" if marks else inside
-            continue
-        defined, read = names(cell.source)
+    solved, known = set(), set()
+    for source, inside in page_cells(name):
+        defined, read = names(source)
         if inside:
-            solved = (solved or set()) | defined - known
-        elif solved is not None:
-            assert not (read - defined) & solved, cell.source
-        if not inside:
+            solved |= defined - known
+        else:
+            assert not (read - defined) & solved, source
             known |= defined
 
 

@@ -135,11 +135,11 @@ def run_queries(static: Path, queries: list[str]) -> list[list[dict]]:
     return json.loads(run.stdout)
 
 
-def small_book(folder: Path) -> Path:
+def small_book(folder: Path, page: str = PAGE, name: str = "a") -> Path:
     """Write the index of one page, and return its folder."""
-    (folder / "a.html").write_text(PAGE, "utf8")
-    search_index.write(folder / "search", search_index.index(folder, ["a"]))
-    (folder / "search.js").write_text((ROOT / "assets" / "search.js").read_text("utf8"), "utf8")
+    (folder / f"{name}.html").write_text(page, "utf8")
+    search_index.write(folder / "search", search_index.index(folder, [name]))
+    (folder / "search.js").write_bytes((ROOT / "assets" / "search.js").read_bytes())
     return folder
 
 
@@ -166,13 +166,9 @@ def test_names_of_one_entry_are_synonyms(tmp_path):
     other = PAGE.replace(">A<", ">rotary embedding<").replace(">B<", ">RoPE<")
     (tmp_path / "book").mkdir()
     pages = {"a": other.replace("after", "Turned by RoPE."), "b": other.replace(">RoPE<", "><")}
-    for name, page in pages.items():
-        (tmp_path / f"book/{name}.html").write_text(page, "utf8")
     found = {}
-    for name in pages:
-        small = search_index.index(tmp_path, [f"book/{name}"])
-        search_index.write(tmp_path / "search", small)
-        (tmp_path / "search.js").write_bytes((ROOT / "assets" / "search.js").read_bytes())
+    for name, page in pages.items():
+        small_book(tmp_path, page, f"book/{name}")
         (hits,) = run_queries(tmp_path, ["rotary embeddings"])
         found[name] = [hit["url"].partition("#")[2] for hit in hits]
     assert found == {"a": ["term-A", "top"], "b": ["term-A"]}
@@ -185,9 +181,7 @@ def test_what_is_not_there_is_not_found(ask):
 
 def test_a_hit_is_quoted_by_the_passage_that_has_the_words(tmp_path):
     long = "".join(f"<p>word{i} of the many</p>" for i in range(200)) + "<p>a flash of light</p>"
-    (tmp_path / "a.html").write_text(PAGE.replace("<p>after</p>", long), "utf8")
-    search_index.write(tmp_path / "search", search_index.index(tmp_path, ["a"]))
-    (tmp_path / "search.js").write_bytes((ROOT / "assets" / "search.js").read_bytes())
+    small_book(tmp_path, PAGE.replace("<p>after</p>", long))
     ((hit,),) = run_queries(tmp_path, ["flash light"])
     assert "a flash of light" in hit["quoted"] and len(hit["quoted"]) < 300
     assert hit["found"] == ["flash", "light"] and hit["words"] == "flash of light"

@@ -4,19 +4,16 @@ The environment is new and contains all packages of the test environment but thi
 A server of the test replaces the package index, and records the names that pip requests.
 """
 
-import http.server
-import importlib.metadata
-import io
 import os
 import shutil
 import subprocess
-import threading
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from indexes import serving, wheel
 from places import HTML, ROOT
 
 import notebooks
@@ -32,49 +29,12 @@ assert softmax_attention(q, q, q).shape == q.shape and "mgk" in list_attentions(
 NOBODY = "http://127.0.0.1:9/simple"  # no server listens here
 
 
-def fake_wheel(name: str, needs: str) -> bytes:
-    """Return a wheel of an empty module, newer than any that is installed."""
-    info, data = f"{name}-99.0.dist-info", io.BytesIO()
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n{needs}\n"
-    with zipfile.ZipFile(data, "w") as wheel:
-        wheel.writestr(f"{name}.py", "")
-        wheel.writestr(f"{info}/METADATA", metadata)
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
-    return data.getvalue()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """An index with version 99.0 of tqdm, and of packages that the cell must not install."""
-
-    def do_GET(self):
-        name = self.path.rstrip("/").rpartition("/")[2].partition("-99.0")[0]
-        self.server.asked.add(name.replace("-", "_"))
-        if name.replace("-", "_") not in {"tqdm", "derived_attention", "torch", "numpy"}:
-            return self.send_error(404)
-        file = f"{name.replace('-', '_')}-99.0-py3-none-any.whl"
-        page = f'<a href="/files/{file}">{file}</a>'.encode()
-        self.send_response(200)
-        kind = "application/zip" if self.path.endswith(".whl") else "text/html"
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        needs = self.server.needs if name == "tqdm" else ""
-        self.wfile.write(fake_wheel(name, needs) if self.path.endswith(".whl") else page)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def index():
-    """Yield an index on a free port; its ``asked`` collects the names that pip requests."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.needs = set(), ""
-    server.url = f"http://127.0.0.1:{server.server_port}/simple"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    """Yield an index with version 99.0 of tqdm, and of packages that the cell must not install."""
+    names = ("tqdm", "derived_attention", "torch", "numpy")
+    with serving(simple=[wheel(name, "99.0") for name in names]) as server:
+        yield server
     assert "derived_attention" not in server.asked, "pip requests a name that anybody can register"
 
 
@@ -154,7 +114,7 @@ def test_installed_already_nothing_happens(machine, wheels, index):
     machine.add_tqdm()
     machine.paths.append(ROOT / "src")
     shutil.copy(wheels / notebooks.WHEEL, machine.folder)
-    done = machine.run(index.url, use="")
+    done = machine.run(f"{index.url}/simple", use="")
     assert done.returncode == 0 and not machine.installed() and not index.asked
     assert done.stdout == f"found in {ROOT / 'src' / 'derived_attention' / '__init__.py'}\n"
 
@@ -169,10 +129,9 @@ def test_another_version_that_is_installed_is_said(machine):
 def test_beside_a_checkout_that_is_installed_before_a_wheel(machine, wheels, index, tmp_path):
     root = checkout(tmp_path / "the repository")
     shutil.copy(wheels / notebooks.WHEEL, root / "notebooks")
-    module = found(machine.run(index.url, folder=root / "notebooks", use=""))
+    module = found(machine.run(f"{index.url}/simple", folder=root / "notebooks", use=""))
     assert module == root / "src" / "derived_attention" / "__init__.py"
     assert machine.installed() == {"derived_attention", "tqdm"} and index.asked == {"tqdm"}
-    assert not (root / "build").exists()
 
 
 def test_the_newest_wheel_beside_the_notebook(machine, wheels, index):
@@ -180,7 +139,7 @@ def test_the_newest_wheel_beside_the_notebook(machine, wheels, index):
     older.write_bytes(b"")
     os.utime(older, (0, 0))
     shutil.copy(wheels / notebooks.WHEEL, machine.folder)
-    module = found(machine.run(index.url))
+    module = found(machine.run(f"{index.url}/simple"))
     assert module == machine.site / "derived_attention" / "__init__.py"
     assert machine.installed() == {"derived_attention", "tqdm"} and index.asked == {"tqdm"}
 
@@ -198,7 +157,7 @@ def test_what_the_core_alone_lacks_is_installed(machine, wheels, index):
     with zipfile.ZipFile(wheels / notebooks.WHEEL) as wheel:
         wheel.extractall(machine.site)
     shutil.copy(wheels / notebooks.WHEEL, machine.folder)
-    found(machine.run(index.url, use=""))
+    found(machine.run(f"{index.url}/simple", use=""))
     assert "tqdm" in machine.installed() and index.asked == {"tqdm"}
 
 
@@ -209,13 +168,13 @@ def test_the_repository_where_it_is_set(machine, index, tmp_path, monkeypatch):
         subprocess.run(["git", *command], cwd=root, check=True)
     url = f"file://localhost{root}"  # an older pip requires a host
     monkeypatch.setattr(notebooks, "repository", lambda committed: (url, "main"))
-    module = found(machine.run(index.url, use=""))
+    module = found(machine.run(f"{index.url}/simple", use=""))
     assert module == machine.site / "derived_attention" / "__init__.py"
     assert index.asked == {"tqdm"}
 
 
 def test_nowhere_one_sentence_says_what_to_do(machine, index):
-    done = machine.run(index.url)
+    done = machine.run(f"{index.url}/simple")
     *_, last = done.stderr.strip().splitlines()
     assert done.returncode == 1 and not done.stdout and not index.asked
     assert last.startswith("RuntimeError: derived_attention is missing: put ")
@@ -232,8 +191,8 @@ def test_an_installation_that_fails_raises_with_what_pip_says(machine, wheels):
 
 def test_no_other_torch_is_installed_whatever_wants_one(machine, wheels, index):
     shutil.copy(wheels / notebooks.WHEEL, machine.folder)
-    index.needs = "Requires-Dist: torch>=90"
-    done = machine.run(index.url)
+    index.wheels["simple"] |= [wheel("tqdm", "99.0", "Requires-Dist: torch>=90")]
+    done = machine.run(f"{index.url}/simple")
     assert done.returncode == 1 and "conflict" in done.stderr and not machine.installed()
 
 
@@ -264,7 +223,6 @@ def test_the_wheel_of_the_same_sources_is_the_same_and_replaces_older_ones(wheel
     os.utime(wheel, (0, 0))
     notebooks.write_wheel(tmp_path)
     assert wheel.stat().st_mtime == 0, "written although nothing has changed"
-    assert not list(ROOT.glob("build")) and not list((ROOT / "src").glob("build"))
 
 
 def test_the_book_offers_the_wheel_beside_its_notebooks(wheels):
@@ -272,7 +230,3 @@ def test_the_book_offers_the_wheel_beside_its_notebooks(wheels):
     assert built.read_bytes() == (wheels / notebooks.WHEEL).read_bytes()
     page = (HTML / "book" / "02_duality.html").read_text("utf8")
     assert f'href="../notebooks/{notebooks.WHEEL}"' in page
-
-
-def test_the_package_is_called_what_the_set_up_cell_calls_it():
-    assert importlib.metadata.metadata("derived-attention")["Name"] == "derived-attention"

@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derived_attention import softmax_attention_reference
 from derived_attention.common.convention import extend
-from derived_attention.common.masks import Mask
 from derived_attention.softmax.controls import (
     PositionOnlyAttention,
     identity_attention,
@@ -40,7 +39,6 @@ from derived_attention.softmax.controls import (
 from derived_attention.softmax.core import (
     attention_weights,
     kernel_widths,
-    sdpa,
     softmax_attention,
 )
 
@@ -130,6 +128,19 @@ def test_shared_heads_are_pytorchs(form):
                 for function in (form, F.scaled_dot_product_attention)
             ]
             assert_all_close(*results, 1e-12, f"{groups}, {options}")
+
+
+def test_wrong_shared_heads_are_named_as_they_were_given():
+    q, k, v = (torch.zeros(B, heads, 4, D) for heads in (4, 2, 2))
+    for given, mask, match in (
+        ((q, k[..., :3], v), None, r"k has shape \(2, 2, 4, 3\); expected \(2, 2, 4, 8\)"),
+        ((q, k, v[:, :, :3]), None, r"v has shape \(2, 2, 3, 8\); expected \(2, 2, 4, 8\)"),
+        ((q, k, v), boolean(B, 3, 4, 4), r"attn_mask has shape \(2, 3, 4, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            softmax_attention(*given, mask, enable_gqa=True)
+    with pytest.raises(TypeError, match=r"softmax_attention\(\) .* 'mask'; use attn_mask"):
+        softmax_attention(q, q, q, mask=boolean(4, 4))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -279,11 +290,6 @@ def test_meta_tensors_have_no_autocast():
             softmax_attention(q, k.half(), v)
 
 
-def test_sdpa_default_scale_ignores_the_padding():
-    q, k, v = qkv(dv=3 * D)
-    torch.testing.assert_close(sdpa(q, k, v, Mask()), softmax_attention_reference(q, k, v))
-
-
 # --- compilers ---------------------------------------------------------------------------------
 
 
@@ -360,6 +366,8 @@ def test_position_only_attention_starts_as_uniform_attention_and_has_a_longest_s
     assert_all_close([layer(x, x, x)[1]], [torch.full((1, 6, 6), 1 / 6)], 1e-6)
     with pytest.raises(ValueError, match="length is 6; expected at least 7, the tokens given"):
         layer(*[torch.randn(1, 7, 8)] * 3)
+    cross = PositionOnlyAttention(8, 2, length=6, cross=True)
+    assert_all_close([cross(x[:, :2], x, x)[1]], [torch.full((1, 2, 6), 1 / 6)], 1e-6)
     with pytest.raises(ValueError, match="length is 0"):
         PositionOnlyAttention(8, 2, length=0)
 

@@ -3,29 +3,24 @@
 Tests with a network use the public index, and ignore this machine's settings of pip and uv.
 """
 
-import http.server
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import threading
-import tomllib
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from indexes import serving, wheel
 from places import ROOT
 
 import environment
 import notebooks
 import versions
-from derived_attention import __version__
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 WORKFLOWS = {
     path.stem: yaml.safe_load(path.read_text("utf8"))
     for path in (ROOT / ".github" / "workflows").glob("*.yml")
@@ -114,53 +109,21 @@ def test_the_readme_s_example_is_found_and_runs():
 # --- the builds of PyTorch -----------------------------------------------------------------------
 
 
-def wheel(name: str, version: str, needs: str = "") -> bytes:
-    """Return a wheel of a module with only a version."""
-    from io import BytesIO
-
-    info, data = f"{name}-{version}.dist-info", BytesIO()
-    with zipfile.ZipFile(data, "w") as file:
-        file.writestr(f"{name}.py", f"__version__ = {version!r}\n")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
-                      f"Version: {version}\n{needs}\n")  # fmt: skip
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
-    return data.getvalue()
+CPU_WHEELS = [wheel("torch", "2.13.0+cpu"), wheel("torchvision", "0.28.0+cpu")]
+PIP_WHEELS = [  # PyTorch's build there needs CUDA
+    wheel("torch", "2.13.0", "Requires-Dist: cuda-toolkit==13.0"),
+    wheel("torchvision", "0.28.0", "Requires-Dist: torch==2.13.0"),
+]
 
 
-class Index(http.server.BaseHTTPRequestHandler):
-    """Two package indexes: /cpu has PyTorch's builds for CPUs, /pip has one that needs CUDA."""
-
-    files = {
-        "cpu": {
-            "torch-2.13.0+cpu": wheel("torch", "2.13.0+cpu"),
-            "torchvision-0.28.0+cpu": wheel("torchvision", "0.28.0+cpu"),
-        },
-        "pip": {
-            "torch-2.13.0": wheel("torch", "2.13.0", "Requires-Dist: cuda-toolkit==13.0"),
-            "torchvision-0.28.0": wheel("torchvision", "0.28.0", "Requires-Dist: torch==2.13.0"),
-        },
-    }
-
-    def do_GET(self):
-        index, name = self.path.strip("/").split("/")[:2]
-        files = {f"{key}-py3-none-any.whl": data for key, data in self.files[index].items()}
-        name = name.replace("%2B", "+")
-        page = "".join(f'<a href="/{index}/{x}">{x}</a>' for x in files if x.startswith(f"{name}-"))
-        body = files.get(name, page.encode())
-        self.send_response(200 if body else 404)
-        self.send_header("Content-Type", "text/html" if page else "application/zip")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+@pytest.fixture
+def index():
+    with serving(cpu=CPU_WHEELS, pip=PIP_WHEELS) as server:
+        yield server
 
 
-def test_the_build_for_cpus_comes_from_its_index_and_stays(tmp_path, monkeypatch, capfd):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, log = f"http://127.0.0.1:{server.server_port}", tmp_path / "install.log"
+def test_the_build_for_cpus_comes_from_its_index_and_stays(index, tmp_path, monkeypatch, capfd):
+    url, log = index.url, tmp_path / "install.log"
     for name in [x for x in os.environ if x.startswith("PIP_")]:
         monkeypatch.delenv(name)
     for name, value in {
@@ -184,7 +147,6 @@ def test_the_build_for_cpus_comes_from_its_index_and_stays(tmp_path, monkeypatch
     monkeypatch.setattr(environment, "CPU_BUILDS", f"{url}/cpu")
     environment.install_torch(python, "cpu")
     assert environment.run(packages) == 0, log.read_text()
-    server.shutdown()
     code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     assert done.stdout == "2.13.0+cpu 0.28.0+cpu\n" and not capfd.readouterr().out
@@ -220,20 +182,6 @@ def test_sources_hold_what_the_wheel_is_made_from_and_make_the_same_wheel(built,
     build = "from hatchling import build; build.build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=root, check=True, capture_output=True)
     assert (root / notebooks.WHEEL).read_bytes() == (built / notebooks.WHEEL).read_bytes()
-
-
-def test_a_build_leaves_nothing_in_the_checkout(built):
-    assert not [name for name in ("build", "dist", "src/build") if (ROOT / name).exists()]
-
-
-def test_the_version_stands_in_one_place():
-    assert PROJECT["tool"]["hatch"]["version"]["path"] == "src/derived_attention/__init__.py"
-    assert __version__ in notebooks.WHEEL
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
-    assert cited["version"] == __version__, "CITATION.cff cites another version"
-    changes = (ROOT / "CHANGELOG.md").read_text("utf8")
-    newest = re.search(r"^## (\S+)(?: \((\S+)\))?$", changes, flags=re.M)
-    assert newest[1] == __version__ and newest[2] == cited["date-released"]
 
 
 # --- elsewhere -----------------------------------------------------------------------------------
@@ -276,25 +224,3 @@ def test_what_others_run_is_what_make_offers():
     assert {"test", "dist", "pdf", "versions", "links", "install", "lab"} <= found | {"test"}
     assert any("make pdf zip" in text for _, text in commands())
     assert any("bash .ci/run" in text for place, text in commands() if place == "tests")
-
-
-def test_the_image_and_binder_install_with_the_script_that_make_uses():
-    image = (ROOT / "Dockerfile").read_text("utf8")
-    copied = set(
-        re.findall(r"\S+", " ".join(re.findall(r"^COPY --chown=reader (.*)$", image, re.M)))
-    )
-    needed = {
-        *environment.SOURCES,
-        "Makefile",
-        "_ext/environment.py",
-        "src",
-        "README.md",
-        "LICENSE",
-    }
-    assert needed <= copied, "the image must copy what `RUN make install` needs"
-    assert image.index("RUN make install") < image.index("COPY --chown=reader . .")
-    post = (ROOT / "binder" / "postBuild").read_text("utf8")
-    assert f'_ext/environment.py "$NB_PYTHON_PREFIX" {environment.LEVELS[0]}' in post
-    assert os.access(ROOT / "binder" / "postBuild", os.X_OK)
-    conda = yaml.safe_load((ROOT / "binder" / "environment.yml").read_text("utf8"))
-    assert conda["dependencies"] == ["python=3.11", "pip"], "postBuild must install everything else"
