@@ -135,6 +135,7 @@ def test_a_check_says_in_words_what_its_numbers_are():
     )
     assert says("refuted", 0.7, 2e-16).endswith("the correction has error 2·10⁻¹⁶.")
     assert "the mutant leaves 0.0028" in says("identity", 0.0, 0.0028)
+    assert says("certificate", 0.0, 99.8) == "Certificate: gap 0; the mutant’s 100."
 
 
 def test_no_check_of_the_ledger_reads_as_a_failure(ledger):

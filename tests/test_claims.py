@@ -95,6 +95,18 @@ def test_inequality_needs_the_bound_to_hold_and_the_sharper_one_to_break():
         claims.inequality(None, low, [1.5, 2.5], mutant=sharp)
 
 
+@pytest.mark.parametrize("beside", [np.inf, 1e13])
+def test_a_large_entry_hides_no_violation_beside_it(beside):
+    with pytest.raises(ClaimError, match="the bound is violated by 4"):
+        claims.inequality(None, pair + [4, 0], [1, beside], mutant=pair / 2)
+    claims.inequality(None, -pair * [1, beside], pair, mutant=-pair * 2)  # log 0 is below all
+
+
+def test_a_margin_that_is_infinite_is_refused():
+    with pytest.raises(ClaimError, match="the margins are 0 and inf; expected finite numbers"):
+        claims.equal(None, pair, [1.0, 2.0], mutant=pair * [1, 0], relative=True)
+
+
 def test_certificate_checks_the_gap_the_residuals_and_the_mutant():
     claim = claims.certificate("000.eq10", primal=two, dual=2.0 + 1e-9, mutant=one)
     assert claim.margin < 1e-8 < claim.mutant_margin
@@ -488,7 +500,9 @@ def test_an_inventory_of_one_s_own(five):
         (bad := five.with_name("bad.csv")).write_text(text)
         with pytest.raises(ValueError, match="must have columns"):
             claims.use_inventory(bad)
-        bad.rename(bad.with_name(f"{len(text)}.csv"))
+    five.write_text("id,kind,topic\np.new,text,x\n", "utf-8-sig")  # as a spreadsheet saves it
+    claims.use_inventory(five)
+    assert list(claims.inventory()) == ["p.new"]
 
 
 def test_a_mistake_counts_once_however_many_items_repeat_it(five):

@@ -158,6 +158,7 @@ def test_arms_without_variance_are_compared(paired):
         ({"a": [1.0, 2.0, 3.0], "paired": True}, "a has 3 runs and b 2; expected pairs"),
         ({"within": 0}, "within is 0; expected a positive number, or None"),
         ({"comparisons": 0}, "comparisons is 0; expected at least 1"),
+        ({"comparisons": np.nan}, "comparisons is nan; expected at least 1"),
     ],
 )
 def test_what_cannot_be_decided_is_refused(change, problem):

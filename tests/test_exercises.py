@@ -15,7 +15,12 @@ def test_a_placeholder_is_not_an_error(capsys):
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [(0.5, 1 / 2), (np.eye(2), np.eye(2)), (True, True), ("row", "row"), ((1, [2.0]), (1, [2.0]))],
+    [
+        *((0.5, 1 / 2), (np.eye(2), np.eye(2)), (True, True), ("row", "row")),
+        *(((1, [2.0]), (1, [2.0])), ([-np.inf, 1.0], [-np.inf, 1.0])),
+        (torch.ones(2, dtype=torch.bfloat16), np.ones(2)),
+        (torch.tensor([1j]).conj().imag, [-1.0]),
+    ],
 )
 def test_right_answers_pass(answer, expected, capsys):
     check(answer, expected)
@@ -43,6 +48,8 @@ def test_functions_are_compared_on_all_cases(capsys):
         ([0.5, None], np.ones(2), "expected a number or an array"),
         (np.array([1 + 5j]), np.array([1.0]), "expected a number or an array"),
         (np.array([1, 2]), True, "is not right"),
+        (np.inf, -np.inf, "has error"),
+        (torch.tensor([1j]).conj(), [1.0], "expected a number or an array"),
     ],
 )
 def test_wrong_answers_are_explained(answer, expected, message):
@@ -104,6 +111,14 @@ def test_a_property_has_a_statement_and_a_case():
 
     with pytest.raises(ValueError, match="yields no case"):
         check_properties(1, empty)
+    with pytest.raises(ValueError, match="properties is empty; expected at least one"):
+        check_properties(1)
+
+
+@pytest.mark.parametrize("property_", [is_odd, is_near])
+def test_an_empty_answer_has_no_property(property_):
+    with pytest.raises(ExerciseError, match=r"\): the answer is empty; expected numbers"):
+        check_properties(lambda x: torch.empty(0, 1), property_)
 
 
 def test_draws_are_the_same_each_time_and_leave_the_generator():

@@ -170,6 +170,11 @@ def test_logarithmic_axes_have_plain_letters(outputs):
     plot.show(fig, "Both axes are logarithmic.")
     texts = ["".join(t.itertext()) for t in ET.fromstring(outputs[0][0]).iter("text")]
     assert {"10⁻³", "1", "10", "10²"} <= set(texts)
+    fig, axes = subplots()
+    axes.plot([-100, 100], [0, 1])
+    axes.set_xscale("symlog")
+    plot.show(fig, "One axis has both signs.")
+    assert ">0</text>" in outputs[1][0] and ">10²</text>" in outputs[1][0]
 
 
 def columns():
@@ -296,8 +301,8 @@ def test_first_frame_is_drawn_by_python_and_equals_the_data(outputs):
 def test_marks_lie_where_the_axes_say(outputs):
     """Points at tick positions must have the coordinates of the tick marks."""
     points = Points([0, 1], [[0, 1], [0, 2]])
-    panel = Panel([points], xlim=(0, 2), ylim=(0, 2), xticks={0: "", 1: ""}, yticks={1: "", 2: ""})
-    sliders.slider("k", [0, 1], [panel], alt=ALT)
+    ticks = {"xticks": {0: "", 1: "", 9: ""}, "yticks": {1: "", 2: ""}}  # one is outside
+    sliders.slider("k", [0, 1], [Panel([points], xlim=(0, 2), ylim=(0, 2), **ticks)], alt=ALT)
     svg = ET.fromstring(re.search(r"<svg viewBox.*</svg>", outputs[0][0]).group())
     ticks = [(float(use.get("x")), float(use.get("y"))) for use in svg.iter("use")]
     (x0, bottom), (x1, _), (left, y1), (_, y2) = ticks
@@ -332,6 +337,13 @@ def test_heat_fades_from_transparent_to_the_full_color(outputs):
     alpha = 255 * plot.opacity(np.array([[0, 0.25], [0.5, 1]]))
     np.testing.assert_array_equal(image[..., 3], alpha.round())
     assert matplotlib.colors.to_hex(image[1, 1, :3] / 255) == plot.COLORS["sh"]
+
+
+def test_limits_in_reverse_reverse_a_map(outputs):
+    for values, limits in ((np.eye(2), (1, 0)), (1 - np.eye(2), (0, 1))):
+        sliders.slider("k", [1, 2], [Panel([Heat([values] * 2, limits=limits)])], alt=ALT)
+    images = [re.search('href="(data:[^"]+)', markup).group(1) for markup, _ in outputs]
+    assert images[0] == images[1]
 
 
 def test_no_text_can_end_the_script_or_open_an_element(outputs):
@@ -372,6 +384,7 @@ def test_wrong_types_are_named():
         (lambda: plot.show(curve(), None), "alt is NoneType; expected a string"),
         (lambda: decay(panels=Panel([])), "panels is a Panel; expected a list of 1, 2 or 3"),
         (lambda: decay(panels=["panel"]), r"panels\[0\] is 'panel'; expected a Panel"),
+        (lambda: decay(panels=[Panel(Line([0], [0]))]), r"panels\[0\] is .* a list of marks"),
         (
             lambda: decay(panels=[Panel(["line"])]),
             r"panels\[0\].marks\[0\] is 'line'; expected",

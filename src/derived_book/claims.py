@@ -160,6 +160,7 @@ def use_inventory(path: str | Path) -> None:
         If the file lacks one of the columns "id", "kind" and "topic", or an id is not unique.
     """
     global _inventory_path
+    _load.cache_clear()  # the file may have changed
     _load(Path(path).resolve())
     _inventory_path = Path(path).resolve()
 
@@ -176,7 +177,7 @@ def inventory() -> dict[str, dict[str, str]]:
 
 @lru_cache
 def _load(path: Path) -> dict[str, dict[str, str]]:
-    rows = list(csv.DictReader(path.read_text("utf8").splitlines()))
+    rows = list(csv.DictReader(path.read_text("utf-8-sig").splitlines()))
     fields = ("kind", "topic", "role")
     items = {row.get("id", ""): {f: row.get(f) or "" for f in fields} for row in rows}
     complete = all(i and r["kind"] and r["topic"] for i, r in items.items())
@@ -287,7 +288,7 @@ def inequality(
 ) -> Claim:
     """Claim that every entry of `smaller` is at most the matching entry of `larger`.
 
-    Rounding errors of up to 1e-12 of the entries' magnitude are allowed.
+    Rounding errors of up to 1e-12 of an entry's magnitude, or of 1, are allowed.
 
     Parameters
     ----------
@@ -308,9 +309,9 @@ def inequality(
     _check_call(item, inequality, ("smaller", "larger"), wrong="mutant")
     _check_distinct(item, smaller=smaller, larger=larger)
     slack, wrong = _slack(smaller=smaller, larger=larger), _slack(smaller=smaller, mutant=mutant)
-    if not slack >= -_rounding(smaller, larger):
+    if not _holds(smaller=smaller, larger=larger):
         raise ClaimError(f"{_name(item)}: the bound is violated by {-slack:.3e}")
-    if not wrong < -_rounding(smaller, mutant):
+    if _holds(smaller=smaller, mutant=mutant):
         raise ClaimError(f"{_name(item)}: mutant not rejected, its bound has slack {wrong:.3e}")
     if not slack <= MAX_SLACK * -wrong:
         raise ClaimError(
@@ -674,6 +675,9 @@ def _record(
     """
     if item is not None:
         _check_item(item)
+    if not np.isfinite([margin, mutant_margin or 0.0]).all():
+        margins = f"{margin:.2g} and {mutant_margin:.2g}"
+        raise ClaimError(f"{_name(item)}: the margins are {margins}; expected finite numbers")
     measured = kind == "measured"
     if condition is not None and not measured:
         if not re.search(r"\w.*[\s<>=≤≥≠|].*\w", condition) or _is_tautology(condition):
@@ -902,9 +906,10 @@ def _slack(**sides: Any) -> float:
     return float(np.min(b - a))
 
 
-def _rounding(smaller: Any, larger: Any) -> float:
-    size = np.max(np.abs(_float(larger, "larger"))) + np.max(np.abs(_float(smaller, "smaller")))
-    return float(1e-12 * max(1.0, size))
+def _holds(**sides: Any) -> bool:
+    """Return whether the first argument stays below the second, up to each entry's rounding."""
+    a, b = _pair(**sides)
+    return bool(((a <= b) | np.isclose(a, b, rtol=1e-12, atol=1e-12)).all())
 
 
 def to_json(rows: Mapping[str, Any]) -> str:

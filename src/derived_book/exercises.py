@@ -60,7 +60,7 @@ def check(
     if on is None:
         _compare(answer, expected, tol, "your answer")
     else:
-        if not isinstance(answer, Callable):  # type: ignore[arg-type]
+        if not callable(answer):
             raise ExerciseError(f"your answer is {type(answer).__name__}; expected a function")
         for number, arguments in enumerate(on, 1):
             case = f"case {number} of {len(on)}"
@@ -104,6 +104,8 @@ def check_properties(answer: Any, *properties: Property, tol: float = 1e-8, seed
     if answer is ...:
         print("Not attempted yet: replace the ... above and run the cell again.")
         return
+    if not properties:
+        raise ValueError("properties is empty; expected at least one")
     for property_ in properties:
         _check_property(answer, property_, tol, seed)
     print("Correct.")
@@ -164,12 +166,14 @@ def _check_property(answer: Any, property_: Property, tol: float, seed: int) -> 
 
 
 def _check_case(place: str, error: Any, tol: float) -> None:
-    value = np.asarray(error.detach().cpu() if hasattr(error, "detach") else error)
+    value = np.asarray(_numpy(error))
+    if not value.size:
+        raise ExerciseError(f"{place}: the answer is empty; expected numbers to compare")
     if value.dtype == bool:
         if not value.all():
             raise ExerciseError(place)
         return
-    size = float(np.max(np.abs(_array(error, place)), initial=0.0))
+    size = float(np.max(np.abs(_array(error, place))))
     if not size <= tol:
         raise ExerciseError(f"{place}: it is off by {size:.2g}; expected at most {tol:.0e}")
 
@@ -245,14 +249,23 @@ def _compare(answer: Any, expected: Any, tol: float, place: str) -> None:
     given, correct = _array(answer, place), _array(expected, "expected")
     if given.shape != correct.shape:
         raise ExerciseError(f"{place} has shape {given.shape}; expected {correct.shape}")
-    error = np.max(np.abs(given - correct) / np.maximum(1, np.abs(correct)), initial=0.0)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(given - correct) / np.maximum(1, np.abs(correct))
+    error = np.max(np.where(given == correct, 0.0, errors), initial=0.0)  # ∞ is right where it is
     if not error <= tol:
         raise ExerciseError(f"{place} has error {error:.2e}; expected at most {tol:.0e}")
 
 
+def _numpy(value: Any) -> Any:
+    """Return a tensor as an array; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu().resolve_conj().resolve_neg()
+    return (value.double() if value.dtype == torch.bfloat16 else value).numpy()
+
+
 def _array(value: Any, place: str) -> np.ndarray:
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
+    value = _numpy(value)
     try:
         array = np.asarray(value)
         # float64 would make NaN of None, a number of "1", and the real part of 1 + 2j.

@@ -23,7 +23,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -112,7 +113,7 @@ def _ours_in(path: Path) -> dict:
     """Return what the metadata in a notebook's file contain for this module."""
     try:
         return dict(json.loads(path.read_bytes())["metadata"]["derived_attention"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
 
 
@@ -239,7 +240,7 @@ def restore(nb: NotebookNode, source: NotebookNode, released: NotebookNode) -> I
 def keep_best(nb: NotebookNode) -> None:
     """Let a check that passed behind one of several pieces count; remove those put there."""
     trials = [cell for cell in nb.cells if _trial(cell)]
-    passed = {_trial(cell): cell.outputs for cell in trials if not _failed(cell)}
+    passed = {_trial(cell): cell.outputs for cell in trials if not _errors(cell)}
     for cell in nb.cells:
         if (name := grade_id(cell)) and name in passed:
             cell.outputs = passed[name]
@@ -253,10 +254,6 @@ def _trial(cell: NotebookNode) -> str:
 
 def _errors(cell: NotebookNode) -> list[NotebookNode]:
     return [output for output in cell.get("outputs", ()) if output.output_type == "error"]
-
-
-def _failed(cell: NotebookNode) -> bool:
-    return bool(_errors(cell))
 
 
 def _index(nb: NotebookNode, cell: NotebookNode) -> int:
@@ -297,7 +294,7 @@ def strange(code: str) -> list[str]:
     lines = [x for x in code.splitlines() if x.lstrip().startswith(("%", "!"))]
     try:
         tree = ast.parse("\n".join(x for x in code.splitlines() if x not in lines))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: too deep
         return sorted(lines)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {x.name for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.ClassDef))}
@@ -436,16 +433,15 @@ def _fail(cell: NotebookNode, reason: str) -> None:
 
 def _hide(cell: NotebookNode) -> None:
     """Leave only the message of an error: the lines around it are hidden tests."""
-    for output in cell.outputs:
-        if output.output_type == "error":
-            output.traceback = output.traceback[-1:]
+    for output in _errors(cell):
+        output.traceback = output.traceback[-1:]
 
 
 def _cut_short(cell: NotebookNode) -> str:
     """Return what is wrong if a check raised no error, and did not come to its end, either."""
     said = "".join(x.text for x in cell.outputs if x.output_type == "stream")
     whole = said.count("Correct.") >= 2  # for the check that students see, and for the hidden one
-    return "" if whole or _failed(cell) else "the check was not run to its end"
+    return "" if whole or _errors(cell) else "the check was not run to its end"
 
 
 # --- the marks -----------------------------------------------------------------------------------
@@ -461,7 +457,8 @@ class Summary(NbGraderPreprocessor):
         with Gradebook(given["db_url"]) as gradebook:
             grades = gradebook.find_submission_notebook(*place).grades
             checks = [g for g in grades if g.name.endswith("-check")]
-            points = {_short(g.name): g.auto_score or 0 for g in checks}
+            short = _short(g.name for g in checks)
+            points = {short[g.name]: g.auto_score or 0 for g in checks}
             total, unread = (
                 sum(g.max_score for g in checks),
                 sum(g.needs_manual_grade for g in grades),
@@ -470,7 +467,7 @@ class Summary(NbGraderPreprocessor):
         said = [f"{sum(points.values()):g} of {total:g} points by checks"]
         if not (reason := _ours(nb).get("ungraded")):
             said += [f"{unread} to mark by hand"] * bool(unread)
-            said += _zeros(nb)
+            said += _zeros(nb, short)
         said += [note.partition(". ")[0].rstrip(".") for note in notes]
         students = sorted(Path(folder).parent.name for folder in reader.parent.assignments)
         row = {"student": place[2], **{name: f"{x:g}" for name, x in points.items()}}
@@ -483,11 +480,11 @@ class Summary(NbGraderPreprocessor):
         return nb, resources
 
 
-def _zeros(nb: NotebookNode) -> Iterator[str]:
+def _zeros(nb: NotebookNode, short: dict[str, str]) -> Iterator[str]:
     """Yield why checks have failed: first those without an answer, then each error."""
     errors = {grade_id(cell): x.evalue or x.ename for cell in nb.cells for x in _errors(cell)[:1]}
     failed = {x: errors.get(x.replace("-check", "-answer"), errors[x]) for x in errors if x}
-    failed = {_short(x): reason for x, reason in failed.items() if x.endswith("-check")}
+    failed = {short[x]: reason for x, reason in failed.items() if x in short}
     empty = [name for name, reason in failed.items() if "there is no answer" in reason]
     if empty:
         yield f"no answer to {', '.join(empty)}"
@@ -496,9 +493,12 @@ def _zeros(nb: NotebookNode) -> Iterator[str]:
     )
 
 
-def _short(name: str) -> str:
-    """Return the last part of the name of an exercise's check: rms for ex-05-rms-check."""
-    return name.removesuffix("-check").split("-", 2)[-1]
+def _short(checks: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each name, rms for ex-05-rms-check; ex-05-rms if two share it."""
+    names = {check: check.removesuffix("-check") for check in checks}
+    last = {check: name.split("-", 2)[-1] for check, name in names.items()}
+    times = Counter(last.values())
+    return {check: last[check] if times[last[check]] == 1 else names[check] for check in names}
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -82,7 +82,7 @@ def difference(
         raise ValueError(
             f"{names[0]} has {len(arms[0])} runs and {names[1]} {len(arms[1])}; expected pairs"
         )
-    if comparisons < 1:
+    if not comparisons >= 1:
         raise ValueError(f"comparisons is {comparisons}; expected at least 1")
     if paired:
         arms = [arms[0] - arms[1]]

@@ -310,7 +310,7 @@ def _attribute(value: str, prefix: str) -> str:
 
 def _power_of_ten(value: float, position: int | None = None) -> str:
     """Return a label of a logarithmic axis, such as 10³, in Unicode characters."""
-    exponent = round(np.log10(value))
+    exponent = round(np.log10(value)) if value > 0 else 0
     if not np.isclose(value, 10.0**exponent) or exponent in (0, 1):
         return f"{value:g}"
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -164,7 +164,10 @@ def slider(
     if len(panels) not in _SIZES:
         raise ValueError(f"panels has length {len(panels)}; expected 1, 2 or 3 panels")
     width, height, least, most = _SIZES[len(panels)]
-    if any(isinstance(m, Heat) for p in panels if isinstance(p, Panel) for m in p.marks):
+    for i, panel in enumerate(panels):
+        if not isinstance(panel, Panel) or isinstance(panel.marks, Mark) or not panel.marks:
+            raise TypeError(f"panels[{i}] is {panel!r}; expected a Panel with a list of marks")
+    if any(isinstance(mark, Heat) for panel in panels for mark in panel.marks):
         height = width  # beside a square map
     moving: list[dict[str, list]] = []
     drawn = "".join(
@@ -238,8 +241,6 @@ def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving:
 
     `path` names the panel in error messages, such as ``"panels[0]"``.
     """
-    if not isinstance(panel, Panel) or not panel.marks:
-        raise TypeError(f"{path} is {panel!r}; expected a Panel with at least one mark")
     loaded = [_load(mark, f"{path}.marks[{i}]", steps) for i, mark in enumerate(panel.marks)]
     maps = [mark for mark in panel.marks if isinstance(mark, Heat)]
     square, cells = bool(maps), any(mark.extent is None for mark in maps)
@@ -251,7 +252,7 @@ def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving:
     with mpl.rc_context({**SVG_SETTINGS, **STYLE, "font.size": 12.5}):
         fig = Figure(figsize=(width / 72, height / 72), dpi=72)  # a drawing unit is a pixel
         axes = fig.subplots()
-        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xlim=(x0, x1), ylim=(y0, y1))
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         axes.set_aspect("equal" if square else "auto")
         axes.grid(not square, axis="y")
         if square:  # a frame marks the extent of a map whose edges are transparent
@@ -260,6 +261,7 @@ def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving:
             axis.set_major_locator(MaxNLocator(4, integer=cells, steps=[1, 2, 2.5, 5, 10]))
             if ticks is not None:
                 axis.set_ticks(list(ticks), labels=list(ticks.values()))
+        axes.set(xlim=(x0, x1), ylim=(y0, y1))  # after the ticks, which would widen them
         svg = ET.tostring(svg_tree(fig, path), encoding="unicode")
     box, bottom = axes.bbox, fig.bbox.height
 
@@ -380,7 +382,7 @@ def _draw(
 def _pngs(values: np.ndarray, mark: Heat) -> list[str]:
     """Return each map as the data URL of an image from transparent to the mark's colour."""
     low, high = mark.limits or (min(0.0, values.min()), values.max())
-    scale = 1 / (high - low) if high > low else 0.0
+    scale = 1 / (high - low) if high != low else 0.0
     addresses = []
     for map_ in values:
         image = np.empty((*map_.shape, 4), np.uint8)

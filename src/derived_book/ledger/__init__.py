@@ -395,8 +395,8 @@ def check_text(claim: dict) -> str:
 
 def number(value: float) -> str:
     """Return a number with two digits, and a power of ten if it is small or large."""
-    if 1e-3 <= value < 1e4:
-        return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+    if value == 0 or 1e-3 <= value < 1e4:
+        return f"{value:.2g}" if value < 99.5 else f"{value:.0f}"
     digits, power = f"{value:.0e}".split("e")
     exponent = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{digits}·10{exponent}"

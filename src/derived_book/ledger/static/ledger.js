@@ -39,15 +39,16 @@ function write() {
 
 // An address without "=" names a row, or a place on the page: it must not be filtered away.
 function read() {
-  const name = decodeURIComponent(location.hash.slice(1));
-  const chosen = new URLSearchParams(name.includes("=") ? name : "");
+  const address = location.hash.slice(1);
+  const filters = address.includes("=");
+  const chosen = new URLSearchParams(filters ? address : "");
   form.querySelectorAll("[type=checkbox]").forEach((box) => {
     box.checked = chosen.getAll(box.name).includes(box.value);
   });
   for (const field of ["paper", "kind", "words"]) form.elements[field].value = chosen.get(field) ?? "";
   filter();
-  if (name.includes("=")) return form.scrollIntoView();
-  document.getElementById(name)?.scrollIntoView();
+  if (filters) return form.scrollIntoView();
+  document.getElementById(decodeURIComponent(address))?.scrollIntoView();
 }
 
 form.addEventListener("input", () => (filter(), write()));
