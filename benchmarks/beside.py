@@ -29,7 +29,8 @@ def calls_of(
         given = tokens_first(tensors) if peer.tokens_first else tensors
         own = peer.ours.options(length, dim)
         calls[ours(peer)] = run.call(peer.ours.fast, tensors, own)
-        calls[name] = run.call(peer.form, given, peer.options_at(length, dim))
+        theirs = (peer.options or peer.ours.options)(length, dim)
+        calls[name] = run.call(peer.form, given, theirs)
     return calls
 
 

@@ -387,16 +387,6 @@ def growth(files: Files) -> Any:
     return fig
 
 
-def _ratio_at(data: dict[str, Any], length: int, dim: int, mode: str) -> list[float]:
-    """Return the median ratio to the baseline's time, or an empty list if there is none."""
-    wanted = (length, dim, mode)
-    return [
-        row["ratio"]["median"]
-        for row in data["times"]
-        if (row["length"], row.get("dim", DIM), row["mode"]) == wanted
-    ]
-
-
 def _label(ax: Any, ends: dict[str, tuple[float, str]], right: int) -> None:
     """Write names to the right of lines, and move names apart that would overlap."""
     import numpy as np
@@ -427,13 +417,17 @@ def shares(files: Files, length: int = 4096, dim: int = DIM) -> Any:
 
     from derived_book.plot import COLORS, LABELS
 
+    def ratios(name: str, mode: str) -> list[float]:
+        row = _time(files.get(name), length, GOAL["dtype"], mode, dim)
+        return [row["ratio"]["median"]] if row else []
+
     names = [name for name in files if not name.endswith("_causal")]
-    names.sort(key=lambda name: _ratio_at(files[name], length, dim, MODES[0])[0])
+    names.sort(key=lambda name: ratios(name, MODES[0]))
     fig, axes = plt.subplots(1, 2, figsize=(7.6, 0.25 * len(names) + 1.0), sharey=True)
     for ax, mode in zip(axes, MODES, strict=True):
         for i, name in enumerate(names):
             for case, marker in ((name, "o"), (name + "_causal", "^")):
-                ratio = _ratio_at(files[case], length, dim, mode) if case in files else []
+                ratio = ratios(case, mode)
                 ax.plot(ratio, [i] * len(ratio), marker, color=COLORS[name], ms=6)
         ax.axvline(1, color=COLORS["reference"], lw=1)
         ax.set(xscale="log", title=mode, xlabel="time, baseline = 1")

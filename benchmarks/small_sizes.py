@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = RESULTS / f"small-sizes-{slug(here)}.json"
     if path.exists():
         kept = json.loads(path.read_text("utf8"))["rows"]
-        rows += [row for row in kept if row["mechanism"] not in names]
+        rows += [row for row in kept if row["mechanism"] in MECHANISMS.keys() - set(names)]
         rows.sort(key=lambda row: list(MECHANISMS).index(row["mechanism"]))
     settings = {"B": BATCH, "H": HEADS, "D": DIM, "lengths": LENGTHS, "rounds": ROUNDS}
     run.save(path, {"machine": here, "settings": settings, "rows": rows})

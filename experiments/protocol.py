@@ -207,14 +207,18 @@ def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def kept_rows(path: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the record at `path`; ValueError if its settings differ from the plan's.
+    """Return the runs of the record at `path`, if there is one.
+
+    ValueError is raised if its settings differ from the plan's.
 
     Times are left out unless this machine wrote the record today, with as many threads. In a run
     that chose a learning rate, only the metric of this choice is known. `run` repeats a run that
     has no ``"collapsed"``.
     """
+    if not path.exists():
+        return []
     data = json.loads(path.read_text())
-    if data["settings"] != plan["settings"]:
+    if data["settings"] != json.loads(json.dumps(plan["settings"])):  # tuples are lists there
         raise ValueError(f"{path.name} has settings {data['settings']}; expected those of the plan")
     timed = set() if data["machine"] == machine() else {"seconds", "cpu_seconds"}
     rows = [*data["rows"], *data.get("eightfold", [])]

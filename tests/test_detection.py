@@ -471,3 +471,5 @@ def test_wrong_detections():
             average_precision(detections, truth)
     with pytest.raises(TypeError, match="model is ByteLM; expected a DetectionTransformer"):
         detect(writer(), given.images)
+    with pytest.raises(TypeError, match="images is Scenes; expected a tensor"):
+        detect(detector(), given)

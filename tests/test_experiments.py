@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -163,6 +164,80 @@ def test_changes_are_noticed_and_what_does_not_matter_is_not(page):
     assert page.run()[1] == 0, "the first results must still be stored"
 
 
+OTHERS = """
+import dataclasses, enum, functools
+from typing import NamedTuple
+import torch
+from derived_book.training.fit import Endless
+
+class Pair(NamedTuple):
+    a: int = 1
+
+@dataclasses.dataclass
+class Sizes:
+    a: int = 10
+    b: list = dataclasses.field(default_factory=lambda: [100])
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    a: int = 1_000
+
+class Draws(Endless):
+    steps = 10_000
+    draw = check = __iter__ = None
+
+class Kind(enum.Enum):
+    ONE = 100_000
+
+class Lazy:
+    @functools.cached_property
+    def a(self):
+        return 1_000_000
+
+    @property
+    def b(self):
+        return self.c
+
+    @b.setter
+    def b(self, x):
+        self.c = 10_000_000
+
+def add(f):
+    @functools.wraps(f)
+    def g(seed):
+        return f(seed) + 100_000_000
+    return g
+
+@add
+def helper(seed):
+    lazy = Lazy()
+    lazy.b = 0
+    parts = Pair().a, Sizes().a, Sizes().b[0], Slots().a, Draws.steps, Kind.ONE.value
+    return sum(parts) + lazy.a + lazy.b + seed
+
+def train_once(seed):
+    return {"value": helper(seed)}
+"""
+
+
+def test_classes_and_decorators_of_every_kind_are_compared(page):
+    def run(text):
+        train_once = module_of(page.path, text).train_once
+        return run_grid(train_once, [{"seed": 0}], page.store)[0]["value"]
+
+    assert run(OTHERS) == 111_111_111
+    for i in range(9):
+        changed = re.sub(rf"\b{10**i:_}\b", f"{2 * 10**i}", OTHERS)
+        assert run(changed) == 111_111_111 + 10**i
+    assert run(OTHERS) == 111_111_111 and len(list(page.store.rglob("*.json"))) == 10
+
+
+def test_two_lambdas_of_one_line_are_two_functions(tmp_path):
+    first, second = lambda seed: {"value": seed + 1}, lambda seed: {"value": seed + 2}
+    values = [run_grid(f, [{"seed": 0}], tmp_path)[0]["value"] for f in (first, second)]
+    assert values == [1, 2]
+
+
 def test_torch_and_profile_are_part_of_the_key(page, monkeypatch):
     page.run()
     for change in (
@@ -229,8 +304,9 @@ def test_what_cannot_be_compared_is_refused(page):
     exec("def typed_in(seed):\n    return {'a': seed}", namespace)
     with pytest.raises(TypeError, match="source of function .*typed_in cannot be read"):
         run_grid(namespace["typed_in"], CONFIGS, page.store)
-    with pytest.raises(TypeError, match="function is .*; expected a function defined by def"):
-        run_grid(functools.partial(reads_a_model, 1), [{}], page.store)
+    for wrong in (functools.partial(reads_a_model, 1), "typed_in"):
+        with pytest.raises(TypeError, match="function is .*; expected a function defined by def"):
+            run_grid(wrong, CONFIGS, page.store)
     assert page.files() == []
 
 
@@ -284,6 +360,8 @@ def test_wrong_grid_before_any_run(page):
     ):
         with pytest.raises(TypeError, match=message):
             run_grid(train_once, [{"seed": 0}, config], page.store)
+    with pytest.raises(TypeError, match="grid is {'seed': 0}; expected a list of such dicts"):
+        run_grid(train_once, {"seed": 0}, page.store)
     assert page.log.read_text() == "" and page.files() == []
     assert run_grid(train_once, [], page.store) == []
 
@@ -743,6 +821,13 @@ def test_other_values_of_a_module_beside_the_page_are_noticed(beside, old, new):
     assert beside.again() == (24, True) and beside.again() == (24, False)
     beside.edit(old, new)
     assert beside.again() == (36, True)
+
+
+def test_a_module_that_is_being_edited_is_named(beside):
+    function = beside.load()
+    beside.edit("FACTOR = 2", "FACTOR = (2")
+    with pytest.raises(SyntaxError, match=r"beside_helper.py, line"):
+        beside.run(function)
 
 
 def test_what_memory_has_counts_where_a_file_was_edited_after_its_import(beside):

@@ -58,6 +58,12 @@ def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
         da.train_detection(TINY, epochs=2)
 
 
+def test_a_device_that_is_not_there_is_named():
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device is '{device}'; expected one of this machine"):
+            SMALL["images"](TINY, device=device)
+
+
 def test_the_small_model_takes_a_function_or_a_class_and_is_the_same_again():
     models = [da.small_model(linear_attention, seed=1, steps=2) for _ in range(2)]
     first, again = (list(model.state_dict().values()) for model in models)

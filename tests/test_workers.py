@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,21 @@ def test_the_same_code_and_release_or_none(monkeypatch):
     for name in ("release of PyTorch", "package's code"):
         with pytest.raises(RuntimeError, match=f"worker's {name} is .*; expected another"):
             workers.run_in_worker(0, driver | {name: "another"}, divmod, 7, 2)
+
+
+def test_threads_of_a_process_take_turns(tmp_path):
+    """They share the global random generators, as do the threads of a worker of Dask."""
+
+    def draws(seed):
+        runtime.seed_everything(seed)
+        return {"value": sum(torch.rand(1).item() for _ in range(5000))}
+
+    def values(workers, name):
+        results = run_grid(draws, [{"seed": s} for s in range(4)], tmp_path / name, workers=workers)
+        return [r["value"] for r in results]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert values(threads, "threads") == values(1, "one")
 
 
 def test_wrong_workers(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.cases import DIM, Case
+from benchmarks.cases import Case
 from derived_attention.common.checks import Mechanism
 
 LIBRARIES = sorted(found.name for found in pkgutil.iter_modules(__path__))
@@ -34,10 +34,6 @@ class Peer:
     options: Callable[..., dict[str, Any]] | None = None  # if they are not ours
     tokens_first: bool = False  # whether it gets tensors that are (B, N, H, D) in memory
     longest: int | None = None  # largest N at which it fits into the memory of a CPU
-
-    def options_at(self, length: int, dim: int = DIM) -> dict[str, Any]:
-        """Return the options that `form` takes besides q, k and v."""
-        return (self.options or self.ours.options)(length, dim)
 
 
 class Given(nn.Module):

@@ -2,7 +2,7 @@
 
 `runner` makes such a function of each task: `derived_book.train_series`, `train_images`
 and `train_detection`. Each trains one model from one seed and returns numbers that JSON can hold,
-so that `derived_book.training.grids.run_grid` can run a grid of them.
+as `derived_book.training.grids.run_grid` requires of a function that calls one of them.
 
 The argument `config` goes to the model: see `derived_book.tasks.model.Config`. For half as many
 heads, each as wide as before, pass ``Config(heads=2, attention=partial(MultiheadAttention,
@@ -26,18 +26,17 @@ from torch import Tensor, nn
 from derived_attention.layer import MultiheadAttention
 from derived_book.runtime import evaluating, seed_everything
 from derived_book.tasks.supervised import Examples, class_loss
-from derived_book.training.fit import Batches, History, Loss, Regularised, fit
+from derived_book.training.fit import Batches, History, Loss, Regularised, check_device, fit
 from derived_book.training.measure import count_flops
 
 Numbers = dict[str, float]
 
 
 class Trained(NamedTuple):
-    """A model after its training, the history that `fit` returned, and the seed of the run."""
+    """A model after its training, and the history that `fit` returned."""
 
     model: Any
     history: History
-    seed: int
 
 
 class Task(NamedTuple):
@@ -107,11 +106,12 @@ def train(
     sizes = {name: options.pop(name) for name in ("batch_size", "steps") if name in options}
     seed_everything(seed)
     model = task.model()
+    device = check_device(model, device)
     cost = attention_cost(model, *task.inputs)
     batches, loss = task.batches(**sizes), with_objective(task.loss, eta)
     model.to(device)
     history = fit(model, batches, loss, epochs=epochs, seed=seed, test=task.test, **options)
-    return task.scores(Trained(model, history, seed)) | cost
+    return task.scores(Trained(model, history)) | cost
 
 
 def classification(model: Callable[[], nn.Module], inputs: Tensor, data: Any) -> Task:

@@ -113,10 +113,12 @@ def run_grid(
     >>> results = run_grid(train_once, grid, workers=2)  # doctest: +SKIP
     >>> summarise(results, by="heads", metric="accuracy")  # doctest: +SKIP
     """
+    crew, of_function = processes.crew_of(workers), run_key(function)
+    if isinstance(grid, Mapping):
+        raise TypeError(f"grid is {grid!r}; expected a list of such dicts, one for each run")
     configs = [dict(config) for config in grid]
     for config in configs:
         _check_config(function, config)
-    crew, of_function = processes.crew_of(workers), run_key(function)
     folder = Path(cache_dir("runs") if store is None else store) / function.__name__
     keys = [digest(of_function, _to_json(config, sort_keys=True)) for config in configs]
     paths = [folder / f"{key}.json" for key in keys]

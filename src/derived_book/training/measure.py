@@ -77,9 +77,10 @@ def count_flops(fn: Callable[[], Any]) -> int:
     """Return the operations of the matrix products of ``fn()``, which is called once.
 
     PyTorch counts them while `fn` runs, backward passes included. A multiply–add is 2 operations;
-    elementwise work, such as a softmax, is not counted, and causal masks are ignored. Products
-    that are added in place and the fused attention of the CPU, which PyTorch's counter omits, are
-    counted here; the latter as 2 products forward and 5 backward, where scores are recomputed.
+    elementwise work, such as a softmax, is not counted, and causal masks are ignored. Products that
+    are added in place or have a vector, and the fused attention of the CPU, which PyTorch's counter
+    omits, are counted here; that attention as 2 products forward and 5 backward, where scores are
+    recomputed.
     """
     aten = torch.ops.aten
     more: dict[Any, Any] = {
@@ -87,6 +88,8 @@ def count_flops(fn: Callable[[], Any]) -> int:
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward_flops,
         aten.addmm_: _added_flops,
         aten.baddbmm_: _added_flops,
+        aten.mv: _vector_flops,
+        aten.dot: _vector_flops,
     }
     with FlopCounterMode(display=False, custom_mapping=more) as counter:
         fn()
@@ -96,6 +99,11 @@ def count_flops(fn: Callable[[], Any]) -> int:
 def _added_flops(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
     """Count a product, added in place, from the shapes (..., n, m) and (..., m, p)."""
     return 2 * math.prod(left) * right[-1]
+
+
+def _vector_flops(left: Shape, right: Shape, **_: Any) -> int:
+    """Count the product of a matrix or a vector with a vector."""
+    return 2 * math.prod(left)
 
 
 def _fused_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
@@ -141,6 +149,7 @@ class _Counted:
     __sub__ = _operation("add", operator.sub)
     __rsub__ = _operation("add", lambda a, b: b - a)
     __mul__ = __rmul__ = _operation("multiply", operator.mul)
+    __eq__ = __bool__ = None  # type: ignore[assignment]  # neither is counted
     __truediv__ = _operation("divide", operator.truediv)
     __rtruediv__ = _operation("divide", lambda a, b: b / a)
     exp = _operation("exp", math.exp)
@@ -386,7 +395,7 @@ def record_calls(model: nn.Module) -> Iterator[list[Call]]:
     Yields
     ------
     list of Call
-        Initially empty; every call of a mechanism appends one. Tensors are detached.
+        Initially empty; every call of a mechanism appends one. Its q, k and v are detached.
 
     Raises
     ------
@@ -425,41 +434,6 @@ def record_calls(model: nn.Module) -> Iterator[list[Call]]:
     finally:
         for layer, attention in zip(layers, originals, strict=True):
             layer.attention = attention
-
-
-def head_distance(A: ArrayLike | Tensor) -> Tensor:
-    r"""Return the mean distance between the attention maps of two heads, per query.
-
-    .. math::
-
-        \binom{H}{2}^{-1} \sum_{g<h} \frac{\lVert A^g - A^h \rVert_F}{\sqrt N}
-
-    The division by √N makes it the root mean square over the queries of the Euclidean distance
-    between two rows, which makes different N comparable; for rows ≥ 0 that sum to 1 it is at
-    most √2. Papers report head distances without a definition; multiply by √N for Frobenius norms.
-    Slice off padding first, ``A[:, :n, :n]``.
-
-    Parameters
-    ----------
-    A : Tensor, shape (..., H, N, M)
-        Attention maps of H ≥ 2 heads.
-
-    Returns
-    -------
-    Tensor of float64, shape (...)
-
-    Raises
-    ------
-    ValueError
-        If `A` has fewer than 3 axes or 2 heads, is empty, or has an entry that is not finite.
-    """
-    A = _maps(A, 3)
-    heads, queries = A.shape[-3:-1]
-    if heads < 2:
-        raise ValueError(f"A has shape {tuple(A.shape)}; expected at least 2 heads")
-    g, h = torch.triu_indices(heads, heads, offset=1)
-    distances = torch.linalg.matrix_norm(A[..., g, :, :] - A[..., h, :, :])  # (..., pairs)
-    return distances.mean(-1) / math.sqrt(queries)
 
 
 def at_least(x: float, digits: int = 2) -> str:
@@ -512,7 +486,7 @@ def numerical_rank(A: ArrayLike | Tensor, tol: float) -> Tensor:
     """
     if not 0 <= tol < 1:
         raise ValueError(f"tol is {tol}; expected 0 <= tol < 1")
-    return torch.linalg.matrix_rank(_maps(A, 2), rtol=tol)
+    return torch.linalg.matrix_rank(_maps(A), rtol=tol)
 
 
 def effective_rank(A: ArrayLike | Tensor) -> Tensor:
@@ -536,19 +510,17 @@ def effective_rank(A: ArrayLike | Tensor) -> Tensor:
     ValueError
         If `A` has fewer than 2 axes, is empty, or has an entry that is not finite.
     """
-    sigma = torch.linalg.svdvals(_maps(A, 2))
+    sigma = torch.linalg.svdvals(_maps(A))
     total = sigma.sum(-1, keepdim=True)
     p = sigma / torch.where(total > 0, total, 1.0)
     return torch.where(total[..., 0] > 0, torch.special.entr(p).sum(-1).exp(), 0.0)
 
 
-def _maps(A: ArrayLike | Tensor, axes: int) -> Tensor:
+def _maps(A: ArrayLike | Tensor) -> Tensor:
     """Check `A`, and return it in float64, detached."""
     A = torch.as_tensor(A).detach().double()
-    if A.ndim < axes or A.numel() == 0:
-        raise ValueError(
-            f"A has shape {tuple(A.shape)}; expected at least {axes} axes and one entry"
-        )
+    if A.ndim < 2 or A.numel() == 0:
+        raise ValueError(f"A has shape {tuple(A.shape)}; expected at least 2 axes and one entry")
     if not A.isfinite().all():
         raise ValueError("A has an entry that is NaN or infinite; expected finite numbers")
     return A

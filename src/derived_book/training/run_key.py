@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import enum
 import functools
 import importlib
 import inspect
@@ -29,6 +30,8 @@ from derived_book.training.code_digest import ROOTS, Sources, imports
 PACKAGE = Sources(Path(__file__).parents[2])
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, on any system
+# Modules of the descriptors that Python adds to a class.
+WRITTEN = {"builtins", "collections", "_collections", "enum"}
 
 
 def full_name(function: Callable[..., Any]) -> str:
@@ -44,8 +47,13 @@ def run_key(function: Callable[..., Any]) -> list[Any]:
     source = trace.of(function, function.__name__)
     own = {module.__name__: module for module in own_modules()}
     for module in own.values():
-        with contextlib.suppress(OSError):  # an empty file
+        try:
             trace.reached |= PACKAGE.find_imports(inspect.getsource(module))
+        except OSError:  # an empty file
+            pass
+        except SyntaxError as error:  # a file that is being edited
+            error.filename = module.__file__
+            raise
     modules = digest({name: _state(module) for name, module in own.items()})
     dtype = str(torch.get_default_dtype())
     code_of_package = PACKAGE.digest(trace.reached)
@@ -117,7 +125,9 @@ def _assigned(function: Any) -> set[str]:
 def _members(cls: type) -> dict[str, Any]:
     """Return methods of a class, and those of its attributes that are numbers or texts."""
     members = {key: getattr(x, "__func__", x) for key, x in vars(cls).items()}
-    members |= {key: x.fget for key, x in members.items() if isinstance(x, property)}
+    properties = {key: x for key, x in members.items() if isinstance(x, property)}
+    members |= {f"{key}.setter": x.fset for key, x in properties.items() if x.fset}
+    members |= {key: x.fget for key, x in properties.items()}
     return {
         key: x
         for key, x in members.items()
@@ -164,7 +174,7 @@ class _Trace:
 
     def of(self, value: Any, name: str) -> Any:
         """Return a representation of `value`, which the function reads as `name`."""
-        value = inspect.unwrap(value) if callable(value) else value
+        value = inspect.unwrap(value, stop=self._is_own) if callable(value) else value
         if isinstance(value, types.ModuleType):
             self.reached |= PACKAGE.modules(value.__name__)
             return ["module", value.__name__]
@@ -179,6 +189,8 @@ class _Trace:
         if dataclasses.is_dataclass(value):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             return [self._definition(type(value)), self.of(fields, name)]
+        if isinstance(value, enum.Enum):
+            return [self._definition(type(value)), value.name]
         try:
             return digest(value)
         except TypeError as error:
@@ -187,6 +199,10 @@ class _Trace:
                 "compared between sessions; create it inside the function, or pass the arguments "
                 "that create it"
             ) from error
+
+    def _is_own(self, value: Any) -> bool:
+        """Return whether a function is of this page, also one that a decorator of it returns."""
+        return isinstance(value, types.FunctionType) and value.__globals__["__name__"] == self.page
 
     def _definition(self, value: Any) -> Any:
         """Represent a function or class of this page by its parts, any other by its name."""
@@ -214,17 +230,19 @@ class _Trace:
 
 def _function_parts(function: Any) -> dict[str, Any]:
     """Return source, defaults and closure of a function, and the globals that it reads."""
+    code, module = function.__code__, function.__globals__
     try:
-        source = inspect.getsource(function)
+        source = inspect.getsource(code)  # not of what the function wraps
     except OSError as error:
         raise TypeError(
             f"the source of function {full_name(function)} cannot be read; "
             "define it in a file or a notebook cell"
         ) from error
-    code, module = function.__code__, function.__globals__
     closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
     return {
         "<source>": source,
+        # The source of a lambda is that of its whole line, which may have others.
+        "<code>": _code(code) if code.co_name == "<lambda>" else None,
         "<defaults>": [function.__defaults__, function.__kwdefaults__],
         **{name: module[name] for name in _globals_read(code) if name in module},
         **{name: cell.cell_contents for name, cell in closure},
@@ -247,12 +265,26 @@ def _nested(outer: types.CodeType) -> Iterator[types.CodeType]:
 
 def _class_parts(cls: type) -> dict[str, Any]:
     """Return bases and members, as `inspect.getsource` does not find a class of a notebook."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    given = ([f.name, f.default, f.default_factory] for f in fields)
+    missing = dataclasses.MISSING
     parts: dict[str, Any] = {"<bases>": cls.__bases__}
+    parts["<fields>"] = [[x for x in field if x is not missing] for field in given]
     for name, member in vars(cls).items():
-        member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        member = getattr(member, "__func__", member)
+        if isinstance(member, property):
+            member = [member.fget, member.fset, member.fdel]
+        elif isinstance(member, functools.cached_property):
+            member = member.func
         if isinstance(member, types.FunctionType):
-            if member.__code__.co_filename != "<string>":  # where a dataclass writes its methods
+            # where dataclasses and named tuples write their methods
+            if inspect.unwrap(member).__code__.co_filename != "<string>":
                 parts[name] = member
-        elif not name.startswith("__"):
+        elif not (name.startswith("__") or name == "_abc_impl" or _is_written(member)):
             parts[name] = member
     return parts
+
+
+def _is_written(member: Any) -> bool:
+    """Return whether Python has added a member to a class: for a slot, or a field of a tuple."""
+    return inspect.isdatadescriptor(member) and type(member).__module__ in WRITTEN

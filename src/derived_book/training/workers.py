@@ -21,6 +21,8 @@ from derived_attention.common.checks import check_count
 from derived_book.runtime import current_profile, digest
 from derived_book.training.run_key import PACKAGE
 
+_ALONE = threading.Lock()  # of a run: the threads of a process share its random generators
+
 
 class Crew:
     """The calling process, which finishes a run before `submit` returns.
@@ -132,7 +134,8 @@ def run_in_worker(
 ) -> Any:
     """Execute ``call(*arguments)`` in a worker, with the driver's profile and one thread.
 
-    A thread of the driver, whose process has the number `pid`, executes it as it is.
+    A thread of the driver, whose process has the number `pid`, executes it as it is. The threads of
+    one process take turns.
 
     Raises
     ------
@@ -141,7 +144,8 @@ def run_in_worker(
         `driver`: its results would be stored under the wrong key.
     """
     if os.getpid() == pid:
-        return call(*arguments)
+        with _ALONE:
+            return call(*arguments)
     os.environ["DERIVED_ATTENTION_PROFILE"] = driver["profile"]
     os.environ["DERIVED_ATTENTION_PROGRESS"] = "0"  # the output of a worker is not shown
     torch.set_num_threads(1)
@@ -153,7 +157,8 @@ def run_in_worker(
                 f"the worker's {name} is {worker[name]}; expected {expected}, as in the driver"
             )
     try:
-        return call(*arguments)
+        with _ALONE:
+            return call(*arguments)
     except Exception as error:
         from joblib.externals.loky.backend.reduction import dump  # loky's own serialisation
 

@@ -203,8 +203,9 @@ def detect(model: nn.Module, images: Tensor, *, batch_size: int = 250) -> Detect
         Changes the result by rounding only.
     """
     model = check_type("model", model, DetectionTransformer, "a DetectionTransformer")
+    check_type("images", images, Tensor, "a tensor")
     check_count("batch_size", batch_size, 1)
-    device, parts = check_device(model, None), []
+    device, parts = check_device(model), []
     with evaluating(model):
         for batch in images.split(batch_size):
             logits, boxes = model(batch.to(device))
