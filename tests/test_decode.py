@@ -103,14 +103,6 @@ def test_a_state_and_dropout_exclude_each_other(name):
     assert form(q, k, v, **how, state=None).shape == q.shape
 
 
-def test_states_of_linear_attention_can_be_mapped():
-    form, (q, k, v) = draw("linear", 6)
-    state = torch.stack([linear_state(x.detach(), v.detach()) for x in (k, -k)])
-    run = functools.partial(form, q, k, v, is_causal=True)
-    found = torch.func.vmap(lambda S: run(state=S))(state)
-    assert_all_close(list(found), [run(state=S) for S in state], 1e-12, "vmap")
-
-
 @pytest.mark.parametrize("options", [dict(prefix=3), dict(exclude_self=True)])
 def test_ridge_has_a_state_beside_its_other_options(options):
     _, (q, k, v) = draw("ridge")

@@ -261,7 +261,7 @@ def test_a_real_environment_works_and_its_output_goes_to_the_log(tmp_path, monke
 @pytest.mark.parametrize("given", ['pa$word "x" `id`', "it's", "a, b)"])
 def test_what_is_given_to_make_reaches_the_command_as_it_is(given):
     for target, name in (("course", "KEY"), ("new", "NAME"), ("full", "CHAPTER")):
-        command = ["make", "-n", target, f"{name}={given}"]
+        command = ["make", "-n", "--no-print-directory", target, f"{name}={given}"]
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
         assert shlex.split(said.splitlines()[-1])[-1] == given
 

@@ -159,14 +159,8 @@ def slider(
         )
     if not 0 <= start < len(names):
         raise ValueError(f"start is {start}; expected a step from 0 to {len(names) - 1}")
-    if isinstance(panels, Panel):
-        raise TypeError("panels is a Panel; expected a list of 1, 2 or 3 panels")
-    if len(panels) not in _SIZES:
-        raise ValueError(f"panels has length {len(panels)}; expected 1, 2 or 3 panels")
+    _check_panels(panels)
     width, height, least, most = _SIZES[len(panels)]
-    for i, panel in enumerate(panels):
-        if not isinstance(panel, Panel) or isinstance(panel.marks, Mark) or not panel.marks:
-            raise TypeError(f"panels[{i}] is {panel!r}; expected a Panel with a list of marks")
     if any(isinstance(mark, Heat) for panel in panels for mark in panel.marks):
         height = width  # beside a square map
     moving: list[dict[str, list]] = []
@@ -234,6 +228,16 @@ input.addEventListener("input",draw);
 root.querySelector(".da-ctl").hidden=false;
 draw()}})(%s)
 """.replace("\n", "")
+
+
+def _check_panels(panels: Sequence[Any]) -> None:
+    if isinstance(panels, Panel):
+        raise TypeError("panels is a Panel; expected a list of 1, 2 or 3 panels")
+    if len(panels) not in _SIZES:
+        raise ValueError(f"panels has length {len(panels)}; expected 1, 2 or 3 panels")
+    for i, panel in enumerate(panels):
+        if not isinstance(panel, Panel) or isinstance(panel.marks, Mark) or not panel.marks:
+            raise TypeError(f"panels[{i}] is {panel!r}; expected a Panel with a list of marks")
 
 
 def _panel(panel: Panel, path: str, size: tuple, steps: int, start: int, moving: list) -> str:

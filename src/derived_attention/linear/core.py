@@ -247,8 +247,7 @@ def sums_and_state(
     q, k, v = in_chunks(q, N), in_chunks(k[..., :N, :], N), in_chunks(v[..., :N, :], N)
     sums = k.mT @ v  # (..., n, F, Dv)
     S, last = sums_before(sums, torch.zeros_like(sums[..., 0, :, :]) if state is None else state)
-    # In place, as no backward pass needs what they were; S has all dimensions that vmap adds.
-    H = (q @ S).add_((q @ k.mT).tril_() @ v)
+    H = ((q @ k.mT).tril_() @ v).add_(q @ S)  # in place: no backward pass needs what they were
     return H.flatten(-3, -2)[..., :N, :], last
 
 

@@ -154,7 +154,8 @@ def _by_scale(
             outputs.append(call(attention, q_h, k_h, v_h, mask_h, scale))
         else:
             own = statistics | {"attention": attention}
-            own["beta"] = of_heads(own["beta"], heads)
+            if isinstance(own["beta"], Tensor):
+                own["beta"] = of_heads(own["beta"], heads)
             outputs.append(call(normalized_attention, q_h, k_h, v_h, mask_h, scale, **own))
     return in_order(outputs, [h for heads in groups.values() for h in heads])
 
