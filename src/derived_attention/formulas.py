@@ -3,9 +3,8 @@
 Queries q are (..., N, D), keys k (..., M, D), values v (..., M, Dv); where heads
 differ, they are the dimension before N. `mask` says which keys a query may attend,
 and `scale` replaces 1/√D; it is None if the caller gave none. Each function stores
-all intermediate results, and most store an
-(N, M) matrix. The fast forms, in the folders of the chapters, add checks, dtypes
-and defaults.
+all intermediate results, and most store an (N, M) matrix. The fast forms, in the
+folders of the chapters, add checks, dtypes and defaults.
 
 An `attention` that a formula is given has the arguments of `softmax` here.
 """
