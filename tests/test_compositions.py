@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
-from helpers import B, H, assert_all_close, assert_learns, boolean, qkv, with_gradients
+from helpers import B, assert_all_close, assert_learns, boolean, qkv, with_gradients
 from test_contract_layers import assert_weights_give
 from torch import Tensor
 
 from derived_attention.layer import ALL, KEY, QUERY, VALUE
-from derived_attention.multiresolution.core import multiresolution_attention
+from derived_attention.multiresolution.core import (
+    multiresolution_attention,
+    multiresolution_attention_reference,
+)
 from derived_attention.multiresolution.layer import multiresolution_layer
 from derived_attention.registry import MECHANISMS
 
-N, D, E = 21, 4, 12
-SCALES = [1, 2, 3]
+H, N, D, E = 4, 21, 4, 16
+SCALES = [2, 1, 3, 2]  # two heads that are not neighbours share a scale
 OWN = {"softmax": {}, "linear": {}, "mra": {"block": 2, "kept": 2}}  # others: the registry's sample
-every_base = pytest.mark.parametrize("name", [*OWN, "linformer", "performer", "fmm", "luna"])
+BASES = [*OWN, "linformer", "performer", "fmm", "luna"]
+every_base = pytest.mark.parametrize(
+    ("name", "class_token"), [*itertools.product(BASES, (False, True))]
+)
 
 
 def options_of(name):
@@ -28,54 +35,29 @@ def options_of(name):
     return {**own, **learned}
 
 
-def pooled(x, there, s, start):
-    """The means of windows of s steps, over those that are there, after the first `start` steps."""
-    spans = [slice(i, i + 1) for i in range(start)]
-    spans += [slice(a, a + s) for a in range(start, x.shape[-2], s)]
-    parts = [(x[..., w, :], there[..., w, None]) for w in spans]
-    means = [(y * t).sum(-2) / t.sum(-2).clamp(min=1) for y, t in parts]
-    return torch.stack(means, -2), torch.stack([t.any((-1, -2)) for _, t in parts], -1)
-
-
-def repeated(x, s, n, start):
-    """Each of these steps s times, but for the first `start`."""
-    return torch.cat([x[..., :start, :], x[..., start:, :].repeat_interleave(s, -2)], -2)[
-        ..., :n, :
-    ]
-
-
-def head(run, q, k, v, there, s, start=0):
-    """One head (B, 1, N, D) at a scale, as it is said: pool, attend, repeat."""
-    asked = torch.ones(q.shape[-2], dtype=torch.bool)
-    q_s = pooled(q, asked, s, start)[0]
-    (k_s, here), (v_s, _) = (pooled(x, there, s, start) for x in (k, v))
-    return repeated(run(q_s, k_s, v_s, attn_mask=here[..., None, :]), s, q.shape[-2], start)
-
-
 @every_base
-@pytest.mark.parametrize("class_token", [False, True])
-def test_function_is_pool_base_repeat(name, class_token):
+def test_function_with_any_base_is_the_formula(name, class_token):
     own, entry = options_of(name), MECHANISMS[name]
     padding = boolean(B, 1, 1, N)
     padding[0, ..., 6:12] = False  # whole windows are padding
-    for mask in (torch.ones(N, dtype=torch.bool).expand(B, 1, 1, N), padding):
-
-        def naive(q, k, v, mask=mask, **own):
-            run, there = functools.partial(entry.reference, **own), mask[:, :, 0]
-            heads = [
-                head(run, *(x[:, h : h + 1] for x in (q, k, v)), there, s, int(class_token))
-                for h, s in enumerate(SCALES)
-            ]
-            return torch.cat(heads, 1)
-
-        def ours(q, k, v, mask=mask, **own):
-            base = functools.partial(entry.fast, **own)
-            kind = {"scales": SCALES, "class_token": class_token, "attn_mask": mask}
-            return multiresolution_attention(q, k, v, attention=base, **kind)
-
-        inputs = qkv((B, H), n=N, m=N, d=D, dv=3)
-        results = [with_gradients(form, inputs, **own) for form in (ours, naive)]
-        assert_all_close(*results, 1e-10, f"{name}, {mask.all()}")
+    inputs = qkv((B, H), n=N, m=N, d=D, dv=3)
+    forms = (
+        (multiresolution_attention, entry.fast),
+        (multiresolution_attention_reference, entry.reference),
+    )
+    for mask in (None, padding):
+        kind = {"scales": SCALES, "class_token": class_token, "attn_mask": mask}
+        results = [
+            with_gradients(
+                lambda q, k, v, form=form, base=base, kind=kind, **own: form(
+                    q, k, v, attention=functools.partial(base, **own), **kind
+                ),
+                inputs,
+                **own,
+            )
+            for form, base in forms
+        ]
+        assert_all_close(*results, 1e-10, f"{name}, {mask is None}")
 
 
 def make(name, **own):
@@ -93,25 +75,25 @@ def make(name, **own):
 
 
 @every_base
-@pytest.mark.parametrize("class_token", [False, True])
 def test_layer_runs_its_heads_so(name, class_token):
-    layer = make(name, class_token=class_token)
+    """Compare with the pooled formula, head by head, causal too where it may be."""
+    layer, entry = make(name, class_token=class_token), MECHANISMS[name]
     x = torch.randn(B, N, E, dtype=torch.float64)
-    q, k, v = (layer.project(part, x, ALL) for part in (QUERY, KEY, VALUE))
-    there = torch.ones(N, dtype=torch.bool)
-    heads = []
-    for h, s in enumerate(SCALES):
-        run = layer.mechanism(layer.attention, [h])
-        parts = (y[:, h : h + 1] for y in (q, k, v))
-        heads.append(head(run, *parts, there, s, int(class_token)))
-    expected = layer.out_proj(torch.cat(heads, 1).transpose(1, 2).flatten(2))
-    out, A = layer(x, x, x, average_attn_weights=False)
-    assert_all_close([out], [expected], 1e-10, name)
-    assert_weights_give(out, A, layer, x)
+    projected = [layer.project(part, x, ALL) for part in (QUERY, KEY, VALUE)]
+    for is_causal in (False, True)[: 1 + (entry.causal and not class_token)]:
+        how, heads = {"class_token": class_token, "is_causal": is_causal}, []
+        for h, s in enumerate(SCALES):
+            how["attention"] = layer.mechanism(entry.reference, [h])
+            parts = (y[:, h : h + 1] for y in projected)
+            heads.append(multiresolution_attention(*parts, scales=[s], **how))
+        expected = layer.out_proj(torch.cat(heads, 1).transpose(1, 2).flatten(2))
+        out, A = layer(x, x, x, average_attn_weights=False, is_causal=is_causal)
+        plain = layer(x, x, x, need_weights=False, is_causal=is_causal)[0]
+        assert_all_close([out, plain], [expected] * 2, 1e-10, name)
+        assert_weights_give(out, A, layer, x)
 
 
 @every_base
-@pytest.mark.parametrize("class_token", [False, True])
 def test_layer_takes_padding_as_absence_and_learns(name, class_token):
     layer = make(name, class_token=class_token)
     x = torch.randn(B, N, E, dtype=torch.float64)

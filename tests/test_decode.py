@@ -1,6 +1,7 @@
 """States: a sequence in pieces gives the results of the whole, and all tokens cost the same."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from derived_attention import (
     MECHANISMS,
     MultiheadAttention,
     RidgeAttention,
-    get_attention,
     linear_attention,
     linear_state,
     ridge_attention,
@@ -22,7 +22,7 @@ from derived_book.training.measure import count_flops
 
 WITH_STATES = ("linear", "ridge", "delta")
 B, H, N, D = 2, 2, 80, 4  # longer than a chunk of 64
-CUTS = {"tokens": [1] * N, "uneven": [0, 1, 3, 0, 66, 9, 1]}
+CUTS = {"tokens": [1] * N, "uneven": [0, 1, 3, 0, 66, 1, 8, 1], "long": [20, 280]}
 with_states = pytest.mark.parametrize("name", WITH_STATES)
 
 
@@ -46,10 +46,6 @@ def in_pieces(form, q, k, v, sizes, state=None):
     return torch.cat(parts, -2), state
 
 
-def normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
 def flat(state):
     return [state] if isinstance(state, torch.Tensor) else [*state]
 
@@ -60,22 +56,14 @@ def flat(state):
 @with_states
 @pytest.mark.parametrize("cut", CUTS)
 def test_pieces_have_the_values_and_gradients_of_the_whole(name, cut):
-    form, inputs = draw(name)
+    """Among them one longer than 256, the positions that are taken at once on a CPU."""
+    form, inputs = draw(name, sum(CUTS[cut]))
     whole = output_and_gradients(functools.partial(form, is_causal=True), inputs)
     pieces = output_and_gradients(lambda *x: in_pieces(form, *x, CUTS[cut])[0], inputs)
     assert_all_close(pieces, whole, 1e-10, f"{name}, {cut}")
     _, *kv = inputs
     ends = [flat(state_of(form, *kv)), flat(in_pieces(form, *inputs, CUTS[cut])[1])]
     assert_all_close(*ends, 1e-10, f"the state of {name}, {cut}")
-
-
-@with_states
-def test_a_state_goes_through_long_pieces(name):
-    """Longer than 256, the positions that are taken at once on a CPU."""
-    form, inputs = draw(name, 300)
-    with torch.no_grad():
-        found, _ = in_pieces(form, *inputs, [20, 280])
-        assert_all_close([found], [form(*inputs, is_causal=True)], 1e-10, name)
 
 
 @with_states
@@ -212,8 +200,6 @@ def test_layers_that_mix_or_prepend_tokens_have_no_state():
     assert not RidgeAttention(8, 2, random_tokens=3).has_state
     mrs = MECHANISMS["mrs"].make_layer(16, 4, 8, attention=linear_attention)
     assert not mrs.has_state
-    for name in ("mlk", "performer", "primal"):
-        assert not MECHANISMS[name].make_layer(8, 2, 8).has_state
 
 
 @with_states
@@ -243,19 +229,18 @@ def test_wrong_states_are_named(name):
     state = state_of(form, k, v)
     with pytest.raises(ValueError, match=NO_CAUSE):
         form(q, k, v, state=state)
-    wrong = [q[..., 0].detach(), "S", None if name == "linear" else flat(state)]
-    for bad in filter(lambda x: x is not None, wrong):
+    attend = functools.partial(form, q, k, v, is_causal=True)
+    calls = attend, functools.partial(state_of, form, k, v)
+    wrong = [q[..., 0].detach(), "S", *[flat(state)] * (name == "ridge")]
+    for call, bad in itertools.product(calls, wrong):
         with pytest.raises((TypeError, ValueError), match="^state (is|has) "):
-            form(q, k, v, is_causal=True, state=bad)
-        with pytest.raises((TypeError, ValueError), match="^state (is|has) "):
-            state_of(form, k, v, state=bad)
-    for change, error in ((lambda x: x[:1], ValueError), (lambda x: x.long(), TypeError)):
+            call(state=bad)
+    changes = (lambda x: x[:1], ValueError), (lambda x: x.long(), TypeError)
+    for call, (change, error) in itertools.product(calls, changes):
         bad = [change(x) if x.dim() else x for x in flat(state)]
         bad = type(state)(*bad) if isinstance(state, tuple) else bad[0]
         with pytest.raises(error, match=r"^state(\.\w+)? (has shape|is of dtype).*expected"):
-            form(q, k, v, is_causal=True, state=bad)
-        with pytest.raises(error, match=r"^state(\.\w+)? (has shape|is of dtype).*expected"):
-            state_of(form, k, v, state=bad)
+            call(state=bad)
 
 
 def test_what_has_no_state_is_refused():
@@ -263,19 +248,14 @@ def test_what_has_no_state_is_refused():
     S = linear_state(k, v)
     with pytest.raises(ValueError, match="fused is True, and state is given; expected fused False"):
         linear_attention(q, k, v, is_causal=True, state=S, fused=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'state'"):
-        get_attention("softmax")(q, k, v, is_causal=True, state=S)
 
 
-@pytest.mark.parametrize("function, options", [
-    (linear_state, {}),
-    (ridge_state, {}),
-])  # fmt: skip
-def test_states_check_keys_and_values(function, options):
+@pytest.mark.parametrize("function", [linear_state, ridge_state])
+def test_states_check_keys_and_values(function):
     k = torch.ones(2, 5, D)
     with pytest.raises(ValueError, match=r"v has shape \(2, 4, 4\); expected \(2, 5, 4\)"):
-        function(k, k[:, :4], **options)
+        function(k, k[:, :4])
     with pytest.raises(ValueError, match=r"k has shape \(4,\); expected \(..., M, D\)"):
-        function(k[0, 0], k, **options)
+        function(k[0, 0], k)
     with pytest.raises(TypeError, match="v has dtype torch.float64; expected torch.float32"):
-        function(k, k.double(), **options)
+        function(k, k.double())

@@ -14,6 +14,7 @@ import torch
 from helpers import assert_all_close, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_delta import draw
 
 from derived_attention import DeltaAttention, delta_attention, delta_state
 from derived_attention.common import kernel_selftest, kernels
@@ -76,15 +77,6 @@ def stand_ins(monkeypatch):
     return install(monkeypatch)
 
 
-def draw(leading, n, m, d=4, dv=3, dtype=torch.float64):
-    """Queries, keys, values, strengths with β‖k‖² in (0, 2), decays and a state."""
-    torch.manual_seed(n)
-    q, k, v = (torch.randn(*leading, *s, dtype=dtype) for s in ((n, d), (m, d), (m, dv)))
-    beta = 2 * torch.rand(*leading, m, dtype=dtype) / k.square().sum(-1)
-    decay = -0.3 * torch.rand(*leading, m, dtype=dtype)
-    return q, k, v, beta, decay, torch.randn(*leading, dv, d, dtype=dtype)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(), (3,), (2, 3), (2, 1, 3)]), st.integers(1, 7), st.integers(1, 7),
@@ -94,7 +86,7 @@ def draw(leading, n, m, d=4, dv=3, dtype=torch.float64):
 def test_results_and_gradients_are_those_of_the_formula(
     leading, n, m, masking, gated, erase, given_state, scale
 ):
-    leaves = [x.requires_grad_() for x in draw(leading, n, m)]
+    leaves = [x.requires_grad_() for x in draw(n, m, leading=leading)]
     own = {"erase": erase, "scale": scale, "is_causal": masking == "causal"}
     if masking == "keys":
         own["attn_mask"] = torch.arange(m) % 3 != 1
@@ -118,7 +110,7 @@ def test_results_and_gradients_are_those_of_the_formula(
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_state_is_that_of_the_chunks(gated, stand_ins, monkeypatch):
-    _, k, v, beta, decay, state = draw((2, 3), 9, 9)
+    _, k, v, beta, decay, state = draw(9, 9)
     own = dict(beta=beta, decay=decay if gated else None, state=state)
     mask = torch.arange(9) != 4
     expected = delta_state(k, v, mask, **own)
@@ -133,7 +125,7 @@ def test_a_state_is_that_of_the_chunks(gated, stand_ins, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_not_widened_before_the_kernel(dtype, monkeypatch):
-    q, k, v, beta, *_ = draw((2, 3), 9, 9, dtype=dtype)
+    q, k, v, beta, *_ = draw(9, 9, dtype=dtype)
     seen = {}
     install(monkeypatch)
     run = modules[1].chunk_gated_delta_rule
@@ -163,7 +155,7 @@ def test_stand_ins_are_fla_core_s_own_formulas(state_given):
     naive = importlib.import_module(
         "fla.ops.gated_delta_rule.naive"
     ).naive_recurrent_gated_delta_rule
-    q, k, v, beta, decay, state = draw((2,), 9, 9, dtype=torch.float32)
+    q, k, v, beta, decay, state = draw(9, 9, dtype=torch.float32, leading=(2,))
     tokens = [x.unsqueeze(2) for x in (q, k, v)]  # (B, T, 1, ·)
     own = dict(beta=beta[..., None], initial_state=state.mT[:, None].contiguous())
     own |= dict(output_final_state=True) | ({} if state_given else {"initial_state": None})
@@ -202,7 +194,7 @@ def test_what_keeps_it_from_running(change, obstacle, monkeypatch):
 
 
 def test_who_insists_is_told_what_is_missing():
-    q, k, v, *_ = draw((2,), 5, 5)
+    q, k, v, *_ = draw(5, 5)
     with pytest.raises(ValueError, match="fused is True, and q is on cpu; .*PyTorch's form"):
         delta_attention(q, k, v, is_causal=True, fused=True)
     with pytest.raises(TypeError, match="fused is of type str"):
@@ -212,16 +204,16 @@ def test_who_insists_is_told_what_is_missing():
 
 
 def test_without_fla_core_chunks_run(stand_ins, monkeypatch):
-    q, k, v, *_ = draw((2,), 5, 5)
+    q, k, v, *_ = draw(5, 5)
     out = delta_attention(q, k, v, is_causal=True)
     assert torch.equal(out, delta_attention(q, k, v, is_causal=True, fused=False))
     assert not stand_ins, "fla-core must not run without a GPU"
     empty = delta_attention(q[:0], k[:0], v[:0], is_causal=True, fused=True)
-    assert empty.shape == (0, 5, 3) and not stand_ins
+    assert empty.shape == (0, *v.shape[1:]) and not stand_ins
 
 
 def test_second_derivatives_are_refused(stand_ins):
-    q, k, v, *_ = (x.requires_grad_() for x in draw((2,), 5, 5))
+    q, k, v, *_ = (x.requires_grad_() for x in draw(5, 5))
     out = delta_attention(q, k, v, is_causal=True, fused=True)
     torch.autograd.grad(out.sum(), q, retain_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only; expected fused=False"):
@@ -233,7 +225,7 @@ def test_a_compiled_call_is_one_graph_of_our_own(monkeypatch):
         raise AssertionError("fla-core runs in a compiled graph")
 
     monkeypatch.setattr(engine, "attend", never)
-    q, k, v, *_ = draw((2,), 5, 5, dtype=torch.float32)
+    q, k, v, *_ = draw(5, 5, dtype=torch.float32)
     run = torch.compile(delta_attention, backend="eager", fullgraph=True)
     out = run(q, k, v, is_causal=True)
     torch.testing.assert_close(out, delta_attention(q, k, v, is_causal=True))
@@ -262,7 +254,7 @@ def as_on_a_gpu(monkeypatch, tmp_path):
 
 
 def call(**own):
-    leaves = [x.float().requires_grad_() for x in draw((2,), 30, 30)]
+    leaves = [x.float().requires_grad_() for x in draw(30, 30)]
     return output_and_gradients(
         lambda q, k, v, b, g, S: delta_attention(
             q, k, v, beta=b, decay=g, state=S, is_causal=True, **own

@@ -53,6 +53,12 @@ class Graphs:
         return torch.compile(form, fullgraph=True, backend=self, **options)
 
 
+def small(kernel, n=5, m=5, dtype=DTYPE, **sizes):
+    """Return the tensors of a small causal problem, and the other arguments."""
+    trial = Trial(kernel, dtype, n, m, D=2, DV=2, mask="causal", **sizes)
+    return kernel_cases.inputs(trial, DEVICE)
+
+
 def results(form, trial, **more):
     """Return the output, and the gradients of a weighted sum of it, by the kernel."""
     made, options = kernel_cases.inputs(trial, DEVICE)
@@ -65,30 +71,26 @@ def results(form, trial, **more):
 # --- values and gradients -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=str)
-def test_a_graph_has_the_kernel_and_the_results_of_eager_mode(trial):
-    form, graphs = get_attention(trial.kernel), Graphs("aot_eager")
+OTHERS = [
+    (Trial("linear", "bf16", 19, 21, D=5, DV=4, mask="causal"), 1e-6, "aot_eager"),
+    (Trial("mlk", "fp16", 19, 21, D=5, DV=4, mask="causal"), 1e-6, "aot_eager"),
+    # Inductor compiles the code around the kernel, and may choose other strides there.
+    pytest.param(
+        Trial("mlk", "fp32", 17, 21, D=5, DV=4, mask="causal"), 1e-4, "inductor",
+        marks=needs_inductor,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("trial", "tol", "backend"), [*((x, TOL, "aot_eager") for x in TRIALS), *OTHERS], ids=str
+)
+def test_a_graph_has_the_kernel_and_the_results_of_eager_mode(trial, tol, backend):
+    form, graphs = get_attention(trial.kernel), Graphs(backend)
     compiled = graphs.compile(form)
-    assert_all_close(results(compiled, trial), results(form, trial), TOL)
+    assert_all_close(results(compiled, trial), results(form, trial), tol)
     (targets,) = graphs.targets
     assert targets.count(OPERATOR) == 1
-
-
-def test_half_precision():
-    for kernel, dtype in (("linear", "bf16"), ("mlk", "fp16")):
-        trial = Trial(kernel, dtype, 19, 21, D=5, DV=4, mask="causal")
-        form, graphs = get_attention(kernel), Graphs("aot_eager")
-        assert_all_close(results(graphs.compile(form), trial), results(form, trial), 1e-6)
-        assert OPERATOR in graphs.targets[0]
-
-
-@needs_inductor
-def test_the_compiler_that_is_the_default_keeps_the_kernel():
-    """Inductor compiles the code around the kernel, and may choose other strides there."""
-    trial = Trial("mlk", "fp32", 17, 21, D=5, DV=4, mask="causal")
-    form, graphs = get_attention("mlk"), Graphs("inductor")
-    assert_all_close(results(graphs.compile(form), trial), results(form, trial), 1e-4)
-    assert OPERATOR in graphs.targets[0]
 
 
 def test_a_layer():
@@ -164,8 +166,7 @@ def test_lengths_need_no_graphs_of_their_own():
     form, graphs = get_attention("mlk"), Graphs("aot_eager")
     compiled = graphs.compile(form)
     for n in (150, 9, 70, 33):
-        trial = Trial("mlk", DTYPE, n, n, H=1, D=2, DV=2, mask="causal")
-        made, options = kernel_cases.inputs(trial, DEVICE)
+        made, options = small("mlk", n, n, H=1)
         for x in "qkv":
             made[x] = made[x].detach().requires_grad_()
             torch._dynamo.mark_dynamic(made[x], made[x].dim() - 2)
@@ -180,11 +181,9 @@ def test_lengths_need_no_graphs_of_their_own():
 def test_an_exported_program_of_any_length_has_the_kernel():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
-            options = {"is_causal": True, "fused": True}
-            return linear_attention(q, k, v, **options)
+            return linear_attention(q, k, v, is_causal=True, fused=True)
 
-    lengths = [Trial("linear", DTYPE, n, n, D=2, DV=2, mask="causal") for n in (70, 150)]
-    made = [[kernel_cases.inputs(trial, DEVICE)[0][x] for x in "qkv"] for trial in lengths]
+    made = [[small("linear", n, n)[0][x] for x in "qkv"] for n in (70, 150)]
     sizes = [{x.dim() - 2: torch.export.Dim.DYNAMIC} for x in made[0]]
     program = torch.export.export(Model(), tuple(made[0]), dynamic_shapes=sizes, strict=False)
     assert OPERATOR in [node.target for node in program.graph.nodes]
@@ -239,9 +238,7 @@ def test_by_default_a_graph_has_the_kernels_that_were_tried_before(a_new_gpu, mo
     [("linear", "eager", "once_differentiable"), ("mlk", "aot_eager", "double backward")],
 )
 def test_a_second_derivative_is_refused(kernel, backend, said):
-    made, options = kernel_cases.inputs(
-        Trial(kernel, DTYPE, 5, 5, D=2, DV=2, mask="causal"), DEVICE
-    )
+    made, options = small(kernel)
     q = made["q"].requires_grad_()
     out = Graphs(backend).compile(get_attention(kernel))(**made, **options, fused=True)
     with pytest.raises(RuntimeError, match=said):
@@ -252,9 +249,7 @@ def test_a_second_derivative_is_refused(kernel, backend, said):
 def test_transforms_are_refused_in_a_graph_as_they_are_outside(monkeypatch):
     monkeypatch.setattr(kernels, "_may_try", lambda tensors: not kernels._obstacle(tensors))
     monkeypatch.setattr(kernel_selftest, "is_trusted", lambda *_: True)
-    made, options = kernel_cases.inputs(
-        Trial("linear", "fp32", 5, 21, D=2, DV=2, mask="causal"), DEVICE
-    )
+    made, options = small("linear", m=21, dtype="fp32")
     q, rest = made.pop("q"), made | options
     form = linear_attention
 
@@ -269,9 +264,7 @@ def test_transforms_are_refused_in_a_graph_as_they_are_outside(monkeypatch):
 
 
 def test_there_is_no_forward_mode():
-    made, options = kernel_cases.inputs(
-        Trial("linear", DTYPE, 5, 5, D=2, DV=2, mask="causal"), DEVICE
-    )
+    made, options = small("linear")
     with forward_ad.dual_level():
         made["q"] = forward_ad.make_dual(made["q"], torch.ones_like(made["q"]))
         with pytest.raises(NotImplementedError, match="forward mode"):

@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from helpers import NO_TRITON, assert_all_close, output_and_gradients, relative_errors, tensors
+from helpers import (
+    NO_TRITON,
+    assert_all_close,
+    output_and_gradients,
+    relative_errors,
+    tensors,
+    with_gradients,
+)
 
 from derived_attention import (
     linear_attention_reference,
@@ -35,9 +42,15 @@ def qkv(n, m, d, dv, leading=(1, 1), dtype=DTYPE, seed=0):
 
 
 def both(inputs, form, reference, **options):
-    ours = output_and_gradients(form, inputs, **FUSED, **options)
-    theirs = output_and_gradients(reference, inputs, is_causal=True, **options)
-    return ours, theirs
+    ours = with_gradients(form, inputs, **FUSED, **options)
+    return ours, with_gradients(reference, inputs, is_causal=True, **options)
+
+
+def both_and_exact(inputs):
+    """Return the kernel's results and those of the formula in float64."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours = output_and_gradients(linear_attention, inputs, **FUSED)
+    return ours, output_and_gradients(linear_attention_reference, exact, is_causal=True)
 
 
 # --- the formula ---------------------------------------------------------------------------------
@@ -74,16 +87,8 @@ def test_mixed_keys_have_gradients_and_so_have_priors(priors):
     if priors is not None:
         numbers = torch.linspace(0.1, 2, math.prod(priors), dtype=DTYPE, device=DEVICE)
         own = {"priors": numbers.view(priors).requires_grad_()}
-    results = []
-    for form, how in [
-        (linear_mixture_attention, FUSED),
-        (linear_mixture_attention_reference, {"is_causal": True}),
-    ]:
-        out = form(q, k, v, **how, **own)
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=DEVICE)
-        loss = (out * weights.view_as(out)).sum()
-        results.append([out, *torch.autograd.grad(loss, [q, k, v, *own.values()])])
-    assert_all_close(*results, TOL)
+    forms = linear_mixture_attention, linear_mixture_attention_reference
+    assert_all_close(*both([q, k, v], *forms, **own), TOL)
 
 
 def test_sums_without_division_have_gradients_and_broadcast():
@@ -98,14 +103,10 @@ def test_rows_without_weight_are_zeros_and_have_no_gradient():
     q, k, v = qkv(70, 70, 4, 3)
     k = k.detach().clone()
     k[..., :3, :] = -1
-    out, *slopes = output_and_gradients(
-        linear_attention, [q, k.requires_grad_(), v], feature_map=torch.relu, **FUSED
-    )
-    theirs = output_and_gradients(
-        linear_attention_reference, [q, k, v], feature_map=torch.relu, is_causal=True
-    )
-    assert (out[..., :3, :] == 0).all() and (slopes[0][..., :3, :] == 0).all()
-    assert_all_close([out, *slopes], theirs, TOL)
+    forms, inputs = (linear_attention, linear_attention_reference), [q, k.requires_grad_(), v]
+    ours, theirs = both(inputs, *forms, feature_map=torch.relu)
+    assert (ours[0][..., :3, :] == 0).all() and (ours[1][..., :3, :] == 0).all()
+    assert_all_close(ours, theirs, TOL)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 1), (3, 0, 1), (3, 3, 0)], ids=["N", "M", "B"])
@@ -141,22 +142,16 @@ def test_no_bit_depends_on_the_future():
 def test_gradients_keep_their_digits_where_values_have_an_offset(dtype, tolerance):
     q, k, v = qkv(100, 100, 16, 16, dtype=dtype)
     v = (v.detach() + 3).requires_grad_()
-    ours = output_and_gradients(linear_attention, [q, k, v], **FUSED)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
-    assert max(relative_errors(ours, theirs)) < tolerance
+    assert max(relative_errors(*both_and_exact([q, k, v]))) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_float16_cannot_hold_are_no_infinity(dtype):
     q, k, v = (50 * x.detach() for x in qkv(40, 40, 100, 16, dtype=dtype))
     assert ((q.relu() + 1).double() @ (k.relu() + 1).double().mT).max() > 65504
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    results = output_and_gradients(linear_attention, leaves, **FUSED)
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    theirs = output_and_gradients(linear_attention_reference, exact, is_causal=True)
+    results, exact = both_and_exact([x.requires_grad_() for x in (q, k, v)])
     assert all(bool(x.isfinite().all()) for x in results)
-    assert relative_errors(results[:1], theirs[:1])[0] < 2e-2
+    assert relative_errors(results[:1], exact[:1])[0] < 2e-2
 
 
 # --- who runs them -------------------------------------------------------------------------------
@@ -184,7 +179,7 @@ def test_the_layer_hands_it_on(monkeypatch):
     assert len(seen) == 1
 
 
-def test_who_insists_hears_what_kernels_cannot_do(monkeypatch):
+def test_who_insists_hears_what_kernels_cannot_do():
     q, k, v = qkv(5, 5, 4, 3)
     with pytest.raises(ValueError, match="fused is True, and is_causal False"):
         linear_attention(q, k, v, fused=True)
@@ -196,9 +191,6 @@ def test_who_insists_hears_what_kernels_cannot_do(monkeypatch):
         linear_attention(*qkv(5, 5, 300, 3), **FUSED)
     with pytest.raises(TypeError, match="fused is of type int"):
         linear_attention(q, k, v, is_causal=True, fused=1)
-    monkeypatch.setattr(kernels, "uses_interpreter", lambda: False)
-    with pytest.raises(ValueError, match="fused is True, and q"):
-        linear_attention(q.cpu(), k.cpu(), v.cpu(), **FUSED)
 
 
 def test_dropout_stores_the_weights_whoever_does_not_insist():

@@ -29,11 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def length(trial):
     """Return a number of tokens above one tile, but small in the interpreter, which is slow."""
-    if DEVICE == "cuda":
-        return 1000
-    if trial.dtype == "fp32":
-        return 37
-    return 75
+    return 1000 if DEVICE == "cuda" else 37 if trial.dtype == "fp32" else 75
 
 
 DESIGN = list(design(length, [(20, 24), (70, 66), (136, 130)]))

@@ -50,11 +50,6 @@ def build(folder):
     return done.stdout.split(END)[:-1]
 
 
-def test_the_example_is_short():
-    pages = [text for _, language, _, text in BLOCK.findall(PAGE) if language == "python"]
-    assert [len(text.splitlines()) for text in pages] == [10, 9]
-
-
 def test_the_book_of_the_example_gets_its_ledger(tmp_path):
     write_book(tmp_path)
     *whole, third = build(tmp_path)

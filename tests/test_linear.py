@@ -178,11 +178,7 @@ def test_features_near_underflow(form, causal):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_floating_mask_multiplies_the_kernel(form):
-    keep = boolean(B, 1, 1, M)
-    closed = torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
-    results = [output_and_gradients(form, qkv(), attn_mask=mask) for mask in (keep, closed)]
-    assert_all_close(*results, 1e-15)
+def test_a_constant_added_to_a_floating_mask_divides_out(form):
     mask = torch.linspace(-3, 3, M)
     plain = form(*qkv(), attn_mask=mask)
     for constant in (-8e3, 1e4):  # e to this power is 0 or infinite

@@ -46,8 +46,6 @@ from derived_attention.linear_time.layer import (
     LunaAttention,
     PerformerAttention,
 )
-from derived_attention.multiresolution.core import multiresolution_attention
-from derived_attention.multiresolution.layer import multiresolution_layer
 from derived_attention.registry import MECHANISMS
 from derived_attention.softmax.core import attention_weights, softmax_attention
 from derived_attention.sparse.core import window_mask
@@ -92,16 +90,11 @@ def test_linformer_is_that_of_its_package(shared):
         torch.testing.assert_close(out, theirs(x))
 
 
-def performer_pytorch():
-    with contextlib.redirect_stdout(io.StringIO()):  # its import prints that there is no CUDA
-        from performer_pytorch import performer_pytorch as package
-    return package
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_performer_is_that_of_its_package(causal):
     """Compare with eps = 0, because the formula adds no eps to features and sums."""
-    package = performer_pytorch()
+    with contextlib.redirect_stdout(io.StringIO()):  # its import prints that there is no CUDA
+        from performer_pytorch import performer_pytorch as package
     q, k, v = (x.detach() for x in qkv(n=150, m=150))
     W = draw(D, 3 * D, seeded())
     kernel = functools.partial(package.softmax_kernel, projection_matrix=W, eps=0)
@@ -333,32 +326,6 @@ def test_luna_packs_keys_or_tokens():
     heads = softmax_attention(layer.project(QUERY, x, ALL), K, V)
     expected = layer.out_proj(heads.transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], expected)
-
-
-# --- all of them ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["performer", "fmm"])
-def test_causal_at_several_scales(name):
-    """Check what `test_compositions` checks without causality: pooled sequences, head by head."""
-    entry, scales, heads = MECHANISMS[name], (2, 1, 4, 2), 4
-    kind = multiresolution_layer(type(make_layer(name)))
-    own = entry.layer_options(LENGTH, heads, E // heads)
-    torch.manual_seed(0)
-    layer = kind(E, heads, scales=scales, **own, dtype=torch.float64)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn(p.shape))
-    x = x_of(B, LENGTH, E, generator=seeded())
-    projected = [layer.project(part, x, ALL) for part in (QUERY, KEY, VALUE)]
-    parts = []
-    for h, s in enumerate(scales):
-        own = {"attention": layer.mechanism(entry.reference, [h]), "is_causal": True}
-        some = (t[:, h : h + 1] for t in projected)
-        parts.append(multiresolution_attention(*some, scales=[s], **own))
-    expected = layer.out_proj(torch.cat(parts, 1).transpose(1, 2).flatten(2))
-    out = layer(x, x, x, need_weights=False, is_causal=True)[0]
-    torch.testing.assert_close(out, expected)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -99,18 +99,14 @@ def weights_of(layer, h, padding):
 
 def test_maps_are_those_of_the_layer_s_input_and_leave_the_model_as_it_was():
     series = small(), batch(), lambda model, x: model.embed(x) * 4 + model.positions
-    patches = randomised(vision()).train(), (images(), None), embed_and_normalise
+    first_input = lambda model, x: model.layers[0].norm1(model.embed(x) + model.positions)  # noqa: E731
+    patches = randomised(vision()).train(), (images(), None), first_input
     for model, (x, padding), embed in (series, patches):
         layer, before = model.layers[0], digest(model.state_dict())
         maps = model.attention_maps(x, padding)
         assert model.training and digest(model.state_dict()) == before and not maps[0].requires_grad
         assert torch.equal(maps[1], model.attention_maps(x, padding)[1])  # no dropout
         torch.testing.assert_close(maps[0], weights_of(layer, embed(model, x), padding))
-
-
-def embed_and_normalise(model, x):
-    """Return the input of the first attention layer."""
-    return model.layers[0].norm1(model.embed(x) + model.positions)
 
 
 def mean_attention(q, k, v, *, strength=1.0, **options):
@@ -273,11 +269,9 @@ def test_maps_of_every_model(name):
         assert model.train()(*x).isfinite().all()
 
 
-def test_fewer_keys_give_fewer_columns_and_cannot_be_causal():
+def test_fewer_keys_give_fewer_columns():
     attention = functools.partial(CvTAttention, grid=(2, 3), kv_stride=2)
     assert vision(attention=attention).attention_maps(images())[1].shape == (5, 4, 6, 2)
-    with pytest.raises(ValueError, match="is_causal is"):
-        writer(attention=attention)(text())
 
 
 # --- A language model -----------------------------------------------------------------------------

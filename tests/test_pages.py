@@ -14,6 +14,16 @@ HIDDEN = re.compile(r"\b(hide-input|hide-cell|remove-input|remove-cell)\b")
 OPENING = re.compile(r"\s*(`{3,})(\{code-cell\}|\{code-block\}|python|bash|sh)(?!\w)")
 
 
+@pytest.fixture(params=PAGES)
+def page(request):
+    return request.param
+
+
+@pytest.fixture
+def text(page):
+    return (BOOK / f"{page}.md").read_text("utf8")
+
+
 def code_blocks(text):
     """Yield the number of the first line and the lines of each block of code that a page shows."""
     lines = text.splitlines()
@@ -37,9 +47,8 @@ def too_long(text):
     return [(number, len(line)) for number, line in blocks if len(line) > WIDEST]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_visible_code_fits_the_column(page):
-    found = too_long((BOOK / f"{page}.md").read_text("utf8"))
+def test_visible_code_fits_the_column(page, text):
+    found = too_long(text)
     assert not found, "\n" + "\n".join(
         f"book/{page}.md:{number}: {length} characters, {WIDEST} at most"
         for number, length in found
@@ -59,22 +68,19 @@ def test_what_counts_as_visible():
 CELL = re.compile(r"^```\{code-cell\}.*?^```$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_curves_over_steps_say_which_is_which(page):
+def test_curves_over_steps_say_which_is_which(text):
     """`plot_curves` only labels its lines; a legend or panel with the names must identify them."""
-    cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
-    drawn = [cell for cell in cells if "plot_curves(" in cell]
+    drawn = [cell for cell in CELL.findall(text) if "plot_curves(" in cell]
     assert all("legend(" in cell or "yticklabels" in cell for cell in drawn)
 
 
 BOUND = re.compile(r"\bat (?:most|least) \{[^{}]*:\.\d[^{}]*\}")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_bounds_are_rounded_to_their_side(page):
+def test_bounds_are_rounded_to_their_side(text):
     """6.25 is not "at most 6.2"; `measure.at_most` and `measure.at_least` round safely."""
     assert BOUND.search('f"at most {100 / 16:.1f} %"')
-    assert not BOUND.findall((BOOK / f"{page}.md").read_text("utf8"))
+    assert not BOUND.findall(text)
 
 
 def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
@@ -88,16 +94,13 @@ def test_the_page_on_speed_shows_every_case_and_chapters_show_none():
 # --- links and captions ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_link_to_a_chapter_prints_its_number(page):
+def test_a_link_to_a_chapter_prints_its_number(text):
     """A chapter's title garbles a sentence; the role ``{chapter}`` prints its number instead."""
-    text = (BOOK / f"{page}.md").read_text("utf8")
     assert not re.findall(r"\{doc\}`(?:\d\d|[A-E]|audit)_\w+`|\{doc\}`positions`", text)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_captions_of_sliders_do_not_say_left_or_right(page):
+def test_captions_of_sliders_do_not_say_left_or_right(text):
     """On a phone, the panels of a slider are stacked."""
-    cells = CELL.findall((BOOK / f"{page}.md").read_text("utf8"))
-    captions = [re.search(r'caption: "(.*)"', cell) for cell in cells if "slider(" in cell]
+    sliders = [cell for cell in CELL.findall(text) if "slider(" in cell]
+    captions = [re.search(r'caption: "(.*)"', cell) for cell in sliders]
     assert not [x[1] for x in captions if x and re.search(r"\b([Ll]eft|[Rr]ight)\b[,:]", x[1])]

@@ -19,35 +19,27 @@ from derived_attention.testing.cases import B, Case, D, H, M, N
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 # By mechanism and parameter: a shape with numbers for each head, and the values to be refused.
+BIASES = [("bn", "beta"), ("bn_sh", "beta"), ("fmm", "near"), ("fmm", "far"), ("sink", "bias")]
+PENALTIES = [("ridge", "lam"), ("lasso", "lam"), ("lasso", "rho")]
+MIXTURES = "mgk", "hard_mgk", "smgk"
 NUMBERS = {
-    ("bn", "beta"): ((H,), ()),
-    ("bn_sh", "beta"): ((H,), ()),
-    ("fmm", "near"): ((H,), ()),
-    ("fmm", "far"): ((H,), ()),
-    ("sink", "bias"): ((H,), ()),
+    **dict.fromkeys(BIASES, ((H,), ())),
     ("smgk", "shifts"): ((H, 2, D), ()),
     ("delta", "beta"): ((H, M), ()),
     ("delta", "decay"): ((H, M), (1.0,)),
-    ("ridge", "lam"): ((H,), (0.0, -1.0)),
-    ("lasso", "lam"): ((H,), (0.0, -1.0)),
-    ("lasso", "rho"): ((H,), (0.0, -1.0)),
-    ("mlk", "priors"): ((H, 2), (-1.0,)),
-    **{(name, "priors"): ((H, 2), (-1.0,)) for name in ("mgk", "hard_mgk", "smgk")},
-    **{(name, "variances"): ((H, 2), (0.0, -1.0)) for name in ("mgk", "hard_mgk", "smgk")},
+    **dict.fromkeys(PENALTIES, ((H,), (0.0, -1.0))),
+    **{(name, "priors"): ((H, 2), (-1.0,)) for name in ("mlk", *MIXTURES)},
+    **{(name, "variances"): ((H, 2), (0.0, -1.0)) for name in MIXTURES},
 }
 # Matrices and filters: a NaN in them makes the result NaN, as one in q does.
 MATRICES = {
-    ("conv1d", "weight"): (H, 3),
-    ("conv1d", "key_weight"): (H, 3),
-    ("conv2d", "weight"): (H, 3, 3),
-    ("conv2d", "key_weight"): (H, 3, 3),
-    ("linformer", "key_projection"): None,  # None: the shape of the sample options
-    ("linformer", "value_projection"): None,
+    **{("conv1d", key): (H, 3) for key in ("weight", "key_weight")},
+    **{("conv2d", key): (H, 3, 3) for key in ("weight", "key_weight")},
+    # None: the shape of the sample options
+    **{("linformer", key): None for key in ("key_projection", "value_projection")},
     ("performer", "projection"): (4, D),
     ("luna", "packed"): (H, 3, D),
-    ("primal", "W_e"): None,
-    ("primal", "W_r"): None,
-    ("primal", "W_o"): None,
+    **{("primal", key): None for key in ("W_e", "W_r", "W_o")},
 }
 number = pytest.mark.parametrize(("name", "parameter"), NUMBERS)
 
