@@ -42,9 +42,8 @@ def check_whole(data, lengths):
             assert 0 < numbers["q1"] <= numbers["median"] <= numbers["q3"], row
         assert row["operations"] > 0
     for rows in (data["memory"], data["baseline_memory"]):
-        assert [(x["form"], x["mode"]) for x in rows] == [
-            (form, mode) for form in FORMS for mode in report.MODES
-        ]
+        found = [(x["form"], x["mode"]) for x in rows]
+        assert found == list(itertools.product(FORMS, report.MODES))
         for row in rows:
             assert row["lengths"][1] == 2 * row["lengths"][0]
             assert 0 < row["bytes"][0] < row["bytes"][1]
@@ -219,9 +218,8 @@ def test_memory_of_what_stores_a_matrix_and_of_what_does_not():
 
 
 def test_a_row_is_of_its_head_dimension():
-    (row,) = run.time_cases(
-        "sdpa", ["performer"], 64, torch.float32, report.MODES[0], 2, dim=32
-    ).values()
+    how = (64, torch.float32, report.MODES[0], 2, 32)
+    row = run.time_cases("sdpa", ["performer"], *how)["performer"]
     assert row["dim"] == 32 and row["operations"] > 0
     assert CASES["performer"].options(64, 32)["projection"].shape == (4 * 32, 32)
 
@@ -298,10 +296,8 @@ def test_a_library_that_is_not_there_is_left_out_with_a_line(monkeypatch, capsys
 def test_peers_are_measured_once_and_written(tmp_path, capsys):
     how = (["linformer"], [64], [32], 2, tmp_path)
     done = beside.main(*how, False)
-    assert set(done) == {"linformer"}
-    assert (
-        json.loads((tmp_path / "peers" / "linformer.json").read_text("utf8")) == done["linformer"]
-    )
+    written = json.loads((tmp_path / "peers" / "linformer.json").read_text("utf8"))
+    assert done == {"linformer": written}
     check_peer(done["linformer"], [64], 32)
     assert "| linformer (0." in capsys.readouterr().out
     assert beside.main(*how, False) == {} and set(beside.main(*how, True)) == {"linformer"}
@@ -409,9 +405,8 @@ def test_tables_show_the_cases_after_what_they_are_beside(measured):
 
 
 def test_machines_and_dtypes_stand_side_by_side(measured):
-    amd = {
-        name: copy.deepcopy(measured["amd-epyc"][name]) for name in ("linear_causal", "bn_causal")
-    }
+    chosen = ("linear_causal", "bn_causal")
+    amd = {name: copy.deepcopy(measured["amd-epyc"][name]) for name in chosen}
     for data in amd.values():  # so that measured ratios do not matter
         for row, ratio in zip(data["times"][2:4], (0.119, 0.149), strict=True):
             row["ratio"]["median"] = ratio
@@ -451,12 +446,11 @@ def test_machines_and_dtypes_stand_side_by_side(measured):
     for data in cuda.values():
         data["code"] = "0"
     assert unknown not in report.caption(cuda)
-    assert report.caption({**cuda, "b": amd["bn_causal"]}).endswith(
-        f"; 1 of 2 files do not name {unknown}"
-    )
-    assert report.caption({"b": amd["bn_causal"] | {"code": "0"}}) in report.caption(
-        {"b": {key: x for key, x in amd["bn_causal"].items() if key != "code"}}
-    )
+    mixed = report.caption({**cuda, "b": amd["bn_causal"]})
+    assert mixed.endswith(f"; 1 of 2 files do not name {unknown}")
+    without = {key: x for key, x in amd["bn_causal"].items() if key != "code"}
+    named = report.caption({"b": without | {"code": "0"}})
+    assert named in report.caption({"b": without})
     both = report.caption({"a": amd["bn_causal"], "b": intel["bn_causal"]})
     assert f"medians of {rounds} and {rounds + 2} rounds" in both and "and 2026-12-01" in both
 

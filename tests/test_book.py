@@ -43,14 +43,16 @@ def is_of_the_five(item):
     return item[:3].isdecimal()
 
 
+def built(page):
+    return (HTML / f"{page}.html").read_text("utf8")
+
+
 def test_the_inventory_has_the_shared_one_and_what_has_no_number():
     shared = ROOT.parent / "shared" / "inventory.csv"
     ours = claims.inventory()
     if shared.exists():  # only this project's own machines have the file
         for row in csv.DictReader(shared.read_text("utf8").splitlines()):
-            assert ours[row["id"]] | {"role": ""} == {
-                "kind": row["kind"], "topic": row["topic"], "role": "",
-            }  # fmt: skip
+            assert all(ours[row["id"]][key] == row[key] for key in ("kind", "topic")), row
     for item, row in ours.items():
         kind = item.split(".")[1] if is_of_the_five(item) else row["kind"]
         assert (kind in claims.UNNUMBERED) == (row["kind"] in claims.UNNUMBERED), item
@@ -76,11 +78,10 @@ def test_the_ledger_covers_the_inventory_in_the_promised_form(ledger):
 
 
 def test_the_ledger_page_shows_every_item_and_links_to_its_checks(five):
-    page = (HTML / "book" / "ledger.html").read_text("utf8")
+    page = built("book/ledger")
     for item in claims.inventory():
-        assert page.count(f'id="{item}"') == is_of_the_five(item) == (f">{item}</span>" in page), (
-            item
-        )
+        shown = page.count(f'id="{item}"'), f">{item}</span>" in page
+        assert shown == (is_of_the_five(item),) * 2, item
     links = re.findall(r'href="((?:\d\d|[A-Z]|audit)_\w+\.html)#(claim-[\w.-]+)"', page)
     assert {re.fullmatch(r"claim-(.+)-\d+", anchor)[1] for _, anchor in links} == set(five)
     for target, anchor in links:
@@ -95,21 +96,20 @@ def test_the_ledger_page_shows_every_item_and_links_to_its_checks(five):
 
 
 def test_the_second_ledger_has_the_other_papers_and_is_not_counted(ledger, five):
-    page = (HTML / "book" / "ledger_today.html").read_text("utf8")
+    page = built("book/ledger_today")
     others = set(ledger) - set(five)
     assert len(others) == 8
     for item in claims.inventory():
         assert page.count(f'id="{item}"') == (item in others), item
     links = re.findall(r'href="(1[56]_\w+\.html)#claim-([\w.]+)-\d+"', page)
     assert {item for _, item in links} == others and 'class="da-filter"' not in page
-    errata = (HTML / "book" / "errata.html").read_text("utf8")
+    errata = built("book/errata")
     assert not [item for item in others if f'id="{item}"' in errata]
 
 
 def test_a_row_says_its_grade_and_whose_mistake_it_repeats(five):
-    pages = [(HTML / "book" / f"{name}.html").read_text("utf8") for name in ("ledger", "errata")]
     graded = {item: row for item, row in five.items() if row["grade"]}
-    for page in pages:
+    for page in (built("book/ledger"), built("book/errata")):
         rows = {item: page.partition(f'id="{item}"')[2].partition("</tr>")[0] for item in graded}
         text = {item: re.sub("<[^>]+>", "", row) for item, row in rows.items()}
         for item, row in graded.items():
@@ -123,16 +123,14 @@ def test_a_check_says_in_words_what_its_numbers_are():
         check = {"kind": kind, "margin": margin, "mutant_margin": mutant, "unit": unit}
         return ledger_page.check_text(check)
 
-    assert says("inequality", 0.0349, 0.1398) == (
-        "Inequality: slack 0.035; the mutant is violated by 0.14."
-    )
+    bound = "Inequality: slack 0.035; the mutant is violated by 0.14."
+    assert says("inequality", 0.0349, 0.1398) == bound
     assert says("inequality", -3e-14, 2.5).startswith("Inequality: tight, up to rounding;")
     assert says("equal", 2.2e-16, 0.39) == "Equality: error 2·10⁻¹⁶; the mutant’s 0.39."
     assert says("refuted", 24.0, 0.0).endswith("the print fails by 24; the correction is exact.")
     assert says("refuted", 0.463, -0.4245).endswith("the correction has 0.42 to spare.")
-    assert says("refuted", 23.0, -0.5, "nats") == (
-        "Counterexample: the print fails by 23 nats; the correction has 0.5 nats to spare."
-    )
+    refuted = "Counterexample: the print fails by 23 nats; the correction has 0.5 nats to spare."
+    assert says("refuted", 23.0, -0.5, "nats") == refuted
     assert says("refuted", 0.7, 2e-16).endswith("the correction has error 2·10⁻¹⁶.")
     assert "the mutant leaves 0.0028" in says("identity", 0.0, 0.0028)
     assert says("certificate", 0.0, 99.8) == "Certificate: gap 0; the mutant’s 100."
@@ -174,14 +172,14 @@ def test_no_formula_of_the_ledger_stays_plain_text(ledger):
 
 
 def test_the_errata_page_lists_just_what_is_wrong_as_printed(five):
-    page = (HTML / "book" / "errata.html").read_text("utf8")
+    page = built("book/errata")
     wrong = {k for k, row in five.items() if row["verdict"] == "wrong as printed"}
     assert {i for i in claims.inventory() if f">{i}</span>" in page} == wrong
     assert all(f'id="{item}"' in page for item in wrong)
 
 
 def test_the_landing_page_counts_this_build_and_is_no_chapter(five):
-    page = (HTML / "book" / "index.html").read_text("utf8")
+    page = built("book/index")
     hook = re.sub("<[^>]+>", "", page.partition('class="da-tally"')[2].partition("</p>")[0])
     counts = claims.count(five)
     assert f"{counts['testable']} numbered statements" in hook
@@ -245,12 +243,10 @@ def test_a_chapter_follows_the_template(page):
         assert f"{{measured}}`{kind}`" in source
     for heading in ("Takeaways", "## Exercises", "## Further reading"):
         assert heading in source, heading
-    assert source.count(":::{exercise}") >= 6
-    assert source.count(":::{solution") == source.count(":::{exercise}") + source.count(
-        ":::{solution-end}"
-    )
+    solutions = re.findall(r":::\{solution(?!-end\})", source)
+    assert len(solutions) == source.count(":::{exercise}") >= 6
     assert "slider(" in source and "{prf:" in source
-    text = (HTML / f"{page}.html").read_text("utf8")
+    text = built(page)
     assert text.count("<figure") == text.count("<figcaption") >= 2
     assert re.search(r"\d+ s on the CPU that built", text) and re.search(r"\d+ min", text)
 
@@ -263,18 +259,14 @@ def test_an_audit_settles_a_whole_paper(page, ledger):
     checked = {item for item, row in ledger.items() for c in row["checks"] if c["page"] == page}
     (paper,) = {item.partition(".")[0] for item in checked}
     assert checked == {i for i in claims.inventory() if i.startswith(f"{paper}.")}
-    text = (HTML / f"{page}.html").read_text("utf8")
-    assert re.search(r"Theorem [IVX]+\.\d", text) and re.search(
-        r"\d+ s on the CPU that built", text
-    )
+    for shown in (r"Theorem [IVX]+\.\d", r"\d+ s on the CPU that built"):
+        assert re.search(shown, built(page)), shown
 
 
 def test_a_page_names_its_part():
     assert book.parts()["book/audit_wavelets"] == "Part III: Wavelets"
     for page in PAGES:
-        found = re.findall(
-            r'<p class="da-part">(.*)</p>', (HTML / f"{page}.html").read_text("utf8")
-        )
+        found = re.findall(r'<p class="da-part">(.*)</p>', built(page))
         assert found == ([book.parts()[page]] if page in book.parts() else []), page
 
 
@@ -282,7 +274,7 @@ def test_the_sidebar_opens_the_group_of_the_page():
     names = ["Chapters", "Audits", "Appendices", "For lecturers", "Reference"]
     pages = {"index": 0, "02_duality": 0, "audit_wavelets": 1, "D_efficient": 2, "glossary": 4}
     for page, group in pages.items():
-        text = (HTML / "book" / f"{page}.html").read_text("utf8")
+        text = built(f"book/{page}")
         found = re.findall(r'<details class="da-group"( open)?><summary>(.*?)</summary>', text)
         assert found == [(" open" * (i == group), name) for i, name in enumerate(names)], page
         assert len(re.findall(r'<li class="toctree-l1', text)) == len(PAGES), page
@@ -298,28 +290,24 @@ def test_a_page_between_chapters_has_a_letter_and_shifts_no_chapter():
 
 
 def test_launch_buttons_appear_just_when_there_is_a_repository():
-    page = (HTML / "book" / "01_attention.html").read_text("utf8")
+    page = built("book/01_attention")
     assert ("colab.research" in page) == bool(book.repository()[0])
     assert "executablebooks/jupyter-book" not in page, "a link to Jupyter Book's repository"
 
 
 def test_a_page_takes_a_report_of_its_mistakes_if_there_is_a_repository(monkeypatch):
+    env = SimpleNamespace(titles={"book/api": nodes.title("", "A & B")}, found_docs=())
+
     def end(url):
         monkeypatch.setenv("BOOK_REPOSITORY_URL", url)
-        app = SimpleNamespace(
-            env=SimpleNamespace(titles={"book/api": nodes.title("", "A & B")}, found_docs=())
-        )
         context = {"body": "<p>Text.</p>", "pathto": lambda *_: ""}
-        book._furnish(app, "book/api", "page.html", context, None)
+        book._furnish(SimpleNamespace(env=env), "book/api", "page.html", context, None)
         return context["body"]
 
     assert end("") == "<p>Text.</p>"
-    link = (
-        "https://github.com/owner/repo/issues/new?title=Mistake%20on%20the%20page%3A%20A%20%26%20B"
-    )
-    assert f'<a href="{link}">Report a mistake on this page</a>' in end(
-        "https://github.com/owner/repo"
-    )
+    url = "https://github.com/owner/repo"
+    link = f"{url}/issues/new?title=Mistake%20on%20the%20page%3A%20A%20%26%20B"
+    assert f'<a href="{link}">Report a mistake on this page</a>' in end(url)
 
 
 def test_launch_links_open_the_notebook_of_the_chapter(monkeypatch):
@@ -332,9 +320,7 @@ def test_launch_links_open_the_notebook_of_the_chapter(monkeypatch):
     assert not book.launch_links("https://git.example.org/owner/repo", "main", "01_attention")
 
 
-def test_the_repository_s_url_comes_from_the_environment_unless_only_the_committed_counts(
-    monkeypatch,
-):
+def test_the_environment_s_repository_counts_unless_the_committed_one_is_asked_for(monkeypatch):
     monkeypatch.setenv("BOOK_REPOSITORY_URL", "https://github.com/owner/repo.git")
     assert book.repository() == ("https://github.com/owner/repo", "main")
     assert book.repository(committed=True)[0] != "https://github.com/owner/repo"
@@ -342,12 +328,8 @@ def test_the_repository_s_url_comes_from_the_environment_unless_only_the_committ
 
 def test_the_archive_holds_the_whole_site():
     # Other tests read the pages meanwhile, so an outdated book must not be rebuilt here.
-    command = [
-        "make",
-        "zip",
-        f"VENV={os.path.relpath(sys.prefix, ROOT)}",
-        f"--old-file={HTML.relative_to(ROOT)}/.complete",
-    ]
+    old = f"--old-file={HTML.relative_to(ROOT)}/.complete"
+    command = ["make", "zip", f"VENV={os.path.relpath(sys.prefix, ROOT)}", old]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     with zipfile.ZipFile(ROOT / "_build" / "derived-attention.zip") as archive:
         names = set(archive.namelist())
@@ -372,7 +354,7 @@ def test_a_broken_formula_is_a_warning_of_the_build(tmp_path):
 
 
 def test_audit_of_mixtures_shows_no_bound_that_an_explicit_mixture_beats():
-    page = html.unescape((HTML / "book" / "audit_mixtures.html").read_text("utf8"))
+    page = html.unescape(built("book/audit_mixtures"))
     for file in re.findall(r'data-src="\.\./([^"]+)"', page):  # the steps of its slider
         page += (HTML / file).read_text("utf8")
     shown = re.findall(r"σ = ([\d.]+): every mixture misses by ([\d.]+) or more", page)
@@ -392,7 +374,7 @@ def test_all_attentions_are_on_one_page_and_fit_it():
     path = ROOT / "src" / "derived_attention" / "formulas.py"
     lines = path.read_text("utf8").splitlines()
     assert len(lines) <= 600 and max(map(len, lines)) <= 84
-    shown = re.sub("<[^>]+>", "", (HTML / "book" / "formulas.html").read_text("utf8"))
+    shown = re.sub("<[^>]+>", "", built("book/formulas"))
     for name in re.findall(r"^def (\w+)", "\n".join(lines), flags=re.M):
         assert f"def {name}(" in shown, name
 
@@ -400,22 +382,14 @@ def test_all_attentions_are_on_one_page_and_fit_it():
 @pytest.mark.parametrize(
     ("page", "title", "text"),
     [
-        (
-            "02_duality",
-            "The delta rule: a memory that corrects itself",
-            ["Chapter 15", "chapter 15"],
-        ),
-        ("03_softmax_expansion", "Audit: support vectors", ["Audit II", "audit II"]),
-        ("01_attention", "Positions: vectors, slopes and rotations", ["Chapter P", "chapter P"]),
-        ("teaching_machines", "The book’s attentions in your own models", ["Appendix A"]),
-        (
-            "teaching_syllabi",
-            "Side by side: which attention, and when",
-            ["17. Side by side: which attention, and when", "chapter 17"],
-        ),
+        ("02_duality", "The delta rule: a memory that corrects itself", "[Cc]hapter 15"),
+        ("03_softmax_expansion", "Audit: support vectors", "[Aa]udit II"),
+        ("01_attention", "Positions: vectors, slopes and rotations", "[Cc]hapter P"),
+        ("teaching_machines", "The book’s attentions in your own models", "Appendix A"),
+        ("teaching_syllabi", "Side by side: which attention, and when", r"17\. {title}|chapter 17"),
     ],
 )
 def test_a_link_to_a_chapter_has_its_number_and_the_title_as_tooltip(page, title, text):
-    html = (HTML / "book" / f"{page}.html").read_text("utf8")
-    links = re.findall(rf'<a class="reference internal"[^>]* title="{title}">([^<]*)</a>', html)
-    assert links and set(links) <= set(text), links
+    link = rf'<a class="reference internal"[^>]* title="{title}">([^<]*)</a>'
+    links = re.findall(link, built(f"book/{page}"))
+    assert links and all(re.fullmatch(text.format(title=title), x) for x in links), links

@@ -110,12 +110,9 @@ def unguarded(page):
 
 
 def test_sentences_with_comparatives_in_sections_with_results_are_found():
+    first = "Softmax is *ahead* of linear attention by more than a point."
     assert list(comparatives(PAGE)) == [
-        (
-            15,
-            "Softmax is *ahead* of linear attention by more than a point.",
-            ["ahead", "more than"],
-        ),
+        (15, first, ["ahead", "more than"]),
         (28, "A window cannot see it.", ["cannot"]),
     ]
 

@@ -46,10 +46,6 @@ def python_of(text):
     return re.search(r"python(?::|=|>=|-version: \"?)(\d+\.\d+)", text)[1]
 
 
-def devcontainer():
-    return json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text("utf8"))
-
-
 def test_every_line_is_an_instruction_and_the_first_is_from():
     lines = instructions()
     assert lines[0][0] == "FROM" and not {name for name, _ in lines} - KNOWN
@@ -84,22 +80,15 @@ def context(tmp_path):
 
 def test_the_copied_files_are_enough_to_install(context):
     assert not [x for x in environment.SOURCES if not (context / x).exists()]
-    run = subprocess.run(
-        ["make", "-n", "install"], cwd=context, capture_output=True, text=True, check=True
-    )
-    assert "_ext/environment.py" in run.stdout
+    said = subprocess.check_output(["make", "-n", "install"], cwd=context, text=True)
+    assert "_ext/environment.py" in said
     metadata = ProjectMetadata(str(context), PluginManager())
     metadata.validate_fields()  # needs the README, the licence and the version
     assert metadata.version == __version__
 
 
 def test_all_name_the_same_python_and_it_is_a_tested_one():
-    places = (
-        "Dockerfile",
-        "environment.yml",
-        "binder/environment.yml",
-        ".github/workflows/tests.yml",
-    )
+    places = ".github/workflows/tests.yml binder/environment.yml environment.yml Dockerfile".split()
     versions = {place: python_of((ROOT / place).read_text("utf8")) for place in places}
     assert len(set(versions.values())) == 1, versions
     version = versions["Dockerfile"]
@@ -128,8 +117,8 @@ def test_the_image_ends_as_its_user_with_targets_that_exist():
 
 
 def test_the_devcontainer_is_the_same_machine():
-    settings = devcontainer()
     folder = ROOT / ".devcontainer"
+    settings = json.loads((folder / "devcontainer.json").read_text("utf8"))
     assert (folder / settings["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
     assert (folder / settings["build"]["context"]).resolve() == ROOT
     assert settings["workspaceFolder"] == value("WORKDIR")[-1]

@@ -10,6 +10,7 @@ from derived_attention import __version__
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf8")
+CFF = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
 # GitHub's schema for issue forms: the keys of a form; required and optional attributes of fields.
 TOP = {"name", "description", "body", "title", "labels", "assignees", "projects", "type"}
 FIELDS = {
@@ -39,9 +40,8 @@ def faults(form):
         options = given.get("options", [])
         if len(set(map(str, options))) != len(options) or not all(options):
             found.append(f"field {i}: options")
-        found += [
-            f"field {i}: validations" for _ in field.get("validations", {}).keys() - {"required"}
-        ]
+        if field.get("validations", {}).keys() - {"required"}:
+            found.append(f"field {i}: validations")
         ids += [field["id"]] if "id" in field else []
         labels += [given["label"]] if "label" in given else []
     found += [f"id {x}" for x in ids if not re.fullmatch(r"[\w-]+", x) or ids.count(x) > 1]
@@ -117,14 +117,13 @@ def test_what_one_is_told_to_run_exists():
 
 
 def test_the_citation_is_one_of_this_version():
-    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
-    assert {"cff-version", "message", "title", "authors"} <= cff.keys()
-    assert cff["cff-version"] == "1.2.0" and cff["version"] == __version__
-    assert all(person.keys() & {"name", "family-names"} for person in cff["authors"])
-    assert cff["license"] == PROJECT["license"]
+    assert {"cff-version", "message", "title", "authors"} <= CFF.keys()
+    assert CFF["cff-version"] == "1.2.0" and CFF["version"] == __version__
+    assert all(person.keys() & {"name", "family-names"} for person in CFF["authors"])
+    assert CFF["license"] == PROJECT["license"]
     dates = re.findall(rf"^## {re.escape(__version__)} \((.+)\)$",
                        (ROOT / "CHANGELOG.md").read_text("utf8"), flags=re.M)  # fmt: skip
-    assert dates == [str(cff["date-released"])]
+    assert dates == [str(CFF["date-released"])]
 
 
 def test_readers_are_told_how_to_cite():
@@ -148,8 +147,7 @@ def test_changes_are_listed_newest_first_by_semantic_version():
 
 
 def test_the_page_of_references_cites_the_book_as_the_citation_file_does():
-    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
     page = " ".join((ROOT / "book" / "references.md").read_text("utf8").split())
-    year = str(cff["date-released"])[:4]
-    for shown in (cff["title"], cff["authors"][0]["name"], year, f"version {cff['version']}"):
+    year = str(CFF["date-released"])[:4]
+    for shown in (CFF["title"], CFF["authors"][0]["name"], year, f"version {CFF['version']}"):
         assert shown in page, shown

@@ -147,11 +147,8 @@ def test_the_weeks_add_up(tmp_path):
     assert [row["assignment"] for row in rows] == NAMES
     assert [int(row["week"]) for row in rows] == list(range(1, len(NAMES) + 1))
     fifth = rows[NAMES.index("chapter05")]
-    assert [fifth[x] for x in ("minutes", "points by checks", "points by hand")] == [
-        "70",
-        "40",
-        "30",
-    ]
+    given = [fifth[x] for x in ("minutes", "points by checks", "points by hand")]
+    assert given == ["70", "40", "30"]
     assert "70 minutes, 70 points." in text_of(course.source("", "", found["chapter05"][1], 7))
     assert not any(e.open for _, exercises in found.values() for e in exercises)
     assert sorted(p.stem for p in (tmp_path / "student").iterdir()) == sorted(NAMES)
@@ -175,25 +172,22 @@ def test_a_syllabus_makes_an_assignment_of_each_week_s_exercises(syllabus, weeks
 
 
 def test_a_plan_that_cannot_be_followed_says_what_is_expected(tmp_path):
-    (tmp_path / "plan.csv").write_text("assignment,title,exercises\nquiz,Quiz,ex-05-comon\n")
-    with pytest.raises(
-        ValueError, match="quiz has the exercise 'ex-05-comon'; expected ex-05-common"
-    ):
-        course.course(plan=str(tmp_path / "plan.csv"))
     with pytest.raises(ValueError, match="EXERCISES is 'all'; expected 12, 6, 2 or a file like"):
         course.course(plan="all")
-    rows = "\nquiz,Quiz,ex-05-rms\nquiz,Quiz,ex-05-bias\n"
-    for head, names in (("assignment,title,exercises", "quiz, quiz"), ("a;b;c", r"\(none\)")):
-        (tmp_path / "plan.csv").write_text(head + rows)
-        with pytest.raises(ValueError, match=f"assignments {names}; expected each name once"):
-            course.course(plan=str(tmp_path / "plan.csv"))
-    (tmp_path / "plan.csv").write_text("assignment,title,exercises\nquiz,Übung,", "cp1252")
-    with pytest.raises(ValueError, match="plan.csv is in another encoding; expected CSV in UTF-8"):
-        course.course(plan=str(tmp_path / "plan.csv"))
-    for name in ("", "../quiz", "quiz/5"):
-        (tmp_path / "plan.csv").write_text(f"assignment,title,exercises\n{name},,ex-05-rms\n")
-        with pytest.raises(ValueError, match=f"has the assignment '{name}'; expected letters"):
-            course.course(plan=str(tmp_path / "plan.csv"))
+    plan, head = tmp_path / "plan.csv", "assignment,title,exercises"
+    rows = "quiz,Quiz,ex-05-rms\nquiz,Quiz,ex-05-bias"
+    for text, problem in (
+        (f"{head}\nquiz,Quiz,ex-05-comon", "quiz has .*'ex-05-comon'; expected ex-05-common"),
+        (f"{head}\n{rows}", "assignments quiz, quiz; expected each name once"),
+        (f"a;b;c\n{rows}", r"assignments \(none\); expected each name once"),
+        (f"{head}\nquiz,Übung,", "plan.csv is in another encoding; expected CSV in UTF-8"),
+        (f"{head}\n,,ex-05-rms", "has the assignment ''; expected letters"),
+        (f"{head}\n../quiz,,ex-05-rms", "has the assignment '../quiz'; expected letters"),
+        (f"{head}\nquiz/5,,ex-05-rms", "has the assignment 'quiz/5'; expected letters"),
+    ):
+        plan.write_text(f"{text}\n", "cp1252")
+        with pytest.raises(ValueError, match=problem):
+            course.course(plan=str(plan))
 
 
 def test_a_plan_that_cannot_be_followed_leaves_the_secret_as_it_was(monkeypatch, capsys):
@@ -267,8 +261,7 @@ def test_a_changed_checker_is_noticed(monkeypatch):
 
 def test_a_solution_that_does_not_pass_is_named():
     exercises = assignments()["chapter05"][0]
-    (sound,) = [e for e in exercises if e.label == "ex-05-common"]
-    (other,) = [e for e in exercises if e.label == "ex-05-rms"]
+    sound, other = (e for e in exercises if e.label in ("ex-05-common", "ex-05-rms"))
     broken = dataclasses.replace(other, code=other.mistakes[0].code)
     (said,), seconds, memory = course.prove([sound, broken], 7)
     assert said.startswith("ex-05-rms: ExerciseError") and "ratio of two weights" in said
@@ -405,10 +398,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, content, reason):
 
 @pytest.mark.parametrize("encoding", ["utf8", "utf-8-sig", "utf-16"])
 def test_a_notebook_is_read_in_any_encoding_of_unicode(tmp_path, encoding):
-    path, students = (
-        tmp_path / "chapter05.ipynb",
-        course.for_students(assignments()["chapter05"][1]),
-    )
+    path = tmp_path / "chapter05.ipynb"
+    students = course.for_students(assignments()["chapter05"][1])
     path.write_text(nbformat.writes(students), encoding)
     assert grading._read(path) == students
     assert grading._ours_in(path) == {"assignment": "chapter05"}
@@ -604,9 +595,8 @@ def test_who_hands_in_what_cannot_be_read_gets_a_message_and_no_marks(school):
     found = marks(folder)
     assert "JSONDecodeError" in found["cut"] and found["blank"] == "the file is empty"
     assert found["words"] == "there is no notebook among answer.txt"
-    assert (
-        "blank: 0 of 40 points by checks; It has not been graded: the file is" in said["autograde"]
-    )
+    line = "blank: 0 of 40 points by checks; It has not been graded: the file is"
+    assert line in said["autograde"]
     assert "hand it in again" in outcome(folder, "cut")[1]
 
 
@@ -674,10 +664,8 @@ def later(school, tmp_path_factory):
     return folder
 
 
-def test_corrected_tests_count_after_a_new_release_and_late_hand_ins_lose_what_the_policy_says(
-    later,
-):
-    """Marks by hand stay, and whoever has an extension loses less."""
+def test_corrected_tests_count_and_late_hand_ins_lose_what_the_policy_says(later):
+    """After a new release, marks by hand stay; whoever has an extension loses less."""
     path = later / "source" / "chapter05" / "chapter05.ipynb"
     notebook = nbformat.read(path, as_version=4)
     check = next(c for c in notebook.cells if grading.grade_id(c) == "ex-05-common-check")
@@ -729,12 +717,9 @@ def test_problems_stand_behind_those_of_the_book(problems):
     assert course.points(paper) == (0, 3) and course.points(twice) == (5, 0)
     source = course.source("Five", "chapter05", found["chapter05"][1], 7)
     text = text_of(course.for_students(source))
-    assert (
-        "two thirds" not in text
-        and "of x and itself" not in text
-        and "Everything up to an exercise goes" in text
-    )
-    assert "SEED = 21\n" in text and "2 for the argument" in text_of(source)
+    assert not re.search("two thirds|of x and itself", text)
+    assert "Everything up to an exercise goes" in text and "SEED = 21\n" in text
+    assert "2 for the argument" in text_of(source)
     assert [e.number for e in found["exam"][1]] == ["1", "2"]
     # A question may use the chapter's definitions, whichever questions are chosen with it.
     assert "def draws(" in text_of(course.source("Five", "quiz", [twice], 7))
@@ -790,9 +775,8 @@ def test_sealed_problems_open_with_their_passphrase_alone(problems, tmp_path):
     content = archive.read_bytes()
     assert b"Problems" not in content and b"twice" not in content
     course.unseal("a long passphrase", opened, archive)
-    assert {p.name: p.read_text("utf8") for p in opened.iterdir()} == {
-        p.name: p.read_text("utf8") for p in problems.iterdir()
-    }
+    before, after = ({p.name: p.read_text("utf8") for p in x.iterdir()} for x in (problems, opened))
+    assert before == after
     with pytest.raises(ValueError, match="does not open problems.enc"):
         course.unseal("another passphrase", opened, archive)
     archive.write_bytes(content[:-4] + b"AAAA")

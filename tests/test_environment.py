@@ -118,9 +118,7 @@ def test_a_gpu_is_found_by_its_driver(monkeypatch, tmp_path):
     assert environment.builds() == "pip"
 
 
-def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
-    project, monkeypatch, capsys
-):
+def test_without_pytorch_s_index_pip_s_own_sources_serve(project, monkeypatch, capsys):
     run, fails = environment.run, environment.CPU_BUILDS
     monkeypatch.setattr(environment, "run", lambda command: run(command) or int(fails in command))
     made()
@@ -128,9 +126,7 @@ def test_where_pytorch_s_index_cannot_be_reached_pip_s_own_sources_serve(
     assert "pip uses its default index. The build there may include CUDA" in capsys.readouterr().out
 
 
-def test_builds_that_do_not_fit_are_reported_with_a_way_to_replace_both(
-    project, monkeypatch, capsys
-):
+def test_builds_that_do_not_fit_are_reported_with_advice(project, monkeypatch, capsys):
     run, wrong = environment.run, [environment.TRY_TORCH]
     monkeypatch.setattr(environment, "run", lambda x: run(x) or int(x[1:] in wrong))
     made()
@@ -211,9 +207,9 @@ def test_conda_s_environment_is_installed_into_as_it_is(project):
         ("ERROR: No matching distribution found for torch==9", "not available for this Python"),
     ],
 )
-def test_a_failed_installation_ends_with_advice_and_is_tried_again(
-    project, monkeypatch, capsys, log, advice
-):
+def test_a_failed_installation_ends_with_advice(project, monkeypatch, capsys, log, advice):
+    """The next `make` tries it again."""
+
     def fails(command):
         before = "$ torch\nConnection refused, Permission denied\n"  # the installation continued
         environment.LOG.write_text(f"{before}$ pip\nfirst\n{log}\nlast\n")
@@ -267,9 +263,8 @@ def test_what_is_given_to_make_reaches_the_command_as_it_is(given):
 
 
 def test_help_lists_every_target_that_is_meant_for_readers():
-    output = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
+    command = ["make", "--no-print-directory", "help"]
+    output = subprocess.check_output(command, cwd=ROOT, text=True)
     targets = re.findall(r"^make (\S+) +\S.*$", output, flags=re.M)
     phony = re.search(r"^\.PHONY: (.*) FORCE$", (ROOT / "Makefile").read_text(), flags=re.M)
     assert targets == phony[1].split() and len(output.splitlines()) == len(targets)

@@ -226,9 +226,8 @@ def test_a_stopped_run_keeps_what_has_ended_and_leaves_no_kernel(project, capsys
     write_page(project, "01_long", HOLD.format(folder=str(project)) + "\n" * 99)
     write_page(project, "02_short", "1 + 1")
     command = [sys.executable, project / "_ext" / "make_book.py"]
-    run = subprocess.Popen(
-        command, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, start_new_session=True, **how)
     wait_until((project / "started").exists)
     wait_until(execute.RECORD.exists)
     os.killpg(run.pid, number)
@@ -243,11 +242,9 @@ def test_a_stopped_run_keeps_what_has_ended_and_leaves_no_kernel(project, capsys
 
 
 def test_a_rendering_that_was_stopped_midway_begins_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(make_book, "RENDERING", tmp_path / ".rendering")
-    monkeypatch.setattr(make_book, "DOCTREES", tmp_path / ".doctrees")
-    monkeypatch.setattr(make_book, "BUILD", tmp_path)
-    monkeypatch.setattr(make_book, "ROOT", tmp_path)
-    monkeypatch.setattr(make_book, "LOG", tmp_path / "build.log")
+    places = {"ROOT": "", "BUILD": "", "LOG": "build.log", "RENDERING": ".rendering"}
+    for name, place in {**places, "DOCTREES": ".doctrees"}.items():
+        monkeypatch.setattr(make_book, name, tmp_path / place)
     (tmp_path / ".doctrees").mkdir()
     seen = []
 

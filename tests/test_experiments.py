@@ -265,12 +265,9 @@ LOCAL = ("seed_everything(seed)", "from derived_book import claims")
         ("derived_book.claims", "X = 1", [LOCAL], 1),  # imported in the function
     ],
 )
-def test_the_package_counts_as_far_as_the_function_reaches(
-    page, monkeypatch, module, line, edits, runs
-):
+def test_the_package_counts_as_far_as_a_run_reaches(page, monkeypatch, module, line, edits, runs):
     page.run(*edits, grid=[{"seed": 0}])
-    texts, name = PACKAGE.texts, module
-    monkeypatch.setitem(texts, name, f"{texts[name]}\n{line}\n")
+    monkeypatch.setitem(PACKAGE.texts, module, f"{PACKAGE.texts[module]}\n{line}\n")
     assert page.run(*edits, grid=[{"seed": 0}])[1] == runs
 
 
@@ -623,10 +620,8 @@ def test_progress(page, monkeypatch, capfd):
 
 
 def test_full_says_what_is_to_come_and_the_others_do_not(page, monkeypatch, capsys):
-    counting = (
-        "seed_everything(seed)",
-        "__import__('derived_book').runtime.counted['steps'] += 1200",
-    )
+    count = "__import__('derived_book').runtime.counted['steps'] += 1200"
+    counting = ("seed_everything(seed)", count)
     page.run(counting)
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("DERIVED_ATTENTION_PROFILE", "full")
@@ -696,9 +691,7 @@ def test_summarise_does_not_hide_a_diverged_run(group, odd):
 
 
 def test_summarise_names_what_is_missing():
-    with pytest.raises(
-        ValueError, match="a result has no 'loss'; expected one of attention, seed, accuracy"
-    ):
+    with pytest.raises(ValueError, match="no 'loss'; expected one of attention, seed, accuracy"):
         summarise(RESULTS, by="attention", metric="loss")
     with pytest.raises(ValueError, match="a result has no 'heads'"):
         summarise(RESULTS, by=["attention", "heads"], metric="accuracy")
@@ -725,10 +718,7 @@ HELPER = "import json\nFACTOR = 2\n\ndef scale(x):\n    return FACTOR * x\n"
 WAYS = {  # how a page uses beside_helper.py: its imports, and the function's result
     "a module": ("import beside_helper", "beside_helper.scale(seed)"),
     "a function": ("from beside_helper import scale", "scale(seed)"),
-    "a class": (
-        "import beside_other\nclass Model(beside_other.Base):\n    pass",
-        "Model().value(seed)",
-    ),
+    "a class": ("import beside_other\nclass Model(beside_other.Base): pass", "Model().value(seed)"),
     "in the function": ("", "__import__('math').floor(seed) + own(seed)"),
     "a relative import": ("from beside_package import outer", "outer.scale(seed)"),
     "a namespace": ("from beside_space.inner import part", "part.scale(seed)"),
@@ -815,9 +805,8 @@ NET = "rate = 2\n\nclass NET:\n    size = 2\n    def of(self):\n        return s
 def test_other_values_of_a_module_beside_the_page_are_noticed(beside, old, new):
     """A variable, a default argument, an attribute of a class, and a method."""
     beside.edit("FACTOR = 2", NET)
-    beside.edit(
-        "def scale(x):\n    return FACTOR", "def scale(x, lr=2):\n    return rate * lr * NET().of()"
-    )
+    beside.edit("def scale(x)", "def scale(x, lr=2)")
+    beside.edit("return FACTOR", "return rate * lr * NET().of()")
     assert beside.again() == (24, True) and beside.again() == (24, False)
     beside.edit(old, new)
     assert beside.again() == (36, True)
@@ -866,8 +855,8 @@ def test_what_a_module_counts_for_itself_changes_no_key(beside):
 def test_the_package_counts_where_a_module_beside_the_page_reaches_it(beside, monkeypatch):
     beside.edit("import json", "from derived_book import claims")
     beside.again()
-    texts, name = PACKAGE.texts, "derived_book.claims"
-    monkeypatch.setitem(texts, name, f"{texts[name]}\nX = 1\n")
+    name = "derived_book.claims"
+    monkeypatch.setitem(PACKAGE.texts, name, f"{PACKAGE.texts[name]}\nX = 1\n")
     assert beside.again()[1]
 
 

@@ -11,10 +11,8 @@ from places import ROOT
 
 import new
 
-FORMULA = """    return mask.softmax(scores(q, k, scale) / 2) @ v
-"""
-FAST = """    return sdpa(q, k, v, mask, (scale or 1 / math.sqrt(q.shape[-1])) / 2)
-"""
+FORMULA = "    return mask.softmax(scores(q, k, scale) / 2) @ v\n"
+FAST = "    return sdpa(q, k, v, mask, (scale or 1 / math.sqrt(q.shape[-1])) / 2)\n"
 ENTRY = '    "warm": Entry("Warm", "#b4641e", 18, "warm.core.warm_attention", any_mask=True),'
 SPECIAL = """    import torch
 
@@ -45,9 +43,8 @@ def copy(tmp_path_factory):
 def run(root, *command):
     # import the copy, not the installed package
     environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=root, env=environment, capture_output=True, text=True
-    )
+    how = {"cwd": root, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, "-m", *command], **how)
 
 
 def fill(path, *, old, new, imports=""):
@@ -73,8 +70,7 @@ def test_what_is_filled_in_keeps_every_promise(copy):
     library, missing = copy / "src/derived_attention", "    raise NotImplementedError("
     fill(library / "formulas.py", old=missing, new=FORMULA)
     fill(library / "warm/core.py", old=missing, new=FAST, imports=FUSED)
-    registry = library / "registry.py"
-    fill(registry, old='    "warm": ', new=f"{ENTRY}\n")
+    fill(library / "registry.py", old='    "warm": ', new=f"{ENTRY}\n")
     fill(copy / "tests/test_warm.py", old="    pytest.fail(", new=SPECIAL)
     done = run(copy, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_warm.py")
     assert done.returncode == 0, done.stdout[-3000:]

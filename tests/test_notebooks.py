@@ -29,8 +29,8 @@ def notebook(name):
     return nbformat.read(path, as_version=4)
 
 
-def code(cells):
-    return [cell.source.strip() for cell in cells if cell.cell_type == "code"]
+def code(book):
+    return [cell.source.strip() for cell in book.cells if cell.cell_type == "code"]
 
 
 def page_cells(name):
@@ -80,7 +80,7 @@ def test_it_is_valid_and_holds_no_outputs_no_solutions_no_syntax_of_the_site(nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_code_is_the_page_s_code_less_solutions_after_a_set_up_cell(name):
-    set_up, *cells = code(notebook(name).cells)
+    set_up, *cells = code(notebook(name))
     assert set_up.startswith("# Set-up")
     kept = [source for source, inside in page_cells(name) if not inside]
     assert [re.sub(r"\A#@title .+\n", "", cell) for cell in cells] == kept
@@ -98,7 +98,7 @@ def test_folded_code_is_a_form_with_a_title_on_colab_and_no_other_code_is(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_colab_gives_a_gpu_to_those_that_use_one(name):
     book = notebook(name)
-    uses = any("run.device" in cell for cell in code(book.cells))
+    uses = any("run.device" in cell for cell in code(book))
     assert (book.metadata.get("accelerator") == "GPU") == uses
 
 
@@ -110,7 +110,7 @@ def test_exercises_are_numbered_and_every_check_waits_for_an_answer(name):
     chapter = str(int(name[:2]))
     assert numbers == [(chapter, str(i)) for i in range(1, len(numbers) + 1)]
     assert len(numbers) >= 6
-    checks = [c for c in code(book.cells) if re.search(r"^\s*check(_properties)?\(", c, re.M)]
+    checks = [c for c in code(book) if re.search(r"^\s*check(_properties)?\(", c, re.M)]
     assert checks and all("..." in cell for cell in checks)
 
 
@@ -149,9 +149,8 @@ def test_one_runs_from_top_to_bottom_in_an_empty_folder(tmp_path):
     # In a separate process, because the event loops of nbclient and Playwright conflict.
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", f"{name}.ipynb"]
     command += ["--output", str(done), "--ExecutePreprocessor.timeout=900"]
-    run = subprocess.run(
-        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True
-    )
+    env = os.environ | settings
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     book = nbformat.read(done, as_version=4)
     assert "Not attempted yet" in json.dumps([cell.get("outputs", []) for cell in book.cells])

@@ -38,32 +38,29 @@ def test_plain_words_of_code_are_no_elements():
     signature = '<span class="n"><span class="pre">x</span></span>'
     name = f'<dt class="sig sig-object py">{signature}</dt>'
     context = {"body": code + signature + name}
-    app = SimpleNamespace()
-    page_assets._lighten(app, "page", "page.html", context, None)
+    page_assets._lighten(SimpleNamespace(), "page", "page.html", context, None)
     plain = '<dt class="sig sig-object py">x</dt>'
     assert context["body"] == f'x <span class="o">=</span>{signature}{plain}'
 
 
 def test_contents_of_the_api_name_functions_and_classes_alone():
-    def entry(level, name, more=""):
-        code = f'<code class="docutils"><span class="pre">{name}</span></code>'
-        link = f'<a class="nav-link" href="#derived_attention.x.{name}">{code}</a>'
+    marked = '<code class="docutils"><span class="pre">{}</span></code>'
+
+    def entry(level, name, more="", code=marked):
+        link = f'<a class="nav-link" href="#derived_attention.x.{name}">{code.format(name)}</a>'
         return f'<li class="toc-h{level} entry">{link}{more}</li>'
 
     methods = f'<ul class="nav">\n{entry(4, "A.f()")}\n{entry(4, "A.g()")}\n</ul>'
     found = page_assets.shorten(f"<ul>{entry(3, 'A', methods)}{entry(3, 'b()')}</ul>")
-    plain = "<ul>" + entry(3, "A") + entry(3, "b()") + "</ul>"
-    assert found == plain.replace('<code class="docutils"><span class="pre">', "<code>").replace(
-        "</span></code>", "</code>"
-    )
+    plain = "".join(entry(3, name, code="<code>{}</code>") for name in ("A", "b()"))
+    assert found == f"<ul>{plain}</ul>"
     chapter = '<ul class="nav"><li class="toc-h4"><a href="#a-heading">A heading</a></li></ul>'
     assert page_assets.shorten(chapter) == chapter
 
 
 def test_entries_of_the_api_say_how_tall_they_are():
-    inner = (
-        '<dl class="py class"><dd>four<dl class="py method">x</dl></dd></dl><dl class="no">y</dl>'
-    )
+    method = '<dl class="py method">x</dl>'
+    inner = f'<dl class="py class"><dd>four{method}</dd></dl><dl class="no">y</dl>'
     found = content_visibility.say_heights(f"<section><section>{inner}</section></section>")
     assert found.count("--wide") == 2 and '<dl class="py class" style="--wide' in found
     assert '<dl class="py method">' in found and '<dl class="no">' in found

@@ -385,10 +385,7 @@ def test_wrong_types_are_named():
         (lambda: decay(panels=Panel([])), "panels is a Panel; expected a list of 1, 2 or 3"),
         (lambda: decay(panels=["panel"]), r"panels\[0\] is 'panel'; expected a Panel"),
         (lambda: decay(panels=[Panel(Line([0], [0]))]), r"panels\[0\] is .* a list of marks"),
-        (
-            lambda: decay(panels=[Panel(["line"])]),
-            r"panels\[0\].marks\[0\] is 'line'; expected",
-        ),
+        (lambda: decay(panels=[Panel(["line"])]), r"panels\[0\].marks\[0\] is 'line'; expected"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

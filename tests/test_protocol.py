@@ -41,6 +41,11 @@ def main(monkeypatch, plan, *options):
     return small.main(["tiny", *options])
 
 
+def read_from(monkeypatch, store):
+    for module in (recorded, experiment_tables):
+        monkeypatch.setattr(module, "load_experiment", partial(load_experiment, folder=store))
+
+
 # --- the rate -------------------------------------------------------------------------------------
 
 
@@ -118,13 +123,11 @@ def test_one_bad_seed_makes_a_rate_bad():
 
 
 def test_a_rate_that_one_seed_rules_out_is_not_tried_with_the_others():
-    data = run(experiment("A text", peaked, ["0.003"], SCORE, steps=(1, 2), seeds=1))
-    tried = Counter(row["lr"] for row in data["tuning"])
-    assert tried == {GRID[2]: 1, GRID[3]: 3, GRID[4]: 1}
-    flat = run(
-        experiment("A text", lambda **_: {"right": 0.5}, ["a"], SCORE, steps=(1, 2), seeds=1)
-    )
-    assert Counter(row["lr"] for row in flat["tuning"]) == dict.fromkeys(GRID[2:5], 3)
+    flat = lambda **_: {"right": 0.5}  # noqa: E731
+    seeds = {peaked: {GRID[2]: 1, GRID[3]: 3, GRID[4]: 1}, flat: dict.fromkeys(GRID[2:5], 3)}
+    for function, tried in seeds.items():
+        data = run(experiment("A text", function, ["0.003"], SCORE, steps=(1, 2), seeds=1))
+        assert Counter(row["lr"] for row in data["tuning"]) == tried
 
 
 def test_an_arm_that_learns_at_a_high_rate_only_is_tried_there():
@@ -134,9 +137,8 @@ def test_an_arm_that_learns_at_a_high_rate_only_is_tried_there():
     plan = experiment("A text", function, ["late", "uniform"], SCORE, steps=(1, 2), seeds=1)
     data = run(plan)
     tried = {a: {r["lr"] for r in data["tuning"] if r["arm"] == a} for a in plan["names"]}
-    assert (
-        data["rates"]["late"] == 0.1 and max(tried["late"]) == 0.3 and 0.1 not in tried["uniform"]
-    )
+    assert data["rates"]["late"] == 0.1
+    assert max(tried["late"]) == 0.3 and 0.1 not in tried["uniform"]
 
 
 def test_a_fixed_rate_is_not_chosen(monkeypatch, store):
@@ -261,10 +263,9 @@ def test_an_inner_block_keeps_its_losses():
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_run_at_an_absurd_rate_collapses(parts):
     for steps, late in ((200, 1.2), (600, 40.0)):  # its loss rises, or is infinite
+        rates = [0.1] * (steps // 2) + [late] * (steps // 2)
         with watch_losses() as losses:
-            train(
-                steps, lambda step, steps=steps, late=late: 0.1 if step < steps / 2 else late, parts
-            )
+            train(steps, rates.__getitem__, parts)
         assert losses[len(losses) // 2] < 0.01 and has_collapsed(losses)
 
 
@@ -379,17 +380,8 @@ def test_an_open_order_is_supported_if_half_of_the_difference_is_left(left, chan
 
 def test_below_means_worse_where_the_smallest_value_is_the_best():
     errors = lambda arm, seed, steps, lr: {"error": 1 - slow(arm, seed, steps, lr)["right"]}  # noqa: E731
-    columns = [("error", "error", 1, 2)]
-    plan = experiment(
-        "A",
-        errors,
-        ["high", "low"],
-        columns,
-        steps=(1, 2),
-        best=min,
-        below={"low": "high"},
-        longer=["high"],
-    )
+    how = {"steps": (1, 2), "best": min, "below": {"low": "high"}, "longer": ["high"]}
+    plan = experiment("A", errors, ["high", "low"], [("error", "error", 1, 2)], **how)
     assert not protocol.changed_orders(run(plan), plan)
     plan["below"] = {"high": "low"}
     assert "it is ahead" in protocol.changed_orders(run(plan), plan)[0]
@@ -426,18 +418,13 @@ def test_an_arm_may_have_seeds_of_its_own(monkeypatch, store):
     plan = experiment("A", slow, ["high", "late", "low"], SCORE, steps=(1, 2), seeds=seeds)
     assert main(monkeypatch, plan) == 0
     (data,) = load_experiment("small_tiny", store)
-    made = [(r["arm"], r["steps"]) for r in data["rows"]]
+    made = Counter((r["arm"], r["steps"]) for r in data["rows"])
     expected = {"high": 5, "late": 8, "low": 1}
-    assert {x: made.count(x) for x in made} == {
-        (a, n): k for a, k in expected.items() for n in (1, 2)
-    }
+    assert made == {(a, n): k for a, k in expected.items() for n in (1, 2)}
     assert len({r["seed"] for r in data["tuning"] if r["arm"] == "low"}) == 3
-    read = partial(load_experiment, folder=store)
-    for module in (recorded, experiment_tables):
-        monkeypatch.setattr(module, "load_experiment", read)
-    text = experiment_tables.results_table(
-        "small_tiny", "right", predicted=dict.fromkeys(expected, "a number")
-    ).data
+    read_from(monkeypatch, store)
+    predicted = dict.fromkeys(expected, "a number")
+    text = experiment_tables.results_table("small_tiny", "right", predicted=predicted).data
     assert "means over 1 to 8 seeds with 95 % intervals" in text
     assert "| low | a number | 40.0% | 40.0% |" in text  # one run has no interval
     with pytest.raises(ValueError, match=r"seeds has \['c'\]; expected arms of"):
@@ -458,10 +445,8 @@ def test_runs_that_are_kept_are_not_repeated(monkeypatch, store):
     assert main(monkeypatch, plans[3], "--keep") == 0  # there is no record yet
     data = json.loads(path.read_text())
     data["machine"]["processor"] = "another"
-    for row in data["rows"]:
-        row["right"] = 0.7
-    for row in data["eightfold"]:
-        row["right"] = 0.1
+    for kind, right in (("rows", 0.7), ("eightfold", 0.1)):
+        data[kind] = [row | {"right": right} for row in data[kind]]
     for row in data["tuning"]:
         row["right"] += 0.01
     path.write_text(json.dumps(data))
@@ -498,9 +483,7 @@ def test_new_records_are_read_as_old_ones(monkeypatch, store):
     below = {"low": "high"}
     plan = experiment("A", slow, ["high", "low"], SCORE, steps=(1, 2), seeds=3, below=below)
     assert main(monkeypatch, plan) == 0
-    read = partial(load_experiment, folder=store)
-    for module in (recorded, experiment_tables):
-        monkeypatch.setattr(module, "load_experiment", read)
+    read_from(monkeypatch, store)
     assert list(curves("small_tiny", "right")["low"]) == [1, 2]
     text = experiment_tables.results_table("small_tiny", "right", predicted={"low": "less"}).data
     assert "chosen after 2 steps, by the worst of other seeds" in text

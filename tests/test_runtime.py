@@ -161,19 +161,8 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, failing):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    left: object
-    right: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Other:
-    left: object
-    right: object
-
-
 def test_digest_tells_values_apart():
+    Pair, Other = (dataclasses.make_dataclass(x, ("left", "right")) for x in ("Pair", "Other"))
     zero = torch.zeros(2, 3)
     values = [
         *(zero, zero.T, zero.double(), zero[:, :2], torch.ones(2, 3), torch.zeros(())),

@@ -61,13 +61,9 @@ class Machine:
         settings = {f"PIP_{name}": value for name, value in pip.items()}
         settings |= {"PYTHONPATH": os.pathsep.join(map(str, self.paths)), "HOME": str(self.home)}
         before = sorted(self.folder.rglob("*"))
-        done = subprocess.run(
-            [self.python, "-c", (cell or notebooks.set_up()) + FIND + use],
-            cwd=folder or self.folder,
-            env=kept | settings,
-            capture_output=True,
-            text=True,
-        )
+        command = [self.python, "-c", (cell or notebooks.set_up()) + FIND + use]
+        how = {"cwd": folder or self.folder, "env": kept | settings}
+        done = subprocess.run(command, **how, capture_output=True, text=True)
         assert sorted(self.folder.rglob("*")) == before, "the cell leaves files behind"
         return done
 
@@ -94,8 +90,7 @@ def wheels(tmp_path_factory):
 
 def checkout(folder: Path) -> Path:
     """Copy what an installation needs of a checkout, and return `folder`."""
-    unwanted = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=unwanted)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "notebooks").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)

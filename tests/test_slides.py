@@ -53,9 +53,8 @@ def test_every_part_has_a_deck_of_its_chapters():
 def test_a_chapter_s_statements_predictions_figures_and_takeaways_are_there(tree):
     text = " ".join(tree.get_text().split()).replace("’", "'")
     page = (ROOT / "book" / "15_delta_rule.md").read_text("utf8")
-    for title in re.findall(
-        r"^:::\{prf:(?:theorem|proposition|definition)\} (.+)$", page, flags=re.M
-    ):
+    box = r"^:::\{prf:(?:theorem|proposition|definition)\} (.+)$"
+    for title in re.findall(box, page, flags=re.M):
         if "$" not in title and "*" not in title:
             assert title in text, title
     for name in re.findall(r"^    name: (fig-\S+)$|^name: (fig-\S+)$", page, flags=re.M):

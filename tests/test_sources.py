@@ -49,22 +49,10 @@ def short(module):
         ("from derived_attention.alone import *", {"", ".alone"}),
         ("def f():\n    from derived_attention.alone import x", {"", ".alone"}),
         ("from derived_attention import __version__", {""}),
-        (
-            "from derived_attention.softmax import softmax_attention",
-            {"", ".softmax", ".helper"},
-        ),
-        (
-            "from derived_attention import softmax_attention",
-            {"", ".softmax", ".helper"},
-        ),
-        (
-            "from derived_attention import mixture_attention as f",
-            {"", ".mixture"},
-        ),
-        (
-            "from derived_book import sliders",
-            {"", "book", "book.sliders", "book.plot"},
-        ),
+        ("from derived_attention.softmax import softmax_attention", {"", ".softmax", ".helper"}),
+        ("from derived_attention import softmax_attention", {"", ".softmax", ".helper"}),
+        ("from derived_attention import mixture_attention as f", {"", ".mixture"}),
+        ("from derived_book import sliders", {"", "book", "book.sliders", "book.plot"}),
         ("from derived_attention import get_attention", EVERYTHING),
         ("from derived_attention import *", EVERYTHING),
         ("import derived_attention as da", EVERYTHING),

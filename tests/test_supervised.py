@@ -96,10 +96,6 @@ def test_splits_that_nothing_can_be_learned_from(split, error, message):
 
 
 def test_wrong_batch_size():
-    for size, error, given in (
-        (0, ValueError, "0"),
-        (2.0, TypeError, "of type float"),
-        (True, TypeError, "of type bool"),
-    ):
-        with pytest.raises(error, match=f"batch_size is {given}; expected a whole number"):
-            Examples(series(), size)
+    """`test_workers` and `test_images` test what else is not a whole number."""
+    with pytest.raises(ValueError, match="batch_size is 0; expected a whole number"):
+        Examples(series(), 0)

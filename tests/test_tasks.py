@@ -52,9 +52,7 @@ def test_a_runner_has_the_arguments_of_its_task_and_the_shared_ones():
     assert [parameters[name].default for name in shared] == [0, 20, 32, 2e-3]
     assert "steps" in inspect.signature(da.train_detection).parameters
     assert pickle.loads(pickle.dumps(da.train_detection)) is da.train_detection
-    with pytest.raises(
-        TypeError, match=r"train_detection\(\) got an unexpected keyword argument 'epochs'"
-    ):
+    with pytest.raises(TypeError, match=r"train_detection\(\) got an unexpected .* 'epochs'"):
         da.train_detection(TINY, epochs=2)
 
 

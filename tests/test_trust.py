@@ -18,6 +18,8 @@ if not kernels.available():
 from derived_attention.linear import triton as linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HERE = torch.device(DEVICE)
+SMALL = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal")
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,7 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["linear", "mlk"])
-def test_a_kernel_that_agrees_runs_by_default_and_is_tried_once(
-    kernel, monkeypatch, another_process, new_machine
-):
+def test_kernel_that_agrees_is_tried_once(kernel, monkeypatch, another_process, new_machine):
     seen = launched(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -93,21 +93,16 @@ def does_not_compile(*args, **options):
     ("attend", "said"),
     [(lies, "is not exact enough"), (does_not_compile, "does not run .RuntimeError: PassManager")],
 )
-def test_a_kernel_that_lies_or_fails_gives_way_to_pytorch_s_form(
-    attend, said, monkeypatch, another_process
-):
+def test_kernel_that_lies_or_fails_is_replaced(attend, said, monkeypatch, another_process):
     monkeypatch.setattr(linear, "causal_sums", attend)
     exact = call("linear", fused=False)
-    with pytest.warns(
-        RuntimeWarning, match=f"kernel for linear fp32 .*{said}.*Please report"
-    ) as seen:
+    message = f"kernel for linear fp32 .*{said}.*Please report"
+    with pytest.warns(RuntimeWarning, match=message) as seen:
         assert torch.equal(call("linear"), exact)
         assert torch.equal(call("linear"), exact)
     assert len(seen) == 1
     another_process()
-    monkeypatch.setattr(
-        kernel_selftest, "compare", None
-    )  # because a verdict on disk needs no new trial
+    monkeypatch.setattr(kernel_selftest, "compare", None)  # a verdict on disk needs no new trial
     with pytest.warns(RuntimeWarning, match=said):
         assert torch.equal(call("linear"), exact)
     if attend is lies:
@@ -162,32 +157,29 @@ def test_a_trial_is_like_the_call_and_the_caller_s_modes_do_not_touch_it(monkeyp
     trial = Trial("linear", "fp32", **sizes, mask="causal")
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16), torch.device("meta"):
-        assert kernel_selftest.fault_of(trial, torch.device(DEVICE)) == ""
+        assert kernel_selftest.fault_of(trial, HERE) == ""
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_other_kernels_or_compilers_are_tried_again(monkeypatch):
-    device = torch.device(DEVICE)
-    names = {kernel_selftest.place_of(device)}
+    names = {kernel_selftest.place_of(HERE)}
     monkeypatch.setattr("triton.__version__", "99.0")
-    names.add(kernel_selftest.place_of(device))
+    names.add(kernel_selftest.place_of(HERE))
     monkeypatch.setattr(kernel_selftest, "digest", lambda: "others")
-    names.add(kernel_selftest.place_of(device))
+    names.add(kernel_selftest.place_of(HERE))
     assert len(names) == 3
 
 
 def test_a_file_that_is_broken_is_none(new_machine):
-    trial = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal")
-    device = torch.device(DEVICE)
     for text in ("{", "[]"):
-        kernel_selftest.file_of("trusted", device).write_text(text)
+        kernel_selftest.file_of("trusted", HERE).write_text(text)
         kernel_selftest._verdicts.clear()
-        assert kernel_selftest.is_trusted(trial, device)
+        assert kernel_selftest.is_trusted(SMALL, HERE)
 
 
 def test_the_yardstick_is_exact(monkeypatch):
     """A result that is off by a little more than rounding is not accepted, nor is NaN."""
-    trial, results = Trial("linear", "fp32", 20, 20, 5, 5, mask="causal"), kernel_cases.results
+    results = kernel_cases.results
     for fault, agrees in ((0, True), (1e-5, False), (float("nan"), False)):
 
         def wrong(trial, tensors, options, fault=fault):
@@ -195,7 +187,7 @@ def test_the_yardstick_is_exact(monkeypatch):
             return {x: y * (1 + fault * options["fused"]) for x, y in found.items()}
 
         monkeypatch.setattr(kernel_cases, "results", wrong)
-        assert kernel_cases.compare(trial, DEVICE).agrees is agrees
+        assert kernel_cases.compare(SMALL, DEVICE).agrees is agrees
 
 
 # --- stored verdicts ------------------------------------------------------------------------------
@@ -205,31 +197,26 @@ ONE, OTHER = (Trial("linear", "fp32", N=9, M=9, D=d, DV=5, H=1) for d in (5, 6))
 
 def test_a_verdict_leaves_those_of_other_problems_in_the_file(monkeypatch, another_process):
     monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
-    device = torch.device(DEVICE)
-    assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
+    assert kernel_selftest.is_trusted(ONE, HERE) and kernel_selftest.is_trusted(OTHER, HERE)
     another_process()
     monkeypatch.setattr(kernel_selftest, "fault_of", None)  # calling it would raise
-    assert kernel_selftest.is_trusted(ONE, device) and kernel_selftest.is_trusted(OTHER, device)
+    assert kernel_selftest.is_trusted(ONE, HERE) and kernel_selftest.is_trusted(OTHER, HERE)
 
 
 def test_what_may_not_be_tried_now_is_not_trusted_and_not_tried(monkeypatch):
-    monkeypatch.setattr(
-        kernel_selftest, "fault_of", lambda *_: pytest.fail("a trial ran, although first is False")
-    )
-    assert not kernel_selftest.is_trusted(ONE, torch.device(DEVICE), first=False)
+    monkeypatch.setattr(kernel_selftest, "fault_of", lambda *_: pytest.fail("a trial was run"))
+    assert not kernel_selftest.is_trusted(ONE, HERE, first=False)
     monkeypatch.setattr(kernel_selftest, "fault_of", lambda trial, device: "")
-    assert kernel_selftest.is_trusted(ONE, torch.device(DEVICE))
-    assert kernel_selftest.is_trusted(ONE, torch.device(DEVICE), first=False)
+    assert kernel_selftest.is_trusted(ONE, HERE)
+    assert kernel_selftest.is_trusted(ONE, HERE, first=False)
 
 
 @pytest.mark.parametrize("folder", kernel_selftest.SOURCES)
 def test_the_digest_of_kernels_reads_every_folder(folder, monkeypatch):
     before = kernel_selftest.digest()
     read = Path.read_bytes
-    changed = f"/{folder}/"
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda file: read(file) + b"#" * (changed in file.as_posix())
-    )
+    changed = lambda file: read(file) + b"#" * (f"/{folder}/" in file.as_posix())  # noqa: E731
+    monkeypatch.setattr(Path, "read_bytes", changed)
     kernel_selftest.digest.cache_clear()
     try:
         assert kernel_selftest.digest() != before

@@ -21,10 +21,8 @@ import environment
 import notebooks
 import versions
 
-WORKFLOWS = {
-    path.stem: yaml.safe_load(path.read_text("utf8"))
-    for path in (ROOT / ".github" / "workflows").glob("*.yml")
-}
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text("utf8")) for path in FILES}
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +80,7 @@ def test_every_pinned_version_has_a_wheel_for(platform, python, online, tmp_path
     compile_ += ["--extra", "dev", "--constraint", versions.LOCK, "pyproject.toml"]
     env = versions.settings() | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}  # what PyTorch is built for
     versions.run(*compile_, "--output-file", tmp_path / "out.txt", log="wheels", env=env)
-    pins = versions.LOCK.read_text().splitlines()
-    pins = {pin.partition(" ;")[0] for pin in pins}
+    pins = {pin.partition(" ;")[0] for pin in versions.LOCK.read_text().splitlines()}
     got = re.findall(r"^\S+==\S+", (tmp_path / "out.txt").read_text(), flags=re.M)
     assert len(got) > 200 and set(got) <= pins
 
@@ -100,10 +97,8 @@ def test_no_setting_of_pip_or_uv_reaches_a_stranger(monkeypatch):
 def test_the_readme_s_example_is_found_and_runs():
     versions.BUILD.mkdir()
     versions.example(Path(sys.executable), "example")
-    assert (
-        "MultiheadAttention(128, 8, attention=attend)"
-        in (versions.BUILD / "example.log").read_text()
-    )
+    said = (versions.BUILD / "example.log").read_text()
+    assert "MultiheadAttention(128, 8, attention=attend)" in said
 
 
 # --- the builds of PyTorch -----------------------------------------------------------------------
@@ -126,11 +121,8 @@ def test_the_build_for_cpus_comes_from_its_index_and_stays(index, tmp_path, monk
     url, log = index.url, tmp_path / "install.log"
     for name in [x for x in os.environ if x.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    for name, value in {
-        "CONFIG_FILE": os.devnull,
-        "INDEX_URL": f"{url}/pip",
-        "RETRIES": "0",
-    }.items():
+    pip = {"CONFIG_FILE": os.devnull, "INDEX_URL": f"{url}/pip", "RETRIES": "0"}
+    for name, value in pip.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "LOG", log)
@@ -170,12 +162,10 @@ def test_sources_hold_what_the_wheel_is_made_from_and_make_the_same_wheel(built,
     with tarfile.open(sources) as archive:
         archive.extractall(tmp_path, filter="data")
     (root,) = (x for x in tmp_path.iterdir() if x.name.startswith("derived_attention-"))
-    package = ROOT / "src"
-    expected = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
-    expected |= {"pyproject.toml", ".gitignore"}
-    expected |= {
+    expected = set("CHANGELOG.md CITATION.cff LICENSE PKG-INFO README.md".split())
+    expected |= {"pyproject.toml", ".gitignore"} | {
         x.relative_to(ROOT).as_posix()
-        for x in package.rglob("*")
+        for x in (ROOT / "src").rglob("*")
         if x.is_file() and "__pycache__" not in x.parts and "egg-info" not in str(x)
     }
     assert {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()} == expected

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from test_execute import wait_until
 
 from derived_book import runtime
 from derived_book.training import workers
@@ -163,9 +163,7 @@ def test_wrong_workers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_of_recorded_experiments_hands_over_who_makes_them(
-    monkeypatch, tmp_path, capsys
-):
+def test_the_command_of_experiments_hands_over_who_makes_them(monkeypatch, tmp_path, capsys):
     given = []
 
     def note(function, grid, *, workers):
@@ -202,14 +200,7 @@ def test_workers_end_with_a_driver_that_is_killed(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
     driver = subprocess.Popen([sys.executable, tmp_path / "endless.py", tmp_path])
     begun = lambda: [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]  # noqa: E731
-    wait_for(lambda: len(begun()) == 2, 60)
+    wait_until(lambda: len(begun()) == 2, 60)
     driver.kill()
     driver.wait()
-    wait_for(lambda: not any(Path("/proc", str(pid)).exists() for pid in begun()), 20)
-
-
-def wait_for(what, seconds):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in begun()), 20)
