@@ -61,6 +61,13 @@ def assert_all_close(left, right, tol, what=""):
         )
 
 
+def assert_named(bad, function, /, **given):
+    """Assert that a function names what is wrong: `bad` lists error, words, changed arguments."""
+    for error, match, changed in bad:
+        with pytest.raises(error, match=match):
+            function(**given | changed)
+
+
 def takes_no_bias(name):
     """Return whether a mechanism adds no mask to scores: floating masks contain only 0 and -inf."""
     return not MECHANISMS[name].biased
@@ -69,6 +76,14 @@ def takes_no_bias(name):
 def additive(mask, bias=0.0):
     """Return a boolean mask as a floating one, as nn.TransformerEncoderLayer converts it."""
     return torch.zeros(mask.shape, dtype=torch.float64).add(bias).masked_fill(~mask, -math.inf)
+
+
+def disturbed(module, by=0.1):
+    """Return a module whose parameters are no longer those that it starts with."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(by * torch.randn(p.shape))
+    return module
 
 
 def with_gradients(form, inputs, **options):
@@ -80,6 +95,14 @@ def with_gradients(form, inputs, **options):
         return form(q, k, v, **{**options, **dict(zip(learned, values, strict=True))}) + zero
 
     return output_and_gradients(function, [*inputs, *learned.values()])
+
+
+def assert_agree(forms, inputs, what="", tol=1e-10, **options):
+    """Assert that the results of two forms are finite and agree; return the first's output."""
+    results = [with_gradients(form, inputs, **options) for form in forms]
+    assert all(bool(x.isfinite().all()) for x in results[0]), what
+    assert_all_close(*results, tol, what)
+    return results[0][0]
 
 
 def assert_learns(layer, x, what, **options):

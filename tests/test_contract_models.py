@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from helpers import assert_all_close, every_mechanism, relative_errors
+from helpers import assert_all_close, disturbed, every_mechanism, relative_errors
 from torch import nn
 
 from derived_attention.registry import MECHANISMS
@@ -54,14 +54,11 @@ def make(place, name, seed=0):
     """A model whose parameters and statistics are not those that it starts with."""
     length, kind, _ = PLACES[place]
     torch.manual_seed(seed)
-    model = kind(MECHANISMS[name].plug(length, H, E // H)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.running_mean.normal_(std=0.1)
-                module.running_var.uniform_(0.5, 1.5)
+    model = disturbed(kind(MECHANISMS[name].plug(length, H, E // H)).double())
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
     return model.eval()
 
 

@@ -16,9 +16,11 @@ from helpers import (
     B,
     H,
     N,
+    assert_agree,
     assert_all_close,
     assert_learns,
-    output_and_gradients,
+    assert_named,
+    disturbed,
     tensors,
 )
 from helpers import qkv as heads_of
@@ -58,27 +60,6 @@ def on_grid(leading=(B, H), grid=GRID, class_token=False, **options):
 
 def filters(*shape, seed=7, **options):
     return tensors(shape, seed=seed, **options)[0]
-
-
-def with_filters(form, **options):
-    """Take the filters as arguments four and five, so that they get gradients."""
-
-    def function(q, k, v, weight, key_weight=None):
-        return form(q, k, v, weight=weight, key_weight=key_weight, **options)
-
-    return function
-
-
-def assert_forms_agree(forms, inputs, what="", attentions=None, tol=1e-10, **options):
-    """Compare fast form and reference; `attentions` are what each gives its queries and keys."""
-    own = [{} if attentions is None else {"attention": attentions[i]} for i in range(2)]
-    results = [
-        output_and_gradients(with_filters(f, **options, **more), inputs)
-        for f, more in zip(forms, own, strict=True)
-    ]
-    assert all(bool(x.isfinite().all()) for x in results[0]), what
-    assert_all_close(*results, tol, what)
-    return results[0][0]
 
 
 # --- the mixing matrix -------------------------------------------------------------------------
@@ -144,9 +125,9 @@ def test_fast_equals_reference_for_all_filters(kind):
     options = {"causal": {"is_causal": True}, "padding": {"attn_mask": padding}}.get(kind, {})
     for s in SIZES:
         for shape in ((s,), (H, s)):
-            assert_forms_agree(FORMS_1D, [*qkv(), filters(*shape)], f"{shape}", **options)
-    own = [*qkv(), filters(H, 3), filters(4, seed=8)]
-    assert_forms_agree(FORMS_1D, own, "keys have their own filter", **options)
+            assert_agree(FORMS_1D, qkv(), f"{shape}", weight=filters(*shape), **options)
+    own = {"weight": filters(H, 3), "key_weight": filters(4, seed=8)}
+    assert_agree(FORMS_1D, qkv(), "keys have their own filter", **own, **options)
 
 
 @pytest.mark.parametrize("class_token", [False, True])
@@ -154,12 +135,12 @@ def test_fast_equals_reference_for_all_filters_on_a_grid(class_token):
     options = {"grid": GRID, "class_token": class_token}
     inputs, n = on_grid(class_token=class_token), 12 + class_token
     for sizes in ((1, 1), (2, 2), (3, 3), (3, 2), (1, 4), (9, 8)):
-        assert_forms_agree(FORMS_2D, [*inputs, filters(H, *sizes)], f"{sizes}", **options)
-    shared, own = filters(2, 3), filters(H, 3, 1, seed=8)
-    assert_forms_agree(FORMS_2D, [*inputs, shared], "shared", **options)
-    assert_forms_agree(FORMS_2D, [*inputs, shared, own], "keys have their own filter", **options)
-    masked = options | {"attn_mask": torch.arange(n) % 3 > 0}
-    assert_forms_agree(FORMS_2D, [*inputs, shared, own], "masked", **masked)
+        assert_agree(FORMS_2D, inputs, f"{sizes}", weight=filters(H, *sizes), **options)
+    options |= {"weight": filters(2, 3)}
+    assert_agree(FORMS_2D, inputs, "shared", **options)
+    options |= {"key_weight": filters(H, 3, 1, seed=8)}
+    assert_agree(FORMS_2D, inputs, "keys have their own filter", **options)
+    assert_agree(FORMS_2D, inputs, "masked", **options, attn_mask=torch.arange(n) % 3 > 0)
 
 
 def test_masked_places_reach_no_neighbour():
@@ -186,13 +167,16 @@ def test_other_mechanisms_get_convolved_queries_and_keys():
         (linear_attention, linear_attention_reference),
         tuple(functools.partial(form, eps=0.1) for form in normalized),
     ):
-        inputs = [*qkv(), filters(H, 4)]
+        line, grid = (
+            [functools.partial(form, attention=f) for form, f in zip(forms, pair, strict=True)]
+            for forms in (FORMS_1D, FORMS_2D)
+        )
         for options in ({}, {"is_causal": True}, {"attn_mask": torch.arange(M) % 3 > 0}):
-            out = assert_forms_agree(FORMS_1D, inputs, f"{options}", pair, **options)
-            plain = conv1d_attention(*inputs[:3], weight=inputs[3], **options)
-            assert not torch.allclose(out, plain, atol=1e-3)
-        inputs = [*on_grid(class_token=True), filters(H, 2, 2)]
-        assert_forms_agree(FORMS_2D, inputs, "grid", pair, grid=GRID, class_token=True)
+            options |= {"weight": filters(H, 4)}
+            out = assert_agree(line, qkv(), f"{options}", **options)
+            assert not torch.allclose(out, conv1d_attention(*qkv(), **options), atol=1e-3)
+        own = {"weight": filters(H, 2, 2), "grid": GRID, "class_token": True}
+        assert_agree(grid, on_grid(class_token=True), "grid", **own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
@@ -245,12 +229,9 @@ def layer_inputs(dtype=torch.float64):
 
 
 def randomised(layer):
-    """Draw all parameters anew, so that no filter is the identity and no bias 0."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(0.5 * torch.randn(p.shape, generator=generator))
-    return layer
+    """Change all parameters, so that no filter is the identity and no bias 0."""
+    torch.manual_seed(3)
+    return disturbed(layer, 0.5)
 
 
 def projected(layer, query, key, value):
@@ -334,13 +315,6 @@ def test_every_parameter_learns():
         assert_learns(make(E, HEADS), x, name)
 
 
-def test_layers_show_what_parameters_do_not():
-    layer = Conv1DAttention(E, HEADS, kernel_size=3, shared=False)
-    assert "filters=(4, 3), shared=False" in repr(layer)
-    for name in ("2D", "CvT"):
-        assert "grid=(3, 4), class_token=False" in repr(ALL_LAYERS[name](E, HEADS))
-
-
 # --- CvT ---------------------------------------------------------------------------------------
 
 
@@ -407,12 +381,6 @@ X = torch.zeros(B, H, 12, D)
 W1, W2 = torch.zeros(H, 3), torch.zeros(H, 3, 3)
 
 
-def assert_named(bad, function):
-    for error, match, changed in bad:
-        with pytest.raises(error, match=match):
-            function(**changed)
-
-
 def test_bad_filter_is_named():
     for W, own, form in ((W1, {}, FORMS_1D[0]), (W2, {"grid": GRID}, FORMS_2D[0])):
         bad = [
@@ -424,7 +392,7 @@ def test_bad_filter_is_named():
             (ValueError, "key_weight has shape", {"key_weight": W[:2]}),
             (TypeError, "attention is 'softmax'; expected a function", {"attention": "softmax"}),
         ]
-        assert_named(bad, functools.partial(form, X, X, X, **{"weight": W, **own}))
+        assert_named(bad, form, q=X, k=X, v=X, weight=W, **own)
 
 
 def test_bad_grid_is_named():
@@ -438,8 +406,7 @@ def test_bad_grid_is_named():
         (ValueError, "q has shape .* 13 tokens, .* with a class", {"class_token": True}),
         (ValueError, "k has shape .* expected 12 tokens", {"k": X[..., :9, :], "v": X[..., :9, :]}),
     ]
-    given = {"q": X, "k": X, "v": X, "weight": W2, "grid": GRID}
-    assert_named(bad, lambda **changed: conv2d_attention(**{**given, **changed}))
+    assert_named(bad, conv2d_attention, q=X, k=X, v=X, weight=W2, grid=GRID)
 
 
 def test_bad_mixing_matrix_is_named():
@@ -449,7 +416,7 @@ def test_bad_mixing_matrix_is_named():
         (TypeError, "causal is 1", {"causal": 1}),
         (ValueError, "N is -1", {"N": -1}),
     ]
-    assert_named(bad, lambda **changed: mixing_matrix_1d(**{"weight": W1, "N": 3, **changed}))
+    assert_named(bad, mixing_matrix_1d, weight=W1, N=3)
 
 
 def test_bad_construction_is_named():

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from helpers import assert_named
 from kinds import detector, scenes, writer
 from torch import nn
 
@@ -111,14 +112,13 @@ def test_few_objects_overlap():
 
 
 def test_wrong_scenes():
-    for arguments, error, message in (
-        (dict(n=0), ValueError, "n is 0; expected a whole number, at least 1"),
-        (dict(size=15), ValueError, "size is 15; expected a whole number, at least 16"),
-        (dict(objects=1.0), TypeError, "objects is of type float; expected a whole number"),
-        (dict(seed=-1), ValueError, "seed is -1"),
-    ):
-        with pytest.raises(error, match=message):
-            make_scenes(**dict(n=2) | arguments)
+    bad = [
+        (ValueError, "n is 0; expected a whole number, at least 1", dict(n=0)),
+        (ValueError, "size is 15; expected a whole number, at least 16", dict(size=15)),
+        (TypeError, "objects is of type float; expected a whole number", dict(objects=1.0)),
+        (ValueError, "seed is -1", dict(seed=-1)),
+    ]
+    assert_named(bad, make_scenes, n=2)
     good = scenes()
     for field, wrong, message in (
         ("images", good.images[:, :2], r"is .*\(n, 3, height, width\)"),
@@ -208,21 +208,16 @@ def test_each_place_has_an_attention_of_its_own(place):
 
 def test_maps_are_those_of_the_forward_pass():
     model = detector(layers=2, dropout=0.2, attention=linear_attention, cross=softmax_attention)
-    rows = []
-    for layer in (*model.encoder, *model.decoder):
-        layer.attention.register_forward_hook(lambda _, given, out: rows.append((given, out[0])))
-        if layer in model.decoder:
-            layer.cross.register_forward_hook(lambda _, given, out: rows.append((given, out[0])))
+    layer, seen = model.decoder[1].cross, {}
+    layer.register_forward_hook(lambda _, given, out: seen.update(given=given, out=out[0]))
     maps = model.attention_maps(images())
     assert model.training
     for name, shape in dict(encoder=(3, 2, 4, 4), decoder=(3, 2, 3, 3), cross=(3, 2, 3, 4)).items():
         assert [A.shape for A in maps[name]] == [shape] * 2
         for A in maps[name]:
             torch.testing.assert_close(A.sum(-1), torch.ones_like(A.sum(-1)))
-    rows.clear()
     model.eval()(images())
-    layer = model.decoder[1].cross
-    (q, k, v), out = rows[-1]
+    (_, _, v), out = seen.values()
     W, b = layer.in_proj_weight[16:], layer.in_proj_bias[16:]
     values = nn.functional.linear(v, W, b).unflatten(-1, (2, 4)).transpose(1, 2)
     mixed = layer.out_proj((maps["cross"][1] @ values).transpose(1, 2).flatten(2))
@@ -233,14 +228,13 @@ def test_maps_are_those_of_the_forward_pass():
 
 
 def test_wrong_models_and_images():
-    for arguments, error, message in (
-        (dict(classes=0), ValueError, "classes is 0; expected a whole number"),
-        (dict(queries=2.0), TypeError, "queries is of type float; expected a whole"),
-        (dict(config=8), TypeError, "config is 8; expected a Config"),
-        (dict(cross="softmax"), TypeError, "cross is 'softmax'; expected a function, or a class"),
-    ):
-        with pytest.raises(error, match=message):
-            DetectionTransformer(**dict(classes=2, config=Config(dim=8, heads=2)) | arguments)
+    bad = [
+        (ValueError, "classes is 0; expected a whole number", dict(classes=0)),
+        (TypeError, "queries is of type float; expected a whole", dict(queries=2.0)),
+        (TypeError, "config is 8; expected a Config", dict(config=8)),
+        (TypeError, "cross is 'softmax'; expected a function, or a class", dict(cross="softmax")),
+    ]
+    assert_named(bad, DetectionTransformer, classes=2, config=Config(dim=8, heads=2))
     for wrong, error in ((images()[0], ValueError), (images().long(), ValueError), (3, TypeError)):
         with pytest.raises(error, match="images is .*; expected"):
             detector()(wrong)
@@ -460,15 +454,15 @@ def test_wrong_detections():
     given = scenes()
     good = perfect(given)
     other = functools.partial(dataclasses.replace, good)
-    for detections, truth, error, message in (
-        (None, given, TypeError, "detections is NoneType; expected Detections, as from detect"),
-        (good, None, TypeError, "scenes is NoneType; expected Scenes, as from make_scenes"),
-        (good, given[:3], ValueError, "detections has 24 images; expected 3, as scenes has"),
-        (other(labels=good.labels + 1), given, ValueError, "detections.labels holds 1 to 2; exp"),
-        (other(boxes=good.boxes[:, 1:]), given, ValueError, r"boxes has shape"),
-    ):
-        with pytest.raises(error, match=message):
-            average_precision(detections, truth)
+    labels, boxes = other(labels=good.labels + 1), other(boxes=good.boxes[:, 1:])
+    bad = [
+        (TypeError, "detections is NoneType; expected Detections, as fr", dict(detections=None)),
+        (TypeError, "scenes is NoneType; expected Scenes, as from make_scenes", dict(scenes=None)),
+        (ValueError, "detections has 24 images; expected 3, as scenes", dict(scenes=given[:3])),
+        (ValueError, "detections.labels holds 1 to 2; exp", dict(detections=labels)),
+        (ValueError, "boxes has shape", dict(detections=boxes)),
+    ]
+    assert_named(bad, average_precision, detections=good, scenes=given)
     with pytest.raises(TypeError, match="model is ByteLM; expected a DetectionTransformer"):
         detect(writer(), given.images)
     with pytest.raises(TypeError, match="images is Scenes; expected a tensor"):

@@ -10,7 +10,8 @@ import math
 
 import pytest
 import torch
-from helpers import Largest, cuda
+from helpers import DTYPES, Largest, assert_named, cuda, disturbed
+from helpers import boolean as kept
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,12 +22,6 @@ from derived_attention.softmax.core import attention_weights, softmax_attention
 
 B, N, M, E, H = 2, 5, 7, 12, 3
 D = E // H
-TOLERANCE = {
-    torch.float32: 2e-5,
-    torch.float64: 1e-12,
-    torch.bfloat16: 6e-2,
-    torch.float16: 1e-2,
-}
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -35,19 +30,14 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 def boolean(*shape, seed=1):
     """Return a random mask, True at forbidden keys, that allows the first key."""
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
-    mask[..., 0] = False
-    return mask
+    return ~kept(*shape, seed=seed)
 
 
-def pair(dtype=torch.float32, **options):
+def pair(dtype=torch.float32, heads=H, **options):
     """Return our layer and PyTorch's, with the same weights and nonzero biases."""
     torch.manual_seed(0)
-    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=dtype, **options)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    ours = MultiheadAttention(E, H, dtype=dtype, **options)
+    theirs = disturbed(nn.MultiheadAttention(E, heads, batch_first=True, dtype=dtype, **options))
+    ours = MultiheadAttention(E, heads, dtype=dtype, **options)
     assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
     return ours, theirs
 
@@ -80,6 +70,7 @@ def assert_same(ours, theirs, tol):
 
 
 CAUSAL = ~causal_mask(N, M)
+PADDING = {"key_padding_mask": boolean(B, M)}
 MASKS = {
     "none": {},
     "boolean 2-D": {"attn_mask": boolean(N, M)},
@@ -87,20 +78,13 @@ MASKS = {
     "float 2-D": {"attn_mask": random(N, M, seed=5)},
     "float 3-D": {"attn_mask": random(B * H, N, M, seed=5)},
     "float with -inf": {"attn_mask": torch.zeros(N, M).masked_fill(CAUSAL, -math.inf)},
-    "padding": {"key_padding_mask": boolean(B, M)},
+    "padding": PADDING,
     "float padding": {"key_padding_mask": random(B, M, seed=6)},
-    "boolean both": {"attn_mask": CAUSAL, "key_padding_mask": boolean(B, M)},
-    "boolean both, 3-D": {
-        "attn_mask": boolean(B * H, N, M),
-        "key_padding_mask": boolean(B, M, seed=7),
-    },
+    "boolean both": {"attn_mask": CAUSAL, **PADDING},
+    "boolean both, 3-D": {"attn_mask": boolean(B * H, N, M, seed=7), **PADDING},
     "float both": {"attn_mask": random(N, M, seed=5), "key_padding_mask": random(B, M, seed=6)},
     "causal hint": {"attn_mask": CAUSAL, "is_causal": True},
-    "causal hint and padding": {
-        "attn_mask": CAUSAL,
-        "is_causal": True,
-        "key_padding_mask": boolean(B, M),
-    },
+    "causal hint and padding": {"attn_mask": CAUSAL, "is_causal": True, **PADDING},
 }
 
 
@@ -148,7 +132,7 @@ def test_parity_of_other_sizes(options):
     ours, theirs = pair(torch.float64, **options)
     inputs = three(sizes=[(N, E), (M, ours.kdim), (M, ours.vdim)])
     for need_weights in (False, True):
-        masks = {"key_padding_mask": boolean(B, M), "need_weights": need_weights}
+        masks = {"need_weights": need_weights, **PADDING}
         assert_same(run(ours, inputs, **masks), run(theirs, inputs, **masks), 1e-12)
 
 
@@ -180,9 +164,7 @@ def test_parity_without_a_batch():
 
 def test_parity_of_one_head_and_of_one_token():
     for heads, n, m in [(1, N, M), (E, N, M), (H, 1, 1), (H, 1, M), (H, N, 1)]:
-        theirs = nn.MultiheadAttention(E, heads, batch_first=True, dtype=torch.float64)
-        ours = MultiheadAttention(E, heads, dtype=torch.float64)
-        ours.load_state_dict(theirs.state_dict())
+        ours, theirs = pair(torch.float64, heads)
         inputs = three(sizes=[(n, E), (m, E), (m, E)])
         options = {"attn_mask": boolean(n, m), "key_padding_mask": boolean(B, m)}
         assert_same(run(ours, inputs, **options), run(theirs, inputs, **options), 1e-12)
@@ -205,7 +187,7 @@ def test_dropout_in_training_is_pytorchs():
 def test_a_fully_masked_row_gives_the_bias_where_pytorch_gives_nan():
     padding = torch.zeros(B, M, dtype=torch.bool)
     padding[1] = True
-    for dtype in TOLERANCE:
+    for dtype in DTYPES:
         ours, theirs = pair(dtype)
         for need_weights in (False, True):
             options = {"key_padding_mask": padding, "need_weights": need_weights}
@@ -232,10 +214,10 @@ def test_nan_at_padding_stays_there_where_pytorch_spreads_it():
 
 def test_is_causal_needs_no_mask_and_where_there_is_one_both_hold():
     ours, theirs = pair(torch.float64)
-    padding, other = {"key_padding_mask": boolean(B, M)}, boolean(N, M)
+    other = boolean(N, M)
     for need_weights in (False, True):
         how = {"need_weights": need_weights}
-        for also in (how, how | padding):
+        for also in (how, how | PADDING):
             expected = run(theirs, three(), attn_mask=CAUSAL, **also)
             assert_same(run(ours, three(), is_causal=True, **also), expected, 1e-12)
         both = run(ours, three(), is_causal=True, attn_mask=other, **how)
@@ -250,21 +232,6 @@ def test_boolean_and_float_masks_may_be_mixed():
     added = torch.zeros(B, M, dtype=torch.float64).masked_fill(padding, -math.inf)
     mixed = run(ours, three(), attn_mask=bias, key_padding_mask=padding)
     assert_same(mixed, run(theirs, three(), attn_mask=bias, key_padding_mask=added), 1e-12)
-
-
-def test_what_pytorch_has_and_the_layer_has_not():
-    for own in ({"add_bias_kv": True}, {"add_zero_attn": True}):
-        nn.MultiheadAttention(E, H, **own)
-        with pytest.raises(TypeError, match=next(iter(own))):
-            MultiheadAttention(E, H, **own)
-    with pytest.raises(TypeError, match="positional"):
-        MultiheadAttention(E, H, 0.0, True, False)
-    for bad, name in ((math.nan, "NaN"), (math.inf, r"\+inf")):
-        for argument, shape in (("attn_mask", (N, M)), ("key_padding_mask", (B, M))):
-            with pytest.raises(ValueError, match=f"{argument} contains {name}"):
-                MultiheadAttention(E, H)(
-                    *three(torch.float32), **{argument: torch.full(shape, bad)}
-                )
 
 
 # --- shapes, memory, compilers -----------------------------------------------------------------
@@ -417,35 +384,34 @@ def test_multi_query_layers_with_their_own_feature_sizes():
     assert out.shape == (B, N, E) and weights.shape == (B, N, M)
 
 
-def of(kind, **options):
-    return functools.partial(getattr(derived_attention, kind), 8, 2, **options)
+def two(kind, option, one, other, **rest):
+    """Return makers of two layers that differ in an option."""
+    make = functools.partial(getattr(derived_attention, kind), 8, 2, **rest)
+    return [functools.partial(make, **{option: x}) for x in (one, other)]
 
 
-window = derived_attention.window_attention
+linear, window = derived_attention.linear_attention, derived_attention.window_attention
+windows = [functools.partial(window, window=w) for w in (2, 3)]
+maps = derived_attention.elu_feature_map, derived_attention.flipped_elu_feature_map
+cosine = derived_attention.cosine_feature_map
 ALIKE = {  # layers with parameters of the same shapes that compute different functions
-    "a mechanism": [of("MultiheadAttention", attention=f) for f in (softmax_attention, window)],
-    "its options": [
-        of("MultiheadAttention", attention=functools.partial(window, window=w)) for w in (2, 3)
-    ],
-    "dropout": [of("MultiheadAttention", dropout=p) for p in (0.0, 0.3)],
-    "recentring": [of("NormalizedAttention", center_keys=x) for x in (True, False)],
-    "a base": [
-        of("MultiresolutionAttention", scales=[1, 2], attention=f)
-        for f in (softmax_attention, derived_attention.linear_attention)
-    ],
-    "causality": [of("Conv1DAttention", causal=x) for x in (True, False)],
-    "a feature map": [
-        of("FMMAttention", window=2, feature_maps=(getattr(derived_attention, f),))
-        for f in ("elu_feature_map", "flipped_elu_feature_map")
-    ],
-    "variances": [of("MixtureAttention", variances=x) for x in (2.5, (1.0, 3.0))],
-    "options of a mixture": [
-        of("MixtureAttention", mixture=x) for x in ({}, {"normalized": False})
-    ],
-    "primal features": [
-        of("PrimalAttention", directions=2, landmarks=4, feature_map=f)
-        for f in (torch.tanh, derived_attention.cosine_feature_map)
-    ],
+    "a mechanism": two("MultiheadAttention", "attention", softmax_attention, window),
+    "its options": two("MultiheadAttention", "attention", *windows),
+    "dropout": two("MultiheadAttention", "dropout", 0.0, 0.3),
+    "recentring": two("NormalizedAttention", "center_keys", True, False),
+    "a base": two(
+        "MultiresolutionAttention", "attention", softmax_attention, linear, scales=[1, 2]
+    ),
+    "causality": two("Conv1DAttention", "causal", True, False),
+    "a grid": two("Conv2DAttention", "grid", (3, 4), (4, 3)),
+    "a grid of CvT": two("CvTAttention", "grid", (3, 4), (4, 3)),
+    "a class token": two("Conv2DAttention", "class_token", True, False, grid=(3, 4)),
+    "a feature map": two("FMMAttention", "feature_maps", *((f,) for f in maps), window=2),
+    "variances": two("MixtureAttention", "variances", 2.5, (1.0, 3.0)),
+    "options of a mixture": two("MixtureAttention", "mixture", {}, {"normalized": False}),
+    "primal features": two(
+        "PrimalAttention", "feature_map", torch.tanh, cosine, directions=2, landmarks=4
+    ),
 }
 
 
@@ -463,32 +429,32 @@ def test_layers_that_differ_have_other_texts(what):
 
 X = torch.zeros(B, N, E)
 BAD_LAYERS = [
-    ({"num_heads": 0}, ValueError, "num_heads is 0"),
-    ({"kdim": 0}, ValueError, "kdim is 0"),
-    ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
-    ({"dropout": math.nan}, ValueError, "dropout is nan; expected a probability"),
-    ({"attention": "softmax"}, TypeError, "attention is 'softmax'; expected a function"),
-    ({"kv_heads": 0}, ValueError, "kv_heads is 0"),
-    ({"kv_heads": 1.5}, TypeError, "kv_heads is of type float"),
-    ({"head_dim": "4"}, TypeError, "head_dim is of type str"),
+    (ValueError, "num_heads is 0", {"num_heads": 0}),
+    (ValueError, "kdim is 0", {"kdim": 0}),
+    (ValueError, "embed_dim is 0", {"embed_dim": 0}),
+    (ValueError, "dropout is nan; expected a probability", {"dropout": math.nan}),
+    (TypeError, "attention is 'softmax'; expected a function", {"attention": "softmax"}),
+    (ValueError, "kv_heads is 0", {"kv_heads": 0}),
+    (TypeError, "kv_heads is of type float", {"kv_heads": 1.5}),
+    (TypeError, "head_dim is of type str", {"head_dim": "4"}),
+    (TypeError, "add_zero_attn", {"add_zero_attn": True}),
 ]
 BAD_MASKS = [
-    ({"attn_mask": [[True]]}, TypeError, "attn_mask is of type list"),
-    ({"attn_mask": torch.ones(N, N).long()}, TypeError, "attn_mask has dtype torch.int64"),
-    ({"attn_mask": torch.ones(N, 7)}, ValueError, r"attn_mask has shape \(5, 7\); expected"),
-    ({"attn_mask": boolean(B, N, N)}, ValueError, r"shape \(2, 5, 5\); expected \(6, 5, 5\)"),
-    ({"attn_mask": X[0].to("meta")}, ValueError, "attn_mask is on device meta; expected cpu"),
-    ({"key_padding_mask": boolean(M)}, ValueError, r"shape \(7,\); expected \(2, 5\)"),
-]  # fmt: skip
+    (TypeError, "attn_mask is of type list", {"attn_mask": [[True]]}),
+    (TypeError, "attn_mask has dtype torch.int64", {"attn_mask": torch.ones(N, N).long()}),
+    (ValueError, r"attn_mask has shape \(5, 7\); expected", {"attn_mask": torch.ones(N, 7)}),
+    (ValueError, r"shape \(2, 5, 5\); expected \(6, 5, 5\)", {"attn_mask": boolean(B, N, N)}),
+    (ValueError, "attn_mask is on device meta; expected cpu", {"attn_mask": X[0].to("meta")}),
+    (ValueError, "attn_mask contains NaN", {"attn_mask": X[0, :, :N] / 0}),
+    (ValueError, r"attn_mask contains \+inf", {"attn_mask": 1 / X[0, :, :N]}),
+    (ValueError, r"key_padding_mask contains \+inf", {"key_padding_mask": 1 / X[..., 0]}),
+    (ValueError, r"shape \(7,\); expected \(2, 5\)", {"key_padding_mask": boolean(M)}),
+]
 
 
 def test_bad_arguments_are_named():
-    for changed, error, match in BAD_LAYERS:
-        with pytest.raises(error, match=match):
-            MultiheadAttention(**{"embed_dim": E, "num_heads": H, **changed})
-    for changed, error, match in BAD_MASKS:
-        with pytest.raises(error, match=match):
-            MultiheadAttention(E, H)(X, X, X, **changed)
+    assert_named(BAD_LAYERS, MultiheadAttention, embed_dim=E, num_heads=H)
+    assert_named(BAD_MASKS, MultiheadAttention(E, H), query=X, key=X, value=X)
     layer = MultiheadAttention(E, H, kdim=4, vdim=9)
     with pytest.raises(ValueError, match=r"value has shape \(2, 5, 12\); expected \(2, 5, 9\)"):
         layer(X, X[..., :4], X)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -16,7 +15,9 @@ from helpers import (
     Largest,
     N,
     additive,
+    assert_agree,
     assert_all_close,
+    assert_named,
     tensors,
     with_gradients,
 )
@@ -91,13 +92,6 @@ def masks(n=N, m=M, heads=H, batch=B):
     }
 
 
-def assert_forms_agree(forms, what, inputs=None, tol=1e-10, **options):
-    inputs = qkv() if inputs is None else inputs
-    results = [with_gradients(f, inputs, **options) for f in forms]
-    assert all(bool(x.isfinite().all()) for x in results[0]), what
-    assert_all_close(*results, tol, what)
-
-
 # --- the formula -------------------------------------------------------------------------------
 
 
@@ -125,18 +119,17 @@ def test_reference_is_the_formula_number_by_number(normalized):
 def test_fast_equals_reference_for_all_priors_and_variances(forms, small_blocks):
     for name, mask in masks().items():
         for kind in OWN if name in ("none", "causal", "full") else ["variances"]:
-            assert_forms_agree(forms, f"{kind}, {name}", **own(kind), **mask)
+            assert_agree(forms, qkv(), f"{kind}, {name}", **own(kind), **mask)
         for r in (1, 2, 4) if name in ("none", "causal") else ():
-            options = {**own("variances", r=r), **mask}
-            assert_forms_agree(forms, f"R = {r}", qkv(r=r), **options)
+            assert_agree(forms, qkv(r=r), f"R = {r}", **own("variances", r=r), **mask)
 
 
 @pytest.mark.parametrize("forms", ALL.values(), ids=ALL)
 def test_priors_for_any_number_of_leading_dimensions(forms, small_blocks):
-    for leading in ((), (H,), (2, B, H)):
+    for leading, heads in (((), ()), ((H,), (H,)), ((B, H), ()), ((2, B, H), (H,))):
         for options in ({}, {"is_causal": True}, {"attn_mask": keep(M)}):
-            options |= {"priors": positive(*leading[-1:], R)}
-            assert_forms_agree(forms, f"{leading}", qkv(leading), **options)
+            options |= {"priors": positive(*heads, R)}
+            assert_agree(forms, qkv(leading), f"{leading}", **options)
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -196,17 +189,10 @@ def test_one_fused_call_attends_to_all_components():
     inputs = qkv((1, H), n=32, m=32, d=8, dv=5)
     for options in ({}, {"attn_mask": keep(32)}, {"is_causal": True}):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises if no fused kernel applies
-            assert_forms_agree(SOFT, list(options), inputs, **own("variances"), **options)
+            assert_agree(SOFT, inputs, list(options), **own("variances"), **options)
 
 
 # --- the linear kernel -------------------------------------------------------------------------
-
-
-def test_linear_is_the_formula_for_all_priors():
-    for priors in ((R,), (H, R)):
-        for name in ("none", "causal", "padding", "one"):
-            options = {**masks()[name], "priors": positive(*priors)}
-            assert_forms_agree(LINEAR, f"{priors}, {name}", **options)
 
 
 def test_linear_mixes_features_and_not_keys():
@@ -230,8 +216,7 @@ def test_a_huge_or_tiny_common_factor_of_the_priors_divides_out_of_linear_kernel
 
 def test_linear_takes_other_feature_maps():
     for causal in (False, True):
-        options = {"is_causal": causal, "feature_map": lambda x: x.exp()}
-        assert_forms_agree(LINEAR, f"{causal}", **options)
+        assert_agree(LINEAR, qkv(), f"{causal}", is_causal=causal, feature_map=torch.exp)
 
 
 # --- precision, memory -------------------------------------------------------------------------
@@ -500,30 +485,28 @@ GAUSSIAN_BAD = [
     (TypeError, "variances is of type list", {"variances": [1.0]}),
     (ValueError, "scale and variances", {"scale": 1.0, "variances": 2.0}),
     (TypeError, "normalized is 1", {"normalized": 1}),
-    (TypeError, "distance is None", {"distance": None}),
     (ValueError, "normalized is True and distance False", {"normalized": True, "distance": False}),
 ]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_bad_argument_is_named(name):
-    more = {"soft": [(TypeError, "hard is 1", {"hard": 1})]}
-    more |= {"hard": [(TypeError, "multiple values for keyword argument 'hard'", {"hard": False})]}
+    twice = (TypeError, "multiple values for keyword argument 'hard'", {"hard": False})
     linear = [(TypeError, "feature_map is 3", {"feature_map": 3})]
-    for error, match, changed in BAD + (linear if name == "linear" else more[name] + GAUSSIAN_BAD):
-        with pytest.raises(error, match=match):
-            ALL[name][0](**{**dict(zip("qkv", qkv(), strict=True)), **changed})
+    more = {"soft": GAUSSIAN_BAD, "hard": [*GAUSSIAN_BAD, twice], "linear": linear}
+    assert_named(BAD + more[name], ALL[name][0], **dict(zip("qkv", qkv(), strict=True)))
 
 
 def test_bad_argument_of_em_is_named():
     q, k, _ = qkv()
-    for error, match, function in (
-        (ValueError, "query_mask has shape", functools.partial(em_priors, query_mask=keep(N))),
-        (TypeError, "query_mask", functools.partial(em_priors, query_mask=[True])),
-        (TypeError, "priors is of type list", functools.partial(em_priors, priors=[1.0])),
-        (ValueError, "scale is -1", functools.partial(responsibilities, scale=-1.0)),
-    ):
-        with pytest.raises(error, match=match):
-            function(q, k)
-    with pytest.raises(ValueError, match="k has shape"):
-        responsibilities(q, k[..., 0, :, :])
+    bad = [
+        (ValueError, "query_mask has shape", {"query_mask": keep(N)}),
+        (TypeError, "query_mask", {"query_mask": [True]}),
+        (TypeError, "priors is of type list", {"priors": [1.0]}),
+    ]
+    assert_named(bad, em_priors, q=q, k=k)
+    bad = [
+        (ValueError, "scale is -1", {"scale": -1.0}),
+        (ValueError, "k has shape", {"k": k[..., 0, :, :]}),
+    ]
+    assert_named(bad, responsibilities, q=q, k=k)

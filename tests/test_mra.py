@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 
-import cases
 import pytest
 import torch
-from cases import Case
-from helpers import H, Largest, assert_all_close, boolean, output_and_gradients, relative_errors
+from helpers import (
+    H,
+    assert_agree,
+    assert_all_close,
+    assert_named,
+    boolean,
+    output_and_gradients,
+    relative_errors,
+)
 from helpers import qkv as any_qkv
 
 from derived_attention import mra_attention_reference
@@ -18,7 +25,10 @@ from derived_attention.layer import ALL
 from derived_attention.mra import core
 from derived_attention.mra.core import mra_attention, mra_attention_weights
 from derived_attention.mra.layer import MRAAttention
+from derived_attention.registry import MECHANISMS
 from derived_attention.softmax.core import softmax_attention
+from derived_attention.testing.cases import Subject
+from derived_attention.testing.contract import try_promise
 
 N, M, BLOCK = 21, 23, 4
 qkv = functools.partial(any_qkv, n=N, m=M)
@@ -93,9 +103,7 @@ def test_both_forms_are_the_equations(sparse, over):
 
 
 def test_fewer_queries_than_a_block():
-    inputs, own = qkv((2,), n=3, m=17, d=3, dv=4), {"block": 4, "kept": 1}
-    found, expected = (output_and_gradients(functools.partial(f, **own), inputs) for f in FORMS)
-    assert_all_close(found, expected, 1e-10, "three queries, blocks of four")
+    assert_agree(FORMS, qkv((2,), n=3, m=17, d=3, dv=4), block=4, kept=1)
 
 
 def test_all_blocks_kept_are_softmax_attention():
@@ -116,22 +124,14 @@ def test_a_block_of_one_step_is_its_own_pooled_score():
         assert_all_close(output_and_gradients(form, qkv(), block=1, kept=3), theirs, 1e-12)
 
 
-def test_over_the_map_as_all_that_is_promised_of_rows():
-    """The contract tests only the options in the registry, so its tests are repeated here."""
+@pytest.mark.parametrize("promise", ["compile", "vmap", "memory", "empty inputs"])
+def test_over_the_map_as_all_that_is_promised_of_rows(promise):
+    """The contract tests only the options in the registry."""
     own = {"over": "map", "kept": 2, "block": 4}
-    case = Case("mra", attn_mask=boolean(2, 1, 1, cases.M), **own)
-    torch._dynamo.reset()
-    compiled = torch.compile(mra_attention, fullgraph=True, backend="aot_eager")
-    assert_all_close(case.results(compiled), case.results(), 1e-10)
-    x = [torch.stack([x.detach(), x.detach().flip(-2)]) for x in list(case.tensors.values())[:3]]
-    mapped = torch.vmap(functools.partial(mra_attention, **own))(*x)
-    loop = torch.stack([mra_attention(*each, **own) for each in zip(*x, strict=True)])
-    assert_all_close([mapped], [loop], 1e-12)
-    for form in FORMS:
-        assert not form(*qkv(m=0), **own).any()
-    with Largest() as largest:
-        Case("mra", n=1024, m=1024, leading=(1, H), d=2, dv=3, **own).results()
-    assert largest.numel <= 1024**2 / 2
+    entry = dataclasses.replace(MECHANISMS["mra"], options=lambda N, H, D: own.copy())
+    for form in ("fast", "reference") if promise == "empty inputs" else ("fast",):
+        result = try_promise(promise, Subject.of(entry, form))
+        assert result.verdict == "kept", result
 
 
 def test_a_short_block_counts_for_the_keys_it_has():
@@ -194,18 +194,16 @@ def test_layer_says_what_it_is_and_what_it_refuses():
 
 
 BAD = [
-    ({"block": 0}, ValueError, "block is 0; expected a whole number, at least 1"),
-    ({"block": 2.0}, TypeError, "block is of type float"),
-    ({"kept": 0}, ValueError, "kept is 0; expected a whole number, at least 1"),
-    ({"over": "columns"}, ValueError, "over is 'columns'; expected 'rows' or 'map'"),
+    (ValueError, "block is 0; expected a whole number, at least 1", {"block": 0}),
+    (TypeError, "block is of type float", {"block": 2.0}),
+    (ValueError, "kept is 0; expected a whole number, at least 1", {"kept": 0}),
+    (ValueError, "over is 'columns'; expected 'rows' or 'map'", {"over": "columns"}),
 ]
 
 
 def test_bad_options_are_named():
     layer = functools.partial(MRAAttention, 12, 3)
     for run in (layer, *(functools.partial(form, *qkv()) for form in FORMS)):
-        for own, error, match in BAD:
-            with pytest.raises(error, match=match):
-                run(**own)
+        assert_named(BAD, run)
     with pytest.raises(TypeError, match="query_mask is of type list"):
         mra_attention(*qkv(), query_mask=[True])

@@ -12,10 +12,12 @@ import pywt
 import torch
 from helpers import (
     H,
+    assert_agree,
     assert_all_close,
     assert_learns,
+    assert_named,
     boolean,
-    output_and_gradients,
+    disturbed,
     qkv,
 )
 
@@ -41,6 +43,7 @@ from derived_attention import (
 from derived_attention.common.convention import weights_of
 from derived_book.training.measure import count_flops
 
+FORMS = multiresolution_attention, multiresolution_attention_reference
 SCALES, OTHERS = [1, 2, 4], [3, 1, 2]
 DB2 = pywt.Wavelet("db2")
 WAVELETS = ["haar", "db2", "sym4", "bior2.2", "bior3.1"]
@@ -54,10 +57,7 @@ def sequence(n=N, seed=0):
 def layer(kind=MultiresolutionAttention, heads=3, seed=0, **own):
     torch.manual_seed(seed)
     made = kind(12, heads, dtype=torch.float64, **{"scales": SCALES, **own})
-    with torch.no_grad():
-        for p in made.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    return made.eval()
+    return disturbed(made).eval()
 
 
 # --- one sequence at a scale ----------------------------------------------------------------------
@@ -111,22 +111,16 @@ def test_wavelets_are_those_of_pywavelets_and_their_dual_undoes_them(name):
 
 def test_scales_of_queries_and_keys_differ():
     for options in ({}, {"is_causal": True}, {"attn_mask": boolean(2, 1, 1, 23)}):
-        inputs = qkv(n=N, m=23)
-        forms = (multiresolution_attention, multiresolution_attention_reference)
         for other in (OTHERS, [1, 1, 1], [2, 4, 8], [30, 1, 30]):
             own = {"scales": SCALES, "key_scales": other, **options}
-            found = [output_and_gradients(form, inputs, **own) for form in forms]
-            assert_all_close(*found, 1e-10, f"{other}, {list(options)}")
+            assert_agree(FORMS, qkv(n=N, m=23), f"{other}, {list(options)}", **own)
 
 
 def test_scales_of_keys_alone_are_attention_sh():
     inputs = qkv(n=N, m=23)
-    own = {"scales": [1, 1, 1], "key_scales": SCALES, "attn_mask": boolean(23)}
-    found = output_and_gradients(multiresolution_attention, inputs, **own)
-    sh = output_and_gradients(
-        scaled_heads_attention, inputs, scales=SCALES, attn_mask=own["attn_mask"]
-    )
-    assert_all_close(found, sh, 1e-12)
+    run = functools.partial(multiresolution_attention, scales=[1, 1, 1], key_scales=SCALES)
+    sh = functools.partial(scaled_heads_attention, scales=SCALES)
+    assert_agree([run, sh], inputs, tol=1e-12, attn_mask=boolean(23))
 
 
 def test_scales_of_queries_alone_pool_before_the_softmax():
@@ -138,24 +132,16 @@ def test_scales_of_queries_alone_pool_before_the_softmax():
 
 def test_class_token_stays_as_it_is():
     inputs, own = qkv(n=N, m=N), {"scales": SCALES, "class_token": True}
-    forms = (multiresolution_attention, multiresolution_attention_reference)
-    assert_all_close(*[output_and_gradients(form, inputs, **own) for form in forms], 1e-10)
+    assert_agree(FORMS, inputs, **own)
     with pytest.raises(ValueError, match="is_causal is True with class_token=True"):
         multiresolution_attention(*inputs, is_causal=True, **own)
 
 
 def test_a_causal_head_reads_windows_that_have_ended():
-    q, k, v = qkv((1, 1), n=10, m=10)
+    q, k, _ = qkv((1, 1), n=10, m=10)
     A = weights_of(multiresolution_attention, q, k, scales=[4], is_causal=True)[0, 0]
-    seen = (A > 0).tolist()
-    expected = [0] * 4 + [4] * 4 + [8] * 2  # the last key that each query attends to
-    for row, last in zip(seen, expected, strict=True):
-        assert row == [j <= last for j in range(10)]
-    longer = qkv((1, 1), n=10, m=10)
-    more = [torch.cat([x, x + 1], -2) for x in longer]  # later tokens change no earlier output
-    out = multiresolution_attention(*longer, scales=[4], is_causal=True)
-    on = multiresolution_attention(*more, scales=[4], is_causal=True)
-    assert_all_close([on[..., :10, :]], [out], 1e-12)
+    last = torch.tensor([0] * 4 + [4] * 4 + [8] * 2)  # the last key that each query attends to
+    assert torch.equal(A > 0, torch.arange(10) <= last[:, None])
 
 
 def test_causal_windows_of_two_scales_attend_what_has_ended():
@@ -282,49 +268,42 @@ def test_what_is_wrong_is_named():
     q, k, v = (x.detach() for x in qkv(n=N, m=N))
     three_taps = SimpleNamespace(dec_lo=[0.35, 0.7, 0.35], rec_lo=[0.7, 0.7])
     bad = [
-        ({"scales": [1, 2]}, ValueError, "scales is .1, 2.; expected one number per head"),
-        ({"key_scales": [1]}, ValueError, "key_scales is .1.; expected one number per head"),
-        ({"key_scales": [1, 2.0, 1]}, TypeError, r"key_scales\[1\] is of type float"),
-        ({"filters": "nothing"}, TypeError, "filters is 'nothing'; expected \"boxcar\""),
-        ({"filters": three_taps}, ValueError, "filters has a dec_lo of 3 numbers and a rec_lo of"),
-        ({"filters": DB2, "scales": [1, 2, 3]}, ValueError, "a scale is 3; expected a power of"),
-        ({"filters": DB2, "is_causal": True}, ValueError, "is_causal is True with a wavelet"),
-        ({"attention": "softmax"}, TypeError, "attention is 'softmax'"),
-        ({"attn_mask": torch.full((N,), 0.5)}, ValueError, "attn_mask has numbers other than 0"),
-        ({"attn_mask": torch.ones(N, N)}, ValueError, "attn_mask has shape .* in place of N"),
+        (ValueError, "scales is .1, 2.; expected one number per head", {"scales": [1, 2]}),
+        (ValueError, "key_scales is .1.; expected one number per head", {"key_scales": [1]}),
+        (TypeError, r"key_scales\[1\] is of type float", {"key_scales": [1, 2.0, 1]}),
+        (TypeError, "filters is 'nothing'; expected \"boxcar\"", {"filters": "nothing"}),
+        (ValueError, "filters has a dec_lo of 3 numbers and a rec_lo of", {"filters": three_taps}),
+        (ValueError, "a scale is 3; expected a power of", {"filters": DB2, "scales": [1, 2, 3]}),
+        (ValueError, "is_causal is True with a wavelet", {"filters": DB2, "is_causal": True}),
+        (TypeError, "attention is 'softmax'", {"attention": "softmax"}),
+        (ValueError, "attn_mask has numbers other than 0", {"attn_mask": torch.full((N,), 0.5)}),
     ]
     mixing = functools.partial(conv1d_attention, weight=torch.ones(3).double())
     inside = functools.partial(normalized_attention, attention=window_attention)
     for base, name in ((mixing, "conv1d_attention"), (inside, "window_attention")):
         two = {"attention": base, "key_scales": OTHERS, "is_causal": True}
-        bad.append((two, ValueError, f"key_scales differ from scales .* runs {name}; expected"))
-    for own, error, match in bad:
-        with pytest.raises(error, match=match):
-            multiresolution_attention(q, k, v, **{"scales": SCALES, **own})
+        bad.append((ValueError, f"key_scales differ from scales .* runs {name}; expected", two))
+    assert_named(bad, multiresolution_attention, q=q, k=k, v=v, scales=SCALES)
     with pytest.raises(ValueError, match='filters is of type Wavelet; expected "boxcar"'):
         multiresolution_attention_reference(q, k, v, scales=SCALES, filters=DB2)
     with pytest.raises(ValueError, match=r"q has shape \(21, 8\); expected \(..., H, N, D\)"):
         multiresolution_attention(q[0, 0], k[0, 0], v[0, 0], scales=SCALES)
     x = sequence()
-    with pytest.raises(ValueError, match="attn_mask is given; expected None: a window has several"):
-        layer()(x, x, x, attn_mask=torch.zeros(N, N).bool())
     bias = torch.zeros(2, N, dtype=x.dtype)
     bias[:, 3], bias[:, 4] = -math.inf, -2.0
     for causal in (False, True):
         with pytest.raises(ValueError, match="key_padding_mask has numbers other than 0"):
             layer()(x, x, x, bias, is_causal=causal)
-    with pytest.raises(ValueError, match=r"x has shape .*; expected \(2, 11, 12\): 22 steps"):
-        upsample(x, 2, 22)
-    with pytest.raises(ValueError, match="is_causal is True with a wavelet"):
-        layer(filters=DB2)(x, x, x, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal is True with class_token"):
-        layer(class_token=True)(x, x, x, is_causal=True)
+    for own, words in (({"filters": DB2}, "a wavelet"), ({"class_token": True}, "class_token")):
+        with pytest.raises(ValueError, match=f"is_causal is True with {words}"):
+            layer(**own)(x, x, x, is_causal=True)
 
 
 @pytest.mark.parametrize(("form", "error", "words"), [
     (lambda x: downsample(x[0], 2), ValueError, r"x has shape \(4,\); expected \(..., N, D\)"),
     (lambda x: downsample(x.long(), 2), TypeError, "x has dtype torch.int64"),
     (lambda x: upsample([x], 2, 6), TypeError, "x is of type list; expected a Tensor"),
+    (lambda x: upsample(x, 2, 7), ValueError, r"x has shape .*; expected \(4, 4\): 7 steps"),
     (lambda x: upsample(x, 2, 6.0), TypeError, "N is of type float; expected a whole number"),
 ])  # fmt: skip
 def test_wrong_sequences_are_named(form, error, words):

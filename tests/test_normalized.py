@@ -19,11 +19,14 @@ from helpers import (
     M,
     N,
     additive,
+    assert_agree,
     assert_all_close,
+    assert_named,
     boolean,
     output_and_gradients,
     qkv,
     tensors,
+    with_gradients,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,11 +48,6 @@ FORMS = [normalized_attention, normalized_attention_reference]
 
 def per_head(h=H):
     return torch.linspace(-0.4, 1.3, h, dtype=torch.float64).requires_grad_()
-
-
-def with_beta(form, **options):
-    """Return the form with β as its fourth argument, so that β gets a gradient."""
-    return lambda q, k, v, beta: form(q, k, v, beta=beta, **options)
 
 
 def with_dead_row(mask, row=2):
@@ -78,40 +76,38 @@ def test_reference_is_the_full_form_number_by_number():
     """Eq. 22, in plain Python."""
     q, k, v = (x.detach() for x in qkv((), n=2, m=3, d=2, dv=1))
     out = normalized_attention_reference(q, k, v, eps=0.1)
-    mu = [sum(float(k[j, d]) for j in range(3)) / 3 for d in range(2)]
-    var = [sum((float(k[j, d]) - mu[d]) ** 2 for j in range(3)) / 3 for d in range(2)]
+    q, k, v = (x.tolist() for x in (q, k, v))
+    mu = [sum(k[j][d] for j in range(3)) / 3 for d in range(2)]
+    var = [sum((k[j][d] - mu[d]) ** 2 for j in range(3)) / 3 for d in range(2)]
+
+    def score(i, j):
+        terms = ((q[i][d] - mu[d]) * (k[j][d] - mu[d]) / (var[d] + 0.1) for d in range(2))
+        return sum(terms) / math.sqrt(2)
+
     for i in range(2):
-        scores = [
-            sum(
-                (float(q[i, d]) - mu[d]) * (float(k[j, d]) - mu[d]) / (var[d] + 0.1)
-                for d in range(2)
-            )
-            / math.sqrt(2)
-            for j in range(3)
-        ]
-        e = [math.exp(s) for s in scores]
-        expected = sum(e[j] * float(v[j, 0]) for j in range(3)) / sum(e)
+        e = [math.exp(score(i, j)) for j in range(3)]
+        expected = sum(e[j] * v[j][0] for j in range(3)) / sum(e)
         assert out[i, 0].item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_reference_is_the_recentred_form():
+def test_both_forms_are_the_recentred_form():
     """Eq. 26: softmax attention with β μ subtracted from queries and keys."""
     q, k, v = qkv()
     for beta in (0.0, 0.6, 1.0, -2.0):
         shift = beta * k.mean(-2, keepdim=True)
         expected = softmax_attention_reference(q - shift, k - shift, v)
-        torch.testing.assert_close(normalized_attention_reference(q, k, v, beta=beta), expected)
+        for form in FORMS:
+            torch.testing.assert_close(form(q, k, v, beta=beta), expected)
 
 
 @pytest.mark.parametrize("eps", [None, 0.05])
 def test_every_head_s_beta_has_its_gradient_under_every_mask(eps):
-    inputs = [*qkv(), per_head()]
     for name, masks in MASKS.items():
-        results = [output_and_gradients(with_beta(f, eps=eps, **masks), inputs) for f in FORMS]
-        assert bool((results[0][-1] != 0).all()), name
-        assert_all_close(*results, 1e-10, name)
-    one = [*qkv(), torch.tensor(0.7).double().requires_grad_()]
-    assert_all_close(*(output_and_gradients(with_beta(f, eps=eps), one) for f in FORMS), 1e-11)
+        own = {"beta": per_head(), "eps": eps, **masks}
+        assert bool((with_gradients(FORMS[0], qkv(), **own)[-1] != 0).all()), name
+        assert_agree(FORMS, qkv(), name, **own)
+    one = torch.tensor(0.7).double().requires_grad_()
+    assert_agree(FORMS, qkv(), tol=1e-11, beta=one, eps=eps)
 
 
 # --- claims of the paper -----------------------------------------------------------------------
@@ -131,13 +127,6 @@ def test_penalty_is_on_length_along_the_mean_not_on_closeness():
     q = torch.zeros(1, 1).double()
     weights = [normalized_attention(q, k, torch.eye(6).double(), beta=b)[0] for b in (0.0, 0.2)]
     assert weights[1][5] < weights[0][5] and bool((weights[1][:5] > weights[0][:5]).all())
-
-
-def test_no_centring_is_plain_attention():
-    for form in FORMS:
-        for options in ({}, {"is_causal": True}, {"attn_mask": boolean(N, M)}):
-            expected = softmax_attention_reference(*qkv(), **options)
-            torch.testing.assert_close(form(*qkv(), beta=0.0, **options), expected)
 
 
 def test_invariances_of_the_full_form():
@@ -206,10 +195,10 @@ def test_running_variance_does_not_cancel():
 
 def test_a_mask_for_all_heads_is_copied_for_none():
     length = 96
-    inputs = [*qkv((2, 4), n=length, m=length, d=4, dv=4), per_head(4)]
-    function = with_beta(normalized_attention, eps=0.1, attn_mask=boolean(length, length))
+    inputs = qkv((2, 4), n=length, m=length, d=4, dv=4)
+    own = {"beta": per_head(4), "eps": 0.1, "attn_mask": boolean(length, length)}
     with Largest() as largest, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        output_and_gradients(function, inputs)  # raises if no fused kernel applies
+        with_gradients(normalized_attention, inputs, **own)  # raises if no fused kernel applies
     assert largest.numel <= length**2
 
 
@@ -232,18 +221,12 @@ def test_a_causal_mask_sees_no_future_either():
 
 @pytest.mark.parametrize("eps", [None, 0.1])
 def test_linear_attention_needs_its_keys_centred(eps):
-    inputs = [*qkv(), per_head()]
+    pairs = zip(FORMS, (linear_attention, linear_attention_reference), strict=True)
+    fast, reference = (functools.partial(form, attention=f) for form, f in pairs)
     for name in ("none", "padding", "per head"):
-        fast, reference, wrong = (
-            output_and_gradients(with_beta(f, eps=eps, **MASKS[name], **own), inputs)
-            for f, own in (
-                (FORMS[0], {"attention": linear_attention}),
-                (FORMS[1], {"attention": linear_attention_reference}),
-                (FORMS[0], {"attention": linear_attention, "center_keys": False}),
-            )
-        )
-        assert_all_close(fast, reference, 1e-10, name)
-        assert not torch.allclose(wrong[0], fast[0], atol=1e-3), name
+        own = {"beta": per_head(), "eps": eps, **MASKS[name]}
+        out = assert_agree([fast, reference], qkv(), name, **own)
+        assert not torch.allclose(fast(*qkv(), center_keys=False, **own), out, atol=1e-3), name
 
 
 @pytest.mark.parametrize("eps", [None, 0.1])
@@ -411,14 +394,8 @@ BAD_LAYERS = [
 
 
 def test_bad_arguments_are_named():
-    function = functools.partial(normalized_attention, X, X, X)
-    for run, bad in (
-        (function, BAD),
-        (functools.partial(NormalizedAttention, E, HEADS), BAD_LAYERS),
-    ):
-        for error, match, changed in bad:
-            with pytest.raises(error, match=match):
-                run(**changed)
+    assert_named(BAD, normalized_attention, q=X, k=X, v=X)
+    assert_named(BAD_LAYERS, NormalizedAttention, embed_dim=E, num_heads=HEADS)
 
 
 def test_a_softmax_that_it_cannot_know_gives_the_same():
