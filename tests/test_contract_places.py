@@ -315,7 +315,9 @@ def test_a_regularised_causal_batch_has_the_objectives_of_its_sequences():
 def test_what_cannot_be_left_out_of_the_past_is_refused():
     x = sequences()
     layer = make_layer("linear", cross=True)
-    with pytest.raises(ValueError, match="is_causal=True for 4 queries and 21 keys, and cross=T"):
+    with pytest.raises(
+        ValueError, match="is_causal=True for 4 queries and 21 keys, and cross=True"
+    ):
         layer(x[:, :4], x, x, GONE, is_causal=True)
     layer, bias = make_layer("linear"), torch.randn(B, N).double()
     with pytest.raises(ValueError, match="key_padding_mask has numbers other than 0 and -inf"):

@@ -195,7 +195,9 @@ def test_layer_takes_nested_tensors(name):
         alone = cross(x[0, : N - 5], x[0, :7], x[0, :7], need_weights=False)[0]
         torch.testing.assert_close(out, alone)
     if layer.paired:
-        with pytest.raises(ValueError, match="key has the lengths .*, and query .*; expected as m"):
+        with pytest.raises(
+            ValueError, match="key has the lengths .*, and query .*; expected as many"
+        ):
             layer(nested, other, other)
     with pytest.raises(ValueError, match="key_padding_mask is given with nested tensors"):
         layer(nested, nested, nested, GONE)

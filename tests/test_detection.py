@@ -456,10 +456,14 @@ def test_wrong_detections():
     other = functools.partial(dataclasses.replace, good)
     labels, boxes = other(labels=good.labels + 1), other(boxes=good.boxes[:, 1:])
     bad = [
-        (TypeError, "detections is NoneType; expected Detections, as fr", dict(detections=None)),
+        (
+            TypeError,
+            "detections is NoneType; expected Detections, as from detect",
+            dict(detections=None),
+        ),
         (TypeError, "scenes is NoneType; expected Scenes, as from make_scenes", dict(scenes=None)),
         (ValueError, "detections has 24 images; expected 3, as scenes", dict(scenes=given[:3])),
-        (ValueError, "detections.labels holds 1 to 2; exp", dict(detections=labels)),
+        (ValueError, "detections.labels holds 1 to 2; expected", dict(detections=labels)),
         (ValueError, "boxes has shape", dict(detections=boxes)),
     ]
     assert_named(bad, average_precision, detections=good, scenes=given)
