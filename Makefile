@@ -94,7 +94,7 @@ experiments: tools ## run the training that takes too long for the pages: some t
 	@for name in small $(filter-out chapterL,$(basename $(notdir $(wildcard experiments/chapter*.py)))); do \
 	  $(BIN)/python -m experiments.$$name || exit 1; done
 
-real: tools ## train one language model with nine kinds of attention; SIZE=gpu trains larger ones on a GPU
+real: tools ## train one language model with ten kinds of attention; SIZE=gpu trains larger ones on a GPU
 	@$(BIN)/python -m experiments.chapterL $(or $(SIZE),laptop)
 
 full: $(VENV)/.ready ## run a chapter with the papers' settings, unattended: make full CHAPTER=10

@@ -1,6 +1,6 @@
-"""Train one model with nine kinds of attention: ``python -m experiments.chapterL``.
+"""Train one model with ten kinds of attention: ``python -m experiments.chapterL``.
 
-About nine hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
+About thirteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
 GPU. An interrupted run resumes at its last checkpoint; there is one each minute. The weights of all
 finished runs stay in ``cache_dir("runs")``, so that a change of what is measured trains nothing
 again: some 300 MB. One seed chooses each learning rate, at the last number of steps, on the
@@ -99,7 +99,7 @@ def find_modules() -> set[str]:
 
 def read_code() -> list[Any]:
     """Return the code of the models, of their training, and of what both need of the package."""
-    functions = page.build, page.train, page.factor, train_on
+    functions = page.build, page.rotated, page.train, page.factor, train_on
     own = (ast.dump(ast.parse(textwrap.dedent(inspect.getsource(f)))) for f in functions)
     return [run_key.PACKAGE.digest(find_modules()), *own]
 
@@ -188,10 +188,10 @@ def plan(size: str, steps: int, **how: Any) -> dict[str, Any]:
     columns = [(kind, f"bits per byte, {kind}", 1, 3) for kind in ("validation", *KINDS)]
     how |= dict(steps=(steps // 2, steps), seeds=3, tuning_seeds=(1000,), tie=0.002, size=size)
     how |= dict(best=min, data="code")
-    return experiment(f"nine attentions, {size}", scores, page.ARMS, columns, **how)
+    return experiment(f"ten attentions, {size}", scores, page.ARMS, columns, **how)
 
 
-PLANS = {"laptop": plan("laptop", 1500, batch=8, device="cpu")}
+PLANS = {"laptop": plan("laptop", 3000, batch=8, device="cpu")}
 PLANS["gpu"] = plan("gpu", 4000, batch=8, device="cuda")
 EXPERIMENTS = {"laptop": PLANS["laptop"]}  # that the page has results of
 SHIPPED = {"arm": "softmax", "seed": 0, "steps": 6000, "lr": 3e-3}  # of `load_language_model`

@@ -10,12 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from derived_attention import softmax_attention
 from derived_book import load_documents, load_language_model
 from derived_book.tasks.language import documents
 from derived_book.tasks.language.loss import Windows
 from derived_book.tasks.language.measures import cut_windows, document_bits, find_repeats, n_grams
 from derived_book.training import recorded
 from experiments import chapterL, protocol
+from experiments.page_models import chapter
 
 page = chapterL.page
 
@@ -145,6 +147,13 @@ def test_later_bytes_change_nothing_and_decoding_gives_the_same_logits(small, ar
         torch.testing.assert_close(torch.cat(parts, 1), logits)
         grows = arm in ("softmax", "sink", "MGK", "hybrid")
         assert (kept[-1] > kept[0]) == grows and kept[0] <= kept[-1]
+
+
+def test_rotated_is_softmax_attention_on_rotated_queries_and_keys():
+    q, k, v = torch.randn(3, 2, 4, 50, 32)
+    turned = (chapter("P").rotary(x, torch.arange(50).double()) for x in (q, k))
+    expected = softmax_attention(*turned, v, is_causal=True)
+    torch.testing.assert_close(page.rotated(q, k, v, is_causal=True), expected)
 
 
 # --- its training ---------------------------------------------------------------------------------
