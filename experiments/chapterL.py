@@ -1,6 +1,6 @@
 """Train one model with ten kinds of attention: ``python -m experiments.chapterL``.
 
-About thirteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
+Thirteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
 GPU. An interrupted run resumes at its last checkpoint; there is one each minute. The weights of all
 finished runs stay in ``cache_dir("runs")``, so that a change of what is measured trains nothing
 again: some 300 MB. One seed chooses each learning rate, at the last number of steps, on the
