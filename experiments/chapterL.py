@@ -1,10 +1,10 @@
 """Train one model with ten kinds of attention: ``python -m experiments.chapterL``.
 
-Thirteen hours on one thread of a CPU for the size `laptop`, the default; the size `gpu` needs a
-GPU. An interrupted run resumes at its last checkpoint; there is one each minute. The weights of all
-finished runs stay in ``cache_dir("runs")``, so that a change of what is measured trains nothing
-again: some 300 MB. One seed chooses each learning rate, at the last number of steps, on the
-validation documents.
+The size `laptop`, the default, takes about thirteen hours on one thread of a CPU; the size `gpu`
+needs a GPU. An interrupted run resumes at its last checkpoint; there is one each minute. The
+weights of all finished runs stay in ``cache_dir("runs")``, so that a change of what is measured
+trains nothing again: some 300 MB. One seed chooses each learning rate, at the last number of steps,
+on the validation documents.
 
 ``python -m experiments.chapterL weights`` trains the model of `load_language_model`, in half an
 hour, and ``python -m experiments.chapterL cost`` measures training and decoding: on a machine that

@@ -1,5 +1,6 @@
 """The page with a language model: documents, what is measured, the model, and its training."""
 
+import functools
 import inspect
 import json
 import math
@@ -86,6 +87,18 @@ def test_bits_are_those_of_the_second_half_of_each_window():
     assert found[1].tolist() == [[0, 0]] * 3 and found.shape == (2, 3, 2)
     ends = find_repeats(windows.numpy(), known)[0][:, -4:]
     assert found[0, 1, 1] == found[0, 2, 1] == ends.sum()
+
+
+def test_an_arm_apart_widens_only_its_own_intervals():
+    draw = np.random.default_rng(0)
+    bits = 2 + 0.01 * draw.normal(size=(4, 3, 1, 3)) + 0.1 * draw.normal(size=(40, 3))
+    runs = {arm: np.stack([x, np.ones(x.shape)], -1) for arm, x in zip("abcd", bits, strict=True)}
+    noisy = runs["d"] + [[[[1, 0]]], [[[0, 0]]], [[[-1, 0]]]]
+    half = functools.partial(page.interval, name="all", draws=200)
+    plain, beside = half(runs, "a", "b"), half({**runs, "rotated": noisy}, "a", "b")
+    assert beside == plain
+    assert half({**runs, "rotated": noisy}, "a", "b", apart=())[1] > 5 * plain[1]
+    assert half({**runs, "rotated": noisy}, "a", "rotated")[1] > 5 * plain[1]
 
 
 def test_an_interval_knows_the_noise_of_seeds_and_of_files():
