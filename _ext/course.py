@@ -483,7 +483,8 @@ def unseal(passphrase: str, folder: Path, archive: Path = ARCHIVE) -> None:
     except InvalidToken:
         raise ValueError(f"the passphrase does not open {archive.name}") from None
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        tar.extractall(folder)
 
 
 def main() -> int:

@@ -160,7 +160,8 @@ def built(tmp_path_factory):
 def test_sources_hold_what_the_wheel_is_made_from_and_make_the_same_wheel(built, tmp_path):
     (sources,) = built.glob("*.tar.gz")
     with tarfile.open(sources) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        archive.extractall(tmp_path)
     (root,) = (x for x in tmp_path.iterdir() if x.name.startswith("derived_attention-"))
     expected = set("CHANGELOG.md CITATION.cff LICENSE PKG-INFO README.md".split())
     expected |= {"pyproject.toml", ".gitignore"} | {
